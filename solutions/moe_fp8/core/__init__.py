@@ -1,0 +1,1 @@
+"""What every generation uses: problem, routing, torch model, kernels, compilation."""

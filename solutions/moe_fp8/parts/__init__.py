@@ -1,0 +1,1 @@
+"""Interchangeable pieces of a generation, one file each."""
