@@ -1,0 +1,69 @@
+"""Weighted sum over every token's local experts, in a fixed order."""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass import BFloat16, Float32, Int64
+
+VECTOR = 8
+"""bfloat16 elements of a 16-byte access."""
+THREADS = 128
+
+
+class Combine:
+    """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with a local expert.
+
+    float32, slots in ascending order, so the result does not depend on how rows were grouped and
+    is the same in every run. A token without a local expert gets zeros.
+
+    A thread owns 8 columns of a token; `grid = (tokens, hidden / 1024)`.
+    """
+
+    def __init__(self, hidden: int, top_k: int):
+        if hidden % VECTOR:
+            raise ValueError(f"hidden={hidden}: expected a multiple of {VECTOR}")
+        self.hidden = hidden
+        self.top_k = top_k
+
+    @cute.jit
+    def __call__(
+        self,
+        o: cute.Tensor,  # (rows, hidden) bf16
+        pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
+        weights: cute.Tensor,  # (tokens, top_k) f32
+        out: cute.Tensor,  # (tokens, hidden) bf16
+        stream: cuda.CUstream,
+    ):
+        self.kernel(o, pair_row, weights, out).launch(
+            grid=[cute.size(out, mode=[0]), cute.ceil_div(self.hidden, VECTOR * THREADS), 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, o: cute.Tensor, pair_row: cute.Tensor, weights: cute.Tensor, out: cute.Tensor
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        token, column_group, _ = cute.arch.block_idx()
+        column = (column_group * THREADS + thread) * VECTOR
+        if column < self.hidden:
+            vector = cute.make_layout(VECTOR)
+            total = cute.make_rmem_tensor(vector, Float32)
+            total.fill(0.0)
+            held = cute.make_rmem_tensor((VECTOR, self.top_k), BFloat16)
+            # All loads first: a token's rows lie far apart, and their latencies should overlap.
+            for s in cutlass.range_constexpr(self.top_k):
+                row = pair_row[token, s]
+                if row >= 0:
+                    source = o.iterator + Int64(row) * self.hidden + column
+                    cute.autovec_copy(cute.make_tensor(source.align(16), vector), held[None, s])
+            for s in cutlass.range_constexpr(self.top_k):
+                if pair_row[token, s] >= 0:
+                    weight = weights[token, s]
+                    for i in cutlass.range_constexpr(VECTOR):
+                        total[i] = cute.math.fma(weight, Float32(held[i, s]), total[i])
+            rounded = cute.make_rmem_tensor(vector, BFloat16)
+            rounded.store(total.load().to(BFloat16))
+            destination = out.iterator + Int64(token) * self.hidden + column
+            cute.autovec_copy(rounded, cute.make_tensor(destination.align(16), vector))

@@ -1,0 +1,148 @@
+"""The CuTe DSL kernels as functions of torch tensors, with the signatures of `model`."""
+
+import functools
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+
+from .combine import Combine
+from .compile import compiled
+from .config import BLOCK, GemmConfig
+from .gemm_sm90 import GroupedGemmSm90
+from .layout import BatchedRows
+from .swiglu_quant import SwigluQuant
+
+ARCHS = {(9, 0): "sm_90a"}
+"""Compute capability to compilation target."""
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    layout: BatchedRows,
+    config: GemmConfig | None = None,
+) -> None:
+    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows that `layout` names.
+
+    Args:
+        a: `[rows, k]` e4m3.
+        a_scale: `[k / 128, rows]` float32, one scale per row and 128 columns of `a`.
+        b: `[experts, n, k]` e4m3.
+        b_scale: `[experts, n / 128, k / 128]` float32, one scale per 128x128 block of `b`.
+        out: `[rows, n]` bfloat16; rows that belong to no expert are left as they are.
+        layout: where the experts' rows lie.
+        config: tile shape and pipeline depth; None takes the default.
+    """
+    experts, n, k = b.shape
+    config = config or GemmConfig()
+    function = compile_grouped_gemm(config, n, k, experts, _arch(a.device))
+    tiles = experts * (layout.max_rows // config.tile_m) * (n // config.tile_n)
+    ctas = min(tiles, _multiprocessors(a.device))
+    if ctas:
+        function(a, a_scale, b, b_scale, out, layout.rows_per_expert, layout.max_rows, ctas)
+
+
+def swiglu_quant(g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor) -> None:
+    """SwiGLU of `g = [up, gate]`, requantised to FP8 with one scale per row and 128 columns.
+
+    Args:
+        g: `[rows, 2 * intermediate]` bfloat16.
+        q: `[rows, intermediate]` e4m3, written.
+        q_scale: `[intermediate / 128, rows]` float32, written.
+    """
+    rows, intermediate = q.shape
+    if rows:
+        compile_swiglu_quant(intermediate, _arch(g.device))(g, q, q_scale)
+
+
+def combine(
+    o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with `pair_row >= 0`.
+
+    Args:
+        o: `[rows, hidden]` bfloat16.
+        pair_row: `[tokens, top_k]` int32, -1 where the expert is not local.
+        weights: `[tokens, top_k]` float32.
+        out: `[tokens, hidden]` bfloat16, written.
+    """
+    tokens, hidden = out.shape
+    if tokens:
+        compile_combine(hidden, pair_row.shape[1], _arch(o.device))(o, pair_row, weights, out)
+
+
+@functools.cache
+def compile_grouped_gemm(config: GemmConfig, n: int, k: int, experts: int, arch: str) -> Any:
+    """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
+
+    def arguments() -> tuple:
+        rows = cute.sym_int64(divisibility=BLOCK)  # of every operand: padded to whole tiles
+        blocks = k // BLOCK
+        return (
+            _row_major(Float8E4M3FN, rows, k),
+            _row_major(Float32, blocks, rows),
+            _row_major(Float8E4M3FN, experts, n, k),
+            _row_major(Float32, experts, n // BLOCK, blocks, align=4),
+            _row_major(BFloat16, rows, n),
+            _row_major(Int32, experts, align=4),
+            Int32(0),
+            Int32(0),
+        )
+
+    kernel = GroupedGemmSm90(config, n, k, experts)
+    return compiled(kernel, (config, n, k, experts), arguments, arch)
+
+
+@functools.cache
+def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
+    """SwiGLU and requantisation for one width and any number of rows; needs no GPU."""
+
+    def arguments() -> tuple:
+        rows = cute.sym_int64()
+        return (
+            _row_major(BFloat16, rows, 2 * intermediate),
+            _row_major(Float8E4M3FN, rows, intermediate),
+            _row_major(Float32, intermediate // BLOCK, rows, align=4),
+        )
+
+    return compiled(SwigluQuant(intermediate), (intermediate,), arguments, arch)
+
+
+@functools.cache
+def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
+    """The combine for one width and any number of rows and tokens; needs no GPU."""
+
+    def arguments() -> tuple:
+        rows, tokens = cute.sym_int64(), cute.sym_int64()
+        return (
+            _row_major(BFloat16, rows, hidden),
+            _row_major(Int32, tokens, top_k, align=4),
+            _row_major(Float32, tokens, top_k, align=4),
+            _row_major(BFloat16, tokens, hidden),
+        )
+
+    return compiled(Combine(hidden, top_k), (hidden, top_k), arguments, arch)
+
+
+def _row_major(dtype: Any, *shape: Any, align: int = 16) -> Any:
+    """A symbolic row-major tensor; every use of one symbol is the same size."""
+    stride: list[Any] = [1]
+    for extent in reversed(shape[1:]):
+        stride.insert(0, extent if stride[0] == 1 else stride[0] * extent)
+    return make_fake_tensor(dtype, shape, tuple(stride), assumed_align=align)
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    return ARCHS[torch.cuda.get_device_capability(device)]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
