@@ -1,7 +1,7 @@
 """Write the flashinfer-bench definition of the layer, with scripts/moe_reference.py embedded.
 
-    python scripts/make_definition.py            write definitions/moe/<definition>.json
-    python scripts/make_definition.py --check    exit 1 when the committed file is out of date
+python scripts/make_definition.py            write definitions/moe/<definition>.json
+python scripts/make_definition.py --check    exit 1 when the committed file is out of date
 """
 
 from __future__ import annotations
