@@ -83,11 +83,14 @@ class Progress:
         self.done_weight = 0.0
         self.start = time.monotonic()
 
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
     def step(self, text: str) -> None:
         """Announce the step that begins now."""
         if self.quiet:
             return
-        elapsed = time.monotonic() - self.start
+        elapsed = self.elapsed()
         line = f"[{self.done + 1:>{len(str(self.total))}}/{self.total}] {text}"
         line += f"   elapsed {duration(elapsed)}"
         if self.done_weight > 0:
