@@ -48,6 +48,7 @@ LIMITS = {
     "local": (-700, 700),
     "token": (0, 300),
     "request": (0, 1200),
+    "request_group": (0, 800),
 }
 
 

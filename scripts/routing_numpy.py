@@ -33,8 +33,9 @@ def route(logits: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     rank = np.take_along_axis(group_score, order, axis=-1)
     group_margin = rank[:, -TOPK_GROUP] - rank[:, -TOPK_GROUP - 1]
 
-    candidates = np.take_along_axis(grouped, kept[:, :, None], axis=1).reshape(tokens, -1)
-    last = candidates.shape[1] - TOP_K
+    candidates = np.take_along_axis(grouped, kept[:, :, None], axis=1)
+    candidates = candidates.reshape(tokens, TOPK_GROUP * size)
+    last = TOPK_GROUP * size - TOP_K
     order = np.argpartition(candidates, (last - 1, last), axis=-1)
     picked = np.sort(order[:, last:], axis=-1)
     ids = np.take_along_axis(kept, picked // size, axis=1) * size + picked % size

@@ -40,7 +40,7 @@ _UNIT = 2.0 * math.sqrt(8 * (65536**2 - 1) / 12)
 _NOISE_STRENGTH = 1024  # every other strength is relative to this
 
 # Streams of one seed. Stream _NOISE + n is the n-th draw of the noise, n > 0 for redrawn rows.
-_EXPERT, _GROUP, _TOKEN, _REQUEST, _MEMBER, _NOISE = 0, 1, 2, 3, 4, 16
+_EXPERT, _GROUP, _TOKEN, _REQUEST, _MEMBER, _REQUEST_GROUP, _NOISE = 0, 1, 2, 3, 4, 5, 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class LogitModel:
     local: int = 0  # shift of the experts of this rank
     token: int = 0  # level of a token, the same for all experts
     request: int = 0  # pattern over experts shared by the tokens of a request
+    request_group: int = 0  # pattern over groups shared by the tokens of a request
     requests: int = 1  # number of requests in the batch
 
     def to_json(self) -> dict[str, int]:
@@ -100,8 +101,10 @@ def _systematic_part(model: LogitModel, tokens: int, local_expert_offset: int) -
     part = np.broadcast_to(per_expert, (tokens, NUM_EXPERTS)).copy()
     if model.token:
         part += model.token * _normals(model.seed, _TOKEN, tokens)[:, None]
-    if model.request:
+    if model.request or model.request_group:
         pattern = model.request * _normals(model.seed, _REQUEST, model.requests, NUM_EXPERTS)
+        groups = model.request_group * _normals(model.seed, _REQUEST_GROUP, model.requests, N_GROUP)
+        pattern += np.repeat(groups, NUM_EXPERTS // N_GROUP, axis=1)
         member = _raw(model.seed, _MEMBER, tokens) % np.uint64(model.requests)
         part += pattern[member.astype(np.int64)]
     return part

@@ -1,0 +1,419 @@
+"""The 19 workloads: the committed files, the draws behind them, the program that makes them."""
+
+import functools
+import hashlib
+import json
+import random
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import fit_workloads
+import make_workloads
+import numpy as np
+import pytest
+import routing_numpy
+import synthetic_logits
+import torch
+from flashinfer_bench import TraceSet
+from flashinfer_bench.bench.utils import load_safetensors
+from make_workloads import DEFINITION, WorkloadSpec, load_specs
+from synthetic_logits import LogitModel, draw_logits, routing_bias
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# (uuid, tokens, first expert) in the order of the official data set
+OFFICIAL = [
+    ("b8f4f012-a32e-4356-b4e1-7665b3d598af", 7, 192),
+    ("e05c6c03-5603-4a1c-b34c-dcce0ecaeea4", 1, 32),
+    ("6230e838-67ca-41dd-a9d6-6f36b7676c6b", 32, 32),
+    ("8f1ff9f1-6747-41d1-a1d8-2868cdacf893", 80, 96),
+    ("1a4c6ba1-3cd2-4d7d-b716-84f2d52b69fc", 901, 96),
+    ("a7c2bcfd-a2f4-479e-8d32-200115df89cf", 16, 224),
+    ("2e69caee-ae5c-473b-aa99-5dc6659829d4", 15, 32),
+    ("8cba5890-4288-448a-93b8-42c14c6b9420", 14, 0),
+    ("5e8dc11c-f2a9-42d5-8dce-9419cbf34d5d", 14107, 32),
+    ("58a34f27-7995-4155-8b46-f60a7225e20e", 11948, 128),
+    ("5eadab1e-a0e3-4966-b0fd-1115cd77497c", 62, 96),
+    ("eedc63b2-c03b-4cf2-8d16-1f46566e3af7", 59, 160),
+    ("e626d3e6-6c29-4fd8-bb7c-5b09eec61702", 58, 64),
+    ("74d7ff04-0365-4cf8-a824-ce61b7131dea", 57, 96),
+    ("4822167c-dae5-4bb1-bb53-e4adb256245b", 56, 64),
+    ("81955b1e-086f-49c1-9f40-a18a5aaf509d", 55, 128),
+    ("76010cb4-f73c-4145-8365-8642a2ce99de", 54, 128),
+    ("fc378037-e8fa-4305-b00f-4af47933fd53", 53, 32),
+    ("f7d6ac7c-24ec-47e4-aefc-4863a5e3e1d9", 52, 160),
+]
+SPECS = load_specs()
+by_workload = pytest.mark.parametrize("spec", SPECS, ids=[f"T{spec.seq_len}" for spec in SPECS])
+SMALLEST = min(SPECS, key=lambda spec: spec.seq_len)
+
+
+@functools.cache
+def draw_of(spec_index: int) -> synthetic_logits.Draw:
+    return SPECS[spec_index].draw()
+
+
+def draw(spec: WorkloadSpec) -> synthetic_logits.Draw:
+    return draw_of(SPECS.index(spec))
+
+
+# --- the committed files -------------------------------------------------------------------------
+
+
+def test_workload_file_lists_the_official_workloads_in_order():
+    traces = TraceSet.from_path(str(ROOT)).workloads[DEFINITION]
+    assert [
+        (
+            t.workload.uuid,
+            t.workload.axes["seq_len"],
+            t.workload.inputs["local_expert_offset"].value,
+        )
+        for t in traces
+    ] == OFFICIAL
+    assert all(t.workload.inputs["routed_scaling_factor"].value == 2.5 for t in traces)
+
+
+def test_workloads_pin_routing_and_scalars_only():
+    trace_set = TraceSet.from_path(str(ROOT))
+    for trace, spec in zip(trace_set.workloads[DEFINITION], SPECS, strict=True):
+        assert trace.is_workload_trace()
+        inputs = trace.workload.inputs
+        assert list(inputs) == list(trace_set.definitions[DEFINITION].inputs)
+        kinds = {name: entry.type for name, entry in inputs.items()}
+        assert [name for name, kind in kinds.items() if kind == "safetensors"] == [
+            "routing_logits",
+            "routing_bias",
+        ]
+        assert [name for name, kind in kinds.items() if kind == "scalar"] == [
+            "local_expert_offset",
+            "routed_scaling_factor",
+        ]
+        for name in ("routing_logits", "routing_bias"):
+            assert inputs[name].tensor_key == name
+            path = f"blob/workloads/moe/{DEFINITION}/{DEFINITION}_{spec.blob}.safetensors"
+            assert inputs[name].path == f"./{path}"
+            assert (ROOT / inputs[name].path).resolve() == (ROOT / path).resolve()
+
+
+def test_workload_file_is_what_the_script_writes(tmp_path):
+    fit_workloads.write_index(SPECS, tmp_path / "index.jsonl")
+    assert (tmp_path / "index.jsonl").read_text() == (ROOT / make_workloads.WORKLOADS).read_text()
+    fit_workloads.write_spec(SPECS, tmp_path / "spec.json")
+    assert load_specs(tmp_path / "spec.json") == SPECS
+
+
+# --- the draws -----------------------------------------------------------------------------------
+
+
+@by_workload
+def test_draw_has_the_bytes_and_counts_of_the_spec(spec):
+    made = draw(spec)
+    content = make_workloads.blob_bytes(made.logits)
+    assert hashlib.sha256(content).hexdigest() == spec.sha256
+    assert made.redrawn == spec.redrawn
+    assert routing_numpy.count_local(made.ids, spec.local_expert_offset) == spec.counts
+
+
+@by_workload
+def test_counts_are_close_to_the_captured_ones(spec):
+    captured, ours = spec.captured, asdict(spec.counts)
+    if spec.seq_len < 100:
+        assert ours["pairs"] == captured["pairs"]
+        assert abs(ours["hit"] - captured["hit"]) <= 1
+    else:
+        assert abs(ours["pairs"] / captured["pairs"] - 1) <= 0.01
+        assert abs(ours["hit"] / captured["hit"] - 1) <= 0.01
+    assert abs(ours["active"] - captured["active"]) <= 1
+    assert (captured["max"] is None) == (spec.seq_len < 100)
+    if captured["max"] is not None:
+        assert abs(ours["max"] / captured["max"] - 1) <= 0.1
+
+
+@by_workload
+def test_moments_and_grid(spec):
+    logits = draw(spec).logits
+    assert logits.dtype == np.float32 and logits.shape == (spec.seq_len, 256)
+    assert abs(logits.mean(dtype=np.float64) + 1.6706) < 2e-3
+    assert abs(logits.std(dtype=np.float64) - 0.6560) < 2e-3
+    as_torch = torch.from_numpy(logits)
+    assert torch.equal(as_torch.to(torch.bfloat16).float(), as_torch)
+
+
+@by_workload
+def test_no_choice_hangs_on_a_small_margin(spec):
+    """In float32 and in torch: another implementation than the generator's own."""
+    made = draw(spec)
+    biased = torch.from_numpy(made.logits).sigmoid() + torch.from_numpy(routing_bias())
+    grouped = biased.view(-1, 8, 32)
+    group_score = grouped.topk(2).values.sum(-1)
+    ranked, order = group_score.sort(descending=True)
+    assert (ranked[:, 3] - ranked[:, 4]).min() >= 1e-4
+    dropped = torch.zeros_like(group_score).scatter_(1, order[:, 4:], 1).bool()
+    candidates = grouped.masked_fill(dropped[..., None], 0).flatten(1)
+    ranked, order = candidates.sort(descending=True)
+    assert (ranked[:, 7] - ranked[:, 8]).min() >= 1e-4
+    assert np.array_equal(order[:, :8].sort().values.numpy(), made.ids)
+
+
+@by_workload
+def test_margin_threshold_is_far_from_every_margin(spec):
+    """Or a different rounding of exp could redraw another row on another machine."""
+    assert draw(spec).margin_gap > fit_workloads.MIN_MARGIN_GAP
+
+
+def test_redraw_replaces_the_rows_without_margin_and_no_others(monkeypatch):
+    spec = next(spec for spec in SPECS if spec.seq_len == 901)
+    final = draw(spec)
+    monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", -1.0)
+    first = spec.draw()
+    assert first.redrawn == 0 and final.redrawn > 0
+    _, margin = routing_numpy.route(first.logits, routing_bias())
+    assert np.array_equal((first.logits != final.logits).any(axis=1), margin < 1.05e-4)
+
+
+def test_draw_gives_up_where_no_row_can_have_a_margin(monkeypatch):
+    monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", 10.0)
+    with pytest.raises(RuntimeError, match="margin"):
+        draw_logits(LogitModel(seed=1), 1, 0)
+
+
+def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
+    """The published algorithm (Salmon et al., 2011), ten rounds."""
+    mask = (1 << 64) - 1
+    c = [counter >> 64 * i & mask for i in range(4)]
+    k0, k1 = key
+    for _ in range(10):
+        left, right = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [right >> 64 ^ c[1] ^ k0, right & mask, left >> 64 ^ c[3] ^ k1, left & mask]
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return c
+
+
+def test_raw_stream_is_philox():
+    """Nothing of the stream may be a choice of NumPy's. The first line is the published answer."""
+    assert f"{philox4x64(0, (0, 0))[0]:x}" == "16554d9eca36314c"
+    expected = [word for counter in range(1, 4) for word in philox4x64(counter, (7, 16))]
+    assert synthetic_logits._raw(7, 16, 12).tolist() == expected
+
+
+def test_uniforms_add_up_to_normals():
+    z = synthetic_logits._normals(3, 1, 400, 256) / synthetic_logits._UNIT
+    assert abs(z.mean()) < 0.01
+    assert abs(z.std() - 1) < 0.01
+    assert abs((np.abs(z) > 1.96).mean() - 0.05) < 0.003
+    assert abs(np.corrcoef(z[:, :-1].ravel(), z[:, 1:].ravel())[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("scale", [1, 1000, 1 << 31])
+def test_moments_are_taken_without_overflow(scale):
+    z = np.random.default_rng(0).integers(-1000, 1500, (300, 256)) * scale
+    offset, factor = synthetic_logits._to_captured_moments(z)
+    mapped = (z.astype(np.float64) - offset) * factor - 1.6706
+    assert abs(mapped.mean() + 1.6706) < 1e-9
+    assert abs(mapped.std() - 0.6560) < 1e-5
+
+
+def test_rounding_is_that_of_bfloat16():
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    x = np.concatenate([bits, ties]).view(np.float32)
+    x = x[np.isfinite(x) & (np.abs(x) < 1e38)]
+    expected = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    assert np.array_equal(synthetic_logits.round_to_bfloat16(x), expected)
+
+
+@pytest.mark.parametrize("offset", [-16, 0, 240, 300, -64])
+def test_window_of_experts_may_stick_out(offset):
+    model = LogitModel(seed=11, local=3000)
+    made = draw_logits(model, 40, offset)
+    plain = draw_logits(replace(model, local=0), 40, offset)
+    counts = routing_numpy.count_local(made.ids, offset)
+    exists = len(range(max(offset, 0), min(offset + 32, 256)))
+    if exists == 0:
+        assert np.array_equal(made.logits, plain.logits)
+        assert counts == routing_numpy.RoutingCounts(0, 0, 0, 0)
+    else:
+        assert counts.pairs > 2 * 40 * exists / 32  # far more than an even share
+
+
+@pytest.mark.parametrize(
+    "strength", ["expert", "group", "local", "token", "request", "request_group"]
+)
+def test_every_strength_changes_the_draw(strength):
+    plain = LogitModel(seed=5, requests=3)
+    changed = draw_logits(replace(plain, **{strength: 400}), 50, 64).logits
+    assert (changed != draw_logits(plain, 50, 64).logits).mean() > 0.1
+
+
+# --- routing against brute force -----------------------------------------------------------------
+
+
+def choose_by_hand(logits, bias):
+    """(chosen experts, margin) of one token by plain sorting."""
+    score = [
+        1 / (1 + np.exp(-np.float64(x))) + np.float64(b) for x, b in zip(logits, bias, strict=True)
+    ]
+    group_score = [sum(sorted(score[g * 32 : g * 32 + 32])[-2:]) for g in range(8)]
+    groups = sorted(range(8), key=lambda g: -group_score[g])
+    group_margin = group_score[groups[3]] - group_score[groups[4]]
+    candidates = sorted(
+        (e for g in groups[:4] for e in range(g * 32, g * 32 + 32)), key=lambda e: -score[e]
+    )
+    return sorted(candidates[:8]), min(group_margin, score[candidates[7]] - score[candidates[8]])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 60])
+def test_routing_against_sorting(tokens):
+    rng = np.random.default_rng(tokens)
+    logits = rng.normal(-1.7, 0.7, (tokens, 256)).astype(np.float32)
+    bias = rng.normal(5, 0.02, 256).astype(np.float32)
+    ids, margin = routing_numpy.route(logits, bias)
+    assert ids.shape == (tokens, 8)
+    for t in range(tokens):
+        expected, expected_margin = choose_by_hand(logits[t], bias)
+        assert ids[t].tolist() == expected
+        assert margin[t] == pytest.approx(expected_margin, abs=1e-12)
+
+
+def test_margin_sees_both_kinds_of_tie():
+    """The 8th expert ties with the 9th; in another token, the 4th group with the 5th."""
+    logits = np.full((2, 256), -8.0, dtype=np.float32)
+    logits -= np.arange(256, dtype=np.float32) / 256  # no ties of their own
+    logits[0, 0:8] = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 1.0]
+    logits[0, 9] = 1.0
+    logits[0, 32::32] = -np.arange(1, 8, dtype=np.float32)  # keeps the other groups apart
+    for group, level in enumerate([3.0, 2.5, 2.0, 1.0, 1.0, 0.5, 0.0, -0.5]):
+        logits[1, 32 * group : 32 * group + 3] = [level, level - 0.1, level - 0.5]
+    _, margin = routing_numpy.route(logits, np.zeros(256, dtype=np.float32))
+    assert margin.tolist() == [0.0, 0.0]
+    logits[0, 9] -= 0.25
+    logits[1, 128] -= 0.25
+    _, margin = routing_numpy.route(logits, np.zeros(256, dtype=np.float32))
+    assert (margin > 0.01).all()
+
+
+def test_counts_of_a_known_routing():
+    ids = np.array([[0, 1, 40, 41, 63, 64, 70, 71], [33, 40, 100, 101, 102, 103, 104, 105]])
+    ids = np.vstack([ids, np.arange(200, 208)])
+    counts = routing_numpy.count_local(ids, 32)
+    assert counts == routing_numpy.RoutingCounts(pairs=5, hit=2, active=4, max=2)
+    assert routing_numpy.count_local(ids, 224).pairs == 0
+
+
+# --- making the files ----------------------------------------------------------------------------
+
+
+def test_blob_loads_through_flashinfer_bench(tmp_path):
+    shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
+    shutil.copytree(ROOT / "workloads", tmp_path / "workloads")
+    paths = make_workloads.make_workloads(tmp_path, max_tokens=16, progress=False)
+    trace_set = TraceSet.from_path(str(tmp_path))
+    small = [
+        t.workload for t in trace_set.workloads[DEFINITION] if t.workload.axes["seq_len"] <= 16
+    ]
+    assert [len(small), len(set(paths))] == [5, 5]
+    for workload, path in zip(small, paths, strict=True):
+        tensors = load_safetensors(trace_set.definitions[DEFINITION], workload, tmp_path)
+        assert path.is_file() and set(tensors) == {"routing_logits", "routing_bias"}
+        spec = next(spec for spec in SPECS if spec.uuid == workload.uuid)
+        assert np.array_equal(tensors["routing_logits"].numpy(), draw(spec).logits)
+        bias = tensors["routing_bias"].float().tolist()
+        assert bias == routing_bias().tolist()
+        assert {bias[0], bias[2], bias[255]} == {4.9375}
+        assert {bias[3], bias[90], bias[253]} == {4.96875}
+        assert bias.count(4.96875) == 101
+
+
+def test_up_to_date_blob_is_left_and_damaged_one_made_again(tmp_path, capsys):
+    (path,) = make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
+    assert "made" in capsys.readouterr().err
+    content, stamp = path.read_bytes(), path.stat().st_mtime_ns
+    assert make_workloads.make_workloads(tmp_path, [SMALLEST.uuid]) == [path]
+    assert "up to date" in capsys.readouterr().err
+    assert path.stat().st_mtime_ns == stamp
+    for damaged in (b"", content[:5], content[:700], content[:-1] + b"\1", b"\xff" * 64):
+        path.write_bytes(damaged)
+        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
+        assert path.read_bytes() == content
+    assert capsys.readouterr().err == ""
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
+
+
+def test_tensors_of_another_origin_are_kept(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / SMALLEST.blob_path
+    path.parent.mkdir(parents=True)
+    captured = {"routing_logits": torch.zeros(1, 256), "routing_bias": torch.zeros(256).bfloat16()}
+    safetensors.save_file(captured, path)
+    content = path.read_bytes()
+    make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
+    assert "kept" in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
+    wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
+    monkeypatch.setattr(make_workloads, "load_specs", lambda: wrong)
+    with pytest.raises(RuntimeError, match=SMALLEST.uuid):
+        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_selection():
+    assert [s.seq_len for s in make_workloads.select(SPECS, None, 15)] == [7, 1, 15, 14]
+    assert [s.seq_len for s in make_workloads.select(SPECS, ["e05c", "8f1f"], None)] == [1, 80]
+    assert make_workloads.select(SPECS, ["8f1f"], 79) == []
+    with pytest.raises(ValueError, match="'1234'"):
+        make_workloads.select(SPECS, ["1234"], None)
+
+
+def test_command_line(tmp_path, capsys):
+    root = ["--root", str(tmp_path)]
+    assert make_workloads.main([*root, "--max-tokens", "1"]) == 0
+    assert (tmp_path / SMALLEST.blob_path).is_file()
+    assert make_workloads.main([*root, "--workload", "nope"]) == 1
+    assert "nope" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert make_workloads.main(["--root", str(tmp_path / "file"), "--max-tokens", "1"]) == 1
+    capsys.readouterr()
+    assert make_workloads.main(["--markdown", "--max-tokens", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "| e05c6c03 |" in table and "3 / 3" in table
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+def test_misfit_counts_every_statistic():
+    captured = {"pairs": 1000, "hit": 500, "active": 30, "max": 100}
+    perfect = routing_numpy.RoutingCounts(1000, 500, 30, 100)
+    assert fit_workloads.misfit(perfect, captured) == 0
+    for name in captured:
+        worse = replace(perfect, **{name: captured[name] + 3})
+        assert fit_workloads.misfit(worse, captured) > 0
+    assert fit_workloads.misfit(replace(perfect, max=5), {**captured, "max": None}) == 0
+
+
+def test_search_meets_a_small_workload(tmp_path):
+    spec = replace(SMALLEST, model=LogitModel(seed=1))
+    trial = fit_workloads.fit(spec, 60, lambda line: None)
+    fitted = fit_workloads.entry_of(spec, trial)
+    assert fitted.counts.pairs == fitted.captured["pairs"]
+    document = tmp_path / "spec.json"
+    fit_workloads.write_spec([fitted], document)
+    (loaded,) = load_specs(document)
+    assert hashlib.sha256(make_workloads.blob_bytes(loaded.draw().logits)).hexdigest() == (
+        loaded.sha256
+    )
+    assert json.loads(document.read_text())["definition"] == DEFINITION
+
+
+def test_search_stays_inside_its_limits():
+    rng = random.Random(0)
+    model = fit_workloads.random_model(rng, 100)
+    for _ in range(200):
+        model = fit_workloads.vary(rng, model, 1.0)
+        for name, (low, high) in fit_workloads.LIMITS.items():
+            assert low <= getattr(model, name) <= high
