@@ -1,0 +1,234 @@
+"""The problem: geometry, inputs in the definition's order, and their validation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral, Real
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from .config import BLOCK
+
+ALIGNMENT = 16
+"""Bytes of the widest load or store, and what TMA asks of a base address."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Everything about the layer that does not change from call to call.
+
+    Raises:
+        ValueError: a size is not what routing or the block scales need; the message names it.
+    """
+
+    num_experts: int = 256
+    num_local_experts: int = 32
+    hidden_size: int = 7168
+    intermediate_size: int = 2048
+    n_group: int = 8
+    topk_group: int = 4
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(self, name)
+            if size < BLOCK or size % BLOCK:
+                raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
+        if self.num_local_experts < 1:
+            raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
+        if self.n_group < 1 or self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group}: expected a divisor of num_experts={self.num_experts}"
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, "
+                "expected at least 2 (a group's score is the sum of its two largest)"
+            )
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
+        if not 1 <= self.top_k <= self.topk_group * self.group_size:
+            raise ValueError(
+                f"top_k={self.top_k}: expected 1..{self.topk_group * self.group_size}, "
+                "the experts of the kept groups"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Experts of one routing group."""
+        return self.num_experts // self.n_group
+
+    @cached_property
+    def weight_specs(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
+        """Name, shape, dtype and meaning of the inputs that do not depend on T."""
+        e, h, i = self.num_local_experts, self.hidden_size, self.intermediate_size
+        fp8, f32 = torch.float8_e4m3fn, torch.float32
+        block = f"one scale per {BLOCK}x{BLOCK} block"
+        return (
+            ("routing_bias", (self.num_experts,), torch.bfloat16, "one value per expert"),
+            ("gemm1_weights", (e, 2 * i, h), fp8, "up rows, then gate rows, of each local expert"),
+            ("gemm1_weights_scale", (e, 2 * i // BLOCK, h // BLOCK), f32, block),
+            ("gemm2_weights", (e, h, i), fp8, "one down projection per local expert"),
+            ("gemm2_weights_scale", (e, h // BLOCK, i // BLOCK), f32, block),
+        )
+
+
+DEEPSEEK_V3 = MoeShape()
+
+
+class MoeInputs(NamedTuple):
+    """The layer's inputs, in the order of the definition."""
+
+    routing_logits: torch.Tensor  # [T, num_experts] float32
+    routing_bias: torch.Tensor  # [num_experts] bfloat16
+    hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
+    hidden_states_scale: torch.Tensor  # [H/128, T] float32
+    gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
+    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32
+    local_expert_offset: int | torch.Tensor
+    routed_scaling_factor: float | torch.Tensor
+
+
+def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
+    """Check every argument and return the number of tokens T. Launches and reads nothing on a GPU.
+
+    Runs on every call, so the good case is a handful of comparisons; messages are built only
+    once something is known to be wrong.
+
+    Raises:
+        ValueError: names the argument, what was expected and given, and why.
+    """
+    logits = inputs.routing_logits
+    try:
+        tokens = logits.shape[0]
+        device = logits.device
+        specs = _specs(shape, tokens)
+        arguments = (*inputs[:8], output)
+        good = _is_integer(inputs.local_expert_offset) and _is_real(inputs.routed_scaling_factor)
+        for argument, (_, dims, dtype, _) in zip(arguments, specs, strict=True):
+            good = (
+                good
+                and argument.shape == dims
+                and argument.dtype is dtype
+                and argument.device == device
+                and argument.is_contiguous()
+            )
+        if good:
+            x, w13, w2 = inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
+            addresses = x.data_ptr() | w13.data_ptr() | w2.data_ptr() | output.data_ptr()
+            good = addresses % ALIGNMENT == 0
+    except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
+        good = False
+    if not good:
+        _explain(inputs, output, shape)
+    return tokens
+
+
+def _specs(
+    shape: MoeShape, tokens: int
+) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
+    """Name, shape, dtype and meaning of the eight tensor inputs and the output, in order."""
+    bias, w13, w13_scale, w2, w2_scale = shape.weight_specs
+    h = shape.hidden_size
+    fp8, f32 = torch.float8_e4m3fn, torch.float32
+    return (
+        ("routing_logits", (tokens, shape.num_experts), f32, "one logit per token and expert"),
+        bias,
+        ("hidden_states", (tokens, h), fp8, "one row per token of routing_logits"),
+        (
+            "hidden_states_scale",
+            (h // BLOCK, tokens),
+            f32,
+            f"block-major: one row per {BLOCK} hidden columns, one column per token",
+        ),
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        ("output", (tokens, h), torch.bfloat16, "one row per token, written in place"),
+    )
+
+
+def _is_integer(value: object) -> bool:
+    if type(value) is int:  # the common case, and bool is not it
+        return True
+    if isinstance(value, torch.Tensor):
+        integer = not value.is_floating_point() and not value.is_complex()
+        return integer and value.dtype is not torch.bool and _is_host_scalar(value)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    if type(value) is float:
+        return True
+    if isinstance(value, torch.Tensor):
+        return not value.is_complex() and value.dtype is not torch.bool and _is_host_scalar(value)
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_host_scalar(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu" and value.numel() == 1
+
+
+def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoReturn:
+    """Raise the ValueError for the first argument that is wrong."""
+    logits = inputs.routing_logits
+    usable = isinstance(logits, torch.Tensor) and logits.dim() == 2
+    specs = _specs(shape, logits.shape[0] if usable else -1)
+    for argument, (name, dims, dtype, why) in zip((*inputs[:8], output), specs, strict=True):
+        expected = "[" + ", ".join("T" if n == -1 else str(n) for n in dims) + "]"
+        if not isinstance(argument, torch.Tensor):
+            raise ValueError(
+                f"{name}: expected a {dtype} tensor {expected}, got {type(argument).__name__}"
+            )
+        if argument.layout is not torch.strided:
+            raise ValueError(
+                f"{name}: expected a dense (strided) tensor, got layout {argument.layout}"
+            )
+        if argument.dtype is not dtype:
+            raise ValueError(f"{name}: expected dtype {dtype}, got {argument.dtype} ({why})")
+        if argument.shape != dims:
+            raise ValueError(
+                f"{name}: expected shape {expected}, got {list(argument.shape)} ({why})"
+            )
+        if argument.device != logits.device:
+            raise ValueError(
+                f"{name}: expected device {logits.device}, got {argument.device} "
+                "(all tensors must be on the device of routing_logits)"
+            )
+        if not argument.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {list(argument.stride())} "
+                f"for shape {list(argument.shape)} (it is addressed by its shape; "
+                "call .contiguous())"
+            )
+        if dtype in (torch.float8_e4m3fn, torch.bfloat16) and argument.dim() > 1:
+            if argument.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
+                    f"{argument.data_ptr():#x} (rows move in {ALIGNMENT}-byte pieces; .clone() it)"
+                )
+    _explain_scalar("local_expert_offset", inputs.local_expert_offset, "an integer", _is_integer)
+    _explain_scalar(
+        "routed_scaling_factor", inputs.routed_scaling_factor, "a real number", _is_real
+    )
+    raise AssertionError("a check failed that has no message")
+
+
+def _explain_scalar(name: str, value: object, kind: str, accepts: Callable[[object], bool]) -> None:
+    if accepts(value):
+        return
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: expected {kind}, got {value!r} of type {type(value).__name__}")
+    if value.device.type != "cpu":
+        raise ValueError(
+            f"{name}: expected {kind} on the host, got a tensor on {value.device} (reading it "
+            "would stall the host until the GPU is idle; pass a python number or a CPU tensor)"
+        )
+    raise ValueError(
+        f"{name}: expected {kind} or a CPU tensor that holds one, got a {value.dtype} tensor of "
+        f"shape {list(value.shape)}"
+    )

@@ -1,0 +1,107 @@
+"""Routing of tokens to experts and grouping of the chosen pairs by expert, in vectorised torch.
+
+Nothing here reads a device value on the host and every shape follows from T alone, so it runs
+ahead of the GPU and can be captured in a CUDA graph. Every torch operation costs the host about
+as much as a kernel launch of our own, which at small T is the whole cost: operations are counted.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .problem import MoeShape
+
+EPSILON = 1e-20
+"""Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
+
+LARGEST_OFFSET = 2**30
+"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
+
+
+class GroupedRows(NamedTuple):
+    """The (token, local expert) pairs as rows: experts ascending, tokens ascending within one.
+
+    P rows are real; only the device knows P (`m_indptr[E]`).
+    """
+
+    token_of_row: torch.Tensor  # [T*top_k] int32; past P: unspecified, but a token
+    m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
+    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
+    weights: torch.Tensor  # [T, top_k] float32
+
+
+def route(
+    logits: torch.Tensor,  # [T, num_experts] float32
+    bias: torch.Tensor,  # [num_experts] bfloat16
+    scaling: float,
+    shape: MoeShape,
+    index_dtype: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top_k` experts for every token: ids [T, top_k], ascending, and their weights.
+
+    Scores are sigmoids. The bias takes part in the choice (the `topk_group` groups with the
+    largest sum of their two best experts, then the best experts of those) but not in the weights,
+    which are the chosen scores divided by their sum, times `scaling`.
+
+    Ids come in ascending order because `topk` leaves theirs open, and the order of the slots is
+    the order in which weights and, later, expert outputs are summed. `index_dtype=torch.int64`
+    spares `group_rows` the conversion that torch's indexing needs.
+    """
+    tokens = logits.shape[0]
+    scores = torch.sigmoid(logits)
+    by_group = (scores + bias).view(tokens, shape.n_group, shape.group_size)
+    group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
+    kept = group_score.topk(shape.topk_group, dim=-1, sorted=False).indices
+    # Adding 0 or -inf rather than comparing with the score of the last kept group: exactly
+    # topk_group groups remain even where scores tie.
+    mask = torch.full_like(group_score, float("-inf")).scatter_(1, kept, 0.0)
+    candidates = by_group.add_(mask.unsqueeze(-1)).view(tokens, shape.num_experts)
+    ids = candidates.topk(shape.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    weights = scores.gather(1, ids)
+    total = weights.sum(dim=-1, keepdim=True).add_(EPSILON)
+    return ids.to(index_dtype), weights.div_(total).mul_(scaling)
+
+
+def group_rows(
+    ids: torch.Tensor,  # [T, top_k] int32 or int64, no expert twice in a row
+    weights: torch.Tensor,  # [T, top_k] float32
+    local_expert_offset: int,
+    num_local_experts: int,
+) -> GroupedRows:
+    """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
+
+    A token has an expert at most once, so the pairs are the marks of an [experts, T] table and a
+    pair's row is the number of marks before it in row-major order: one prefix sum over the table
+    replaces a stable sort and its inverse. The table, with one more row on either side for the
+    experts below and above the local ones and one more column in front:
+
+                     -   token 0   token 1  ...
+        below        .      .         .          (marks ignored)
+        local 0      0      1         0
+        local 1      0      1         1
+        above        0      1         1
+
+    After an inclusive sum each cell of column j holds the rows before token j's cell, so column 0
+    is `m_indptr` and a pair (e, t) finds its row in column t, left of its mark.
+    """
+    tokens, top_k = ids.shape
+    experts = num_local_experts
+    width = tokens + 1
+    # All offsets past either end say the same (no expert is local); int32 holds the nearest ones.
+    offset = min(max(local_expert_offset, -experts), LARGEST_OFFSET)
+    # 0 below, 1..E local, E+1 above; int64 is what scatter_ and gather index by on every backend.
+    table_row = ids.sub(offset - 1).clamp_(0, experts + 1).long()
+    table = ids.new_zeros((experts + 2, width), dtype=torch.int32)
+    table[:, 1:].t().scatter_(1, table_row, 1)
+    flat = table.view(-1)
+    flat[width:].cumsum_(0)
+    m_indptr = table[1:, 0].clone(memory_format=torch.contiguous_format)
+    # The r-th row is the first local cell whose inclusive sum exceeds r. The slice starts one
+    # cell late, so that a position modulo the width is the token, and stops one cell early, so
+    # that positions past the last mark are still a token.
+    sums = flat[width + 1 : (experts + 1) * width - 1]
+    row = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device)
+    token_of_row = torch.searchsorted(sums, row, right=True, out_int32=True).remainder_(width)
+    table[:: experts + 1].fill_(-1)
+    pair_row = table.t()[:tokens].gather(1, table_row)
+    return GroupedRows(token_of_row, m_indptr, pair_row, weights)
