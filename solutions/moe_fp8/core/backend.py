@@ -1,0 +1,55 @@
+"""Which implementation of the layer's operations serves a device."""
+
+import functools
+from typing import Protocol
+
+import torch
+
+from .config import GemmConfig
+from .layout import BatchedRows
+
+SUPPORTED = "compute capability 9.0 (H100, H200, H800, H20, GH200)"
+
+
+class Backend(Protocol):
+    """The operations, destination passing; `model` documents what each computes."""
+
+    def grouped_gemm(
+        self,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        b: torch.Tensor,
+        b_scale: torch.Tensor,
+        out: torch.Tensor,
+        layout: BatchedRows,
+        config: GemmConfig | None = None,
+    ) -> None: ...
+
+    def swiglu_quant(self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor) -> None: ...
+
+    def combine(
+        self, o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None: ...
+
+
+@functools.cache
+def select(device: torch.device) -> Backend:
+    """The kernels for a supported GPU, the torch model for the CPU.
+
+    Raises:
+        ValueError: the device is another one; the message lists what is supported.
+    """
+    if device.type == "cpu":
+        from . import model
+
+        return model
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability == (9, 0):
+            from . import kernels  # compiles through the DSL, which the CPU path does without
+
+            return kernels
+        given = f"{torch.cuda.get_device_name(device)}, compute capability %d.%d" % capability
+    else:
+        given = f"device type {device.type}"
+    raise ValueError(f"unsupported device {device} ({given}): expected a GPU of {SUPPORTED}")

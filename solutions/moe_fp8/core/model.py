@@ -1,0 +1,107 @@
+"""The arithmetic of the kernels in plain torch: same operations, same signatures.
+
+It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. It is written
+for clarity and for memory, touches active experts only and, unlike the kernels, reads row counts
+on the host.
+"""
+
+import torch
+
+from .config import BLOCK, GemmConfig
+from .layout import BatchedRows
+
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn value."""
+
+COLUMNS = 1024
+"""Output columns computed at once: their weights in float32 stay within a few MB per expert."""
+
+ROWS = 1024
+"""Rows computed at once, which bounds the partial products of all K blocks held together."""
+
+
+def grouped_gemm(
+    a: torch.Tensor,  # [R, K] float8_e4m3fn
+    a_scale: torch.Tensor,  # [K/128, R] float32
+    b: torch.Tensor,  # [E, N, K] float8_e4m3fn
+    b_scale: torch.Tensor,  # [E, N/128, K/128] float32
+    out: torch.Tensor,  # [R, N] bfloat16
+    layout: BatchedRows,
+    config: GemmConfig | None = None,
+) -> None:
+    """`out = a @ b[expert].T` with block scales, for the rows that `layout` gives each expert.
+
+    Over K blocks ascending: `acc += (a_scale * b_scale) * (products of the block, summed)`, all
+    in float32, rounded to bfloat16 at the end. Other rows of `out` are not written. `config` only
+    shapes kernels and is ignored.
+    """
+    for expert, count in enumerate(layout.rows_per_expert.tolist()):
+        first = expert * layout.max_rows
+        for start in range(first, first + count, ROWS):
+            rows = slice(start, min(start + ROWS, first + count))
+            for n in range(0, b.shape[1], COLUMNS):
+                columns = slice(n, n + COLUMNS)
+                blocks = slice(n // BLOCK, (n + COLUMNS) // BLOCK)
+                out[rows, columns] = _scaled_product(
+                    a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
+                )
+
+
+def _scaled_product(
+    a: torch.Tensor,  # [m, K] float8_e4m3fn
+    a_scale: torch.Tensor,  # [K/128, m]
+    b: torch.Tensor,  # [n, K] float8_e4m3fn
+    b_scale: torch.Tensor,  # [n/128, K/128]
+) -> torch.Tensor:
+    """Float32 [m, n]."""
+    (m, k), n = a.shape, b.shape[0]
+    # Any type that torch may secretly multiply float32 in (TF32, bfloat16) holds FP8 values
+    # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing
+    # that matters and leaves not even that: the sum is exact, then rounded once.
+    dtype = torch.float64 if a.is_cuda else torch.float32
+    a_blocks = a.to(dtype).view(m, k // BLOCK, BLOCK).transpose(0, 1)
+    b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
+    products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
+    scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
+    products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
+    acc = torch.zeros_like(products[0])
+    for product in products:  # torch.sum would pick an order of its own
+        acc += product
+    return acc
+
+
+def swiglu_quant(
+    g: torch.Tensor,  # [R, 2I] bfloat16: up columns, then gate columns
+    q: torch.Tensor,  # [R, I] float8_e4m3fn
+    q_scale: torch.Tensor,  # [I/128, R] float32
+) -> None:
+    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+
+    The scale maps the largest magnitude to the largest FP8 value. Where that is zero, or so small
+    that the scale would underflow to zero, the scale is 1 and no 0/0 can arise.
+    """
+    rows, intermediate = q.shape
+    up, gate = g.float().split(intermediate, dim=1)
+    c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
+    scale = c.abs().amax(dim=-1) / FP8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    # A quotient can exceed the range by rounding (far, where the scale is subnormal), and the
+    # conversion makes what does not fit NaN instead of saturating.
+    scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+    q.copy_(scaled.view(rows, intermediate))
+    q_scale.copy_(scale.t())
+
+
+def combine(
+    o: torch.Tensor,  # [R, H] bfloat16
+    pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local
+    weights: torch.Tensor,  # [T, top_k] float32
+    out: torch.Tensor,  # [T, H] bfloat16
+) -> None:
+    """`out[t] = sum of weights[t, s] * o[pair_row[t, s]]` over slots in order, in float32."""
+    acc = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for slot in range(pair_row.shape[1]):
+        token = (pair_row[:, slot] >= 0).nonzero().squeeze(1)
+        row = pair_row[token, slot].long()
+        acc[token] += weights[token, slot].unsqueeze(-1) * o[row].float()
+    out.copy_(acc)
