@@ -1,0 +1,61 @@
+"""Padding by Python loops over the experts."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ..core.layout import BatchedRows
+from ..core.pipeline import HostRows, round_up
+from ..core.routing import GroupedRows
+
+
+class LoopPermutation:
+    """Copies one slice per expert, asking the GPU for each boundary as it goes.
+
+    Simple, and slow for two reasons: every `int(m_indptr[e])` stalls the host until the GPU has
+    caught up, and every expert costs a few launches however few rows it has.
+    """
+
+    def __init__(self, rows: GroupedRows, host: HostRows) -> None:
+        self.m_indptr = rows.m_indptr
+        self.experts = rows.m_indptr.numel() - 1
+        self.host = host
+        self.layout = BatchedRows(rows.m_indptr.diff(), host.max_rows)
+
+    @staticmethod
+    def read(rows: GroupedRows) -> HostRows:
+        fullest = start = 0
+        for expert in range(rows.m_indptr.numel() - 1):
+            end = int(rows.m_indptr[expert + 1])
+            fullest = max(fullest, end - start)
+            start = end
+        return HostRows(start, round_up(fullest))
+
+    def pad(
+        self, x: torch.Tensor, x_scale: torch.Tensor, source_row: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        padded_rows = self.experts * self.host.max_rows
+        a = x.new_empty((padded_rows, x.shape[1]))
+        a_scale = x_scale.new_empty((x_scale.shape[0], padded_rows))
+        # Viewed as int64: torch indexes float8 one byte a thread, where it does at all.
+        target, source = a.view(torch.int64), x.view(torch.int64)
+        for flat, padded in self._slices():
+            wanted = flat if source_row is None else source_row[flat]
+            target[padded] = source[wanted]
+            a_scale[:, padded] = x_scale[:, wanted]
+        return a, a_scale
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        out = padded.new_empty((self.host.total_rows, padded.shape[1]))
+        for flat, place in self._slices():
+            out[flat] = padded[place]
+        return out
+
+    def _slices(self) -> Iterator[tuple[slice, slice]]:
+        """Each expert's rows in flat and in padded order."""
+        start = 0
+        for expert in range(self.experts):
+            end = int(self.m_indptr[expert + 1])
+            first = expert * self.host.max_rows
+            yield slice(start, end), slice(first, first + end - start)
+            start = end
