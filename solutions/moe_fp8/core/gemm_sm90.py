@@ -9,13 +9,14 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from .config import BLOCK, EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
 from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile
 
-K_MAJOR = warpgroup.OperandMajorMode.K
+K_MAJOR = OperandMajorMode.K
 WGMMA_M = 64
 WGMMA_K = 32
 ALIGN = 1024
@@ -166,7 +167,7 @@ class GroupedGemmSm90:
             cpasync.prefetch_descriptor(tma_b)
             cpasync.prefetch_descriptor(tma_a_scale)
 
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage)
+        storage = SmemAllocator().allocate(self.shared_storage)
         s_a = storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner)
         s_b = storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner)
         s_out = storage.out.get_tensor(self.out_smem.outer, swizzle=self.out_smem.inner)
@@ -338,13 +339,15 @@ class GroupedGemmSm90:
         row = tile.row + consumer * WGMMA_M
         valid = tile.rows - consumer * WGMMA_M
         # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
+        first = out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n
         g_tile = cute.make_tensor(
-            out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n,
+            # Not visible to the compiler, which would store two bytes at a time.
+            first.align(VECTOR * 2),
             cute.make_layout((WGMMA_M, c.tile_n), stride=(self.n, 1)),
         )
         held = cute.make_rmem_tensor(s_rows.shape, BFloat16)
         for part in cutlass.range_constexpr(c.tile_n // EPILOGUE_COLUMNS):
-            for i in cutlass.range_constexpr(values):
+            for i in cutlass.range(values, unroll_full=True):
                 fragment[i] = BFloat16(acc_flat[part * values + i])
             cute.copy(to_smem, fragment, staged[None, None, None, 0])
             barrier.arrive_and_wait()
@@ -371,7 +374,7 @@ def _promote(total: cute.Tensor, acc: cute.Tensor, scale_0: Float32, scale_8: Fl
     """total += scale * acc, with the scale of the accumulator row each value belongs to."""
     flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
     flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for i in cutlass.range_constexpr(cute.size(acc)):
+    for i in cutlass.range(cute.size(acc), unroll_full=True):
         # Values come as (2 columns, 2 rows, ...).
-        scale = scale_8 if cutlass.const_expr(i // 2 % 2) else scale_0
+        scale = cutlass.select_(i // 2 % 2 == 0, scale_0, scale_8)
         flat_total[i] = cute.math.fma(flat_acc[i], scale, flat_total[i])

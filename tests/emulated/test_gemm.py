@@ -1,0 +1,83 @@
+"""The grouped GEMM as compiled for sm_90a: results, hazards, deadlocks, in every schedule."""
+
+import pytest
+import torch
+from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.kernels import compile_grouped_gemm
+from problems import gemm
+
+CONFIGS = [
+    GemmConfig(),
+    GemmConfig(stages=2),
+    GemmConfig(tile_m=64, stages=3),
+    GemmConfig(tile_n=64, stages=3),
+]
+ROWS = (0, 1, 17, 64, 65, 130)
+MAX_ROWS = 256
+
+
+def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
+    experts, n, k = problem.b.shape
+    out = problem.output()
+    function = compile_grouped_gemm(config, n, k, experts, "sm_90a")
+    layout = problem.layout
+    function(
+        problem.a,
+        problem.a_scale,
+        problem.b,
+        problem.b_scale,
+        out,
+        layout.rows_per_expert,
+        layout.max_rows,
+        ctas,
+    )
+    return out
+
+
+@pytest.mark.parametrize("k", [256, 512])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_exact_values(config, k, mode, emulator):
+    problem = gemm(ROWS, 256, k, MAX_ROWS, exact=True)
+    out = launch(problem, config, ctas=4)
+    assert torch.equal(out, problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_schedules(seed, emulator):
+    emulator.options.mode, emulator.options.seed = "random", seed
+    problem = gemm(ROWS, 256, 512, MAX_ROWS)
+    out = launch(problem, GemmConfig(stages=3), ctas=3)
+    torch.testing.assert_close(out.float(), problem.expected.float(), rtol=8e-3, atol=1e-3)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 7, 40])
+def test_any_number_of_ctas(ctas, emulator):
+    """More CTAs than tiles, fewer, and one that computes them all."""
+    problem = gemm((3, 0, 129), 256, 256, MAX_ROWS, exact=True)
+    assert torch.equal(launch(problem, GemmConfig(), ctas), problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("rows", [(0, 0, 0), (256, 0, 0), (0, 0, 1), (0, 256, 256)])
+def test_empty_and_full_experts(rows, emulator):
+    problem = gemm(rows, 256, 256, MAX_ROWS, exact=True)
+    assert torch.equal(launch(problem, GemmConfig(), 4), problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
+def test_more_k_blocks_than_lanes(emulator):
+    """The B scales of K blocks 32 and up lie in a second register of each lane."""
+    problem = gemm((5, 66), 128, 35 * 128, 128)
+    out = launch(problem, GemmConfig(), 2)
+    torch.testing.assert_close(out.float(), problem.expected.float(), rtol=8e-3, atol=5e-3)
+    assert emulator.reports[-1].hazards == []
+
+
+def test_one_compilation_serves_every_row_count():
+    before = compile_grouped_gemm.cache_info().misses
+    for rows in ((1, 2), (40, 0), (128, 100), (7, 7), (0, 128)):
+        problem = gemm(rows, 128, 384, 128, exact=True)
+        assert torch.equal(launch(problem, GemmConfig(stages=4), 2), problem.expected)
+    assert compile_grouped_gemm.cache_info().misses == before + 1

@@ -1,0 +1,176 @@
+"""The kernels on the GPU against the torch model: odd row counts, skew, determinism, sanitizer."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_fp8.core import kernels, model
+from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.layout import BatchedRows
+from moe_fp8.core.metrics import calc_diff, cosine
+
+FP8 = torch.float8_e4m3fn
+UNTOUCHED = -7.0
+LAYERS = [(4096, 7168), (7168, 2048)]  # n, k
+CONFIGS = [GemmConfig(), GemmConfig(tile_m=64), GemmConfig(tile_n=64), GemmConfig(stages=2)]
+ROWS = [
+    (0, 1, 63, 64, 65, 127, 128, 129),
+    (1000, 0, 0, 0, 0, 0, 0, 5),
+    (0, 0, 0, 0, 0, 0, 0, 0),
+    (256,) * 8,
+]
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").clamp_(-2, 2).to(FP8)
+
+
+def gemm_problem(rows, n, k, seed=0):
+    """Batched operands with NaN in the padding and signed scales."""
+    torch.manual_seed(seed)
+    experts, max_rows = len(rows), max(128, -(-max(rows) // 128) * 128)
+    a, b = fp8(experts * max_rows, k), fp8(experts, n, k)
+    a_scale = torch.randn(k // 128, experts * max_rows, device="cuda")
+    b_scale = torch.randn(experts, n // 128, k // 128, device="cuda")
+    for e, count in enumerate(rows):
+        padding = slice(e * max_rows + count, (e + 1) * max_rows)
+        a.view(torch.uint8)[padding] = 0x7F  # NaN
+        a_scale[:, padding] = torch.nan
+    counts = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    return a, a_scale, b, b_scale, BatchedRows(counts, max_rows)
+
+
+def run_gemm(problem, function, config=None):
+    a, a_scale, b, b_scale, layout = problem
+    out = torch.full((a.shape[0], b.shape[1]), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
+    function(a, a_scale, b, b_scale, out, layout, config)
+    return out
+
+
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_grouped_gemm(rows, n, k):
+    problem = gemm_problem(rows, n, k)
+    expected = run_gemm(problem, model.grouped_gemm)
+    outputs = [run_gemm(problem, kernels.grouped_gemm, config) for config in CONFIGS]
+    max_rows = problem[-1].max_rows
+    for e, count in enumerate(rows):
+        own = slice(e * max_rows, e * max_rows + count)
+        if count:
+            assert calc_diff(outputs[0][own], expected[own]) < 1e-4
+            assert cosine(outputs[0][own], expected[own]) >= 0.99999
+        assert (outputs[0][own.stop : (e + 1) * max_rows] == UNTOUCHED).all()
+    for config, out in zip(CONFIGS, outputs, strict=True):
+        assert torch.equal(out, outputs[0]), f"{config} differs from {CONFIGS[0]}"
+
+
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+def test_grouped_gemm_is_exact_on_small_integers(n, k):
+    """Sums that fit in the accumulator's mantissa must come out without any error."""
+    torch.manual_seed(1)
+    a, a_scale, b, b_scale, layout = gemm_problem((130, 0, 77, 128), n, k)
+    a = torch.randint(-1, 2, a.shape, device="cuda").float().to(FP8)
+    b = torch.randint(-1, 2, b.shape, device="cuda").float().to(FP8)
+    a_scale = torch.ones_like(a_scale)
+    b_scale = torch.ones_like(b_scale)
+    problem = (a, a_scale, b, b_scale, layout)
+    assert torch.equal(
+        run_gemm(problem, kernels.grouped_gemm), run_gemm(problem, model.grouped_gemm)
+    )
+
+
+def test_grouped_gemm_is_deterministic():
+    problem = gemm_problem((300, 5, 0, 128), 4096, 7168)
+    first = run_gemm(problem, kernels.grouped_gemm)
+    for _ in range(20):
+        assert torch.equal(run_gemm(problem, kernels.grouped_gemm), first)
+
+
+def test_rows_past_two_to_the_31_elements():
+    """One expert with every row: row times column leaves 32 bits."""
+    rows, n, k = 300_032, 7168, 128
+    a, b = fp8(rows, k), fp8(1, n, k)
+    a_scale = torch.rand(1, rows, device="cuda")
+    b_scale = torch.rand(1, n // 128, 1, device="cuda")
+    layout = BatchedRows(torch.tensor([rows], dtype=torch.int32, device="cuda"), rows)
+    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+    kernels.grouped_gemm(a, a_scale, b, b_scale, out, layout)
+    for first in (0, 299_520, 299_904):  # the last rows are past 2^31 elements
+        own = slice(first, first + 128)
+        small = BatchedRows(torch.tensor([128], dtype=torch.int32, device="cuda"), 128)
+        expected = torch.empty(128, n, dtype=torch.bfloat16, device="cuda")
+        scale = a_scale[:, own].contiguous()
+        model.grouped_gemm(a[own], scale, b, b_scale, expected, small, None)
+        assert calc_diff(out[own], expected) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 7, 129, 5000])
+def test_swiglu_quant(rows):
+    torch.manual_seed(rows)
+    intermediate = 2048
+    g = (torch.randn(rows, 2 * intermediate, device="cuda") * 100).bfloat16()
+    g[0, :128] = 0
+    results = []
+    for module in (kernels, model):
+        q = torch.zeros(rows, intermediate, device="cuda").to(FP8)
+        scale = torch.full((intermediate // 128, rows), torch.nan, device="cuda")
+        module.swiglu_quant(g, q, scale)
+        results.append((q, scale))
+    (q, scale), (expected_q, expected_scale) = results
+    assert scale[0, 0] == 1 and not q[0, :128].float().any()
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
+    assert calc_diff(q.float(), expected_q.float()) < 1e-6
+    assert (q.float() != expected_q.float()).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 129, 5000])
+def test_combine(tokens):
+    torch.manual_seed(tokens)
+    hidden, rows = 7168, 600
+    o = torch.randn(rows, hidden, device="cuda").bfloat16()
+    pair_row = torch.randint(-1, rows, (tokens, 8), dtype=torch.int32, device="cuda")
+    pair_row[0] = -1
+    weights = torch.rand(tokens, 8, device="cuda")
+    out, expected = (
+        torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
+        for _ in range(2)
+    )
+    kernels.combine(o, pair_row, weights, out)
+    model.combine(o, pair_row, weights, expected)
+    assert not out[0].any()
+    torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
+
+
+def test_one_compilation_serves_every_row_count():
+    before = kernels.compile_grouped_gemm.cache_info().misses
+    config = GemmConfig(stages=3)
+    for rows in ((1, 2), (40, 0), (128, 100), (700, 7), (0, 128)):
+        problem = gemm_problem(rows, 4096, 7168)
+        assert torch.isfinite(run_gemm(problem, kernels.grouped_gemm, config)).all()
+    assert kernels.compile_grouped_gemm.cache_info().misses == before + 1
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool):
+    """A small case of every kernel in a process of its own."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import torch
+from test_kernels import *
+for config in CONFIGS:
+    run_gemm(gemm_problem((0, 1, 130, 65), 256, 512), kernels.grouped_gemm, config)
+g = torch.randn(5, 512, device="cuda").bfloat16()
+kernels.swiglu_quant(g, torch.empty(5, 256, device="cuda").to(FP8), torch.empty(2, 5, device="cuda"))
+pairs = torch.randint(-1, 5, (3, 8), dtype=torch.int32, device="cuda")
+out = torch.empty(3, 512, device="cuda").bfloat16()
+kernels.combine(g, pairs, torch.rand(3, 8, device="cuda"), out)
+torch.cuda.synchronize()
+print("ran to the end")
+"""
+    result = subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "ran to the end" in result.stdout
