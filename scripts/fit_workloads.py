@@ -113,36 +113,39 @@ def vary(rng: random.Random, model: LogitModel, step: float) -> LogitModel:
     return replace(model, **moved)
 
 
+def improve(
+    spec: WorkloadSpec, trial: Trial, tokens: int, rng: random.Random, deadline: float
+) -> Trial:
+    """Small moves of the strengths, in shrinking steps, as long as they pay."""
+    for move in range(60):
+        if trial.cost == 0 or time.monotonic() > deadline:
+            break
+        moved = vary(rng, trial.model, step=0.1 * 0.93**move)
+        trial = min(trial, try_model(spec, moved, tokens), key=lambda t: t.cost)
+    return trial
+
+
 def fit(spec: WorkloadSpec, seconds: float, report: Callable[[str], None]) -> Trial:
-    """Random restarts, each improved by small moves of the strengths; the best trial found."""
+    """The spec's own draw improved, then random restarts; the best trial found."""
     rng = random.Random(spec.uuid)
     deadline = time.monotonic() + seconds
-    best = try_model(spec, spec.model)
     # Screening a large workload on fewer tokens costs little and predicts the strengths well.
     screen = spec.seq_len if spec.seq_len < 1000 else spec.seq_len // 16
+
+    best = improve(spec, try_model(spec, spec.model), spec.seq_len, rng, deadline)
+    report(f"misfit {best.cost:.2f}  {best.counts}")
     while best.cost > 0 and time.monotonic() < deadline:
         screened = [try_model(spec, random_model(rng, spec.seq_len), screen) for _ in range(30)]
         trial = min(screened, key=lambda t: t.cost)
-        for tokens, moves in ((screen, 60), (spec.seq_len, 0 if screen == spec.seq_len else 60)):
-            if moves:
-                trial = try_model(spec, trial.model, tokens)
-            for move in range(moves):
-                if trial.cost == 0 or time.monotonic() > deadline:
-                    break
-                step = 0.1 * 0.93**move
-                trial = min(
-                    trial, try_model(spec, vary(rng, trial.model, step), tokens), key=cost_of
-                )
-            if trial.cost > 100 * max(best.cost, 1):
-                break  # not worth full-size trials
-        if trial.draw.logits.shape[0] == spec.seq_len and trial.cost < best.cost:
+        trial = improve(spec, trial, screen, rng, deadline)
+        if screen != spec.seq_len:
+            trial = try_model(spec, trial.model)
+            if trial.cost < 100 * max(best.cost, 1):  # else not worth full-size trials
+                trial = improve(spec, trial, spec.seq_len, rng, deadline)
+        if trial.cost < best.cost:
             best = trial
             report(f"misfit {best.cost:.2f}  {best.counts}")
     return best
-
-
-def cost_of(trial: Trial) -> float:
-    return trial.cost
 
 
 def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
