@@ -1,0 +1,29 @@
+"""Fixtures shared by the CPU tests: the definition's reference and the weights of full size."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., torch.Tensor]:
+    """`run` of the definition's reference. It takes its sizes from the tensors but for routing."""
+    definition = json.loads((ROOT / f"definitions/moe/{DEFINITION}.json").read_text("utf-8"))
+    namespace: dict = {}
+    exec(compile(definition["reference"], "reference", "exec"), namespace)
+    return namespace["run"]
+
+
+@pytest.fixture(scope="session")
+def full_size_weights() -> dict[str, torch.Tensor]:
+    """1.4 GB, made once: tests that use it are marked large_memory."""
+    import bruteforce
+    from moe_fp8.core.problem import DEEPSEEK_V3
+
+    return bruteforce.random_weights(DEEPSEEK_V3)

@@ -1,0 +1,271 @@
+"""Geometry rules and validation: every wrong argument is refused, with a message that helps."""
+
+import ast
+import time
+from pathlib import Path
+
+import bruteforce
+import numpy as np
+import pytest
+import torch
+from moe_fp8.core import backend
+from moe_fp8.core.pipeline import PaddedLayer
+from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from moe_fp8.parts.permute_vectorised import VectorisedPermutation
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
+                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
+TOKENS = 5
+TENSORS = MoeInputs._fields[:8] + ("output",)
+EXPECTED_SHAPES = {
+    "routing_logits": [TOKENS, 16],
+    "routing_bias": [16],
+    "hidden_states": [TOKENS, 256],
+    "hidden_states_scale": [2, TOKENS],
+    "gemm1_weights": [4, 256, 256],
+    "gemm1_weights_scale": [4, 2, 2],
+    "gemm2_weights": [4, 256, 128],
+    "gemm2_weights_scale": [4, 2, 1],
+    "output": [TOKENS, 256],
+}
+
+
+@pytest.fixture(scope="module")
+def good() -> dict:
+    inputs = bruteforce.random_inputs(SHAPE, TOKENS)
+    return inputs._asdict() | {"output": torch.empty(TOKENS, 256, dtype=torch.bfloat16)}
+
+
+def split(arguments: dict) -> tuple[MoeInputs, torch.Tensor]:
+    return MoeInputs(*(arguments[name] for name in MoeInputs._fields)), arguments["output"]
+
+
+class NoOperation(TorchDispatchMode):
+    """Fails on the first torch operation, views and reads apart."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called before the arguments were refused")
+
+
+def refusal(good: dict, **changes) -> str:
+    """The message with which a whole layer refuses the changed arguments, before any operation."""
+    inputs, output = split(good | changes)
+    layer = PaddedLayer(VectorisedPermutation, None, SHAPE)
+    with NoOperation(), pytest.raises(ValueError) as error:
+        layer(inputs, output)
+    return str(error.value)
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, one element past an aligned address."""
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype)
+    out = buffer[1:].view(x.shape)
+    out.view(torch.uint8).copy_(x.view(torch.uint8))
+    return out
+
+
+def test_fixture_has_the_expected_shapes(good):
+    assert {name: list(good[name].shape) for name in TENSORS} == EXPECTED_SHAPES
+    inputs, output = split(good)
+    assert validate(inputs, output, SHAPE) == TOKENS
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("value", [None, 3.0, [[1.0]], np.zeros((TOKENS, 16), dtype=np.float32)])
+def test_not_a_tensor(good, name, value):
+    message = refusal(good, **{name: value})
+    assert message.startswith(f"{name}: expected a torch.")
+    assert message.endswith(f"got {type(value).__name__}")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_dtype(good, name):
+    message = refusal(good, **{name: good[name].to(torch.float16)})
+    assert message.startswith(f"{name}: expected dtype {good[name].dtype}, got torch.float16 (")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dims: [*dims[:-1], dims[-1] + 16],
+        lambda dims: [dims[0] + 1, *dims[1:]],
+        lambda dims: [*dims, 1],
+        lambda dims: dims[1:],
+        lambda dims: [],
+    ],
+    ids=["last", "first", "rank+1", "rank-1", "scalar"],
+)
+def test_shape(good, name, change):
+    dims = change(EXPECTED_SHAPES[name])
+    message = refusal(good, **{name: torch.zeros(dims, dtype=good[name].dtype)})
+    if name == "routing_logits" and len(dims) == 2 and dims[1] == 16:
+        # T is what the logits say, so the next argument is the one that disagrees.
+        assert message.startswith(
+            f"hidden_states: expected shape [{TOKENS + 1}, 256], got [5, 256]"
+        )
+        return
+    expected = list(EXPECTED_SHAPES[name])
+    text = str(expected) if name != "routing_logits" or len(dims) == 2 else "[T, 16]"
+    assert message.startswith(f"{name}: expected shape {text}, got {dims} (")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_device(good, name):
+    message = refusal(good, **{name: good[name].to("meta")})
+    if name == "routing_logits":  # the device is the logits', so the next argument disagrees
+        assert message.startswith("routing_bias: expected device meta, got cpu (")
+    else:
+        assert message.startswith(f"{name}: expected device cpu, got meta (all tensors")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_contiguity(good, name):
+    strided = torch.zeros([*EXPECTED_SHAPES[name], 2], dtype=good[name].dtype)[..., 0]
+    message = refusal(good, **{name: strided})
+    assert message.startswith(f"{name}: expected a contiguous tensor, got strides [")
+    assert ".contiguous()" in message
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "gemm1_weights", "gemm2_weights", "output"])
+def test_alignment(good, name):
+    message = refusal(good, **{name: misaligned(good[name])})
+    assert message.startswith(f"{name}: expected an address that is a multiple of 16, got 0x")
+
+
+@pytest.mark.parametrize("name", ["routing_logits", "routing_bias", "hidden_states_scale"])
+def test_alignment_is_not_asked_of_what_torch_reads(good, name):
+    inputs, output = split(good | {name: misaligned(good[name])})
+    assert validate(inputs, output, SHAPE) == TOKENS
+
+
+def test_sparse_tensor(good):
+    message = refusal(good, hidden_states_scale=good["hidden_states_scale"].to_sparse())
+    assert message.startswith("hidden_states_scale: expected a dense (strided) tensor, got layout")
+
+
+@pytest.mark.parametrize(
+    ("value", "given"),
+    [
+        (1.0, "1.0 of type float"),
+        ("32", "'32' of type str"),
+        (None, "None of type NoneType"),
+        (True, "True of type bool"),
+        (torch.tensor(1.0), "a torch.float32 tensor of shape []"),
+        (torch.tensor([1, 2]), "a torch.int64 tensor of shape [2]"),
+        (torch.tensor(True), "a torch.bool tensor of shape []"),
+        (torch.tensor(1, device="meta"), "a tensor on meta (reading it would stall"),
+    ],
+)
+def test_offset(good, value, given):
+    message = refusal(good, local_expert_offset=value)
+    assert message.startswith("local_expert_offset: expected an integer")
+    assert given in message
+
+
+@pytest.mark.parametrize(
+    ("value", "given"),
+    [
+        ("2.5", "'2.5' of type str"),
+        (None, "None of type NoneType"),
+        (False, "False of type bool"),
+        (2.5j, "2.5j of type complex"),
+        (torch.tensor([2.5, 2.5]), "a torch.float32 tensor of shape [2]"),
+        (torch.tensor(2.5, device="meta"), "a tensor on meta (reading it would stall"),
+    ],
+)
+def test_scaling_factor(good, value, given):
+    message = refusal(good, routed_scaling_factor=value)
+    assert message.startswith("routed_scaling_factor: expected a real number")
+    assert given in message
+
+
+@pytest.mark.parametrize(
+    ("offset", "scaling"),
+    [
+        (np.int32(4), np.float32(2.5)),
+        (torch.tensor(4, dtype=torch.int32), torch.tensor(2.5)),
+        (torch.tensor([4]), torch.tensor([2.5], dtype=torch.float64)),
+        (4, 2),
+        (4, torch.tensor(2)),
+    ],
+)
+def test_scalars_that_are_accepted(good, offset, scaling):
+    """Each is the number that it holds: the output is that of plain python numbers."""
+    layer = PaddedLayer(VectorisedPermutation, None, SHAPE)
+    plain = good | {"local_expert_offset": 4, "routed_scaling_factor": float(scaling)}
+    wanted, got = (torch.full_like(good["output"], torch.nan) for _ in range(2))
+    layer(split(plain)[0], wanted)
+    layer(split(good | {"local_expert_offset": offset, "routed_scaling_factor": scaling})[0], got)
+    assert wanted.abs().sum() > 0
+    assert torch.equal(got, wanted)
+
+
+def test_validation_costs_little(good):
+    """Best of several, so that a busy machine does not fail it; 5 us on an idle one."""
+    inputs, output = split(good)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(50):
+            validate(inputs, output, SHAPE)
+        best = min(best, (time.perf_counter() - start) / 50)
+    assert best < 20e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 7000}, "hidden_size=7000: expected a positive multiple of 128"),
+        ({"intermediate_size": 0}, "intermediate_size=0: expected a positive multiple of 128"),
+        ({"num_local_experts": 0}, "num_local_experts=0: expected at least 1"),
+        ({"n_group": 7}, "n_group=7: expected a divisor of num_experts=256"),
+        ({"n_group": 256}, "groups of 1 experts, expected at least 2"),
+        ({"topk_group": 9}, "topk_group=9: expected 1..n_group=8"),
+        ({"topk_group": 1, "top_k": 33}, "top_k=33: expected 1..32"),
+        ({"top_k": 0}, "top_k=0: expected 1..128"),
+    ],
+)
+def test_impossible_geometry(sizes, message):
+    with pytest.raises(ValueError) as error:
+        MoeShape(**sizes)
+    assert message in str(error.value)
+
+
+def test_geometry_is_the_definitions():
+    assert (DEEPSEEK_V3.num_experts, DEEPSEEK_V3.num_local_experts) == (256, 32)
+    assert (DEEPSEEK_V3.hidden_size, DEEPSEEK_V3.intermediate_size) == (7168, 2048)
+    assert (DEEPSEEK_V3.n_group, DEEPSEEK_V3.topk_group, DEEPSEEK_V3.top_k) == (8, 4, 8)
+
+
+def test_backend_of_the_cpu_is_the_model():
+    assert backend.select(torch.device("cpu")).__name__.endswith(".model")
+
+
+def test_other_devices_are_refused_with_what_is_supported(monkeypatch):
+    with pytest.raises(ValueError, match=r"unsupported device meta .*expected a GPU of .*9\.0"):
+        backend.select(torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match=r"cuda:7 \(NVIDIA A100, compute capability 8\.0\).*9\.0"):
+        backend.select(torch.device("cuda", 7))
+
+
+@pytest.mark.parametrize("name", ["v1_loop_padding", "v2_vectorised"])
+def test_generation_file(name):
+    """Metadata is a literal, the docstring says what, why and what to expect."""
+    directory = Path(backend.__file__).parents[1]
+    tree = ast.parse((directory / f"{name}.py").read_text("utf-8"))
+    docstring = ast.get_docstring(tree) or ""
+    assert all(part in docstring for part in ("What:", "Why:", "Expected gain"))
+    literals = {
+        node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)
+    }
+    metadata = ast.literal_eval(literals["SOLUTION"])
+    assert metadata["name"] == f"cutedsl_moe_fp8_{name[:2]}"
+    assert set(metadata) == {"name", "author", "target_hardware", "dependencies"}
+    run = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run")
+    assert [a.arg for a in run.args.args] == [*MoeInputs._fields, "output"]
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not any(module.startswith("v") for module in imported), "a generation imports another"

@@ -1,0 +1,177 @@
+"""Routing and grouping of pairs against plain loops, over shapes, values and offsets."""
+
+import bruteforce
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from moe_fp8.core.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.core.routing import group_rows, route
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SHAPES = [
+    DEEPSEEK_V3,
+    MoeShape(num_experts=64, num_local_experts=8, n_group=4, topk_group=2, top_k=6),
+    MoeShape(num_experts=16, num_local_experts=16, n_group=8, topk_group=4, top_k=8),
+    MoeShape(num_experts=12, num_local_experts=5, n_group=1, topk_group=1, top_k=1),
+]
+OFFSETS = [0, 1, 32, 224, 250, 255, 256, 300, -1, -5, -31, -32, -33, 2**31 - 1, -(2**31)]
+
+
+@st.composite
+def routing_problems(draw):
+    shape = draw(st.sampled_from(SHAPES))
+    tokens = draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    spread = draw(st.sampled_from([0.1, 1.0, 4.0]))
+    mean = draw(st.sampled_from([-30.0, -1.67, 0.0]))
+    bias_spread = draw(st.sampled_from([0.0, 0.02, 1.0]))
+    logits = mean + spread * torch.randn(tokens, shape.num_experts, generator=generator)
+    bias = 4.9375 + bias_spread * torch.randn(shape.num_experts, generator=generator)
+    if mean == -30.0:  # the sigmoids vanish beside a bias of 5: make them count
+        bias = torch.zeros_like(bias)
+    scaling = draw(st.sampled_from([1.0, 2.5, -0.5]))
+    return logits, bias.bfloat16(), scaling, shape
+
+
+@settings(max_examples=150, deadline=None)
+@given(routing_problems())
+def test_route_matches_brute_force(problem):
+    logits, bias, scaling, shape = problem
+    wanted = bruteforce.route(logits, bias, scaling, shape)
+    largest = float(torch.sigmoid(logits).max() + bias.float().max())
+    assume(min(token.margin for token in wanted) > 1e-6 * largest)  # no tie in float32
+    ids, weights = route(logits, bias, scaling, shape)
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert ids.tolist() == [list(token.weights) for token in wanted]
+    expected = torch.tensor([list(token.weights.values()) for token in wanted])
+    torch.testing.assert_close(weights, expected, rtol=5e-6, atol=0)
+
+
+def test_ties_choose_within_the_kept_groups():
+    """Where everything ties, the choice is free, but for the number of groups and experts."""
+    ids, weights = route(torch.zeros(3, 256), torch.zeros(256).bfloat16(), 2.5, DEEPSEEK_V3)
+    for token in ids.tolist():
+        assert len(set(token)) == 8 and token == sorted(token)
+        assert len({expert // 32 for expert in token}) <= 4
+    torch.testing.assert_close(weights, torch.full((3, 8), 2.5 / 8))
+
+
+def test_exactly_topk_group_groups_stay_when_groups_tie():
+    """Five groups tie for four places, each holding two of the ten best experts."""
+    logits = torch.full((1, 256), -5.0)
+    for group in range(5):
+        logits[0, group * 32 : group * 32 + 2] = 3.0
+    ids, _ = route(logits, torch.zeros(256).bfloat16(), 1.0, DEEPSEEK_V3)
+    groups = [expert // 32 for expert in ids[0].tolist()]
+    assert len(set(groups)) == 4 and all(groups.count(group) == 2 for group in groups)
+
+
+def test_vanishing_scores_give_finite_weights():
+    logits = torch.full((2, 256), -200.0)  # sigmoid underflows to zero
+    _, weights = route(logits, torch.randn(256).bfloat16(), 2.5, DEEPSEEK_V3)
+    assert torch.equal(weights, torch.zeros(2, 8))
+
+
+def test_bias_chooses_but_does_not_weight():
+    logits = torch.zeros(1, 256)
+    bias = torch.zeros(256)
+    bias[[3, 40, 41, 70, 100, 101, 102, 103]] = torch.arange(1.0, 9.0)
+    ids, weights = route(logits, bias.bfloat16(), 1.0, DEEPSEEK_V3)
+    assert ids.tolist() == [[3, 40, 41, 70, 100, 101, 102, 103]]
+    torch.testing.assert_close(weights, torch.full((1, 8), 1 / 8))
+
+
+def test_index_dtype():
+    logits, bias = torch.randn(4, 256), torch.randn(256).bfloat16()
+    narrow, _ = route(logits, bias, 1.0, DEEPSEEK_V3)
+    wide, _ = route(logits, bias, 1.0, DEEPSEEK_V3, index_dtype=torch.int64)
+    assert wide.dtype == torch.int64 and torch.equal(wide, narrow.long())
+
+
+def random_ids(tokens: int, shape: MoeShape, skew: float, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    popularity = skew * torch.randn(shape.num_experts, generator=generator)
+    draw = popularity + torch.randn(tokens, shape.num_experts, generator=generator)
+    return draw.topk(shape.top_k, dim=-1).indices.sort(dim=-1).values
+
+
+def check_grouping(ids: torch.Tensor, offset: int, experts: int) -> None:
+    tokens, top_k = ids.shape
+    weights = torch.rand(tokens, top_k)
+    rows = group_rows(ids, weights, offset, experts)
+    wanted_rows = [
+        (expert, token)
+        for expert in range(offset, offset + experts)
+        for token, chosen in enumerate(ids.tolist())
+        if expert in chosen
+    ]
+    counts = [sum(e == offset + local for e, _ in wanted_rows) for local in range(experts)]
+    total = len(wanted_rows)
+    assert rows.m_indptr.tolist() == [sum(counts[:e]) for e in range(experts + 1)]
+    assert rows.token_of_row[:total].tolist() == [token for _, token in wanted_rows]
+    row_of = {pair: row for row, pair in enumerate(wanted_rows)}
+    wanted_pair_row = [
+        [row_of.get((expert, token), -1) for expert in chosen]
+        for token, chosen in enumerate(ids.tolist())
+    ]
+    assert rows.pair_row.tolist() == wanted_pair_row
+    assert rows.weights is weights
+    # What a kernel may rely on beyond the values.
+    assert rows.token_of_row.shape == (tokens * top_k,)
+    assert ((rows.token_of_row >= 0) & (rows.token_of_row < tokens)).all()
+    for tensor in (rows.token_of_row, rows.m_indptr, rows.pair_row):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    tokens=st.integers(1, 40),
+    offset=st.sampled_from(OFFSETS) | st.integers(-40, 300),
+    skew=st.sampled_from([0.0, 3.0]),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_grouping_matches_brute_force(shape, tokens, offset, skew, seed, dtype):
+    ids = random_ids(tokens, shape, skew, seed).to(dtype)
+    if abs(offset) < 1000:
+        check_grouping(ids, offset, shape.num_local_experts)
+    else:
+        rows = group_rows(ids, torch.rand(ids.shape), offset, shape.num_local_experts)
+        assert not rows.m_indptr.any() and (rows.pair_row == -1).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 127, 1009])
+@pytest.mark.parametrize("case", ["all_local", "none_local", "one_expert", "first_and_last"])
+def test_grouping_of_extremes(case, tokens):
+    chosen, offset = {
+        "all_local": (list(range(32, 40)), 32),
+        "none_local": (list(range(8)), 32),
+        "one_expert": ([0, 1, 2, 3, 4, 5, 6, 63], 32),
+        "first_and_last": ([31, 32, 63, 64, 65, 66, 67, 68], 32),
+    }[case]
+    check_grouping(torch.tensor([chosen] * tokens), offset, 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_no_host_read_and_static_shapes(tokens):
+    """Under fake tensors a read of a value, or a shape that depends on one, is an error."""
+    with FakeTensorMode():
+        logits, bias = torch.empty(tokens, 256), torch.empty(256, dtype=torch.bfloat16)
+        ids, weights = route(logits, bias, 2.5, DEEPSEEK_V3, index_dtype=torch.int64)
+        rows = group_rows(ids, weights, 32, 32)
+    assert [tuple(field.shape) for field in rows] == [
+        (8 * tokens,),
+        (33,),
+        (tokens, 8),
+        (tokens, 8),
+    ]
+
+
+def test_determinism():
+    logits, bias = torch.randn(500, 256), torch.randn(256).bfloat16()
+    first = group_rows(*route(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
+    for _ in range(3):
+        again = group_rows(*route(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
