@@ -60,7 +60,7 @@ class TokenRoute:
 
 def route_token(logits: list[float], bias: list[float], scaling: float, shape: MoeShape):
     with np.errstate(over="ignore"):
-        s = [float(1 / (1 + np.exp(-np.float64(x)))) for x in logits]
+        s = (1 / (1 + np.exp(-np.array(logits)))).tolist()
     biased = [a + b for a, b in zip(s, bias, strict=True)]
     size = shape.num_experts // shape.n_group
     groups = [list(range(g * size, (g + 1) * size)) for g in range(shape.n_group)]
@@ -152,26 +152,30 @@ def layer(inputs: MoeInputs, shape: MoeShape) -> np.ndarray:
     return output
 
 
-def random_fp8(generator: torch.Generator, *dims: int) -> torch.Tensor:
+def random_fp8(rng: np.random.Generator, *dims: int) -> torch.Tensor:
     """Normal values clamped to +-2, rounded to FP8; drawn by byte, which is fast enough for GBs."""
     quantiles = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)
-    table = quantiles.clamp(-2, 2).float().to(torch.float8_e4m3fn).view(torch.uint8)
-    out = torch.empty(dims, dtype=torch.uint8)
-    for row in out:  # in pieces: the indices are four times the size
-        draw = torch.randint(0, 256, row.shape, dtype=torch.int32, generator=generator)
-        torch.index_select(table, 0, draw.view(-1), out=row.view(-1))
-    return out.view(torch.float8_e4m3fn)
+    table = quantiles.clamp(-2, 2).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    out = np.empty(dims, dtype=np.uint8)
+    for row in out.reshape(-1, dims[-1] * (dims[-2] if len(dims) > 2 else 1)):
+        draw = np.frombuffer(rng.bytes(row.size), dtype=np.uint8)
+        np.take(table, draw, out=row)
+    return torch.from_numpy(out).view(torch.float8_e4m3fn)
+
+
+def random_normal(rng: np.random.Generator, *dims: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(dims, dtype=np.float32))
 
 
 def random_weights(shape: MoeShape, seed: int = 0) -> dict[str, torch.Tensor]:
     """What flashinfer-bench draws: normal FP8 values and normal, so also negative, scales."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     return {
-        "gemm1_weights": random_fp8(generator, e, 2 * i, h),
-        "gemm1_weights_scale": torch.randn(e, 2 * i // BLOCK, h // BLOCK, generator=generator),
-        "gemm2_weights": random_fp8(generator, e, h, i),
-        "gemm2_weights_scale": torch.randn(e, h // BLOCK, i // BLOCK, generator=generator),
+        "gemm1_weights": random_fp8(rng, e, 2 * i, h),
+        "gemm1_weights_scale": random_normal(rng, e, 2 * i // BLOCK, h // BLOCK),
+        "gemm2_weights": random_fp8(rng, e, h, i),
+        "gemm2_weights_scale": random_normal(rng, e, h // BLOCK, i // BLOCK),
     }
 
 
@@ -187,19 +191,20 @@ def random_inputs(
 
     `favourite` is an expert that every token chooses.
     """
-    generator = torch.Generator().manual_seed(seed)
-    bias = torch.randn(shape.num_experts, generator=generator).bfloat16()
-    logits = torch.randn(tokens, shape.num_experts, generator=generator)
+    rng = np.random.default_rng(seed)
+    bias = random_normal(rng, shape.num_experts).bfloat16()
     if favourite is not None:
         bias[favourite] = 8.0
+    bias_values = bias.float().tolist()
+    logits = random_normal(rng, tokens, shape.num_experts)
     for t in range(tokens):
-        while route_token(logits[t].tolist(), bias.float().tolist(), 1.0, shape).margin < 1e-5:
-            logits[t] = torch.randn(shape.num_experts, generator=generator)
+        while route_token(logits[t].tolist(), bias_values, 1.0, shape).margin < 1e-5:
+            logits[t] = random_normal(rng, shape.num_experts)
     return MoeInputs(
         routing_logits=logits,
         routing_bias=bias,
-        hidden_states=random_fp8(generator, tokens, shape.hidden_size),
-        hidden_states_scale=torch.randn(shape.hidden_size // BLOCK, tokens, generator=generator),
+        hidden_states=random_fp8(rng, tokens, shape.hidden_size),
+        hidden_states_scale=random_normal(rng, shape.hidden_size // BLOCK, tokens),
         **(weights if weights is not None else random_weights(shape, seed)),
         local_expert_offset=offset,
         routed_scaling_factor=2.5,

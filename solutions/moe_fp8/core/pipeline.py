@@ -13,7 +13,10 @@ from .problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .routing import GroupedRows, group_rows, route
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
-"""What `mark` is called with, in this order, after each stage has been enqueued."""
+"""What `mark` is called with, in this order, each after its stage has been enqueued.
+
+A call without a token or without a local pair marks them all too: its later stages are empty.
+"""
 
 
 class HostRows(NamedTuple):
@@ -60,6 +63,11 @@ def _unmarked(stage: str) -> None:
     pass
 
 
+def _mark_empty(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
+    for stage in stages:
+        mark(stage)
+
+
 @dataclass(frozen=True)
 class PaddedLayer:
     """The MoE layer with batched `[E, max_rows, K]` GEMM inputs.
@@ -88,14 +96,14 @@ class PaddedLayer:
         tokens = validate(inputs, output, self.shape)
         select(output.device)  # refuse an unsupported GPU before anything is launched
         if tokens == 0:
-            return
+            return _mark_empty(STAGES, mark)
         rows = self.group(inputs)
         mark("routing")
         host = self.permutation.read(rows)
         if host.total_rows == 0:
             output.zero_()
-        else:
-            self.compute(inputs, output, rows, host, mark)
+            return _mark_empty(STAGES[1:], mark)
+        self.compute(inputs, output, rows, host, mark)
 
     def group(self, inputs: MoeInputs) -> GroupedRows:
         """Route the tokens and number the pairs of this rank. Reads nothing on the host."""
