@@ -39,7 +39,7 @@ from synthetic_logits import MEAN, STD, Draw, LogitModel, draw_logits
 ROUTED_SCALING_FACTOR = 2.5
 EXACT_BELOW = 100  # tokens; below, the number of pairs must be met exactly
 MOMENT_TOLERANCE = 2e-3
-MIN_MARGIN_GAP = 1e-12  # thousands of times what two implementations of exp differ by
+MIN_MARGIN_GAP = 1e-12  # float64 scores near 10 are rounded by 2e-15
 
 # Strengths are searched inside these limits, so that no workload is met by an odd extreme.
 LIMITS = {
