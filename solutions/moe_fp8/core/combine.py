@@ -41,9 +41,7 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(
-        self, o: cute.Tensor, pair_row: cute.Tensor, weights: cute.Tensor, out: cute.Tensor
-    ):
+    def kernel(self, o: cute.Tensor, pair_row: cute.Tensor, weights: cute.Tensor, out: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         token, column_group, _ = cute.arch.block_idx()
         column = (column_group * THREADS + thread) * VECTOR

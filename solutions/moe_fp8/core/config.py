@@ -14,15 +14,23 @@ SMEM_BYTES = 227 * 1024
 EPILOGUE_COLUMNS = 64
 """Output columns staged at once: one 128-byte swizzle row of bfloat16."""
 
+ACCUMULATOR_REGISTERS = 200
+"""Registers of a consumer thread that accumulators may take; the rest is for everything else."""
+
 
 @dataclass(frozen=True)
 class GemmConfig:
     """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
 
     Attributes:
-        tile_m: rows of a CTA tile; 64 (one consumer warpgroup) or 128 (two).
-        tile_n: output columns of a CTA tile; 64 or 128, so that one weight scale covers its width.
+        tile_m: rows (tokens) of a CTA tile: 64 or 128; with `swap_ab` 8, 16, 32, 64 or 128.
+        tile_n: output columns of a CTA tile: 64 or 128, so that one weight scale covers its width.
+        cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
+        cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
         stages: depth of the TMA pipeline in 128-wide K blocks; 0 takes all the shared memory.
+        swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
+        pingpong: two consumer warpgroups work on alternate tiles instead of sharing one.
+        overlap: a second accumulator, so that one K block is promoted while the next one runs.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -30,13 +38,34 @@ class GemmConfig:
 
     tile_m: int = 128
     tile_n: int = 128
+    cluster_m: int = 1
+    cluster_n: int = 1
     stages: int = 0
+    swap_ab: bool = False
+    pingpong: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128):
-            raise ValueError(f"tile_m={self.tile_m}: expected 64 or 128")
+        rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128)
+        if self.tile_m not in rows:
+            side = "with swap_ab" if self.swap_ab else "without swap_ab"
+            raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
         if self.tile_n not in (64, 128):
             raise ValueError(f"tile_n={self.tile_n}: expected 64 or 128")
+        if self.cluster_m not in (1, 2) or self.cluster_n not in (1, 2):
+            raise ValueError(
+                f"cluster ({self.cluster_m}, {self.cluster_n}): expected 1 or 2 CTAs each way"
+            )
+        if self.pingpong and self.mma_warpgroups != 1:
+            raise ValueError(
+                f"pingpong: one warpgroup must cover a tile, "
+                f"but {self.tile_m}x{self.tile_n} takes {self.mma_warpgroups}"
+            )
+        if self.accumulator_registers > ACCUMULATOR_REGISTERS:
+            raise ValueError(
+                f"{self}: {self.accumulator_registers} accumulator registers a thread, "
+                f"expected at most {ACCUMULATOR_REGISTERS}"
+            )
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -46,9 +75,19 @@ class GemmConfig:
             )
 
     @property
+    def mma_warpgroups(self) -> int:
+        """Warpgroups that share a tile, each with 64 rows of the MMA."""
+        return (self.tile_n if self.swap_ab else self.tile_m) // 64
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles of a CTA that warpgroups compute at the same time."""
+        return 2 if self.pingpong else 1
+
+    @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that issue WGMMA, 64 rows of the tile each."""
-        return self.tile_m // 64
+        """Warpgroups that issue WGMMA."""
+        return self.mma_warpgroups * self.tiles_at_once
 
     @property
     def threads(self) -> int:
@@ -56,14 +95,36 @@ class GemmConfig:
         return (self.consumer_warpgroups + 1) * WARPGROUP
 
     @property
-    def stage_bytes(self) -> int:
-        """One stage: an A tile, a B tile and the A scales of one K block."""
+    def accumulator_registers(self) -> int:
+        """Registers of a consumer thread for the sum and one or two K blocks."""
+        values = self.tile_m * self.tile_n // (self.mma_warpgroups * WARPGROUP)
+        return values * (3 if self.overlap else 2)
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def tx_bytes(self) -> int:
+        """Bytes that TMA brings into one stage: A tile, B tile, A scales of one K block."""
         return (self.tile_m + self.tile_n) * BLOCK + self.tile_m * 4
+
+    @property
+    def scale_stage_bytes(self) -> int:
+        """Shared memory of the A scales of one stage; TMA writes to multiples of 128 bytes."""
+        return max(self.tile_m * 4, 128)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage."""
+        return (self.tile_m + self.tile_n) * BLOCK + self.scale_stage_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, barriers and alignment."""
-        return self.tile_m * EPILOGUE_COLUMNS * 2 + 2048
+        staged_rows = self.tile_m if self.swap_ab else 64
+        return self.consumer_warpgroups * staged_rows * EPILOGUE_COLUMNS * 2 + 2048
 
     @property
     def num_stages(self) -> int:
@@ -76,4 +137,7 @@ class GemmConfig:
         return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}x{BLOCK}, {self.num_stages} stages"
+        flags = [flag for flag in ("swap_ab", "pingpong", "overlap") if getattr(self, flag)]
+        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
+        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

@@ -1,6 +1,7 @@
 """Grouped FP8 GEMM with 128-wide block scales for Hopper: TMA, mbarrier pipeline, WGMMA.
 
-Owns the kernel of one CTA. What a tile is comes from `scheduler`, what can be tuned from `config`.
+Owns the kernel of one CTA. What a tile is comes from `scheduler`, where its rows lie from
+`segments`, which operand takes WGMMA's rows from `orientation`, what can be tuned from `config`.
 """
 
 import cutlass
@@ -9,15 +10,14 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .config import BLOCK, EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
+from .orientation import orientation
 from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile
 
-K_MAJOR = OperandMajorMode.K
-WGMMA_M = 64
 WGMMA_K = 32
 ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
@@ -25,6 +25,9 @@ VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
+# Named barriers, one a consumer warpgroup; barrier 0 is the CTA's.
+STAGING_BARRIER = 1
+ORDER_BARRIER = 3
 
 
 class GroupedGemmSm90:
@@ -33,56 +36,58 @@ class GroupedGemmSm90:
     Roles of a CTA:
       producer   warp 0 of warpgroup 0: one TMA each for the A tile, the B tile and the A scales of
                  a K block; the warpgroup gives its registers away.
-      consumers  warpgroups 1..: 64 rows of the tile each. Per K block: wait, four WGMMA (k = 32)
-                 into a fresh accumulator, release the stage, promote (multiply by both scales and
-                 add to the float32 sum). While one warpgroup promotes, the other keeps the tensor
-                 cores busy. At the tile's end: bfloat16, stmatrix, predicated 16-byte stores.
+      consumers  warpgroups 1..: together on one tile (64 rows of the MMA each), or, with
+                 `pingpong`, on alternate tiles. Per K block: wait, four WGMMA (k = 32) into a fresh
+                 accumulator, release the stage, promote (multiply by both scales and add to the
+                 float32 sum). While one warpgroup promotes, the other keeps the tensor cores busy;
+                 with `overlap` a warpgroup promotes one K block while its next one runs.
+                 At the tile's end: bfloat16, stmatrix, predicated 16-byte stores.
+
+    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of the
+    B tile for those below it (cluster_m), and multicast writes it to all of them.
 
     Pipeline `load` (TMA -> consumers), `num_stages` deep:
       full   1 arrival (the producer's expect-tx) + the bytes of the three copies
-      empty  1 arrival a consumer warp
+      empty  1 arrival a consumer warp that works on the tile, from every CTA that the stage's
+             copies are multicast to
 
     The consumers' B scales never touch shared memory: at the start of a tile lane l of every warp
     reads those of K blocks l, l + 32, ..., and the main loop broadcasts them by shuffle.
 
     Rows of other experts or of padding that a tile reads past its expert's end reach only
-    accumulator rows that are not stored.
+    accumulator values that are not stored.
     """
 
-    def __init__(self, config: GemmConfig, n: int, k: int, experts: int):
-        if n % config.tile_n or n % BLOCK:
-            raise ValueError(f"n={n}: expected a multiple of {BLOCK} and of tile_n={config.tile_n}")
+    def __init__(self, config: GemmConfig, n: int, k: int, experts: int, segments: type):
+        width = config.tile_n * config.cluster_n
+        if n % width or n % BLOCK:
+            raise ValueError(
+                f"n={n}: expected a multiple of {BLOCK} and of the {width} columns of a cluster"
+            )
         if k % BLOCK:
             raise ValueError(f"k={k}: expected a multiple of {BLOCK}")
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}, one lane each")
         self.config = config
         self.n, self.k, self.experts = n, k, experts
+        self.segments = segments
+        self.orientation = orientation(config)
         self.k_blocks = k // BLOCK
-        self.n_tiles = n // config.tile_n
-        self.consumer_warps = config.consumer_warpgroups * WARPGROUP // WARP
+        self.n_tiles = n // width
 
     def _setup_attributes(self) -> None:
         """Layouts and the tiled MMA; made anew in the host function and in the kernel, because a
         value of the compiler lives only in the function that made it."""
         c = self.config
-        self.tiled_mma = hopper.make_trivial_tiled_mma(
-            Float8E4M3FN,
-            Float8E4M3FN,
-            K_MAJOR,
-            K_MAJOR,
-            Float32,
-            (c.consumer_warpgroups, 1, 1),
-            (WGMMA_M, c.tile_n),
-        )
+        self.tiled_mma = self.orientation.tiled_mma()
         tile_mnk = (c.tile_m, c.tile_n, BLOCK)
         row_major = LayoutEnum.ROW_MAJOR
         self.a_smem = hopper.make_smem_layout_a(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
         self.b_smem = hopper.make_smem_layout_b(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
-        self.a_scale_smem = cute.make_layout((c.tile_m, 1, c.num_stages), stride=(1, 0, c.tile_m))
-        self.out_smem = hopper.make_smem_layout_epi(
-            BFloat16, row_major, (c.tile_m, EPILOGUE_COLUMNS), 1
+        self.a_scale_smem = cute.make_layout(
+            (c.tile_m, 1, c.num_stages), stride=(1, 0, c.scale_stage_bytes // 4)
         )
+        self.out_smem = self.orientation.staging_layout()
 
     @cute.jit
     def __call__(
@@ -92,25 +97,18 @@ class GroupedGemmSm90:
         b: cute.Tensor,  # (experts, n, k) e4m3
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
         out: cute.Tensor,  # (rows, n) bf16
-        rows_per_expert: cute.Tensor,  # (experts,) i32
+        table: cute.Tensor,  # (experts,) or (experts + 1,) i32, see `segments`
         max_rows: Int32,
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
         self._setup_attributes()
         c = self.config
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_a, a_tma = cpasync.make_tiled_tma_atom(
-            load, a, cute.slice_(self.a_smem, (None, None, 0)), (c.tile_m, BLOCK)
-        )
         b_nke = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
-        tma_b, b_tma = cpasync.make_tiled_tma_atom(
-            load, b_nke, cute.slice_(self.b_smem, (None, None, 0)), (c.tile_n, BLOCK)
-        )
         a_scale_rows = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
-        tma_a_scale, a_scale_tma = cpasync.make_tiled_tma_atom(
-            load, a_scale_rows, cute.slice_(self.a_scale_smem, (None, None, 0)), (c.tile_m, 1)
-        )
+        tma_a, a_tma = _tma_load(a, self.a_smem, (c.tile_m, BLOCK), c.cluster_n)
+        tma_b, b_tma = _tma_load(b_nke, self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
+        tma_a_scale, a_scale_tma = _tma_load(a_scale_rows, self.a_scale_smem, (c.tile_m, 1), 1)
 
         @cute.struct
         class SharedStorage:
@@ -125,7 +123,7 @@ class GroupedGemmSm90:
                 cute.struct.MemRange[BFloat16, cute.cosize(self.out_smem)], ALIGN
             ]
             a_scale: cute.struct.Align[
-                cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
+                cute.struct.MemRange[Float32, c.num_stages * c.scale_stage_bytes // 4], 128
             ]
 
         self.shared_storage = SharedStorage
@@ -138,10 +136,14 @@ class GroupedGemmSm90:
             a_scale_tma,
             b_scale,
             out,
-            rows_per_expert,
+            table,
             max_rows,
         ).launch(
-            grid=[num_ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -155,7 +157,7 @@ class GroupedGemmSm90:
         a_scale: cute.Tensor,
         b_scale: cute.Tensor,
         out: cute.Tensor,
-        rows_per_expert: cute.Tensor,
+        table: cute.Tensor,
         max_rows: Int32,
     ):
         self._setup_attributes()
@@ -170,22 +172,34 @@ class GroupedGemmSm90:
         storage = SmemAllocator().allocate(self.shared_storage)
         s_a = storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner)
         s_b = storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner)
-        s_out = storage.out.get_tensor(self.out_smem.outer, swizzle=self.out_smem.inner)
         s_a_scale = storage.a_scale.get_tensor(self.a_scale_smem)
+        # Written as the accumulator lies, read as rows of the output.
+        rows = self.orientation.staged_rows
+        s_staged = storage.out.get_tensor(self.out_smem.outer, swizzle=self.out_smem.inner)
+        s_rows = storage.out.get_tensor(
+            cute.make_layout(
+                (c.consumer_warpgroups, rows, EPILOGUE_COLUMNS),
+                stride=(rows * EPILOGUE_COLUMNS, EPILOGUE_COLUMNS, 1),
+            ),
+            swizzle=self.out_smem.inner,
+        )
+        releasing_warps = c.mma_warpgroups * WARPGROUP // WARP
         load = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumer_warps),
-            tx_count=c.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, releasing_warps * (c.cluster_m + c.cluster_n - 1)
+            ),
+            tx_count=c.tx_bytes,
+            cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
 
         lane = cute.arch.lane_idx()
-        count = Int32(0)
+        row, count = Int32(0), Int32(0)
         if lane < self.experts:
-            count = rows_per_expert[lane]
-        tiles = ExpertTiles.create(lane * max_rows, count, c.tile_m, self.n_tiles)
+            row, count = self.segments.segment(table, max_rows, lane)
+        tiles = ExpertTiles.create(row, count, c.tile_m * c.cluster_m, self.n_tiles)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -195,7 +209,27 @@ class GroupedGemmSm90:
                 )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self._mma_warpgroup(load, tiles, group - 1, s_a, s_b, s_a_scale, b_scale, s_out, out)
+            self._mma_warpgroup(
+                load, tiles, group - 1, s_a, s_b, s_a_scale, b_scale, s_staged, s_rows, out
+            )
+
+    def _cta_in_cluster(self) -> tuple[Int32, Int32]:
+        """(row, column) of this CTA in its cluster."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank % self.config.cluster_m, rank // self.config.cluster_m
+
+    def _first_tile(self) -> tuple[Int32, Int32]:
+        """First tile of this cluster and the distance to its next one."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // self.config.cluster_size, blocks // self.config.cluster_size
+
+    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
+        """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
+        c = self.config
+        m_row = cta[0] * c.tile_m
+        n_tile = tile.n_tile * c.cluster_n + cta[1]
+        return Tile(tile.expert, n_tile, tile.row + m_row, tile.rows - m_row)
 
     @cute.jit
     def _load_warp(
@@ -204,11 +238,15 @@ class GroupedGemmSm90:
         """Keep the pipeline full: three TMA copies a K block, for every tile of this CTA."""
         c = self.config
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        cta = self._cta_in_cluster()
+        # A is shared by the CTAs of one row of the cluster, B by those of one column.
+        shape = cute.make_layout((c.cluster_m, c.cluster_n))
+        mask_a = cute.make_layout_image_mask(shape, cta, mode=1) if c.cluster_n > 1 else None
+        mask_b = cute.make_layout_image_mask(shape, cta, mode=0) if c.cluster_m > 1 else None
         total = tiles.total()
-        linear, _, _ = cute.arch.block_idx()
-        stride, _, _ = cute.arch.grid_dim()
+        linear, stride = self._first_tile()
         while linear < total:
-            tile = tiles.locate(linear)
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
             # (tile_m, 128, k_blocks), (tile_n, 128, k_blocks), (tile_m, 1, k_blocks)
             g_a = cute.local_tile(
                 cute.domain_offset((tile.row, 0), a), (c.tile_m, BLOCK), (0, None)
@@ -217,15 +255,19 @@ class GroupedGemmSm90:
             g_a_scale = cute.local_tile(
                 cute.domain_offset((tile.row, 0), a_scale), (c.tile_m, 1), (0, None)
             )
-            dst_a, src_a = _tma_partition(tma_a, s_a, g_a)
-            dst_b, src_b = _tma_partition(tma_b, s_b, g_b)
-            dst_a_scale, src_a_scale = _tma_partition(tma_a_scale, s_a_scale, g_a_scale)
+            dst_a, src_a = _tma_partition(tma_a, s_a, g_a, cta[1], c.cluster_n)
+            dst_b, src_b = _tma_partition(tma_b, s_b, g_b, cta[0], c.cluster_m)
+            dst_a_scale, src_a_scale = _tma_partition(tma_a_scale, s_a_scale, g_a_scale, 0, 1)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 load.producer_acquire(state)
                 full = load.producer_get_barrier(state)
                 s = state.index
-                cute.copy(tma_b, src_b[None, kb], dst_b[None, s], tma_bar_ptr=full)
-                cute.copy(tma_a, src_a[None, kb], dst_a[None, s], tma_bar_ptr=full)
+                cute.copy(
+                    tma_b, src_b[None, kb], dst_b[None, s], tma_bar_ptr=full, mcast_mask=mask_b
+                )
+                cute.copy(
+                    tma_a, src_a[None, kb], dst_a[None, s], tma_bar_ptr=full, mcast_mask=mask_a
+                )
                 cute.copy(
                     tma_a_scale, src_a_scale[None, kb], dst_a_scale[None, s], tma_bar_ptr=full
                 )
@@ -236,43 +278,176 @@ class GroupedGemmSm90:
 
     @cute.jit
     def _mma_warpgroup(
-        self, load, tiles, consumer: Int32, s_a, s_b, s_a_scale, b_scale, s_out, out
+        self,
+        load,
+        tiles,
+        consumer: Int32,
+        s_a: cute.Tensor,
+        s_b: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        b_scale: cute.Tensor,
+        s_staged: cute.Tensor,
+        s_rows: cute.Tensor,
+        out: cute.Tensor,
     ):
-        """Main loop and epilogue of 64 rows of every tile of this CTA."""
+        """Main loop and epilogue of this warpgroup's part of every tile of this CTA, or, with
+        ping-pong, of every other tile."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx - WARPGROUP  # among the consumers
+        # Thread and warpgroup among those that share a tile.
+        mma_group = 0 if cutlass.const_expr(c.pingpong) else consumer
+        thread = tidx % WARPGROUP + mma_group * WARPGROUP
         thr_mma = self.tiled_mma.get_slice(
-            cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
+            cute.make_layout(c.mma_warpgroups, stride=WARPGROUP)(mma_group)
         )
-        frag_a = self.tiled_mma.make_fragment_A(thr_mma.partition_A(s_a))
-        frag_b = self.tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
-        acc_shape = self.tiled_mma.partition_shape_C((c.tile_m, c.tile_n))
-        acc = cute.make_rmem_tensor(acc_shape, Float32)
+        operand_a, operand_b = self.orientation.operands(s_a, s_b)
+        frag_a = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
+        frag_b = self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b))
+        acc_shape = self.tiled_mma.partition_shape_C(self.orientation.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
-        # WGMMA's accumulator: a thread holds rows r and r + 8 of its warp's 16.
-        scale_row = consumer * WGMMA_M + (thread % WARPGROUP) // WARP * 16 + thread % WARP // 4
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        cta = self._cta_in_cluster()
         total = tiles.total()
-        linear, _, _ = cute.arch.block_idx()
-        stride, _, _ = cute.arch.grid_dim()
+        linear, stride = self._first_tile()
+        turn = Int32(0)
+        if cutlass.const_expr(c.pingpong) and consumer == 1:
+            self._order_barrier(0).arrive()  # warpgroup 0 goes first
         while linear < total:
-            tile = tiles.locate(linear)
-            lane_b_scale = self._load_b_scale(b_scale, tile)
-            total_acc.fill(0.0)
-            for kb in cutlass.range(self.k_blocks, unroll=1):
-                load.consumer_wait(state)
-                # Read before the WGMMAs start, so that their latency hides behind them.
-                scale_b = self._broadcast_b_scale(lane_b_scale, kb)
-                scale_0 = s_a_scale[scale_row, 0, state.index] * scale_b
-                scale_8 = s_a_scale[scale_row + 8, 0, state.index] * scale_b
-                self._wgmma(acc, frag_a, frag_b, state.index)
-                load.consumer_release(state)
-                state.advance()
-                _promote(total_acc, acc, scale_0, scale_8)
-            self._store(total_acc, tile, consumer, thread, s_out, out)
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            if cutlass.const_expr(c.pingpong) and turn != consumer:
+                state = self._skip_tile(state)
+            else:
+                if cutlass.const_expr(c.pingpong):
+                    self._order_barrier(consumer).arrive_and_wait()
+                valid = tile.rows > self.orientation.first_token(mma_group)
+                if valid:
+                    lane_b_scale = self._load_b_scale(b_scale, tile)
+                    mainloop = (
+                        self._overlapped_mainloop
+                        if cutlass.const_expr(c.overlap)
+                        else self._mainloop
+                    )
+                    state = mainloop(
+                        load, state, frag_a, frag_b, total_acc, s_a_scale, lane_b_scale, thread
+                    )
+                else:
+                    # No row to compute: leave the tensor cores to the other warpgroup.
+                    for _ in cutlass.range(self.k_blocks, unroll=1):
+                        load.consumer_wait(state)
+                        load.consumer_release(state)
+                        state.advance()
+                if cutlass.const_expr(c.pingpong):
+                    self._order_barrier(1 - consumer).arrive()
+                if valid:
+                    self._store(total_acc, tile, consumer, mma_group, thread, s_staged, s_rows, out)
             linear += stride
+            turn ^= 1
+
+    def _order_barrier(self, consumer: Int32) -> pipeline.NamedBarrier:
+        """Opens when it is a ping-pong warpgroup's turn to use the pipeline.
+
+        The stages' barriers alone do not do: they tell a phase from the one before, not from the
+        one before that, and a warpgroup that skips a tile can be two behind.
+        """
+        return pipeline.NamedBarrier(barrier_id=ORDER_BARRIER + consumer, num_threads=2 * WARPGROUP)
+
+    def _skip_tile(self, state):
+        """The pipeline state after a tile that the other warpgroup consumes."""
+        after = state.index + self.k_blocks
+        stages = self.config.num_stages
+        return pipeline.PipelineState(
+            stages, state.count + self.k_blocks, after % stages, state.phase ^ (after // stages & 1)
+        )
+
+    @cute.jit
+    def _mainloop(
+        self,
+        load,
+        state,
+        frag_a: cute.Tensor,
+        frag_b: cute.Tensor,
+        total_acc: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        lane_b_scale: cute.Tensor,
+        thread: Int32,
+    ):
+        """total_acc = the tile's sum over K; returns the state after its last block."""
+        acc = cute.make_rmem_tensor(total_acc.shape, Float32)
+        scales = cute.make_rmem_tensor((self.orientation.num_scales,), Float32)
+        total_acc.fill(0.0)
+        for kb in cutlass.range(self.k_blocks, unroll=1):
+            load.consumer_wait(state)
+            # Read before the WGMMAs start, so that their latency hides behind them.
+            self._load_scales(scales, s_a_scale, lane_b_scale, kb, state.index, thread)
+            self._issue_wgmma(acc, frag_a, frag_b, state.index)
+            warpgroup.wait_group(0)
+            load.consumer_release(state)
+            state.advance()
+            self._promote(total_acc, acc, scales)
+        return state
+
+    @cute.jit
+    def _overlapped_mainloop(
+        self,
+        load,
+        state,
+        frag_a: cute.Tensor,
+        frag_b: cute.Tensor,
+        total_acc: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        lane_b_scale: cute.Tensor,
+        thread: Int32,
+    ):
+        """The same sum in the same order, each K block promoted while the next one runs."""
+        accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
+        scales = [cute.make_rmem_tensor((self.orientation.num_scales,), Float32) for _ in range(2)]
+        release_state = state.clone()
+        total_acc.fill(0.0)
+        load.consumer_wait(state)
+        self._load_scales(scales[0], s_a_scale, lane_b_scale, Int32(0), state.index, thread)
+        self._issue_wgmma(accs[0], frag_a, frag_b, state.index)
+        state.advance()
+        # Two blocks an iteration, so that each accumulator has a name in the registers.
+        for kb in cutlass.range(1, self.k_blocks - 1, 2, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                load.consumer_wait(state)
+                self._load_scales(
+                    scales[1 - half], s_a_scale, lane_b_scale, kb + half, state.index, thread
+                )
+                self._issue_wgmma(accs[1 - half], frag_a, frag_b, state.index)
+                state.advance()
+                warpgroup.wait_group(1)
+                load.consumer_release(release_state)
+                release_state.advance()
+                self._promote(total_acc, accs[half], scales[half])
+        if cutlass.const_expr(self.k_blocks % 2 == 0):
+            load.consumer_wait(state)
+            last = Int32(self.k_blocks - 1)
+            self._load_scales(scales[1], s_a_scale, lane_b_scale, last, state.index, thread)
+            self._issue_wgmma(accs[1], frag_a, frag_b, state.index)
+            state.advance()
+            warpgroup.wait_group(1)
+            load.consumer_release(release_state)
+            release_state.advance()
+            self._promote(total_acc, accs[0], scales[0])
+        warpgroup.wait_group(0)
+        load.consumer_release(release_state)
+        final = 1 - self.k_blocks % 2
+        self._promote(total_acc, accs[final], scales[final])
+        return state
+
+    @cute.jit
+    def _issue_wgmma(
+        self, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, stage: Int32
+    ):
+        """Start `acc = A tile @ B tile^T` of one stage; a wait for its group completes it."""
+        atom = cute.make_mma_atom(self.tiled_mma.op)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
+            cute.gemm(atom, acc, frag_a[None, None, k, stage], frag_b[None, None, k, stage], acc)
+        warpgroup.commit_group()
 
     @cute.jit
     def _load_b_scale(self, b_scale: cute.Tensor, tile: Tile):
@@ -287,23 +462,33 @@ class GroupedGemmSm90:
         return held
 
     @cute.jit
-    def _broadcast_b_scale(self, held: cute.Tensor, kb: Int32) -> Float32:
-        mine = held[0]
-        for i in cutlass.range_constexpr(1, cute.size(held)):
+    def _load_scales(
+        self,
+        scales: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        lane_b_scale: cute.Tensor,
+        kb: Int32,
+        stage: Int32,
+        thread: Int32,
+    ):
+        """scales[i] = token scale i of this thread times the B scale of K block kb."""
+        mine = lane_b_scale[0]
+        for i in cutlass.range_constexpr(1, cute.size(lane_b_scale)):
             if kb >= i * WARP:
-                mine = held[i]
-        return cute.arch.shuffle_sync(mine, kb % WARP)
+                mine = lane_b_scale[i]
+        scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            token = self.orientation.scale_token(i, thread)
+            scales[i] = s_a_scale[token, 0, stage] * scale_b
 
     @cute.jit
-    def _wgmma(self, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, stage: Int32):
-        """acc = A tile @ B tile^T of one K block, complete on return."""
-        atom = cute.make_mma_atom(self.tiled_mma.op)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
-            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(atom, acc, frag_a[None, None, k, stage], frag_b[None, None, k, stage], acc)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
+        """total += scale * acc, with the scale of the token that each value belongs to."""
+        flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        for v in cutlass.range(cute.size(acc), unroll_full=True):
+            scale = scales[self.orientation.scale_of_value(v)]
+            flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])
 
     @cute.jit
     def _store(
@@ -311,70 +496,84 @@ class GroupedGemmSm90:
         acc: cute.Tensor,
         tile: Tile,
         consumer: Int32,
+        mma_group: Int32,
         thread: Int32,
-        s_out: cute.Tensor,
+        s_staged: cute.Tensor,
+        s_rows: cute.Tensor,
         out: cute.Tensor,
     ):
-        """Write the valid rows of this warpgroup's 64, 64 columns at a time."""
+        """Write the valid rows of this warpgroup's part of a tile, 64 columns at a time."""
         c = self.config
-        barrier = pipeline.NamedBarrier(barrier_id=1 + consumer, num_threads=WARPGROUP)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+        rows = self.orientation.staged_rows
+        barrier = pipeline.NamedBarrier(
+            barrier_id=STAGING_BARRIER + consumer, num_threads=WARPGROUP
+        )
+        stmatrix = self.orientation.stmatrix()
         to_smem = cute.make_tiled_copy_S(
             stmatrix, cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma)
         ).get_slice(thread)
-        staged = to_smem.partition_D(s_out)  # (v, m, n, 1)
-        fragment = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(s_out))[:3], BFloat16)
+        copy = consumer if cutlass.const_expr(c.pingpong) else 0
+        staged = to_smem.partition_D(s_staged)  # (v, m, n, copies)
+        fragment = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(s_staged))[:3], BFloat16)
         values = cute.size(fragment)
         acc_flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
 
-        # 8 threads store the 128 bytes of a row, 16 rows at a time.
-        vectors = cute.make_tiled_copy_tv(
-            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=128),
-            cute.make_layout((16, 8), stride=(8, 1)),
-            cute.make_layout((1, VECTOR)),
-        ).get_slice(thread % WARPGROUP)
-        s_rows = vectors.partition_S(
-            cute.local_tile(s_out[None, None, 0], (WGMMA_M, EPILOGUE_COLUMNS), (consumer, 0))
-        )
-        row = tile.row + consumer * WGMMA_M
-        valid = tile.rows - consumer * WGMMA_M
+        # 8 threads store the 128 bytes of a row, up to 16 rows at a time.
+        passes = max(rows // 16, 1)
+        stored_rows = rows // passes
+        local = thread % WARPGROUP
+        first_row = local // 8
+        column = local % 8 * VECTOR
+        valid = tile.rows - self.orientation.first_token(mma_group)
         # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
-        first = out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n
-        g_tile = cute.make_tensor(
-            # Not visible to the compiler, which would store two bytes at a time.
-            first.align(VECTOR * 2),
-            cute.make_layout((WGMMA_M, c.tile_n), stride=(self.n, 1)),
-        )
-        held = cute.make_rmem_tensor(s_rows.shape, BFloat16)
-        for part in cutlass.range_constexpr(c.tile_n // EPILOGUE_COLUMNS):
+        row = tile.row + self.orientation.first_token(mma_group) + first_row
+        target = out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n + column
+        held = cute.make_rmem_tensor((VECTOR, passes), BFloat16)
+        for part in cutlass.range_constexpr(self.orientation.parts):
             for i in cutlass.range(values, unroll_full=True):
                 fragment[i] = BFloat16(acc_flat[part * values + i])
-            cute.copy(to_smem, fragment, staged[None, None, None, 0])
+            cute.copy(to_smem, fragment, staged[None, None, None, copy])
             barrier.arrive_and_wait()
-            cute.autovec_copy(s_rows, held)
+            for i in cutlass.range_constexpr(passes):
+                if first_row < stored_rows:
+                    source = cute.local_tile(
+                        s_rows[consumer, first_row + i * stored_rows, None],
+                        (VECTOR,),
+                        (local % 8,),
+                    )
+                    cute.autovec_copy(source, held[None, i])
             # Every thread has read; the next part may overwrite the staging buffer.
             barrier.arrive_and_wait()
-            g_rows = vectors.partition_D(
-                cute.local_tile(g_tile, (WGMMA_M, EPILOGUE_COLUMNS), (0, part))
-            )
-            for i in cutlass.range_constexpr(cute.size(g_rows, mode=[1])):
-                if thread % WARPGROUP // 8 + i * 16 < valid:
-                    cute.autovec_copy(held[None, i, 0], g_rows[None, i, 0])
+            offset = self.orientation.first_column(mma_group, part)
+            for i in cutlass.range_constexpr(passes):
+                r = first_row + i * stored_rows
+                if first_row < stored_rows and r < valid:
+                    # Not visible to the compiler, which would store two bytes at a time.
+                    aligned = (target + i * stored_rows * self.n + offset).align(VECTOR * 2)
+                    cute.autovec_copy(
+                        held[None, i], cute.make_tensor(aligned, cute.make_layout(VECTOR))
+                    )
 
 
-def _tma_partition(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor):
-    """((tma), stages) and ((tma), k_blocks) views of one operand, without multicast."""
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+def _tma_load(gmem: cute.Tensor, smem_layout, tile: tuple[int, int], multicast: int):
+    """TMA atom and coordinate tensor of one operand, whose tile `multicast` CTAs share."""
+    op = (
+        cpasync.CopyBulkTensorTileG2SMulticastOp()
+        if multicast > 1
+        else cpasync.CopyBulkTensorTileG2SOp()
     )
+    one_stage = cute.slice_(smem_layout, (None, None, 0))
+    return cpasync.make_tiled_tma_atom(op, gmem, one_stage, tile, num_multicast=multicast)
 
 
-@cute.jit
-def _promote(total: cute.Tensor, acc: cute.Tensor, scale_0: Float32, scale_8: Float32):
-    """total += scale * acc, with the scale of the accumulator row each value belongs to."""
-    flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
-    flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for i in cutlass.range(cute.size(acc), unroll_full=True):
-        # Values come as (2 columns, 2 rows, ...).
-        scale = cutlass.select_(i // 2 % 2 == 0, scale_0, scale_8)
-        flat_total[i] = cute.math.fma(flat_acc[i], scale, flat_total[i])
+def _tma_partition(
+    atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int
+):
+    """((tma), stages) and ((tma), k_blocks) views of this CTA's share of one operand."""
+    return cpasync.tma_partition(
+        atom,
+        share,
+        cute.make_layout(shares),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(gmem, 0, 2),
+    )

@@ -13,6 +13,7 @@ from .compile import compiled
 from .config import BLOCK, GemmConfig
 from .gemm_sm90 import GroupedGemmSm90
 from .layout import BatchedRows
+from .segments import BatchedSegments
 from .swiglu_quant import SwigluQuant
 
 ARCHS = {(9, 0): "sm_90a"}
@@ -42,9 +43,11 @@ def grouped_gemm(
     experts, n, k = b.shape
     config = config or GemmConfig()
     function = compile_grouped_gemm(config, n, k, experts, _arch(a.device))
-    tiles = experts * (layout.max_rows // config.tile_m) * (n // config.tile_n)
-    ctas = min(tiles, _multiprocessors(a.device))
-    if ctas:
+    m_tiles = -(-layout.max_rows // (config.tile_m * config.cluster_m))
+    clusters = experts * m_tiles * (n // (config.tile_n * config.cluster_n))
+    clusters = min(clusters, _multiprocessors(a.device) // config.cluster_size)
+    if clusters:
+        ctas = clusters * config.cluster_size
         function(a, a_scale, b, b_scale, out, layout.rows_per_expert, layout.max_rows, ctas)
 
 
@@ -78,11 +81,13 @@ def combine(
 
 
 @functools.cache
-def compile_grouped_gemm(config: GemmConfig, n: int, k: int, experts: int, arch: str) -> Any:
+def compile_grouped_gemm(
+    config: GemmConfig, n: int, k: int, experts: int, arch: str, segments: type = BatchedSegments
+) -> Any:
     """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
 
     def arguments() -> tuple:
-        rows = cute.sym_int64(divisibility=BLOCK)  # of every operand: padded to whole tiles
+        rows = cute.sym_int64(divisibility=segments.row_multiple)
         blocks = k // BLOCK
         return (
             _row_major(Float8E4M3FN, rows, k),
@@ -90,13 +95,13 @@ def compile_grouped_gemm(config: GemmConfig, n: int, k: int, experts: int, arch:
             _row_major(Float8E4M3FN, experts, n, k),
             _row_major(Float32, experts, n // BLOCK, blocks, align=4),
             _row_major(BFloat16, rows, n),
-            _row_major(Int32, experts, align=4),
+            _row_major(Int32, segments.table_size(experts), align=4),
             Int32(0),
             Int32(0),
         )
 
-    kernel = GroupedGemmSm90(config, n, k, experts)
-    return compiled(kernel, (config, n, k, experts), arguments, arch)
+    kernel = GroupedGemmSm90(config, n, k, experts, segments)
+    return compiled(kernel, (config, n, k, experts, segments.name), arguments, arch)
 
 
 @functools.cache

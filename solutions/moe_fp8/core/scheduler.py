@@ -23,6 +23,10 @@ class Tile(NamedTuple):
 class ExpertTiles:
     """The tiles of all experts in one linear order, looked up without a search.
 
+    A cluster works on one "tile" here: `tile_m` rows and one of `n_tiles` columns are those of all
+    its CTAs, so a cluster never spans two experts. Where an expert has fewer row tiles than the
+    cluster, the CTAs left over get none.
+
     Lane e of every warp keeps expert e's first row, row count and tile range, computed once by a
     warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
     shuffles, so no warp waits for shared memory or for another warp. Experts come in order; within
@@ -52,8 +56,8 @@ class ExpertTiles:
         Args:
             row: first row of this lane's expert.
             count: rows of this lane's expert; 0 in lanes past the last expert.
-            tile_m: rows of a tile.
-            n_tiles: column tiles of the output.
+            tile_m: rows of a cluster's tile.
+            n_tiles: column tiles of a cluster in the output.
         """
         lane = cute.arch.lane_idx()
         tiles = (count + (tile_m - 1)) // tile_m * n_tiles

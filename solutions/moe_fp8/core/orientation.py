@@ -1,0 +1,130 @@
+"""Which operand of the grouped GEMM takes WGMMA's 64-row side: tokens, or (swap_ab) weights.
+
+WGMMA computes 64 rows by 8..256 columns. With tokens as rows an expert's last tile wastes up to 63
+of them; with weights as rows nothing is wasted along the weights, whose number is a multiple of
+128, and the tokens come in eights. The products and the order of their sums are the same.
+"""
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
+
+WARP = 32
+WGMMA_M = 64
+
+
+def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
+    k_major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        Float8E4M3FN,
+        Float8E4M3FN,
+        k_major,
+        k_major,
+        Float32,
+        (warpgroups, 1, 1),
+        (WGMMA_M, columns),
+    )
+
+
+class TokensAsRows:
+    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+
+    def __init__(self, config: GemmConfig):
+        self.config = config
+        self.staged_rows = WGMMA_M
+        self.parts = config.tile_n // EPILOGUE_COLUMNS
+        self.num_scales = 2
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return _tiled_mma(self.config.mma_warpgroups, self.config.tile_n)
+
+    def accumulator_shape(self) -> tuple[int, int]:
+        return WGMMA_M * self.config.mma_warpgroups, self.config.tile_n
+
+    def operands(self, tokens, weights):
+        """(A, B) of the MMA."""
+        return tokens, weights
+
+    def scale_token(self, i: int, thread: Int32) -> Int32:
+        """Token in the tile whose scale is number `i` of this thread."""
+        return thread // WARP * 16 + thread % WARP // 4 + 8 * i
+
+    def scale_of_value(self, v: int) -> int:
+        """Number of the scale of accumulator value `v`; values come as (2 columns, 2 rows, ...)."""
+        return v // 2 % 2
+
+    def first_token(self, warpgroup_index: Int32) -> Int32:
+        """First token in the tile of a consumer warpgroup."""
+        return warpgroup_index * WGMMA_M
+
+    def first_column(self, warpgroup_index: Int32, part: int) -> Int32:
+        """First column in the tile of what a warpgroup stages as its part `part`."""
+        return Int32(part * EPILOGUE_COLUMNS)
+
+    def stmatrix(self) -> cute.CopyAtom:
+        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+
+    def staging_layout(self):
+        """(rows, columns, tiles) of one staged part, in accumulator coordinates."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        rows = WGMMA_M * self.config.mma_warpgroups
+        return cute.tile_to_shape(
+            atom, (rows, EPILOGUE_COLUMNS, self.config.tiles_at_once), (0, 1, 2)
+        )
+
+
+class TokensAsColumns:
+    """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
+
+    def __init__(self, config: GemmConfig):
+        self.config = config
+        self.staged_rows = config.tile_m
+        self.parts = 1
+        self.num_scales = config.tile_m // 4
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return _tiled_mma(self.config.mma_warpgroups, self.config.tile_m)
+
+    def accumulator_shape(self) -> tuple[int, int]:
+        return WGMMA_M * self.config.mma_warpgroups, self.config.tile_m
+
+    def operands(self, tokens, weights):
+        """(A, B) of the MMA."""
+        return weights, tokens
+
+    def scale_token(self, i: int, thread: Int32) -> Int32:
+        """Token in the tile whose scale is number `i` of this thread."""
+        return thread % 4 * 2 + i // 2 * 8 + i % 2
+
+    def scale_of_value(self, v: int) -> int:
+        """Number of the scale of accumulator value `v`; values come as (2 columns, 2 rows, ...)."""
+        return v // 4 * 2 + v % 2
+
+    def first_token(self, warpgroup_index: Int32) -> Int32:
+        """First token in the tile of a consumer warpgroup."""
+        return Int32(0)
+
+    def first_column(self, warpgroup_index: Int32, part: int) -> Int32:
+        """First column in the tile of what a warpgroup stages as its part `part`."""
+        return warpgroup_index * WGMMA_M
+
+    def stmatrix(self) -> cute.CopyAtom:
+        # Transposed: a token's 64 columns end up side by side, as they lie in the output.
+        matrices = 4 if self.config.tile_m % 16 == 0 else 2
+        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), BFloat16)
+
+    def staging_layout(self):
+        """(rows, columns, tiles) of one staged part, in accumulator coordinates."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
+        rows = WGMMA_M * self.config.mma_warpgroups
+        return cute.tile_to_shape(
+            atom, (rows, self.config.tile_m, self.config.tiles_at_once), (1, 0, 2)
+        )
+
+
+def orientation(config: GemmConfig) -> TokensAsRows | TokensAsColumns:
+    """The orientation that a config asks for."""
+    return TokensAsColumns(config) if config.swap_ab else TokensAsRows(config)
