@@ -1,0 +1,114 @@
+"""The command-line programs: they start, refuse what is wrong with status 2, and the CPU path of
+benchmark runs the packed solutions and writes traces that flashinfer-bench reads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import DEFINITION, ROOT
+
+PROGRAMS = ["accuracy", "benchmark", "gemm_bench", "make_workloads", "pack", "rank", "stages"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+def call(program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT / "solutions"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / f"{program}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help(program: str) -> None:
+    result = call(program, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "usage:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("benchmark", ["--workloads", "T=3"], "no workload matches T=3"),
+        ("benchmark", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
+        ("benchmark", ["--local", "/absent"], "not a directory"),
+        ("benchmark", ["--rtol", "0"], "rtol/atol must be > 0"),
+        ("benchmark", ["--no-such-option"], "unrecognized arguments"),
+        ("rank", ["/absent"], "does not exist"),
+        ("pack", ["absent"], "no generation named absent"),
+        ("stages", ["--tokens", "0"], "at least 1"),
+        ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
+    ],
+)
+def test_usage_errors_have_status_2_and_one_line(program, arguments, message) -> None:
+    result = call(program, *arguments)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@no_gpu
+@pytest.mark.parametrize("program", ["stages", "gemm_bench"])
+def test_what_needs_a_gpu_says_so(program: str) -> None:
+    result = call(program)
+    assert result.returncode == 2 and "no GPU is visible" in result.stderr
+
+
+def test_pack_check_and_list(tmp_path: Path) -> None:
+    assert call("pack", "--check", "--output", str(tmp_path)).returncode == 1
+    assert call("pack", "--no-build", "--output", str(tmp_path)).returncode == 0
+    assert call("pack", "--check", "--output", str(tmp_path)).returncode == 0
+    assert "cutedsl_moe_fp8_v2" in call("pack", "--list").stdout
+
+
+def test_benchmark_list() -> None:
+    result = call("benchmark", "--list")
+    assert result.returncode == 0
+    assert "14107" in result.stdout and "cutedsl_moe_fp8_v1" in result.stdout
+
+
+@pytest.mark.large_memory
+def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
+    env = {"FIB_CACHE_PATH": str(tmp_path / "cache")}
+    common = ["--cpu", "--workloads", "T=1", "--iterations", "1", "--traces", str(tmp_path / "t")]
+    report = ["--json", str(tmp_path / "ranking.json"), "--markdown", str(tmp_path / "ranking.md")]
+    result = call("benchmark", *common, *report, **env)
+    assert result.returncode == 0, result.stderr
+    assert "torch model on the CPU" in result.stderr and "not run: 18 workloads" in result.stderr
+
+    (ranking,) = json.loads((tmp_path / "ranking.json").read_text())
+    assert ranking["cpu"] and len(ranking["workloads"]) == 1
+    assert {s["solution"] for s in ranking["summary"]} >= {
+        "cutedsl_moe_fp8_v1",
+        "cutedsl_moe_fp8_v2",
+    }
+    for summary in ranking["summary"]:
+        assert (summary["passed"], summary["failed"]) == (1, 0)
+        assert summary["cosine"] > 0.999 and 0.85 < summary["matched_ratio"] <= 1
+    assert "nothing about a GPU" in (tmp_path / "ranking.md").read_text().replace("say ", "")
+
+    from flashinfer_bench.data import Trace, load_jsonl_file
+
+    (run,) = (tmp_path / "t").iterdir()
+    traces = load_jsonl_file(Trace, run / "traces.jsonl")
+    assert all(t.is_successful() and t.definition == DEFINITION for t in traces)
+    assert all(t.evaluation.environment.libs["device"] == "cpu" for t in traces)
+    info = json.loads((run / "run.json").read_text())
+    assert info["finished"] and info["configuration"]["required_matched_ratio"] == 0.85
+
+    # Nothing is left to do for the same sources, and nothing is measured twice.
+    again = call("benchmark", *common, "--resume", **env)
+    assert again.returncode == 0, again.stderr
+    assert "0 workloads to run" in again.stderr
+    assert len(load_jsonl_file(Trace, run / "traces.jsonl")) == len(traces)
+
+    # A tolerance that the FP8 intermediate cannot meet fails, with status 1 and the reason.
+    strict = [*common[:-1], str(tmp_path / "strict"), "--rtol", "0.001", "--atol", "0.001"]
+    failed = call("benchmark", *strict, "--solutions", "*_v2", **env)
+    assert failed.returncode == 1
+    assert "INCORRECT_NUMERICAL: matched ratio" in failed.stdout

@@ -1,0 +1,90 @@
+"""The import closure: complete, minimal, and loud about what a bundle could not resolve."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from moe_fp8.core.closure import ClosureError, import_closure
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with a chain of imports and a module that nothing imports."""
+    root = tmp_path / "pkg"
+    for name, text in {
+        "__init__.py": '"""Root."""',
+        "core/__init__.py": '"""Core."""\nNAME = 1\n',
+        "core/a.py": "from . import b\n",
+        "core/b.py": "def f():\n    from ..parts.late import g\n    return g\n",
+        "core/unused.py": "",
+        "parts/__init__.py": '"""Parts."""',
+        "parts/late.py": "import os\nimport torch.nn\n",
+        "entry.py": "from .core import NAME\nfrom .core.a import b\n",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def names(root: Path, entry: str = "entry.py") -> list[str]:
+    return [p.relative_to(root).as_posix() for p in import_closure(root / entry, root)]
+
+
+def test_follows_every_relative_import_and_nothing_else(package: Path) -> None:
+    assert names(package) == [
+        "__init__.py",
+        "core/__init__.py",
+        "core/a.py",
+        "core/b.py",
+        "entry.py",
+        "parts/__init__.py",
+        "parts/late.py",
+    ]
+    assert names(package, "core/unused.py") == ["__init__.py", "core/__init__.py", "core/unused.py"]
+
+
+def test_cycles_end(package: Path) -> None:
+    (package / "core" / "b.py").write_text("from . import a\n")
+    assert names(package, "core/b.py") == [
+        "__init__.py",
+        "core/__init__.py",
+        "core/a.py",
+        "core/b.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import moe_fp8.core\n", "absolute"),
+        ("from moe_fp8.core import x\n", "absolute"),
+        ("def f():\n    import moe_fp8\n", r"entry\.py:2.*absolute"),
+        ("from .. import x\n", "leaves the package"),
+        ("from .absent import x\n", "no module"),
+        ("from .core import absent\n", "neither a module in nor a name of core"),
+        ("import importlib\nimportlib.import_module('.core', __package__)\n", "import statement"),
+    ],
+)
+def test_refuses_what_a_bundle_cannot_resolve(package: Path, source: str, message: str) -> None:
+    (package / "entry.py").write_text(source)
+    with pytest.raises(ClosureError, match=message):
+        import_closure(package / "entry.py", package)
+
+
+def test_a_directory_without_init_is_refused(package: Path) -> None:
+    (package / "core" / "__init__.py").unlink()
+    with pytest.raises(ClosureError, match="__init__"):
+        import_closure(package / "core" / "a.py", package)
+
+
+def test_needs_neither_torch_nor_the_dsl() -> None:
+    code = (
+        "import sys; from moe_fp8.core import closure; "
+        "sys.exit(bool({'torch', 'cutlass', 'numpy'} & sys.modules.keys()))"
+    )
+    path = str(REPOSITORY / "solutions")
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}).returncode == 0

@@ -1,0 +1,111 @@
+"""Selecting solutions and workloads, other data sets, and the inputs that the CPU path draws."""
+
+import json
+import shutil
+from pathlib import Path
+
+import dataset
+import pytest
+import torch
+from common import DEFINITION, DEFINITION_FILE, ROOT, UsageError
+from flashinfer_bench.data import Solution
+
+
+def solution(name: str, content: str = "def run(): pass\n") -> Solution:
+    return Solution.model_validate(
+        {
+            "name": name,
+            "definition": DEFINITION,
+            "author": "x",
+            "spec": {"language": "python", "target_hardware": ["cuda"], "entry_point": "m.py::run"},
+            "sources": [{"path": "m.py", "content": content}],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def ours():
+    trace_set, remarks = dataset.load(ROOT)
+    assert remarks == []
+    return trace_set
+
+
+def lengths(traces) -> list[int]:
+    return [dataset.tokens(t.workload) for t in traces]
+
+
+def test_workloads_are_selected_by_length_and_by_uuid(ours) -> None:
+    every = ours.workloads[DEFINITION]
+    assert len(dataset.select_workloads(every, [])) == 19
+    assert lengths(dataset.select_workloads(every, ["901", "T=7"])) == [7, 901]
+    assert lengths(dataset.select_workloads(every, ["e05c6c03", "5e8d"])) == [1, 14107]
+    assert lengths(dataset.select_workloads(every, [], max_tokens=15)) == [7, 1, 15, 14]
+    # All digits and no workload of that length: the beginning of a uuid.
+    assert lengths(dataset.select_workloads(every, ["6230"])) == [32]
+
+
+@pytest.mark.parametrize(("selectors", "limit"), [(["T=3"], None), (["zzzz"], None), (["901"], 10)])
+def test_an_empty_selection_is_a_usage_error(ours, selectors, limit) -> None:
+    with pytest.raises(UsageError, match="no workload"):
+        dataset.select_workloads(ours.workloads[DEFINITION], selectors, limit)
+
+
+def test_solutions_are_selected_by_pattern() -> None:
+    every = [solution("a_v1"), solution("a_v2"), solution("b")]
+    assert [s.name for s in dataset.select_solutions(every, ["a_*"])] == ["a_v1", "a_v2"]
+    assert len(dataset.select_solutions(every, [])) == 3
+    with pytest.raises(UsageError, match="c.*there are: a_v1, a_v2, b"):
+        dataset.select_solutions(every, ["c"])
+
+
+def test_another_data_set_is_completed_in_memory_only(tmp_path: Path) -> None:
+    (tmp_path / "definitions").mkdir()
+    shutil.copy(DEFINITION_FILE, tmp_path / "definitions")
+    theirs = tmp_path / "solutions" / "them" / "moe" / DEFINITION
+    theirs.mkdir(parents=True)
+    (theirs / "peer.json").write_text(solution("peer").model_dump_json())
+    (theirs / "same.json").write_text(solution("same", "def run(): return 1\n").model_dump_json())
+    (theirs / "future.json").write_text(json.dumps({"definition": DEFINITION, "schema": 9}))
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+
+    trace_set, remarks = dataset.load(tmp_path)
+    assert len(remarks) == 1 and "future.json" in remarks[0]
+    remarks = dataset.add_solutions(trace_set, [solution("same"), solution("new")])
+    assert remarks == ["same: the data set's copy differs; the current one is used"]
+    by_name = {s.name: s for s in trace_set.solutions[DEFINITION]}
+    assert sorted(by_name) == ["new", "peer", "same"]
+    assert by_name["same"].sources[0].content == "def run(): pass\n"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_a_directory_without_the_definition_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no data set with the definition"):
+        dataset.load(tmp_path)
+    with pytest.raises(UsageError, match="not a directory"):
+        dataset.load(tmp_path / "absent")
+
+
+def test_missing_tensors_of_another_data_set_are_not_invented(ours, tmp_path: Path) -> None:
+    traces = ours.workloads[DEFINITION][:1]
+    with pytest.raises(UsageError, match="lacks the tensors of 1 workloads"):
+        dataset.make_missing_workloads(tmp_path, traces)
+
+
+def test_draws_are_reproducible_and_look_like_flashinfer_benchs(ours) -> None:
+    definition = ours.definitions[DEFINITION]
+    cpu = torch.device("cpu")
+
+    def fp8(name: str, seed: int) -> torch.Tensor:
+        return dataset.draw(definition, name, (4, 128, 256), cpu, seed)
+
+    first = fp8("gemm1_weights", 1)
+    assert first.dtype == torch.float8_e4m3fn
+    assert torch.equal(first.view(torch.uint8), fp8("gemm1_weights", 1).view(torch.uint8))
+    for other in (fp8("gemm1_weights", 2), fp8("gemm2_weights", 1)):
+        assert not torch.equal(first.view(torch.uint8), other.view(torch.uint8))
+    assert not torch.equal(first[0].view(torch.uint8), first[1].view(torch.uint8))
+    values = first.float()
+    assert values.abs().max() == 2 and abs(values.mean()) < 0.02
+    assert 0.9 < values.std() < 1.0  # a clamped normal
+    scales = dataset.draw(definition, "hidden_states_scale", (56, 100), cpu, 1)
+    assert scales.dtype == torch.float32 and (scales < 0).any() and 0.95 < scales.std() < 1.05

@@ -1,0 +1,147 @@
+"""run.py: what it asks of an interpreter, and that it installs only where it must."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_requirements_are_those_of_pyproject() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert run.requirements() == project["dependencies"]
+    for extra, wanted in project["optional-dependencies"].items():
+        assert run.requirements(extra) == project["dependencies"] + wanted
+
+
+def test_what_is_installed_without_torch_is_what_pyproject_allows() -> None:
+    version = run.TORCH.removeprefix("torch==")
+    allowed = next(r for r in run.requirements() if r.startswith("torch"))
+    assert run.satisfies(version, allowed.removeprefix("torch"))
+
+
+@pytest.mark.parametrize(
+    ("version", "specifiers", "expected"),
+    [
+        ("2.11.0+cu130", ">=2.11,<2.14", True),
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11,<2.14", False),
+        ("2.11.0rc1", ">=2.11,<2.14", False),
+        ("0.1.15.post2", "==0.1.15.post2", True),
+        ("0.1.15", "==0.1.15.post2", False),
+        ("0.1.15.post10", ">=0.1.15.post2", True),
+        ("4.8.1", "==4.8.1", True),
+        ("4.8.1.dev0", "==4.8.1", False),
+        ("4.10", ">=4.9", True),
+        ("1.0", "==1.0.0", True),
+        ("9.2.0", "", True),
+    ],
+)
+def test_versions(version: str, specifiers: str, expected: bool) -> None:
+    assert run.satisfies(version, specifiers) is expected
+
+
+def test_agrees_with_packaging_on_what_is_installed() -> None:
+    packaging = pytest.importorskip("packaging.version")
+    versions = sorted({d.version for d in importlib.metadata.distributions() if d.version})
+    known = [v for v in versions if re.fullmatch(r"\d+(\.\d+)*(\.post\d+|rc\d+)?", v)]
+    assert len(known) > 10
+    for a, b in zip(known, known[1:], strict=False):
+        expected = packaging.parse(a) < packaging.parse(b)
+        assert (run.version_key(a) < run.version_key(b)) is expected, (a, b)
+
+
+def test_unmet_names_what_is_missing_and_what_is_too_old(monkeypatch) -> None:
+    assert run.unmet(["pytest>=8"]) == []
+    assert run.unmet(["no-such-package-here>=1"]) == ["no-such-package-here>=1: not installed"]
+    (problem,) = run.unmet(["pytest==1.0"])
+    assert problem.startswith("pytest==1.0: version ")
+
+
+def test_unmet_follows_extras(monkeypatch) -> None:
+    class Distribution:
+        version = "1.0"
+        requires = ["plain", "no-such-package-here==1.0 ; extra == 'cu13'", "x; extra == 'cu12'"]
+
+    real = importlib.metadata.distribution
+    monkeypatch.setattr(
+        importlib.metadata, "distribution", lambda n: Distribution() if n == "it" else real(n)
+    )
+    assert run.unmet(["it"]) == []
+    assert run.unmet(["it[cu13]"]) == ["no-such-package-here==1.0: not installed"]
+
+
+def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
+    def install(extra: str | None) -> None:
+        raise AssertionError("must not install")
+
+    monkeypatch.setattr(run, "install", install)
+    monkeypatch.setattr(run, "unmet", lambda wanted: [])
+    assert run.set_up("dev") == [sys.executable]
+
+
+def test_installs_once_and_again_when_the_project_changes(monkeypatch, tmp_path: Path) -> None:
+    installed = []
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(run, "VENV", venv)
+    monkeypatch.setattr(run, "MARKER", venv / "installed.json")
+    monkeypatch.setattr(run, "unmet", lambda wanted: ["torch: not installed"])
+
+    def install(extra: str | None) -> None:
+        installed.append(extra)
+        run.venv_python().parent.mkdir(parents=True, exist_ok=True)
+        run.venv_python().touch()
+
+    monkeypatch.setattr(run, "install", install)
+    assert run.set_up(None) == [str(run.venv_python())]
+    run.set_up(None)
+    assert installed == [None]
+    run.set_up("dev")  # asks for more than was installed
+    run.set_up(None)
+    run.set_up("dev")
+    assert installed == [None, "dev"]
+    marker = json.loads(run.MARKER.read_text())
+    run.MARKER.write_text(json.dumps(marker | {"pyproject": "another"}))
+    run.set_up("dev")
+    assert installed == [None, "dev", "dev"]
+
+
+def test_a_failed_installation_is_one_clear_error(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run, "unmet", lambda wanted: ["torch: not installed"])
+    monkeypatch.setattr(run, "MARKER", Path("/nonexistent/marker"))
+    monkeypatch.setattr(run, "VENV", Path("/nonexistent"))
+
+    def fail(command, **options):
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert run.main(["rank"]) == 2
+    assert "-m venv failed" in capsys.readouterr().err
+
+
+def test_an_unsupported_python_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert run.main(["rank"]) == 2
+    assert "Python 3.9 cannot run this" in capsys.readouterr().err
+
+
+def test_commands(capsys) -> None:
+    assert run.main(["--help"]) == 0
+    assert "python3 run.py bench" in capsys.readouterr().out
+    assert run.main([]) == 2
+    assert run.main(["no-such-script"]) == 2
+    assert "benchmark" in capsys.readouterr().out
+
+
+def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/tmp/site")
+    assert run.environment()["PYTHONPATH"].split(":") == [str(ROOT / "solutions"), "/tmp/site"]
