@@ -157,12 +157,16 @@ def test_large_negative_gate_is_zero_not_nan():
     assert (q.float() == 0).all() and q_scale[0, 0] == 1.0
 
 
-@pytest.mark.parametrize("up", [1e-38, 1e-39, 1e-40])
-def test_subnormal_blocks_stay_finite(up):
+@pytest.mark.parametrize(
+    ("up", "gate"),
+    # The last makes c 667 units of float32's last place and the scale 1 of them: 667 > 448.
+    [(1e-38, 1e-3), (1e-39, 1e-3), (1e-40, 1e-3), (2.0**-126, 1.59e-4)],
+)
+def test_subnormal_blocks_stay_finite(up, gate):
     """From scales that are subnormal themselves to scales that would be zero: never NaN."""
     g = torch.zeros(1, 256)
     g[0, 0:128:2] = up  # every other value is zero: 0/0 where the scale is
-    g[0, 128:] = 1e-3
+    g[0, 128:] = gate
     q, q_scale = quantise(g.to(BF16))
     assert q.float().isfinite().all() and (q_scale > 0).all()
     assert (q.float().abs() <= 448).all()

@@ -15,7 +15,26 @@ SHAPES = [
     MoeShape(num_experts=16, num_local_experts=16, n_group=8, topk_group=4, top_k=8),
     MoeShape(num_experts=12, num_local_experts=5, n_group=1, topk_group=1, top_k=1),
 ]
-OFFSETS = [0, 1, 32, 224, 250, 255, 256, 300, -1, -5, -31, -32, -33, 2**31 - 1, -(2**31)]
+OFFSETS = [
+    0,
+    1,
+    32,
+    224,
+    250,
+    255,
+    256,
+    300,
+    -1,
+    -5,
+    -31,
+    -32,
+    -33,
+    2**31 - 1,
+    -(2**31),
+    2**32,
+    -(2**32),
+    2**70,
+]
 
 
 @st.composite

@@ -85,8 +85,8 @@ def swiglu_quant(
     c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
     scale = c.abs().amax(dim=-1) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
-    # A quotient can exceed the range by rounding (far, where the scale is subnormal), and the
-    # conversion makes what does not fit NaN instead of saturating.
+    # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
+    # the conversion saturates then or makes NaN depends on the version of torch.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
     q.copy_(scaled.view(rows, intermediate))
     q_scale.copy_(scale.t())
