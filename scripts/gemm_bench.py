@@ -280,8 +280,8 @@ def capture(calls: Sequence[Call]) -> "torch.cuda.CUDAGraph | None":
     for call in calls:
         call.launch()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     try:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
                 call.launch()
