@@ -429,7 +429,7 @@ HEADER += ["vs best peer", "calc_diff"]
 def table_row(row: dict[str, Any]) -> list[str]:
     cells = [str(row[key]) for key in ("experts", "rows", "n", "k")] + [row["variant"]]
     if "us" not in row:
-        return [*cells, row.get("error", "not run"), *[""] * 6]
+        return [*cells, row.get("error", "not run")[:20], *[""] * 6]
     ratio = row.get("vs_best_peer")
     return [
         *cells,
@@ -527,9 +527,11 @@ def main() -> int:
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        if "us" not in row:
+            where = f"{row['variant']}, {row['rows']} rows, {row['n']}x{row['k']}"
+            print(f"error: {where}: {row.get('error')}", file=sys.stderr)
     failed = [r for r in rows if not r["peer"] and "us" not in r]
-    for row in failed:
-        print(f"error: {row['variant']}: {row.get('error')}", file=sys.stderr)
     return EXIT_FAILED if failed else EXIT_OK
 
 
