@@ -211,7 +211,7 @@ def full_size(full_size_weights, reference) -> tuple[MoeInputs, torch.Tensor]:
 @pytest.mark.large_memory
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (1, 8)], ids=["T=1", "T=7"])
 def test_layers_match_the_reference_on_the_true_geometry(first, end, full_size):
-    """Takes 9 GB, most of it the float32 weights of the reference."""
+    """Takes 7 GB, most of it the float32 weights of the reference."""
     inputs, wanted = full_size
     tokens = slice(first, end)
     wanted = wanted[tokens]
