@@ -1,0 +1,87 @@
+"""The per-stage timing: every stage and the whole call, in turns, and wrong outputs are noticed."""
+
+import time
+
+import pytest
+import stages
+import torch
+from moe_fp8.core.metrics import calc_diff
+
+OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
+
+
+class Layer:
+    """Takes a known time in each stage and writes a known value."""
+
+    def __init__(self, value: float, milliseconds: float, calls: list | None = None):
+        self.value, self.milliseconds = value, milliseconds
+        self.calls = calls if calls is not None else []
+
+    def __call__(self, inputs, output, mark=lambda stage: None) -> None:
+        self.calls.append(self.value)
+        for i, stage in enumerate(stages.STAGES):
+            time.sleep(self.milliseconds * (2 if i == 1 else 1) / 1e3)
+            mark(stage)
+        output.fill_(self.value)
+
+
+def test_stages_add_up_and_each_has_its_own_time() -> None:
+    samples = stages.time_layers({"x": Layer(1.0, 4.0)}, None, OUTPUT, iterations=5, warmup=1)
+    times = {stage: min(values) for stage, values in samples["x"].items()}
+    assert list(times) == [*stages.STAGES, stages.TOTAL]
+    assert all(len(values) == 5 for values in samples["x"].values())
+    for stage in stages.STAGES:
+        assert times[stage] >= (8.0 if stage == "gemm1" else 4.0)
+    assert times["gemm1"] > 1.3 * times["gemm2"]
+    assert times[stages.TOTAL] >= 24.0
+
+
+def test_layers_take_turns() -> None:
+    calls: list[float] = []
+    layers = {"a": Layer(1.0, 0, calls), "b": Layer(2.0, 0, calls)}
+    stages.time_layers(layers, None, OUTPUT, iterations=3, warmup=0)
+    assert calls == [1.0, 1.0, 2.0, 2.0] * 3
+
+
+def test_outputs_are_compared_with_the_first() -> None:
+    layers = {"a": Layer(1.0, 0), "same": Layer(1.0, 0), "half": Layer(0.5, 0)}
+    layers["nan"] = Layer(float("nan"), 0)
+    said = stages.compare_outputs(layers, None, OUTPUT.clone())
+    difference = calc_diff(torch.full((4, 8), 0.5), torch.ones(4, 8))
+    assert said == {
+        "a": "first",
+        "same": "bitwise equal to the first",
+        "half": f"calc_diff {difference:.1e} to the first",
+        "nan": "not finite",
+    }
+
+
+def test_table_shows_the_ratio_to_the_first_solution() -> None:
+    def solution(factor: float, *extra: str) -> dict:
+        return {"median_ms": {s: factor for s in (*stages.STAGES, *extra, stages.TOTAL)}}
+
+    header, rows = stages.table({"solutions": {"a": solution(2.0), "b": solution(0.5, "fused")}})
+    assert header == ["stage", "a", "b", "b vs first"]
+    assert rows[0] == ["routing", "2.0000", "0.5000", "4.00x"]
+    assert rows[-2] == ["fused", "-", "0.5000", "-"]
+    assert rows[-1][0] == stages.TOTAL
+
+
+def test_layers_are_those_of_the_generations() -> None:
+    layers = stages.load_layers(["cutedsl_moe_fp8_v2"])
+    assert list(layers) == ["cutedsl_moe_fp8_v2"]
+    assert set(stages.load_layers([])) >= {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
+
+
+@pytest.mark.large_memory
+def test_inputs_of_any_token_count() -> None:
+    problems = stages.Problems(stages.ROOT, "cpu", seed=1, offset=64)
+    drawn, said = problems.of(24)
+    assert "independent draws, seed 1" in said and drawn.local_expert_offset == 64
+    assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)
+    assert abs(float(drawn.routing_logits.mean()) - stages.LOGIT_MEAN) < 0.05
+    assert abs(float(drawn.routing_logits.std()) - stages.LOGIT_STD) < 0.05
+    workload, said = problems.of(7)
+    assert said == "workload b8f4f012" and workload.local_expert_offset == 192
+    # The weights are drawn once, whatever the token count.
+    assert workload.gemm1_weights.data_ptr() == drawn.gemm1_weights.data_ptr()
