@@ -27,7 +27,8 @@ class SwigluQuant:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with `scale = amax(|c|) / 448`.
 
     Half a warp owns the 128 columns of one scale block of one row: each thread 8 columns, the
-    maximum by shuffles, so nothing is staged. A block whose values are all zero has scale 1.
+    maximum by shuffles, so nothing is staged. A block whose scale would be zero (all its
+    values are, or nearly) has scale 1.
 
     A CTA covers 8 scale blocks of a row; `grid = (rows, intermediate / 1024)`.
     """
@@ -88,9 +89,9 @@ class SwigluQuant:
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)
 
-        scale = Float32(1.0)
-        if amax != 0.0:
-            scale = amax / FP8_MAX
+        scale = amax / FP8_MAX
+        if scale == 0.0:
+            scale = Float32(1.0)
         quantised = cute.make_rmem_tensor(vector, Float8E4M3FN)
         quantised.store((c.load() / scale).to(Float8E4M3FN))
         destination = q.iterator + Int64(row) * self.intermediate + column
