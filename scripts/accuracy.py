@@ -152,13 +152,18 @@ def main() -> int:
     args = arguments.parse_args()
 
     import torch
-    from pack import write_packed
+    from pack import PackError, write_packed
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu" and args.max_tokens is None and not args.workloads and not args.run:
         args.max_tokens = 16
+    try:
+        mine = packed_solutions(write_packed())
+    except PackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     trace_set, remarks = load(args.local)
-    remarks += add_solutions(trace_set, packed_solutions(write_packed()))
+    remarks += add_solutions(trace_set, mine)
     for remark in remarks:
         print(remark, file=sys.stderr)
     wanted = None

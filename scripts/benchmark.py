@@ -235,12 +235,12 @@ def main() -> int:
     from flashinfer_bench.utils import hardware_from_device
 
     on_gpu = torch.cuda.is_available() and not args.cpu
-    trace_set, remarks = load(args.local)
     try:
         mine = packed_solutions(write_packed())
     except PackError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    trace_set, remarks = load(args.local)
     remarks += add_solutions(trace_set, mine)
     every = trace_set.solutions[DEFINITION]
     if not on_gpu and not args.solutions:
