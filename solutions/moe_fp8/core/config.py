@@ -24,7 +24,7 @@ class GemmConfig:
 
     Attributes:
         tile_m: rows (tokens) of a CTA tile: 64 or 128; with `swap_ab` 8, 16, 32, 64 or 128.
-        tile_n: output columns of a CTA tile: 64 or 128, so that one weight scale covers its width.
+        tile_n: output columns of a CTA tile: 64, 128 or 192; with `swap_ab` 64 or 128.
         cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
         stages: depth of the TMA pipeline in 128-wide K blocks; 0 takes all the shared memory.
@@ -47,11 +47,12 @@ class GemmConfig:
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128)
+        side = "with swap_ab" if self.swap_ab else "without swap_ab"
         if self.tile_m not in rows:
-            side = "with swap_ab" if self.swap_ab else "without swap_ab"
             raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
-        if self.tile_n not in (64, 128):
-            raise ValueError(f"tile_n={self.tile_n}: expected 64 or 128")
+        columns = (64, 128) if self.swap_ab else (64, 128, 192)
+        if self.tile_n not in columns:
+            raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
         if self.cluster_m not in (1, 2) or self.cluster_n not in (1, 2):
             raise ValueError(
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected 1 or 2 CTAs each way"

@@ -59,11 +59,8 @@ class GroupedGemmSm90:
     """
 
     def __init__(self, config: GemmConfig, n: int, k: int, experts: int, segments: type):
-        width = config.tile_n * config.cluster_n
-        if n % width or n % BLOCK:
-            raise ValueError(
-                f"n={n}: expected a multiple of {BLOCK} and of the {width} columns of a cluster"
-            )
+        if n % BLOCK:
+            raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
         if k % BLOCK:
             raise ValueError(f"k={k}: expected a multiple of {BLOCK}")
         if not 1 <= experts <= MAX_EXPERTS:
@@ -73,7 +70,10 @@ class GroupedGemmSm90:
         self.segments = segments
         self.orientation = orientation(config)
         self.k_blocks = k // BLOCK
-        self.n_tiles = n // width
+        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+        width = config.tile_n * config.cluster_n
+        self.n_tiles = (n + width - 1) // width
+        self.ragged_n = n % width != 0
 
     def _setup_attributes(self) -> None:
         """Layouts and the tiled MMA; made anew in the host function and in the kernel, because a
@@ -229,7 +229,10 @@ class GroupedGemmSm90:
         c = self.config
         m_row = cta[0] * c.tile_m
         n_tile = tile.n_tile * c.cluster_n + cta[1]
-        return Tile(tile.expert, n_tile, tile.row + m_row, tile.rows - m_row)
+        rows = tile.rows - m_row
+        if self.ragged_n:
+            rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
+        return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
     @cute.jit
     def _load_warp(
@@ -374,7 +377,7 @@ class GroupedGemmSm90:
     ):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
-        scales = cute.make_rmem_tensor((self.orientation.num_scales,), Float32)
+        scales = self._make_scales()
         total_acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             load.consumer_wait(state)
@@ -401,7 +404,7 @@ class GroupedGemmSm90:
     ):
         """The same sum in the same order, each K block promoted while the next one runs."""
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
-        scales = [cute.make_rmem_tensor((self.orientation.num_scales,), Float32) for _ in range(2)]
+        scales = [self._make_scales() for _ in range(2)]
         release_state = state.clone()
         total_acc.fill(0.0)
         load.consumer_wait(state)
@@ -451,15 +454,25 @@ class GroupedGemmSm90:
 
     @cute.jit
     def _load_b_scale(self, b_scale: cute.Tensor, tile: Tile):
-        """(ceil(k_blocks / 32),) registers: lane l holds the scales of K blocks l, l + 32, ..."""
-        row = b_scale[tile.expert, tile.n_tile * self.config.tile_n // BLOCK, None]
-        held = cute.make_rmem_tensor(((self.k_blocks + WARP - 1) // WARP,), Float32)
+        """(column_scales, ceil(k_blocks / 32)) registers: lane l holds K blocks l, l + 32, ..."""
+        columns = self.orientation.column_scales
+        held = cute.make_rmem_tensor((columns, (self.k_blocks + WARP - 1) // WARP), Float32)
         held.fill(0.0)
-        for i in cutlass.range_constexpr(cute.size(held)):
-            kb = i * WARP + cute.arch.lane_idx()
-            if kb < self.k_blocks:
-                held[i] = row[kb]
+        for j in cutlass.range_constexpr(columns):
+            column = tile.n_tile * self.config.tile_n + j * EPILOGUE_COLUMNS
+            if cutlass.const_expr(self.ragged_n):
+                column = cutlass.min(column, self.n - 1)
+            row = b_scale[tile.expert, column // BLOCK, None]
+            for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    held[j, i] = row[kb]
         return held
+
+    def _make_scales(self) -> cute.Tensor:
+        """(token_scales, column_scales) registers: the factors of one K block."""
+        shape = (self.orientation.token_scales, self.orientation.column_scales)
+        return cute.make_rmem_tensor(shape, Float32)
 
     @cute.jit
     def _load_scales(
@@ -471,19 +484,20 @@ class GroupedGemmSm90:
         stage: Int32,
         thread: Int32,
     ):
-        """scales[i] = token scale i of this thread times the B scale of K block kb."""
-        mine = lane_b_scale[0]
-        for i in cutlass.range_constexpr(1, cute.size(lane_b_scale)):
-            if kb >= i * WARP:
-                mine = lane_b_scale[i]
-        scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
-        for i in cutlass.range_constexpr(cute.size(scales)):
-            token = self.orientation.scale_token(i, thread)
-            scales[i] = s_a_scale[token, 0, stage] * scale_b
+        """scales[i, j] = this thread's token scale i times column scale j of K block kb."""
+        for j in cutlass.range_constexpr(cute.size(scales, mode=[1])):
+            mine = lane_b_scale[j, 0]
+            for i in cutlass.range_constexpr(1, cute.size(lane_b_scale, mode=[1])):
+                if kb >= i * WARP:
+                    mine = lane_b_scale[j, i]
+            scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
+            for i in cutlass.range_constexpr(cute.size(scales, mode=[0])):
+                token = self.orientation.scale_token(i, thread)
+                scales[i, j] = s_a_scale[token, 0, stage] * scale_b
 
     @cute.jit
     def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
-        """total += scale * acc, with the scale of the token that each value belongs to."""
+        """total += scale * acc, with the scale of the token and columns of each value."""
         flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for v in cutlass.range(cute.size(acc), unroll_full=True):
@@ -547,7 +561,10 @@ class GroupedGemmSm90:
             offset = self.orientation.first_column(mma_group, part)
             for i in cutlass.range_constexpr(passes):
                 r = first_row + i * stored_rows
-                if first_row < stored_rows and r < valid:
+                inside = first_row < stored_rows and r < valid
+                if cutlass.const_expr(self.ragged_n):
+                    inside = inside and tile.n_tile * c.tile_n + part * EPILOGUE_COLUMNS < self.n
+                if inside:
                     # Not visible to the compiler, which would store two bytes at a time.
                     aligned = (target + i * stored_rows * self.n + offset).align(VECTOR * 2)
                     cute.autovec_copy(

@@ -7,13 +7,14 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.utils import HardwareInfo
 
 from .combine import Combine
 from .compile import compiled
 from .config import BLOCK, GemmConfig
 from .gemm_sm90 import GroupedGemmSm90
-from .layout import BatchedRows
-from .segments import BatchedSegments
+from .layout import AlignedRows, BatchedRows, RowLayout
+from .segments import AlignedSegments, BatchedSegments, FlatSegments
 from .swiglu_quant import SwigluQuant
 
 ARCHS = {(9, 0): "sm_90a"}
@@ -26,29 +27,32 @@ def grouped_gemm(
     b: torch.Tensor,
     b_scale: torch.Tensor,
     out: torch.Tensor,
-    layout: BatchedRows,
+    layout: RowLayout,
     config: GemmConfig | None = None,
 ) -> None:
     """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows that `layout` names.
 
     Args:
-        a: `[rows, k]` e4m3.
+        a: `[rows, k]` e4m3; `rows` a multiple of 4.
         a_scale: `[k / 128, rows]` float32, one scale per row and 128 columns of `a`.
         b: `[experts, n, k]` e4m3.
         b_scale: `[experts, n / 128, k / 128]` float32, one scale per 128x128 block of `b`.
         out: `[rows, n]` bfloat16; rows that belong to no expert are left as they are.
         layout: where the experts' rows lie.
-        config: tile shape and pipeline depth; None takes the default.
+        config: tile shape and schedule; None takes the default.
     """
     experts, n, k = b.shape
     config = config or GemmConfig()
-    function = compile_grouped_gemm(config, n, k, experts, _arch(a.device))
-    m_tiles = -(-layout.max_rows // (config.tile_m * config.cluster_m))
-    clusters = experts * m_tiles * (n // (config.tile_n * config.cluster_n))
-    clusters = min(clusters, _multiprocessors(a.device) // config.cluster_size)
-    if clusters:
+    segments, table, max_rows = _segments(layout)
+    function = compile_grouped_gemm(config, n, k, experts, _arch(a.device), segments)
+    # Bounds of what only the device knows: every expert may end with a part of a tile.
+    cluster_rows = config.tile_m * config.cluster_m
+    m_tiles = a.shape[0] // cluster_rows + experts
+    n_tiles = -(-n // (config.tile_n * config.cluster_n))
+    clusters = min(m_tiles * n_tiles, _max_clusters(config.cluster_size, a.device))
+    if a.shape[0]:
         ctas = clusters * config.cluster_size
-        function(a, a_scale, b, b_scale, out, layout.rows_per_expert, layout.max_rows, ctas)
+        function(a, a_scale, b, b_scale, out, table, max_rows, ctas)
 
 
 def swiglu_quant(g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor) -> None:
@@ -87,7 +91,7 @@ def compile_grouped_gemm(
     """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
 
     def arguments() -> tuple:
-        rows = cute.sym_int64(divisibility=segments.row_multiple)
+        rows = cute.sym_int64(divisibility=4)  # TMA: strides of 16 bytes, the scales' included
         blocks = k // BLOCK
         return (
             _row_major(Float8E4M3FN, rows, k),
@@ -95,13 +99,13 @@ def compile_grouped_gemm(
             _row_major(Float8E4M3FN, experts, n, k),
             _row_major(Float32, experts, n // BLOCK, blocks, align=4),
             _row_major(BFloat16, rows, n),
-            _row_major(Int32, segments.table_size(experts), align=4),
+            _row_major(Int32, *segments.table_shape(experts), align=4),
             Int32(0),
             Int32(0),
         )
 
     kernel = GroupedGemmSm90(config, n, k, experts, segments)
-    return compiled(kernel, (config, n, k, experts, segments.name), arguments, arch)
+    return compiled(kernel, (config, n, k, experts, segments.__name__), arguments, arch)
 
 
 @functools.cache
@@ -135,6 +139,15 @@ def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
     return compiled(Combine(hidden, top_k), (hidden, top_k), arguments, arch)
 
 
+def _segments(layout: RowLayout) -> tuple[type, torch.Tensor, int]:
+    """(device side, table, max_rows) of a row layout."""
+    if isinstance(layout, BatchedRows):
+        return BatchedSegments, layout.rows_per_expert, layout.max_rows
+    if isinstance(layout, AlignedRows):
+        return AlignedSegments, layout.segments, 0
+    return FlatSegments, layout.m_indptr, 0
+
+
 def _row_major(dtype: Any, *shape: Any, align: int = 16) -> Any:
     """A symbolic row-major tensor; every use of one symbol is the same size."""
     stride: list[Any] = [1]
@@ -149,5 +162,13 @@ def _arch(device: torch.device) -> str:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _max_clusters(cluster_size: int, device: torch.device) -> int:
+    """Clusters of one CTA a multiprocessor that the GPU holds at once.
+
+    Multiprocessors come in groups that a cluster cannot span, and not all groups are of the same
+    size: pairs always fit, of fours about one in sixteen multiprocessors stays alone.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if cluster_size <= 2:
+        return multiprocessors // cluster_size
+    return HardwareInfo(device.index or 0).get_max_active_clusters(cluster_size)

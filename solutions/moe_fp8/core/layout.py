@@ -19,3 +19,32 @@ class BatchedRows:
 
     rows_per_expert: torch.Tensor
     max_rows: int
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """Expert e owns rows `[start, start + count)`, experts in order with gaps between them.
+
+    What lies in a gap is padding, as in `BatchedRows`.
+
+    Attributes:
+        segments: `[2, E]` int32 on the device: first rows, row counts.
+    """
+
+    segments: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FlatRows:
+    """Expert e owns rows `[m_indptr[e], m_indptr[e + 1])`: no padding, boundaries anywhere.
+
+    Rows from `m_indptr[E]` on belong to no expert and are neither read nor written.
+
+    Attributes:
+        m_indptr: `[E + 1]` int32 on the device.
+    """
+
+    m_indptr: torch.Tensor
+
+
+RowLayout = BatchedRows | AlignedRows | FlatRows

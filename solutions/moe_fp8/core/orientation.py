@@ -10,7 +10,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
+from .config import BLOCK, EPILOGUE_COLUMNS, GemmConfig
 
 WARP = 32
 WGMMA_M = 64
@@ -30,13 +30,18 @@ def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
 
 
 class TokensAsRows:
-    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales.
+
+    A tile of 192 columns begins in the middle of every other weight block, so it has a weight
+    scale of its own for each 64 columns; narrower tiles lie within one block.
+    """
 
     def __init__(self, config: GemmConfig):
         self.config = config
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
-        self.num_scales = 2
+        self.token_scales = 2
+        self.column_scales = self.parts if config.tile_n > BLOCK else 1
 
     def tiled_mma(self) -> cute.TiledMma:
         return _tiled_mma(self.config.mma_warpgroups, self.config.tile_n)
@@ -49,12 +54,12 @@ class TokensAsRows:
         return tokens, weights
 
     def scale_token(self, i: int, thread: Int32) -> Int32:
-        """Token in the tile whose scale is number `i` of this thread."""
+        """Token in the tile whose scale is this thread's token scale `i`."""
         return thread // WARP * 16 + thread % WARP // 4 + 8 * i
 
-    def scale_of_value(self, v: int) -> int:
-        """Number of the scale of accumulator value `v`; values come as (2 columns, 2 rows, ...)."""
-        return v // 2 % 2
+    def scale_of_value(self, v: int) -> tuple[int, int]:
+        """(token, column) scale of accumulator value `v`, which come as (2 columns, 2 rows, ...)."""
+        return v // 2 % 2, v // 4 * 8 // EPILOGUE_COLUMNS % self.column_scales
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""
@@ -83,7 +88,8 @@ class TokensAsColumns:
         self.config = config
         self.staged_rows = config.tile_m
         self.parts = 1
-        self.num_scales = config.tile_m // 4
+        self.token_scales = config.tile_m // 4
+        self.column_scales = 1
 
     def tiled_mma(self) -> cute.TiledMma:
         return _tiled_mma(self.config.mma_warpgroups, self.config.tile_m)
@@ -96,12 +102,12 @@ class TokensAsColumns:
         return weights, tokens
 
     def scale_token(self, i: int, thread: Int32) -> Int32:
-        """Token in the tile whose scale is number `i` of this thread."""
+        """Token in the tile whose scale is this thread's token scale `i`."""
         return thread % 4 * 2 + i // 2 * 8 + i % 2
 
-    def scale_of_value(self, v: int) -> int:
-        """Number of the scale of accumulator value `v`; values come as (2 columns, 2 rows, ...)."""
-        return v // 4 * 2 + v % 2
+    def scale_of_value(self, v: int) -> tuple[int, int]:
+        """(token, column) scale of accumulator value `v`, which come as (2 columns, 2 rows, ...)."""
+        return v // 4 * 2 + v % 2, 0
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""

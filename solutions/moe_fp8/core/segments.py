@@ -3,17 +3,17 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .layout import AlignedRows, BatchedRows, FlatRows
+
 
 class BatchedSegments:
     """Expert e owns `table[e]` rows from row `e * max_rows` on."""
 
-    name = "batched"
-    row_multiple = 128
-    """What the number of rows of every operand is a multiple of."""
+    layout = BatchedRows
 
     @staticmethod
-    def table_size(experts: int) -> int:
-        return experts
+    def table_shape(experts: int) -> tuple[int, ...]:
+        return (experts,)
 
     @staticmethod
     @cute.jit
@@ -21,16 +21,29 @@ class BatchedSegments:
         return expert * max_rows, table[expert]
 
 
+class AlignedSegments:
+    """Expert e owns `table[1, e]` rows from row `table[0, e]` on."""
+
+    layout = AlignedRows
+
+    @staticmethod
+    def table_shape(experts: int) -> tuple[int, ...]:
+        return (2, experts)
+
+    @staticmethod
+    @cute.jit
+    def segment(table: cute.Tensor, max_rows: Int32, expert: Int32) -> tuple[Int32, Int32]:
+        return table[0, expert], table[1, expert]
+
+
 class FlatSegments:
     """Expert e owns rows `[table[e], table[e + 1])`, with `table` the row boundaries m_indptr."""
 
-    name = "flat"
-    row_multiple = 4
-    """What the number of rows of every operand is a multiple of: TMA's 16-byte strides of f32."""
+    layout = FlatRows
 
     @staticmethod
-    def table_size(experts: int) -> int:
-        return experts + 1
+    def table_shape(experts: int) -> tuple[int, ...]:
+        return (experts + 1,)
 
     @staticmethod
     @cute.jit
