@@ -96,7 +96,7 @@ def quantise(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, intermediate = g.shape[0], g.shape[1] // 2
     q = torch.full((rows, intermediate), torch.nan).to(FP8)
     q_scale = torch.full((intermediate // 128, rows), torch.nan)
-    model.swiglu_quant(g, q, q_scale)
+    model.swiglu_quant(g, q, q_scale, torch.tensor([rows], dtype=torch.int32))
     return q, q_scale
 
 

@@ -1,39 +1,67 @@
-"""The activation and the combine kernel as compiled for sm_90a."""
+"""The dispatch, the activation and the combine kernel as compiled for sm_90a."""
 
 import pytest
 import torch
 from moe_fp8.core import model
-from moe_fp8.core.kernels import compile_combine, compile_swiglu_quant
-from problems import FP8, UNTOUCHED
+from moe_fp8.core.kernels import compile_combine, compile_dispatch, compile_swiglu_quant
+from problems import FP8, UNTOUCHED, fp8
 
 INTERMEDIATE = 384
+NAN = 0x7F  # of e4m3
 
 
-def run_swiglu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = g.shape[0]
-    q = torch.zeros(rows, INTERMEDIATE).to(FP8)
-    scale = torch.full((INTERMEDIATE // 128, rows), torch.nan)
-    compile_swiglu_quant(INTERMEDIATE, "sm_90a")(g, q, scale)
-    return q, scale
+def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
+    """Of the first `rows` rows; the outputs start as NaN."""
+    rows = g.shape[0] if rows is None else rows
+    m_indptr = torch.tensor([0, rows], dtype=torch.int32)
+    q, scale = empty_swiglu(g)
+    compile_swiglu_quant(INTERMEDIATE, "sm_90a")(g, q, scale, m_indptr, ctas)
+    assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
+    return q[:rows], scale[:, :rows]
 
 
-def expected_swiglu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.zeros(g.shape[0], INTERMEDIATE).to(FP8)
-    scale = torch.full((INTERMEDIATE // 128, g.shape[0]), torch.nan)
-    model.swiglu_quant(g, q, scale)
-    return q, scale
+def expected_swiglu(g: torch.Tensor, rows: int | None = None):
+    rows = g.shape[0] if rows is None else rows
+    q, scale = empty_swiglu(g)
+    model.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32))
+    return q[:rows], scale[:, :rows]
+
+
+def empty_swiglu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.full((g.shape[0], INTERMEDIATE), torch.nan).to(FP8)
+    return q, torch.full((INTERMEDIATE // 128, g.shape[0]), torch.nan)
+
+
+def check_swiglu(got, expected) -> None:
+    (q, scale), (expected_q, expected_scale) = got, expected
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
+    # A value next to a rounding boundary may fall on either side of it.
+    differs = q.float() != expected_q.float()
+    assert differs.sum() <= 1e-3 * differs.numel()
+    torch.testing.assert_close(q.float(), expected_q.float(), rtol=0.13, atol=0.01)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 65])
 def test_swiglu_quant(rows, mode, emulator):
     torch.manual_seed(rows)
     g = (torch.randn(rows, 2 * INTERMEDIATE) * 10).bfloat16()
-    (q, scale), (expected_q, expected_scale) = run_swiglu(g), expected_swiglu(g)
-    torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
-    # A value next to a rounding boundary may fall on either side of it.
-    differs = q.float() != expected_q.float()
-    assert differs.float().mean() < 1e-3
-    torch.testing.assert_close(q.float(), expected_q.float(), rtol=0.13, atol=0.01)
+    check_swiglu(run_swiglu(g), expected_swiglu(g))
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize(("rows", "ctas"), [(0, 3), (1, 1), (1, 40), (5, 3), (6, 3), (29, 4)])
+def test_swiglu_quant_stops_at_the_row_count(rows, ctas, mode, emulator):
+    """The count is on the device; what follows are NaN, which must not even be copied."""
+    torch.manual_seed(rows)
+    g = (torch.randn(rows, 2 * INTERMEDIATE) * 10).bfloat16()
+    m_indptr = torch.tensor([0, 99, rows], dtype=torch.int32)
+    q = torch.full((40, INTERMEDIATE), torch.nan).to(FP8)
+    scale = torch.full((INTERMEDIATE // 128, 40), torch.nan)
+    bound = torch.full((40, 2 * INTERMEDIATE), torch.nan).bfloat16()
+    bound[:rows] = g
+    compile_swiglu_quant(INTERMEDIATE, "sm_90a")(bound, q, scale, m_indptr, ctas)
+    assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
+    check_swiglu((q[:rows], scale[:, :rows]), expected_swiglu(g))
     assert emulator.reports[-1].hazards == []
 
 
@@ -51,6 +79,45 @@ def test_swiglu_quant_extremes(emulator):
     assert (scale[:, 0] == 1).all() and scale[0, 1] == 1
     torch.testing.assert_close(q.float(), expected_q.float(), rtol=0.13, atol=0.01)
     assert q.float().isfinite().all()
+    assert emulator.reports[-1].hazards == []
+
+
+def run_dispatch(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `function` into buffers of NaN."""
+    a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
+    a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
+    function(x, x_scale, pair_row, a, a_scale)
+    return a.view(torch.uint8), a_scale
+
+
+# Not a multiple of what a CTA copies at once, exactly one, and more than one of it.
+@pytest.mark.parametrize("hidden", [384, 1024, 9216])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_dispatch(tokens, hidden, mode, emulator):
+    torch.manual_seed(tokens + hidden)
+    top_k, rows = 3, 31  # odd, with gaps, more rows than pairs
+    x, x_scale = fp8(tokens, hidden), torch.randn(hidden // 128, tokens)
+    pair_row = torch.full((tokens * top_k,), -1, dtype=torch.int32)
+    local = torch.randperm(tokens * top_k)[: tokens * 2]  # some tokens get 0 rows, some 1, 2, 3
+    pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
+    pair_row = pair_row.view(tokens, top_k)
+    kernel = compile_dispatch(hidden, top_k, "sm_90a")
+    a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, rows)
+    expected_a, expected_scale = run_dispatch(model.dispatch, x, x_scale, pair_row, rows)
+    assert torch.equal(a, expected_a)
+    assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
+    unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
+    assert len(unnamed) == rows - 2 * tokens
+    assert (a[unnamed] == NAN).all() and a_scale[:, unnamed].isnan().all()
+    assert emulator.reports[-1].hazards == []
+
+
+def test_dispatch_without_a_local_pair(mode, emulator):
+    pair_row = torch.full((5, 8), -1, dtype=torch.int32)
+    x, x_scale = fp8(5, 512), torch.randn(4, 5)
+    kernel = compile_dispatch(512, 8, "sm_90a")
+    a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, 12)
+    assert (a == NAN).all() and a_scale.isnan().all()
     assert emulator.reports[-1].hazards == []
 
 

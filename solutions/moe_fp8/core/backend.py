@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from .config import GemmConfig
-from .layout import BatchedRows
+from .layout import RowLayout
 
 SUPPORTED = "compute capability 9.0 (H100, H200, H800, H20, GH200)"
 
@@ -21,11 +21,22 @@ class Backend(Protocol):
         b: torch.Tensor,
         b_scale: torch.Tensor,
         out: torch.Tensor,
-        layout: BatchedRows,
+        layout: RowLayout,
         config: GemmConfig | None = None,
     ) -> None: ...
 
-    def swiglu_quant(self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor) -> None: ...
+    def swiglu_quant(
+        self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
+    ) -> None: ...
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        pair_row: torch.Tensor,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+    ) -> None: ...
 
     def combine(
         self, o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor

@@ -12,6 +12,7 @@ from cutlass.utils import HardwareInfo
 from .combine import Combine
 from .compile import compiled
 from .config import BLOCK, GemmConfig
+from .dispatch import Dispatch
 from .gemm_sm90 import GroupedGemmSm90
 from .layout import AlignedRows, BatchedRows, RowLayout
 from .segments import AlignedSegments, BatchedSegments, FlatSegments
@@ -55,17 +56,46 @@ def grouped_gemm(
         function(a, a_scale, b, b_scale, out, table, max_rows, ctas)
 
 
-def swiglu_quant(g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor) -> None:
+def dispatch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    pair_row: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+) -> None:
+    """`a[pair_row[t, s]] = x[t]`, with the scales, for the slots with `pair_row >= 0`.
+
+    Args:
+        x: `[tokens, hidden]` e4m3.
+        x_scale: `[hidden / 128, tokens]` float32.
+        pair_row: `[tokens, top_k]` int32, -1 where the expert is not local.
+        a: `[rows, hidden]` e4m3; rows that no pair names are left as they are.
+        a_scale: `[hidden / 128, rows]` float32, likewise.
+    """
+    tokens, hidden = x.shape
+    if tokens:
+        function = compile_dispatch(hidden, pair_row.shape[1], _arch(x.device))
+        function(x, x_scale, pair_row, a, a_scale)
+
+
+def swiglu_quant(
+    g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
+) -> None:
     """SwiGLU of `g = [up, gate]`, requantised to FP8 with one scale per row and 128 columns.
+
+    Rows from `m_indptr[-1]` on are neither read nor written.
 
     Args:
         g: `[rows, 2 * intermediate]` bfloat16.
         q: `[rows, intermediate]` e4m3, written.
         q_scale: `[intermediate / 128, rows]` float32, written.
+        m_indptr: int32, one dimension; the last element is the number of rows.
     """
     rows, intermediate = q.shape
     if rows:
-        compile_swiglu_quant(intermediate, _arch(g.device))(g, q, q_scale)
+        function = compile_swiglu_quant(intermediate, _arch(g.device))
+        ctas = SwigluQuant(intermediate).ctas(rows, _multiprocessors(g.device))
+        function(g, q, q_scale, m_indptr, ctas)
 
 
 def combine(
@@ -109,6 +139,23 @@ def compile_grouped_gemm(
 
 
 @functools.cache
+def compile_dispatch(hidden: int, top_k: int, arch: str) -> Any:
+    """The dispatch for one width and any number of tokens and rows; needs no GPU."""
+
+    def arguments() -> tuple:
+        rows, tokens = cute.sym_int64(), cute.sym_int64()
+        return (
+            _row_major(Float8E4M3FN, tokens, hidden),
+            _row_major(Float32, hidden // BLOCK, tokens, align=4),
+            _row_major(Int32, tokens, top_k, align=4),
+            _row_major(Float8E4M3FN, rows, hidden),
+            _row_major(Float32, hidden // BLOCK, rows, align=4),
+        )
+
+    return compiled(Dispatch(hidden, top_k), (hidden, top_k), arguments, arch)
+
+
+@functools.cache
 def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
     """SwiGLU and requantisation for one width and any number of rows; needs no GPU."""
 
@@ -118,6 +165,8 @@ def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
             _row_major(BFloat16, rows, 2 * intermediate),
             _row_major(Float8E4M3FN, rows, intermediate),
             _row_major(Float32, intermediate // BLOCK, rows, align=4),
+            _row_major(Int32, cute.sym_int64(), align=4),
+            Int32(0),
         )
 
     return compiled(SwigluQuant(intermediate), (intermediate,), arguments, arch)
@@ -162,13 +211,17 @@ def _arch(device: torch.device) -> str:
 
 
 @functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def _max_clusters(cluster_size: int, device: torch.device) -> int:
     """Clusters of one CTA a multiprocessor that the GPU holds at once.
 
     Multiprocessors come in groups that a cluster cannot span, and not all groups are of the same
     size: pairs always fit, of fours about one in sixteen multiprocessors stays alone.
     """
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if cluster_size <= 2:
-        return multiprocessors // cluster_size
+        return _multiprocessors(device) // cluster_size
     return HardwareInfo(device.index or 0).get_max_active_clusters(cluster_size)

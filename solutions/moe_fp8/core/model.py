@@ -8,7 +8,7 @@ on the host.
 import torch
 
 from .config import BLOCK, GemmConfig
-from .layout import BatchedRows
+from .layout import AlignedRows, BatchedRows, RowLayout
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
@@ -26,7 +26,7 @@ def grouped_gemm(
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16
-    layout: BatchedRows,
+    layout: RowLayout,
     config: GemmConfig | None = None,
 ) -> None:
     """`out = a @ b[expert].T` with block scales, for the rows that `layout` gives each expert.
@@ -35,8 +35,7 @@ def grouped_gemm(
     in float32, rounded to bfloat16 at the end. Other rows of `out` are not written. `config` only
     shapes kernels and is ignored.
     """
-    for expert, count in enumerate(layout.rows_per_expert.tolist()):
-        first = expert * layout.max_rows
+    for expert, (first, count) in enumerate(_segments(layout)):
         for start in range(first, first + count, ROWS):
             rows = slice(start, min(start + ROWS, first + count))
             for n in range(0, b.shape[1], COLUMNS):
@@ -45,6 +44,18 @@ def grouped_gemm(
                 out[rows, columns] = _scaled_product(
                     a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
                 )
+
+
+def _segments(layout: RowLayout) -> list[tuple[int, int]]:
+    """First row and row count of every expert."""
+    if isinstance(layout, BatchedRows):
+        counts = layout.rows_per_expert.tolist()
+        return [(expert * layout.max_rows, count) for expert, count in enumerate(counts)]
+    if isinstance(layout, AlignedRows):
+        firsts, counts = layout.segments.tolist()
+        return list(zip(firsts, counts, strict=True))
+    ends = layout.m_indptr.tolist()
+    return [(first, end - first) for first, end in zip(ends, ends[1:], strict=False)]
 
 
 def _scaled_product(
@@ -74,22 +85,42 @@ def swiglu_quant(
     g: torch.Tensor,  # [R, 2I] bfloat16: up columns, then gate columns
     q: torch.Tensor,  # [R, I] float8_e4m3fn
     q_scale: torch.Tensor,  # [I/128, R] float32
+    m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
 ) -> None:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+
+    Rows from `m_indptr[-1]` on are neither read nor written.
 
     The scale maps the largest magnitude to the largest FP8 value. Where that is zero, or so small
     that the scale would underflow to zero, the scale is 1 and no 0/0 can arise.
     """
-    rows, intermediate = q.shape
-    up, gate = g.float().split(intermediate, dim=1)
+    rows, intermediate = int(m_indptr[-1]), q.shape[1]
+    up, gate = g[:rows].float().split(intermediate, dim=1)
     c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
     scale = c.abs().amax(dim=-1) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
-    q.copy_(scaled.view(rows, intermediate))
-    q_scale.copy_(scale.t())
+    q[:rows] = scaled.view(rows, intermediate).to(q.dtype)
+    q_scale[:, :rows] = scale.t()
+
+
+def dispatch(
+    x: torch.Tensor,  # [T, H] float8_e4m3fn
+    x_scale: torch.Tensor,  # [H/128, T] float32
+    pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local
+    a: torch.Tensor,  # [R, H] float8_e4m3fn
+    a_scale: torch.Tensor,  # [H/128, R] float32
+) -> None:
+    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
+    # As bytes: torch does not index float8 on every device.
+    source, target = x.view(torch.uint8), a.view(torch.uint8)
+    for slot in range(pair_row.shape[1]):
+        token = (pair_row[:, slot] >= 0).nonzero().squeeze(1)
+        row = pair_row[token, slot].long()
+        target[row] = source[token]
+        a_scale[:, row] = x_scale[:, token]
 
 
 def combine(

@@ -1,14 +1,14 @@
-"""The layer of the generations with padded GEMM inputs, out of interchangeable parts."""
+"""The layers: what the generations call, out of interchangeable parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from .backend import select
 from .config import BLOCK, GemmConfig
-from .layout import BatchedRows
+from .layout import BatchedRows, RowLayout
 from .problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .routing import GroupedRows, group_rows, route
 
@@ -59,6 +59,25 @@ class Permutation(Protocol):
         ...
 
 
+class PlacedRows(NamedTuple):
+    """Where the rows of the pairs lie in the GEMMs' row operand, which they share."""
+
+    rows: int  # rows to allocate, a multiple of 4 (TMA strides); 0: there is no pair
+    layout: RowLayout
+    pair_row: torch.Tensor  # [T, top_k] int32 in these rows, -1 where the expert is not local
+    weights: torch.Tensor  # [T, top_k] float32
+    m_indptr: torch.Tensor  # [*] int32, the last element is where the rows in use end
+    config1: GemmConfig | None
+    config2: GemmConfig | None
+
+
+Choose = Callable[[float, int, int], GemmConfig]
+"""Picks a GEMM's config from the rows per active expert, n and k."""
+
+Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
+"""Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
+
+
 def _unmarked(stage: str) -> None:
     pass
 
@@ -68,18 +87,11 @@ def _mark_empty(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
         mark(stage)
 
 
-@dataclass(frozen=True)
-class PaddedLayer:
-    """The MoE layer with batched `[E, max_rows, K]` GEMM inputs.
+class Layer:
+    """What all layers share: the checks, the routing, and a call without tokens."""
 
-    A call is `group` (routing), `permutation.read` (wait for it, read the row counts) and
-    `compute`, which needs no answer from the GPU: if the permutation does not ask for one either,
-    `compute` can be captured in a CUDA graph for the row counts it is given.
-    """
-
-    permutation: type[Permutation]
-    config: GemmConfig | None = None
-    shape: MoeShape = DEEPSEEK_V3
+    shape: MoeShape
+    names_tokens: ClassVar[bool]  # whether it needs `GroupedRows.token_of_row`
 
     @torch.inference_mode()  # no autograd bookkeeping: a sixth of the host time of torch's ops
     def __call__(
@@ -99,11 +111,7 @@ class PaddedLayer:
             return _mark_empty(STAGES, mark)
         rows = self.group(inputs)
         mark("routing")
-        host = self.permutation.read(rows)
-        if host.total_rows == 0:
-            output.zero_()
-            return _mark_empty(STAGES[1:], mark)
-        self.compute(inputs, output, rows, host, mark)
+        self.finish(inputs, output, rows, mark)
 
     def group(self, inputs: MoeInputs) -> GroupedRows:
         """Route the tokens and number the pairs of this rank. Reads nothing on the host."""
@@ -116,7 +124,45 @@ class PaddedLayer:
             index_dtype=torch.int64,
         )
         offset = int(inputs.local_expert_offset)
-        return group_rows(ids, weights, offset, shape.num_local_experts)
+        return group_rows(ids, weights, offset, shape.num_local_experts, self.names_tokens)
+
+    def finish(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        rows: GroupedRows,
+        mark: Callable[[str], None],
+    ) -> None:
+        """Everything after the routing."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PaddedLayer(Layer):
+    """The MoE layer with batched `[E, max_rows, K]` GEMM inputs.
+
+    A call is `group` (routing), `permutation.read` (wait for it, read the row counts) and
+    `compute`, which needs no answer from the GPU: if the permutation does not ask for one either,
+    `compute` can be captured in a CUDA graph for the row counts it is given.
+    """
+
+    permutation: type[Permutation]
+    config: GemmConfig | None = None
+    shape: MoeShape = DEEPSEEK_V3
+    names_tokens = True
+
+    def finish(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        rows: GroupedRows,
+        mark: Callable[[str], None],
+    ) -> None:
+        host = self.permutation.read(rows)
+        if host.total_rows == 0:
+            output.zero_()
+            return _mark_empty(STAGES[1:], mark)
+        self.compute(inputs, output, rows, host, mark)
 
     def compute(
         self,
@@ -133,6 +179,7 @@ class PaddedLayer:
         permutation = self.permutation(rows, host)
         layout = permutation.layout
 
+        assert rows.token_of_row is not None
         a, a_scale = permutation.pad(
             inputs.hidden_states, inputs.hidden_states_scale, rows.token_of_row[: host.total_rows]
         )
@@ -144,7 +191,7 @@ class PaddedLayer:
 
         q = new((host.total_rows, intermediate), dtype=torch.float8_e4m3fn)
         q_scale = new((intermediate // BLOCK, host.total_rows), dtype=torch.float32)
-        backend.swiglu_quant(g, q, q_scale)
+        backend.swiglu_quant(g, q, q_scale, rows.m_indptr)
         mark("swiglu_quant")
 
         a, a_scale = permutation.pad(q, q_scale, None)
@@ -156,3 +203,95 @@ class PaddedLayer:
 
         backend.combine(o, rows.pair_row, rows.weights, output)
         mark("combine")
+
+
+@dataclass(frozen=True)
+class DispatchLayer(Layer):
+    """The MoE layer with rows where the GEMMs want them from the first copy to the last.
+
+    Every token is copied to the rows of its pairs (`dispatch`), both GEMMs and the activation
+    between them work on these rows, and the combine reads them where they lie. If the placement
+    does not wait for the routing, neither does anything else: the host knows T only, and the
+    whole call can be captured in a CUDA graph that serves any routing of T tokens.
+    """
+
+    place: Placement
+    choose: Choose
+    shape: MoeShape = DEEPSEEK_V3
+    names_tokens = False
+
+    def finish(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        rows: GroupedRows,
+        mark: Callable[[str], None],
+    ) -> None:
+        placed = self.place(rows, self.shape, self.choose)
+        if placed.rows == 0:
+            output.zero_()
+            return _mark_empty(STAGES[1:], mark)
+        self.compute(inputs, output, placed, mark)
+
+    def compute(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        placed: PlacedRows,
+        mark: Callable[[str], None] = _unmarked,
+    ) -> None:
+        """Everything after the rows have their places. Reads nothing on the host."""
+        backend = select(output.device)
+        layout, pair_row = placed.layout, placed.pair_row
+        a, a_scale, g, q, q_scale, o = buffers(output, placed.rows, self.shape)
+
+        backend.dispatch(inputs.hidden_states, inputs.hidden_states_scale, pair_row, a, a_scale)
+        w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
+        backend.grouped_gemm(a, a_scale, w13, w13_scale, g, layout, placed.config1)
+        mark("gemm1")
+
+        backend.swiglu_quant(g, q, q_scale, placed.m_indptr)
+        mark("swiglu_quant")
+
+        w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+        backend.grouped_gemm(q, q_scale, w2, w2_scale, o, layout, placed.config2)
+        mark("gemm2")
+
+        backend.combine(o, pair_row, placed.weights, output)
+        mark("combine")
+
+
+class Buffers(NamedTuple):
+    """What a `DispatchLayer` computes on the way, for R rows."""
+
+    a: torch.Tensor  # [R, H] float8_e4m3fn
+    a_scale: torch.Tensor  # [H/128, R] float32
+    g: torch.Tensor  # [R, 2I] bfloat16
+    q: torch.Tensor  # [R, I] float8_e4m3fn
+    q_scale: torch.Tensor  # [I/128, R] float32
+    o: torch.Tensor  # [R, H] bfloat16
+
+
+def buffers(like: torch.Tensor, rows: int, shape: MoeShape) -> Buffers:
+    """Uninitialised buffers on `like`'s device, as views of one allocation.
+
+    An allocation costs the host several times as much as a view. `o` lies over `a`, `a_scale` and
+    `g`, none of which is needed any more when the second GEMM writes it: rows are many where
+    they are allocated by their bound, 2 GB rather than 3.6 GB of them at T=14107.
+    """
+    h, i = shape.hidden_size, shape.intermediate_size
+    h_blocks, i_blocks = h // BLOCK, i // BLOCK
+    # Bytes of a row in each buffer. A multiple of 4 rows keeps all of them 16-byte aligned.
+    a, a_scale, g, q, q_scale, o = h, 4 * h_blocks, 4 * i, i, 4 * i_blocks, 2 * h
+    second = max(a + a_scale + g, o)
+    memory = like.new_empty(rows * (second + q + q_scale), dtype=torch.uint8)
+    fp8, f32 = memory.view(torch.float8_e4m3fn), memory.view(torch.float32)
+    bf16 = memory.view(torch.bfloat16)
+    return Buffers(
+        a=fp8.as_strided((rows, h), (h, 1)),
+        a_scale=f32.as_strided((h_blocks, rows), (rows, 1), rows * a // 4),
+        g=bf16.as_strided((rows, 2 * i), (2 * i, 1), rows * (a + a_scale) // 2),
+        q=fp8.as_strided((rows, i), (i, 1), rows * second),
+        q_scale=f32.as_strided((i_blocks, rows), (rows, 1), rows * (second + q) // 4),
+        o=bf16.as_strided((rows, h), (h, 1)),
+    )

@@ -24,7 +24,7 @@ class GroupedRows(NamedTuple):
     P rows are real; only the device knows P (`m_indptr[E]`).
     """
 
-    token_of_row: torch.Tensor  # [T*top_k] int32; past P: unspecified, but a token
+    token_of_row: torch.Tensor | None  # [T*top_k] int32; past P: unspecified, but a token
     m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
     pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
     weights: torch.Tensor  # [T, top_k] float32
@@ -51,11 +51,14 @@ def route(
     scores = torch.sigmoid(logits)
     by_group = (scores + bias).view(tokens, shape.n_group, shape.group_size)
     group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
-    kept = group_score.topk(shape.topk_group, dim=-1, sorted=False).indices
-    # Adding 0 or -inf rather than comparing with the score of the last kept group: exactly
-    # topk_group groups remain even where scores tie.
-    mask = torch.full_like(group_score, float("-inf")).scatter_(1, kept, 0.0)
-    candidates = by_group.add_(mask.unsqueeze(-1)).view(tokens, shape.num_experts)
+    if shape.topk_group < shape.n_group:
+        # The worst groups by index, not those under the score of the last one kept: exactly
+        # topk_group groups remain even where scores tie.
+        surplus = shape.n_group - shape.topk_group
+        dropped = group_score.topk(surplus, dim=-1, largest=False, sorted=False).indices
+        members = dropped.unsqueeze(-1).expand(-1, -1, shape.group_size)
+        by_group.scatter_(1, members, float("-inf"))
+    candidates = by_group.view(tokens, shape.num_experts)
     ids = candidates.topk(shape.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
     weights = scores.gather(1, ids)
     total = weights.sum(dim=-1, keepdim=True).add_(EPSILON)
@@ -67,6 +70,7 @@ def group_rows(
     weights: torch.Tensor,  # [T, top_k] float32
     local_expert_offset: int,
     num_local_experts: int,
+    with_tokens: bool = True,
 ) -> GroupedRows:
     """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
 
@@ -83,6 +87,9 @@ def group_rows(
 
     After an inclusive sum each cell of column j holds the rows before token j's cell, so column 0
     is `m_indptr` and a pair (e, t) finds its row in column t, left of its mark.
+
+    Who moves rows by `pair_row` alone spares the operations of `token_of_row`, which is None
+    without `with_tokens`.
     """
     tokens, top_k = ids.shape
     experts = num_local_experts
@@ -96,12 +103,14 @@ def group_rows(
     flat = table.view(-1)
     flat[width:].cumsum_(0)
     m_indptr = table[1:, 0].clone(memory_format=torch.contiguous_format)
-    # The r-th row is the first local cell whose inclusive sum exceeds r. The slice starts one
-    # cell late, so that a position modulo the width is the token, and stops one cell early, so
-    # that positions past the last mark are still a token.
-    sums = flat[width + 1 : (experts + 1) * width - 1]
-    row = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device)
-    token_of_row = torch.searchsorted(sums, row, right=True, out_int32=True).remainder_(width)
+    token_of_row = None
+    if with_tokens:
+        # The r-th row is the first local cell whose inclusive sum exceeds r. The slice starts one
+        # cell late, so that a position modulo the width is the token, and stops one cell early,
+        # so that positions past the last mark are still a token.
+        sums = flat[width + 1 : (experts + 1) * width - 1]
+        row = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device)
+        token_of_row = torch.searchsorted(sums, row, right=True, out_int32=True).remainder_(width)
     table[:: experts + 1].fill_(-1)
     pair_row = table.t()[:tokens].gather(1, table_row)
     return GroupedRows(token_of_row, m_indptr, pair_row, weights)

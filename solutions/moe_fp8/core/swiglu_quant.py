@@ -15,6 +15,8 @@ VECTOR = 8
 LANES = BLOCK // VECTOR
 """Threads that share one scale block of a row."""
 THREADS = 128
+ROWS = 2
+"""Rows of an iteration whose loads are in flight together."""
 
 
 @cute.jit
@@ -30,16 +32,25 @@ class SwigluQuant:
     maximum by shuffles, so nothing is staged. A block whose scale would be zero (all its
     values are, or nearly) has scale 1.
 
-    A CTA covers 8 scale blocks of a row; `grid = (rows, intermediate / 1024)`.
+    A CTA covers 8 scale blocks of a row. Only the device knows how many rows there are, and where
+    they are allocated by their bound, 7 of 8 may not exist: the CTAs walk over the real ones.
+    `grid = (ctas, intermediate / 1024)`.
     """
 
     blocks_per_cta = THREADS // LANES
+    ctas_per_multiprocessor = 8
+    """As many as its registers hold at once: more would come in a second wave of a few."""
 
     def __init__(self, intermediate: int):
         if intermediate % BLOCK:
             raise ValueError(f"intermediate={intermediate}: expected a multiple of {BLOCK}")
         self.intermediate = intermediate
         self.blocks = intermediate // BLOCK
+        self.column_groups = -(-self.blocks // self.blocks_per_cta)
+
+    def ctas(self, rows: int, multiprocessors: int) -> int:
+        """The grid's first extent for at most `rows` rows: one wave."""
+        return min(rows, multiprocessors * self.ctas_per_multiprocessor // self.column_groups)
 
     @cute.jit
     def __call__(
@@ -47,41 +58,57 @@ class SwigluQuant:
         g: cute.Tensor,  # (rows, 2 * intermediate) bf16: up, gate
         q: cute.Tensor,  # (rows, intermediate) e4m3
         q_scale: cute.Tensor,  # (intermediate / 128, rows) f32
+        m_indptr: cute.Tensor,  # (any) i32, the last one is the number of rows in use
+        ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.kernel(g, q, q_scale).launch(
-            grid=[cute.size(q, mode=[0]), cute.ceil_div(self.blocks, self.blocks_per_cta), 1],
+        self.kernel(g, q, q_scale, m_indptr).launch(
+            grid=[ctas, self.column_groups, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, g: cute.Tensor, q: cute.Tensor, q_scale: cute.Tensor):
+    def kernel(self, g: cute.Tensor, q: cute.Tensor, q_scale: cute.Tensor, m_indptr: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
-        row, column_group, _ = cute.arch.block_idx()
+        cta, column_group, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         block = column_group * self.blocks_per_cta + thread // LANES
+        lane = thread % LANES
+        column = block * BLOCK + lane * VECTOR
         if block < self.blocks:
-            self._block(g, q, q_scale, row, block, thread % LANES)
+            rows = m_indptr[cute.size(m_indptr) - 1]
+            up = cute.make_rmem_tensor((VECTOR, ROWS), BFloat16)
+            gate = cute.make_rmem_tensor((VECTOR, ROWS), BFloat16)
+            for first in cutlass.range(cta, rows, ROWS * ctas):
+                for i in cutlass.range_constexpr(ROWS):
+                    row = first + i * ctas
+                    if row < rows:
+                        source = self._at(g, row, 2 * self.intermediate, column)
+                        cute.autovec_copy(source, up[None, i])
+                        source = self._at(g, row, 2 * self.intermediate, column + self.intermediate)
+                        cute.autovec_copy(source, gate[None, i])
+                for i in cutlass.range_constexpr(ROWS):
+                    row = first + i * ctas
+                    if row < rows:
+                        quantised = cute.make_rmem_tensor(VECTOR, Float8E4M3FN)
+                        scale = self._quantise(up[None, i], gate[None, i], quantised)
+                        target = self._at(q, row, self.intermediate, column)
+                        cute.autovec_copy(quantised, target)
+                        if lane == 0:
+                            q_scale[block, row] = scale
 
     @cute.jit
-    def _block(
-        self,
-        g: cute.Tensor,
-        q: cute.Tensor,
-        q_scale: cute.Tensor,
-        row: Int32,
-        block: Int32,
-        lane: Int32,
-    ):
-        # 64-bit offsets: rows * columns can pass 2^31.
-        column = block * BLOCK + lane * VECTOR
-        vector = cute.make_layout(VECTOR)
-        source = g.iterator + Int64(row) * (2 * self.intermediate) + column
-        up = cute.make_rmem_tensor(vector, BFloat16)
-        gate = cute.make_rmem_tensor(vector, BFloat16)
-        cute.autovec_copy(cute.make_tensor(source.align(16), vector), up)
-        cute.autovec_copy(cute.make_tensor((source + self.intermediate).align(16), vector), gate)
+    def _at(self, tensor: cute.Tensor, row: Int32, width: int, column: Int32) -> cute.Tensor:
+        """A vector of a row. 64-bit offsets: rows * columns can pass 2^31."""
+        start = tensor.iterator + Int64(row) * width + column
+        bytes_of_vector = VECTOR * tensor.element_type.width // 8
+        return cute.make_tensor(start.align(bytes_of_vector), cute.make_layout(VECTOR))
 
+    @cute.jit
+    def _quantise(self, up: cute.Tensor, gate: cute.Tensor, quantised: cute.Tensor) -> Float32:
+        """Fill one thread's part of a scale block and return the block's scale."""
+        vector = cute.make_layout(VECTOR)
         c = cute.make_rmem_tensor(vector, Float32)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(VECTOR):
@@ -92,9 +119,5 @@ class SwigluQuant:
         scale = amax / FP8_MAX
         if scale == 0.0:
             scale = Float32(1.0)
-        quantised = cute.make_rmem_tensor(vector, Float8E4M3FN)
         quantised.store((c.load() / scale).to(Float8E4M3FN))
-        destination = q.iterator + Int64(row) * self.intermediate + column
-        cute.autovec_copy(quantised, cute.make_tensor(destination.align(8), vector))
-        if lane == 0:
-            q_scale[block, row] = scale
+        return scale

@@ -1,0 +1,94 @@
+"""Copies every token, with its scales, to the rows of its local pairs."""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+
+from .config import BLOCK
+
+VECTOR = 16
+"""e4m3 elements of a 16-byte access."""
+THREADS = 64
+"""A row of 7168 is then 7 vectors a thread, none left over."""
+
+
+class Dispatch:
+    """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]`, local pairs only.
+
+    By token rather than by row: a token's values are read once for all its rows, the grid follows
+    from the number of tokens, and neither the number of rows nor the token of a row is needed.
+    A token without a local expert costs the load of its `pair_row`.
+
+    A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+    """
+
+    def __init__(self, hidden: int, top_k: int):
+        if hidden % BLOCK:
+            raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
+        self.hidden = hidden
+        self.top_k = top_k
+        self.blocks = hidden // BLOCK
+        self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
+        self.blocks_per_thread = -(-self.blocks // THREADS)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # (tokens, hidden) e4m3
+        x_scale: cute.Tensor,  # (hidden / 128, tokens) f32
+        pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
+        a: cute.Tensor,  # (rows, hidden) e4m3
+        a_scale: cute.Tensor,  # (hidden / 128, rows) f32
+        stream: cuda.CUstream,
+    ):
+        self.kernel(x, x_scale, pair_row, a, a_scale).launch(
+            grid=[cute.size(x, mode=[0]), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        x_scale: cute.Tensor,
+        pair_row: cute.Tensor,
+        a: cute.Tensor,
+        a_scale: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        token, _, _ = cute.arch.block_idx()
+        rows = cute.make_rmem_tensor(self.top_k, Int32)
+        last = Int32(-1)
+        for s in cutlass.range_constexpr(self.top_k):
+            rows[s] = pair_row[token, s]
+            last = cutlass.max(last, rows[s])
+        if last >= 0:
+            values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+            scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
+            for i in cutlass.range_constexpr(self.vectors_per_thread):
+                column = (i * THREADS + thread) * VECTOR
+                if column < self.hidden:
+                    cute.autovec_copy(self._vector(x, token, column), values[None, i])
+            for i in cutlass.range_constexpr(self.blocks_per_thread):
+                block = i * THREADS + thread
+                if block < self.blocks:
+                    scales[i] = x_scale[block, token]
+            for s in cutlass.range_constexpr(self.top_k):
+                row = rows[s]
+                if row >= 0:
+                    for i in cutlass.range_constexpr(self.vectors_per_thread):
+                        column = (i * THREADS + thread) * VECTOR
+                        if column < self.hidden:
+                            cute.autovec_copy(values[None, i], self._vector(a, row, column))
+                    for i in cutlass.range_constexpr(self.blocks_per_thread):
+                        block = i * THREADS + thread
+                        if block < self.blocks:
+                            a_scale[block, row] = scales[i]
+
+    @cute.jit
+    def _vector(self, tensor: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+        """16 bytes of a row. 64-bit offsets: rows * hidden can pass 2^31."""
+        start = tensor.iterator + Int64(row) * self.hidden + column
+        return cute.make_tensor(start.align(VECTOR), cute.make_layout(VECTOR))
