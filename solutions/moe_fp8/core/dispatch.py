@@ -14,7 +14,7 @@ THREADS = 64
 
 
 class Dispatch:
-    """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]`, local pairs only.
+    """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]` where local.
 
     By token rather than by row: a token's values are read once for all its rows, the grid follows
     from the number of tokens, and neither the number of rows nor the token of a row is needed.
