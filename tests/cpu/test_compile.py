@@ -15,6 +15,7 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.core import compile as kernel_cache
 from moe_fp8.core import kernels
 from moe_fp8.core.config import SMEM_BYTES, GemmConfig
+from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
@@ -88,9 +89,28 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
 
 def test_swiglu_quant(compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_swiglu_quant, 2048, ARCH)
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2
+    # Up and gate of two rows, all ahead of the first use: loads in flight are what it lives on.
+    loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
+    assert len(loads) == 4 and max(loads) < ptx.index("ex2.approx")
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    assert resources(cubin, tmp_path)["frame"] == 0
+    assert (
+        sorted(re.findall(r"st\.global\S*", ptx))
+        == ["st.global.b32"] * 2 + ["st.global.v4.b16"] * 2
+    )
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0
+    assert used["registers"] * THREADS * SwigluQuant.ctas_per_multiprocessor <= 65536, "two waves"
+
+
+def test_dispatch(compiled_code, tmp_path):
+    ptx, cubin = compiled_code(kernels.compile_dispatch, 7168, 8, ARCH)
+    loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
+    stores = re.findall(r"st\.global\S*", ptx)
+    assert len(loads) == 7 and max(loads) < ptx.index("st.global")
+    # A row of 7 vectors a thread and one scale, for each of 8 slots.
+    assert sorted(stores) == ["st.global.b32"] * 8 + ["st.global.v4.b32"] * 56
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0 and used["registers"] <= 64
 
 
 def test_combine(compiled_code, tmp_path):
