@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from moe_fp8.core import model
-from moe_fp8.core.layout import BatchedRows
+from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows
 from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
 
 FP8 = torch.float8_e4m3fn
@@ -90,6 +90,63 @@ def test_grouped_gemm_multiplies_the_scales_first():
     layout = BatchedRows(torch.tensor([128], dtype=torch.int32), 128)
     model.grouped_gemm(a, torch.full((1, 128), 1e-30), b, torch.full((1, 1, 1), 1e-30), out, layout)
     assert (out == 0).all()
+
+
+def test_layouts_differ_in_places_only():
+    """The same rows batched, aligned with gaps, and flat with rows that belong to no expert."""
+    counts, max_rows, n, k = [3, 0, 130, 1], 256, 256, 256
+    a, a_scale, b, b_scale, out, layout = gemm_operands(counts, max_rows, n, k)
+    model.grouped_gemm(a, a_scale, b, b_scale, out, layout)
+
+    def places(starts: list[int]) -> list[int]:
+        return [s + i for s, count in zip(starts, counts, strict=True) for i in range(count)]
+
+    batched = places([expert * max_rows for expert in range(4)])
+    ends = torch.tensor([0, *counts]).cumsum(0).int()
+    aligned = [0, 8, 8, 144]
+    segments = torch.tensor([aligned, counts], dtype=torch.int32)
+    for starts, there in ((aligned, AlignedRows(segments)), (ends[:-1].tolist(), FlatRows(ends))):
+        rows = places(starts)
+        a2 = torch.full((152, k), torch.nan).to(FP8)
+        a2_scale = torch.full((k // 128, 152), torch.nan)
+        a2.view(torch.uint8)[rows] = a.view(torch.uint8)[batched]
+        a2_scale[:, rows] = a_scale[:, batched]
+        out2 = torch.full((152, n), 777.0, dtype=BF16)
+        model.grouped_gemm(a2, a2_scale, b, b_scale, out2, there)
+        assert torch.equal(out2[rows], out[batched])
+        others = torch.ones(152, dtype=torch.bool)
+        others[rows] = False
+        assert (out2[others] == 777.0).all() and others.sum() == 152 - 134
+
+
+def test_dispatch():
+    x = bruteforce.random_fp8(np.random.default_rng(3), 4, 256)
+    x_scale = torch.randn(2, 4)
+    pair_row = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 3, 7], [-1, 8, -1]], dtype=torch.int32)
+    a = torch.full((10, 256), torch.nan).to(FP8)
+    a_scale = torch.full((2, 10), torch.nan)
+    model.dispatch(x, x_scale, pair_row, a, a_scale)
+    token_of_row = {5: 0, 0: 0, 2: 2, 3: 2, 7: 2, 8: 3}
+    for row in range(10):
+        got = a.view(torch.uint8)[row]
+        if row in token_of_row:
+            assert torch.equal(got, x.view(torch.uint8)[token_of_row[row]])
+            assert torch.equal(a_scale[:, row], x_scale[:, token_of_row[row]])
+        else:
+            assert (got == 0x7F).all() and a_scale[:, row].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 6])
+def test_swiglu_quant_stops_at_the_row_count(rows):
+    g = torch.randn(6, 512).to(BF16)
+    whole_q, whole_scale = quantise(g)
+    g[rows:] = torch.nan
+    q = torch.full((6, 256), torch.nan).to(FP8)
+    q_scale = torch.full((2, 6), torch.nan)
+    model.swiglu_quant(g, q, q_scale, torch.tensor([0, 9, rows], dtype=torch.int32))
+    assert torch.equal(q[:rows].view(torch.uint8), whole_q[:rows].view(torch.uint8))
+    assert torch.equal(q_scale[:, :rows], whole_scale[:, :rows])
+    assert (q.view(torch.uint8)[rows:] == 0x7F).all() and q_scale[:, rows:].isnan().all()
 
 
 def quantise(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

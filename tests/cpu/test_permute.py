@@ -1,11 +1,16 @@
-"""Padding and unpadding: every row moves to its place and back, and the padding to nowhere."""
+"""Where rows go: padding and unpadding (v1, v2), and places for the dispatch (v3, flat)."""
 
 import pytest
 import torch
+from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.layout import AlignedRows, FlatRows
 from moe_fp8.core.pipeline import HostRows
-from moe_fp8.core.routing import GroupedRows
+from moe_fp8.core.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.core.routing import GroupedRows, group_rows
 from moe_fp8.parts.permute_loop import LoopPermutation
 from moe_fp8.parts.permute_vectorised import VectorisedPermutation
+from moe_fp8.parts.rows_aligned import place_aligned
+from moe_fp8.parts.rows_flat import place_flat
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 PERMUTATIONS = [LoopPermutation, VectorisedPermutation]
@@ -99,7 +104,9 @@ _new_empty = torch.Tensor.new_empty
 def new_poisoned(self: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """`new_empty` as bad as it may be: NaN everywhere."""
     out = _new_empty(self, *args, **kwargs)
-    if out.dtype == torch.float8_e4m3fn:
+    if out.dtype == torch.uint8:  # memory for views of any type: NaN in all of ours
+        out.fill_(0xFF)
+    elif out.dtype == torch.float8_e4m3fn:
         bits(out).fill_(0x7F)
     elif out.is_floating_point():
         out.fill_(torch.nan)
@@ -137,3 +144,89 @@ def test_vectorised_reads_nothing_after_that():
         a, a_scale = permutation.pad(x, torch.empty(K // 128, 10), rows.token_of_row[:17])
         flat = permutation.unpad(torch.empty(4 * 128, 64, dtype=torch.bfloat16))
     assert (a.shape, a_scale.shape, flat.shape) == ((512, K), (2, 512), (17, 64))
+
+
+def grouped_tokens(counts: list[int]) -> GroupedRows:
+    """A routing that gives the experts these numbers of tokens, in slots of their own."""
+    experts, tokens = len(counts), max(*counts, 1)
+    ids = torch.full((tokens, experts), experts)  # not local
+    for expert, count in enumerate(counts):
+        ids[tokens - count :, expert] = expert  # the last ones, so that token and row differ
+    return group_rows(ids, torch.rand(ids.shape), 0, experts, with_tokens=False)
+
+
+class Choose:
+    """Two configs, and a record of what was asked."""
+
+    def __init__(self, tile1: int, tile2: int):
+        self.configs = [GemmConfig(tile_m=tile, swap_ab=True) for tile in (tile1, tile2)]
+        self.asked: list[tuple[float, int, int]] = []
+
+    def __call__(self, rows_per_expert: float, n: int, k: int) -> GemmConfig:
+        self.asked.append((rows_per_expert, n, k))
+        return self.configs[len(self.asked) - 1]
+
+
+@pytest.mark.parametrize("tiles", [(8, 8), (64, 16), (32, 128)], ids=str)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_aligned_places(counts, tiles):
+    choose, tile = Choose(*tiles), max(tiles)
+    rows = grouped_tokens(counts)
+    assert rows.token_of_row is None and rows.m_indptr.diff().tolist() == counts
+    placed = place_aligned(rows, DEEPSEEK_V3, choose)
+    padded = [-(-count // tile) * tile for count in counts]
+    starts = [sum(padded[:expert]) for expert in range(len(counts))]
+    assert isinstance(placed.layout, AlignedRows)
+    segments = placed.layout.segments
+    assert segments.tolist() == [starts, counts]
+    assert segments.dtype == torch.int32 and segments.is_contiguous()
+    assert placed.rows == int(placed.m_indptr[-1]) == sum(padded) and placed.rows % 4 == 0
+    assert [placed.config1, placed.config2] == choose.configs
+    active = sum(count > 0 for count in counts)
+    assert choose.asked == [(sum(counts) / active, 4096, 7168), (sum(counts) / active, 7168, 2048)]
+    assert placed.weights is rows.weights
+    wanted = torch.full_like(rows.pair_row, -1)
+    for expert, count in enumerate(counts):
+        own = torch.arange(starts[expert], starts[expert] + count, dtype=torch.int32)
+        wanted[wanted.shape[0] - count :, expert] = own
+    assert torch.equal(placed.pair_row, wanted) and placed.pair_row.dtype == torch.int32
+    assert placed.pair_row.is_contiguous()
+
+
+def test_aligned_places_of_no_pair():
+    placed = place_aligned(grouped_tokens([0, 0]), DEEPSEEK_V3, Choose(64, 64))
+    assert placed.rows == 0
+
+
+def test_aligned_reads_the_host_once():
+    rows = grouped_tokens([5, 0, 7])
+    Spy.calls = []
+    spied = rows._replace(m_indptr=rows.m_indptr.as_subclass(Spy))
+    place_aligned(spied, DEEPSEEK_V3, Choose(64, 64))
+    assert [name for name in Spy.calls if name in ("tolist", "item", "__int__", "cpu")] == [
+        "tolist"
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "rows", "mean"), [(1, 8, 1.0), (80, 640, 2.5), (3, 24, 1.0)])
+def test_flat_places(tokens, rows, mean):
+    """Everything the host says follows from the number of tokens."""
+    with FakeTensorMode():
+        grouped = GroupedRows(
+            None, torch.empty(33, dtype=torch.int32),
+            torch.empty(tokens, 8, dtype=torch.int32), torch.empty(tokens, 8),
+        )  # fmt: skip
+        choose = Choose(64, 8)
+        placed = place_flat(grouped, DEEPSEEK_V3, choose)
+    assert placed.rows == rows
+    assert isinstance(placed.layout, FlatRows)
+    assert placed.layout.m_indptr is placed.m_indptr is grouped.m_indptr
+    assert placed.pair_row is grouped.pair_row and placed.weights is grouped.weights
+    assert [placed.config1, placed.config2] == choose.configs
+    assert choose.asked == [(mean, 4096, 7168), (mean, 7168, 2048)]
+
+
+def test_flat_rows_are_bounded_by_the_local_experts_and_a_multiple_of_4():
+    shape = MoeShape(num_local_experts=3)
+    rows = GroupedRows(None, torch.empty(4), torch.empty(7, 8), torch.empty(7, 8))
+    assert place_flat(rows, shape, Choose(8, 8)).rows == 24  # 7 * 3, rounded up

@@ -115,6 +115,16 @@ def random_ids(tokens: int, shape: MoeShape, skew: float, seed: int) -> torch.Te
     return draw.topk(shape.top_k, dim=-1).indices.sort(dim=-1).values
 
 
+def test_without_tokens_only_they_are_missing():
+    ids = random_ids(37, DEEPSEEK_V3, 1.0, 5)
+    weights = torch.rand(ids.shape)
+    whole = group_rows(ids, weights, 64, 32)
+    part = group_rows(ids, weights, 64, 32, with_tokens=False)
+    assert part.token_of_row is None and part.weights is weights
+    assert torch.equal(part.m_indptr, whole.m_indptr)
+    assert torch.equal(part.pair_row, whole.pair_row)
+
+
 def check_grouping(ids: torch.Tensor, offset: int, experts: int) -> None:
     tokens, top_k = ids.shape
     weights = torch.rand(tokens, top_k)
