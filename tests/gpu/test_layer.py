@@ -1,12 +1,16 @@
-"""Whole layers on the GPU, on the true geometry: v1, v2 and the torch model against each other."""
+"""Whole layers on the GPU, on the true geometry: generations and torch model against each other."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
+from moe_fp8 import v3_clustered as v3
+from moe_fp8 import v4_flat as v4
 from moe_fp8.core import backend, model, pipeline
+from moe_fp8.core.layout import BatchedRows, RowLayout
 from moe_fp8.core.metrics import calc_diff, cosine
 from moe_fp8.core.problem import DEEPSEEK_V3 as SHAPE
 from moe_fp8.core.problem import MoeInputs
@@ -29,6 +33,21 @@ ROUTINGS = {
     "first_and_last": {64: 8.0, 95: 8.0},
 }
 TOKENS = [1, 2, 7, 61, 127, 128, 129, 257, 1009]
+MODULES = {"v1": v1, "v2": v2, "v3": v3, "flat": v4}
+every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+
+STAGE_COSINE, STAGE_DIFF = 0.99999, 1e-5
+"""Of each stage against the model, fed with the same inputs."""
+
+LAYER_COSINE, LAYER_DIFF = 0.9997, 3e-4
+"""Of the whole layer against the model.
+
+The tensor cores of Hopper add FP8 products in an accumulator of about 14 bits, the model adds them
+exactly. That makes a relative difference of 1.7e-3 in the first GEMM's output (calc_diff 1.4e-6,
+measured on an H200), which is little. But the requantisation to FP8, whose steps are 2**-3 of a
+value, turns some of it into steps: what lies next to the middle between two FP8 values goes one
+way here and the other way there. At the layer's output that is a calc_diff of about 1e-4.
+"""
 
 
 def random_fp8(generator: torch.Generator, *dims: int) -> torch.Tensor:
@@ -93,11 +112,12 @@ def test_kernels_serve_this_gpu():
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_v1_and_v2_are_bitwise_equal(tokens, routing, make_inputs):
+def test_generations_are_bitwise_equal(tokens, routing, make_inputs):
     inputs = make_inputs(tokens, routing)
-    first = output_of(v2, inputs)
+    first = output_of(v1, inputs)
     assert first.isfinite().all()
-    assert torch.equal(first, output_of(v1, inputs))
+    for name, module in MODULES.items():
+        assert torch.equal(first, output_of(module, inputs)), name
     local = v2.LAYER.group(inputs).pair_row.ge(0).any(dim=1)
     assert (first[~local] == 0).all()
     assert (first[local] != 0).any(dim=1).all()
@@ -105,41 +125,149 @@ def test_v1_and_v2_are_bitwise_equal(tokens, routing, make_inputs):
         assert bool(local.all()) == bool(local.any()) == (routing != "none_local")
 
 
+@pytest.mark.parametrize("routing", ["random", "all_local"])
+def test_many_tokens(routing, make_inputs):
+    """The largest workload's tokens; with all pairs local, as many rows as flat allocates."""
+    inputs = make_inputs(14107, routing)
+    first = output_of(v4, inputs)
+    assert first.isfinite().all()
+    for module in (v3, v2) if routing == "random" else (v3,):
+        assert torch.equal(first, output_of(module, inputs))
+
+
 @pytest.mark.parametrize("tokens", [1, 61, 1009])
-def test_determinism(tokens, make_inputs):
+@every_module
+def test_determinism(module, tokens, make_inputs):
     inputs = make_inputs(tokens)
-    for module in (v1, v2):
-        first = output_of(module, inputs)
-        for _ in range(5):
-            assert torch.equal(output_of(module, inputs), first)
+    first = output_of(module, inputs)
+    for _ in range(5):
+        assert torch.equal(output_of(module, inputs), first)
+
+
+class Worst:
+    """The worst cosine and calc_diff of everything that was compared under a name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[float, float]] = {}
+
+    def compare(self, name: str, got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+        if not (wanted != 0).any():  # no token chose a local expert
+            assert torch.equal(got, wanted)
+            return 1.0, 0.0
+        now = cosine(got, wanted), calc_diff(got, wanted)
+        before = self.found.get(name, (1.0, 0.0))
+        self.found[name] = (min(now[0], before[0]), max(now[1], before[1]))
+        return now
+
+
+@pytest.fixture(scope="module")
+def worst(request) -> Iterator[Worst]:
+    """Collects over the module's tests and prints at their end, past pytest's capture."""
+    worst = Worst()
+    yield worst
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        for name, (least, most) in worst.found.items():
+            print(f"\n{name}: worst cosine {least:.8f}, worst calc_diff {most:.2e}", end="")
+        print()
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """For comparisons of what may be NaN."""
+    return x.view(torch.uint8)
+
+
+class Compared:
+    """The kernels; the model repeats every call on the same inputs, and the results must agree.
+
+    What belongs to no pair must not change.
+    """
+
+    def __init__(self, kernels, worst: Worst) -> None:
+        self.kernels, self.worst = kernels, worst
+        self.own = torch.empty(0)
+
+    def _check(self, name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        least, most = self.worst.compare(name, got, wanted)
+        assert least >= STAGE_COSINE and most < STAGE_DIFF, f"{name}: {least}, {most}"
+
+    @staticmethod
+    def _own(layout: RowLayout, rows: int) -> torch.Tensor:
+        own = torch.zeros(rows, dtype=torch.bool, device="cuda")
+        for first, count in model._segments(layout):
+            own[first : first + count] = True
+        return own
+
+    def dispatch(self, x, x_scale, pair_row, a, a_scale) -> None:
+        wanted = a.clone(), a_scale.clone()
+        self.kernels.dispatch(x, x_scale, pair_row, a, a_scale)
+        model.dispatch(x, x_scale, pair_row, *wanted)
+        assert torch.equal(raw(a), raw(wanted[0])) and torch.equal(raw(a_scale), raw(wanted[1]))
+
+    def grouped_gemm(self, a, a_scale, b, b_scale, out, layout, config) -> None:
+        wanted = out.clone()
+        self.kernels.grouped_gemm(a, a_scale, b, b_scale, out, layout, config)
+        model.grouped_gemm(a, a_scale, b, b_scale, wanted, layout, config)
+        self.own = self._own(layout, out.shape[0])
+        self._check(f"GEMM n={b.shape[1]}", out[self.own], wanted[self.own])
+        assert torch.equal(raw(out[~self.own]), raw(wanted[~self.own]))
+        # The activation's rows: the same, but where they were unpadded in between.
+        if isinstance(layout, BatchedRows):
+            self.own = torch.ones(int(self.own.sum()), dtype=torch.bool, device="cuda")
+
+    def swiglu_quant(self, g, q, q_scale, m_indptr) -> None:
+        wanted_q, wanted_scale = q.clone(), q_scale.clone()
+        self.kernels.swiglu_quant(g, q, q_scale, m_indptr)
+        model.swiglu_quant(g, wanted_q, wanted_scale, m_indptr)
+        end = int(m_indptr[-1])
+        assert torch.equal(raw(q)[end:], raw(wanted_q)[end:])
+        assert torch.equal(raw(q_scale[:, end:]), raw(wanted_scale[:, end:]))
+
+        def values(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            blocks = q.float()[self.own].unflatten(1, (-1, 128))
+            return blocks * scale[:, self.own].t().unsqueeze(-1)
+
+        self._check("swiglu_quant", values(q, q_scale), values(wanted_q, wanted_scale))
+
+    def combine(self, o, pair_row, weights, out) -> None:
+        wanted = torch.empty_like(out)
+        self.kernels.combine(o, pair_row, weights, out)
+        model.combine(o, pair_row, weights, wanted)
+        self._check("combine", out, wanted)
 
 
 @pytest.mark.parametrize("routing", ["random", "all_to_one", "all_local"])
 @pytest.mark.parametrize("tokens", [1, 7, 129, 1009])
-def test_layer_matches_the_model(tokens, routing, make_inputs, monkeypatch):
+@pytest.mark.parametrize("module", [v2, v3, v4], ids=["v2", "v3", "flat"])
+def test_stages_match_the_model(module, tokens, routing, make_inputs, monkeypatch, worst):
+    kernels = backend.select(torch.device("cuda", 0))
+    monkeypatch.setattr(pipeline, "select", lambda device: Compared(kernels, worst))
+    assert output_of(module, make_inputs(tokens, routing, seed=2)).isfinite().all()
+
+
+@pytest.mark.parametrize("routing", ["random", "all_to_one", "all_local"])
+@pytest.mark.parametrize("tokens", [1, 7, 129, 1009])
+def test_layer_matches_the_model(tokens, routing, make_inputs, monkeypatch, worst):
+    """The generations are bitwise equal, so one of them speaks for all."""
     inputs = make_inputs(tokens, routing, seed=2)
     got = output_of(v2, inputs)
     monkeypatch.setattr(pipeline, "select", lambda device: model)
-    wanted = output_of(v2, inputs)
-    if routing == "random" and not (wanted != 0).any():
-        assert torch.equal(got, wanted)  # no token chose a local expert
-        return
-    assert cosine(got, wanted) >= 0.99999
-    assert calc_diff(got, wanted) < 1e-4
+    least, most = worst.compare("layer", got, output_of(v2, inputs))
+    assert least > LAYER_COSINE and most < LAYER_DIFF
 
 
 @pytest.mark.parametrize("offset", [0, 224, 250, -5, 256, -32, 100000, -(2**31)])
 def test_offsets(offset, make_inputs, monkeypatch):
     inputs = make_inputs(61, offset=offset, seed=3)
     got = output_of(v2, inputs)
-    assert torch.equal(got, output_of(v1, inputs))
+    for module in (v1, v3, v4):
+        assert torch.equal(got, output_of(module, inputs))
     assert bool((got != 0).any()) == (-32 < offset < 256)
     monkeypatch.setattr(pipeline, "select", lambda device: model)
-    assert calc_diff(got, output_of(v2, inputs)) < 1e-4
+    assert calc_diff(got, output_of(v2, inputs)) < LAYER_DIFF
 
 
 def test_no_token(make_inputs):
-    for module in (v1, v2):
+    for module in MODULES.values():
         assert output_of(module, make_inputs(0)).shape == (0, SHAPE.hidden_size)
 
 
@@ -173,6 +301,48 @@ def test_routing_does_not_wait_for_the_gpu(make_inputs):
         v2.LAYER.group(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("module", "waits"), [(v2, 1), (v3, 1), (v4, 0)], ids=["v2", "v3", "flat"])
+def test_waits_for_the_gpu(module, waits, make_inputs):
+    """How often the host does: torch warns of every call in which it waits in this mode."""
+    inputs, output = make_inputs(61), new_output(make_inputs(61))
+    module.run(*inputs, output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            module.run(*inputs, output)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    said = [str(warning.message) for warning in caught]
+    assert sum("called a synchronizing" in message for message in said) == waits, said
+
+
+@pytest.mark.parametrize("tokens", [1, 61, 129])
+def test_flat_in_a_cuda_graph(tokens, make_inputs):
+    """The whole call, routing included, captured once and replayed for any routing of T tokens."""
+    cases = [make_inputs(tokens, routing, seed=7) for routing in ROUTINGS]
+    cases += [make_inputs(tokens, seed=seed) for seed in (8, 9)]
+    wanted = [output_of(v1, inputs) for inputs in cases]
+    assert not all(torch.equal(wanted[0], other) for other in wanted)
+    changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
+    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
+    output = new_output(held)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        v4.run(*held, output)  # warm up outside the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        v4.run(*held, output)
+    for inputs, expected in [*zip(cases, wanted, strict=True), (cases[0], wanted[0])]:
+        for name in changing:
+            getattr(held, name).copy_(getattr(inputs, name))
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, expected)
 
 
 def test_compute_of_v2_in_a_cuda_graph(make_inputs):
@@ -217,14 +387,15 @@ def test_compute_of_v2_in_a_cuda_graph(make_inputs):
         assert torch.equal(output, expected)
 
 
-def test_runs_on_the_current_stream(make_inputs):
+@pytest.mark.parametrize("module", [v2, v3, v4], ids=["v2", "v3", "flat"])
+def test_runs_on_the_current_stream(module, make_inputs):
     inputs = make_inputs(61, seed=6)
-    wanted = output_of(v2, inputs)
+    wanted = output_of(module, inputs)
     output = new_output(inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        v2.run(*inputs, output)
+        module.run(*inputs, output)
     stream.synchronize()
     assert torch.equal(output, wanted)
 
@@ -238,7 +409,7 @@ class NoOperation(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*MoeInputs._fields[:8], "output"])
 @pytest.mark.parametrize("fault", ["dtype", "shape", "device", "contiguity", "type"])
-@pytest.mark.parametrize("module", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("module", [v1, v4], ids=["v1", "flat"])
 def test_wrong_arguments_are_refused_before_a_launch(module, fault, name, make_inputs, monkeypatch):
     inputs = make_inputs(61)
     arguments = inputs._asdict() | {"output": new_output(inputs)}
@@ -262,5 +433,6 @@ def test_wrong_arguments_are_refused_before_a_launch(module, fault, name, make_i
 def test_scalars_on_the_gpu_are_refused(name, make_inputs):
     inputs = make_inputs(7)
     wrong = inputs._replace(**{name: torch.tensor(1, device="cuda")})
+    output = new_output(inputs)  # an operation too
     with NoOperation(), pytest.raises(ValueError, match=f"{name}: .*got a tensor on cuda:0 "):
-        v2.run(*wrong, new_output(inputs))
+        v2.run(*wrong, output)
