@@ -1,0 +1,63 @@
+"""Whole layers on the compiled kernels: the generations against each other and the torch model."""
+
+import pytest
+import torch
+from moe_fp8.core import kernels, pipeline
+from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.metrics import calc_diff
+from moe_fp8.core.pipeline import STAGES, DispatchLayer, Layer, PaddedLayer
+from moe_fp8.core.problem import MoeInputs, MoeShape
+from moe_fp8.parts.permute_vectorised import VectorisedPermutation
+from moe_fp8.parts.rows_aligned import place_aligned
+from moe_fp8.parts.rows_flat import place_flat
+from problems import fp8
+
+SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
+                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
+SWAPPED = GemmConfig(tile_m=8, swap_ab=True)
+LAYERS = {
+    "v2": PaddedLayer(VectorisedPermutation, GemmConfig(), SHAPE),
+    "v3": DispatchLayer(place_aligned, lambda *_: GemmConfig(cluster_n=2), SHAPE),
+    "v3 swapped": DispatchLayer(place_aligned, lambda *_: SWAPPED, SHAPE),
+    "flat": DispatchLayer(place_flat, lambda *_: GemmConfig(cluster_m=2), SHAPE),
+    "flat swapped": DispatchLayer(place_flat, lambda *_: SWAPPED, SHAPE),
+}
+
+
+def inputs_of(tokens: int, offset: int) -> MoeInputs:
+    torch.manual_seed(tokens)
+    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    bias = torch.zeros(SHAPE.num_experts)
+    bias[7] = 2.0  # one full expert, others with a few rows or none
+    return MoeInputs(
+        torch.randn(tokens, SHAPE.num_experts), bias.bfloat16(),
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, 2.5,
+    )  # fmt: skip
+
+
+def output_of(layer: Layer, inputs: MoeInputs) -> torch.Tensor:
+    marks: list[str] = []
+    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    layer(inputs, out, mark=marks.append)
+    assert tuple(marks) == STAGES
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "offset"), [(1, 4), (41, 4), (9, 100)])
+def test_layers(tokens, offset, mode, emulator, monkeypatch):
+    inputs = inputs_of(tokens, offset)
+    wanted = output_of(LAYERS["v2"], inputs)  # by the model: nothing is launched
+    assert not emulator.reports
+    assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
+    monkeypatch.setattr(pipeline, "select", lambda device: kernels)
+    monkeypatch.setattr(kernels, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    outputs = {name: output_of(layer, inputs) for name, layer in LAYERS.items()}
+    for name, output in outputs.items():
+        assert torch.equal(output, outputs["v2"]), name
+        assert calc_diff(output, wanted) < 1e-4
+    # Without a local pair v2 and v3 launch nothing, flat all its five kernels.
+    assert len(emulator.reports) == (2 * 5 if offset == 100 else 4 + 4 * 5)
+    assert all(report.hazards == [] for report in emulator.reports)
