@@ -24,7 +24,8 @@ class GroupedRows(NamedTuple):
     P rows are real; only the device knows P (`m_indptr[E]`).
     """
 
-    token_of_row: torch.Tensor | None  # [T*top_k] int32; past P: unspecified, but a token
+    # [T*top_k] int32; past P: unspecified, but a token. None where nobody asked for it.
+    token_of_row: torch.Tensor | None
     m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
     pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
     weights: torch.Tensor  # [T, top_k] float32

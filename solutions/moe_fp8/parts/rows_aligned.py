@@ -16,6 +16,9 @@ def place_aligned(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> Plac
     The host waits for the row boundaries, so it picks the configs for the rows that are really
     there. The new boundaries follow on the host too: a few dozen numbers, one copy back.
     """
+    # Row -1 (no local expert) finds expert 0, which is never shifted: it stays -1. Ahead of the
+    # wait, because the host has nothing better to do then.
+    expert = torch.searchsorted(grouped.m_indptr[1:], grouped.pair_row, right=True)
     m_indptr = grouped.m_indptr.tolist()  # the one host sync
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
     active = sum(count > 0 for count in counts)
@@ -31,8 +34,6 @@ def place_aligned(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> Plac
     table = on_host.to(grouped.m_indptr.device, non_blocking=True)
     segments = table[: 2 * experts].view(2, experts)
     shift = table[2 * experts : 3 * experts]
-    # Row -1 (no local expert) finds expert 0, which is never shifted: it stays -1.
-    expert = torch.searchsorted(grouped.m_indptr[1:], grouped.pair_row, right=True)
     pair_row = shift.take(expert).add_(grouped.pair_row)
     return PlacedRows(
         rows, AlignedRows(segments), pair_row, grouped.weights, table, config1, config2
