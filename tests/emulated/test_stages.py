@@ -112,12 +112,17 @@ def test_dispatch(tokens, hidden, mode, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-def test_dispatch_without_a_local_pair(mode, emulator):
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_dispatch_of_hardly_a_pair(pairs, mode, emulator):
+    """None, and one at row 0."""
     pair_row = torch.full((5, 8), -1, dtype=torch.int32)
+    pair_row[3, :pairs] = 0
     x, x_scale = fp8(5, 512), torch.randn(4, 5)
     kernel = compile_dispatch(512, 8, "sm_90a")
     a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, 12)
-    assert (a == NAN).all() and a_scale.isnan().all()
+    assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
+    assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
+    assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
     assert emulator.reports[-1].hazards == []
 
 
