@@ -157,10 +157,12 @@ class Variant:
 
 def ours(name: str, config: Any) -> Variant:
     from moe_fp8.core import kernels
+    from moe_fp8.core.heuristic import choose
 
     def prepare(x: Operands) -> Call:
         def launch() -> None:
-            kernels.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, x.out, x.layout, config)
+            chosen = config or choose(x.problem.rows, x.problem.n, x.problem.k)
+            kernels.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, x.out, x.layout, chosen)
 
         return Call(launch, x.out, x.valid)
 

@@ -22,9 +22,23 @@ LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
 CONFIGS = [
     GemmConfig(),
     GemmConfig(stages=2),
+    GemmConfig(cluster_m=2),
+    GemmConfig(cluster_n=2),
+    GemmConfig(cluster_m=2, cluster_n=2),
+    GemmConfig(tile_n=192),
+    GemmConfig(tile_n=192, cluster_m=2),
+    GemmConfig(tile_n=192, cluster_n=2),
     GemmConfig(tile_m=64),
     GemmConfig(tile_n=64),
     GemmConfig(tile_m=64, tile_n=64, stages=4),
+    GemmConfig(overlap=True),
+    GemmConfig(tile_m=64, pingpong=True, overlap=True),
+    GemmConfig(tile_m=8, swap_ab=True),
+    GemmConfig(tile_m=16, swap_ab=True, stages=6, cluster_n=2),
+    GemmConfig(tile_m=32, swap_ab=True),
+    GemmConfig(tile_m=64, swap_ab=True),
+    GemmConfig(tile_m=128, swap_ab=True),
+    GemmConfig(tile_m=16, tile_n=64, swap_ab=True, pingpong=True),
 ]
 
 
@@ -75,13 +89,20 @@ def resources(cubin: bytes, tmp_path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], ARCH)
-    shape = f"m64n{config.tile_n}k32.f32.e4m3.e4m3"
-    assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4
-    assert len(re.findall(r"cp\.async\.bulk\.tensor", ptx)) == 3
+    columns = config.tile_m if config.swap_ab else config.tile_n
+    values = 64 * columns // 128  # of the accumulator, a thread
+    blocks = 4 if config.overlap else 1  # K blocks written out in the main loop and around it
+    shape = f"m64n{columns}k32.f32.e4m3.e4m3"
+    assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4 * blocks
     # One multiply-add a value and K block, none split in two roundings.
-    assert len(re.findall(r"fma\.rn\.f32", ptx)) == config.tile_n * 64 // 128
-    stores = re.findall(r"st\.global\S*", ptx)
-    assert stores and set(stores) == {"st.global.v4.b32"}
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == values * blocks
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
+    shared_tiles = (config.cluster_m > 1) + (config.cluster_n > 1)
+    assert len(loads) == 3
+    assert sum("multicast" in load for load in loads) == shared_tiles
+    stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
+    assert len(stores) == (1 if config.swap_ab else config.tile_n // 64)
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
     used = resources(cubin, tmp_path)
     assert used["frame"] == 0, f"{config} spills"
     assert used["registers"] * config.threads <= 65536
@@ -123,8 +144,15 @@ def test_combine(compiled_code, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tile_m": 96}, "tile_m=96: expected 64 or 128"),
-        ({"tile_n": 256}, "tile_n=256: expected 64 or 128"),
+        ({"tile_m": 96}, r"tile_m=96: expected one of \(64, 128\) without swap_ab"),
+        ({"tile_m": 8}, r"tile_m=8: expected one of \(64, 128\) without swap_ab"),
+        ({"tile_m": 24, "swap_ab": True}, "tile_m=24: expected one of .* with swap_ab"),
+        ({"tile_n": 256}, "tile_n=256: expected one of .* without swap_ab"),
+        ({"tile_n": 192, "swap_ab": True}, "tile_n=192: expected one of .* with swap_ab"),
+        ({"tile_n": 192, "tile_m": 64}, "tile_n=192: expected tile_m=128, got 64"),
+        ({"cluster_m": 3}, r"cluster \(3, 1\): expected 1 or 2"),
+        ({"pingpong": True}, "pingpong: one warpgroup must cover a tile, but 128x128 takes 2"),
+        ({"tile_n": 192, "overlap": True}, "288 accumulator registers a thread, expected at most"),
         ({"stages": 1}, "stages=1"),
         ({"stages": -2}, "stages=-2"),
         ({"stages": 9}, r"needs \d+ bytes of shared memory, more than the 232448"),
@@ -145,7 +173,7 @@ def test_stages_fill_shared_memory(config):
 @pytest.mark.parametrize(
     ("n", "k", "experts", "message"),
     [
-        (4096 + 64, 7168, 32, "n=4160"),
+        (4096 + 64, 7168, 32, "n=4160: expected a multiple of 128"),
         (4096, 7168 + 32, 32, "k=7200"),
         (4096, 7168, 33, "experts=33: expected 1..32"),
         (4096, 7168, 0, "experts=0"),

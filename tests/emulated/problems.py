@@ -1,23 +1,25 @@
 """Small grouped GEMM problems, made the way flashinfer-bench draws inputs."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from moe_fp8.core import model
-from moe_fp8.core.layout import BatchedRows
+from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows, RowLayout
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
+LAYOUTS = ("batched", "aligned", "flat")
 
 
 class Gemm(NamedTuple):
-    """One grouped GEMM with batched rows and what it must give."""
+    """One grouped GEMM and what it must give."""
 
     a: torch.Tensor
     a_scale: torch.Tensor
     b: torch.Tensor
     b_scale: torch.Tensor
-    layout: BatchedRows
+    layout: RowLayout
     expected: torch.Tensor
 
     def output(self) -> torch.Tensor:
@@ -29,11 +31,34 @@ def fp8(*shape: int) -> torch.Tensor:
     return torch.randn(shape).clamp_(-2, 2).to(FP8)
 
 
-def gemm(rows: tuple[int, ...], n: int, k: int, max_rows: int, exact: bool = False) -> Gemm:
-    """Batched rows with NaN in the padding; `exact` draws small integers and powers of two, for
+def place(rows: tuple[int, ...], max_rows: int, layout: str) -> tuple[RowLayout, list[int], int]:
+    """(layout, first row of each expert, rows in all) of a way to lay out the experts' rows."""
+    if layout == "batched":
+        counts = torch.tensor(rows, dtype=torch.int32)
+        starts = [e * max_rows for e in range(len(rows))]
+        return BatchedRows(counts, max_rows), starts, len(rows) * max_rows
+    step = 1 if layout == "flat" else 8
+    ends = list(itertools.accumulate(-(-count // step) * step for count in rows))
+    starts = [0, *ends[:-1]]
+    total = -(-ends[-1] // 4) * 4
+    if layout == "flat":
+        return FlatRows(torch.tensor([0, *ends], dtype=torch.int32)), starts, total
+    return AlignedRows(torch.tensor([starts, rows], dtype=torch.int32)), starts, total
+
+
+def gemm(
+    rows: tuple[int, ...],
+    n: int,
+    k: int,
+    max_rows: int,
+    exact: bool = False,
+    layout: str = "batched",
+) -> Gemm:
+    """A problem with NaN in rows of no expert; `exact` draws small integers and powers of two, for
     which float32 arithmetic in any order is exact."""
     torch.manual_seed(sum(rows) + n + k)
-    experts, total = len(rows), len(rows) * max_rows
+    experts = len(rows)
+    row_layout, starts, total = place(rows, max_rows, layout)
     if exact:
         a = torch.randint(-2, 3, (total, k)).float().to(FP8)
         b = torch.randint(-2, 3, (experts, n, k)).float().to(FP8)
@@ -42,11 +67,11 @@ def gemm(rows: tuple[int, ...], n: int, k: int, max_rows: int, exact: bool = Fal
     else:
         a, b = fp8(total, k), fp8(experts, n, k)
         a_scale, b_scale = torch.randn(k // 128, total), torch.randn(experts, n // 128, k // 128)
-    for e, count in enumerate(rows):
-        padding = slice(e * max_rows + count, (e + 1) * max_rows)
-        a.view(torch.uint8)[padding] = 0x7F  # NaN
-        a_scale[:, padding] = torch.nan
-    layout = BatchedRows(torch.tensor(rows, dtype=torch.int32), max_rows)
+    padding = torch.ones(total, dtype=torch.bool)
+    for start, count in zip(starts, rows, strict=True):
+        padding[start : start + count] = False
+    a.view(torch.uint8)[padding] = 0x7F  # NaN
+    a_scale[:, padding] = torch.nan
     expected = torch.full((total, n), UNTOUCHED, dtype=torch.bfloat16)
-    model.grouped_gemm(a, a_scale, b, b_scale, expected, layout, None)
-    return Gemm(a, a_scale, b, b_scale, layout, expected)
+    model.grouped_gemm(a, a_scale, b, b_scale, expected, row_layout, None)
+    return Gemm(a, a_scale, b, b_scale, row_layout, expected)

@@ -3,14 +3,29 @@
 import pytest
 import torch
 from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.kernels import compile_grouped_gemm
-from problems import gemm
+from moe_fp8.core.kernels import _segments, compile_grouped_gemm
+from problems import LAYOUTS, gemm
 
 CONFIGS = [
     GemmConfig(),
     GemmConfig(stages=2),
     GemmConfig(tile_m=64, stages=3),
     GemmConfig(tile_n=64, stages=3),
+    GemmConfig(tile_n=192),
+    GemmConfig(tile_n=192, cluster_m=2, stages=3),
+    GemmConfig(tile_n=192, cluster_n=2),
+    GemmConfig(cluster_m=2),
+    GemmConfig(cluster_n=2, stages=3),
+    GemmConfig(cluster_m=2, cluster_n=2, stages=3),
+    GemmConfig(overlap=True, stages=3),
+    GemmConfig(tile_m=64, pingpong=True),
+    GemmConfig(tile_m=64, pingpong=True, overlap=True, stages=3),
+    GemmConfig(tile_m=8, swap_ab=True),
+    GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
+    GemmConfig(tile_m=32, swap_ab=True, cluster_m=2),
+    GemmConfig(tile_m=64, swap_ab=True),
+    GemmConfig(tile_m=128, swap_ab=True),
+    GemmConfig(tile_m=16, tile_n=64, swap_ab=True, pingpong=True, stages=3),
 ]
 ROWS = (0, 1, 17, 64, 65, 130)
 MAX_ROWS = 256
@@ -19,18 +34,10 @@ MAX_ROWS = 256
 def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
     experts, n, k = problem.b.shape
     out = problem.output()
-    function = compile_grouped_gemm(config, n, k, experts, "sm_90a")
-    layout = problem.layout
-    function(
-        problem.a,
-        problem.a_scale,
-        problem.b,
-        problem.b_scale,
-        out,
-        layout.rows_per_expert,
-        layout.max_rows,
-        ctas,
-    )
+    segments, table, max_rows = _segments(problem.layout)
+    function = compile_grouped_gemm(config, n, k, experts, "sm_90a", segments)
+    ctas *= config.cluster_size
+    function(problem.a, problem.a_scale, problem.b, problem.b_scale, out, table, max_rows, ctas)
     return out
 
 
@@ -39,6 +46,16 @@ def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
 def test_exact_values(config, k, mode, emulator):
     problem = gemm(ROWS, 256, k, MAX_ROWS, exact=True)
     out = launch(problem, config, ctas=4)
+    assert torch.equal(out, problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+def test_row_layouts(config, layout, mode, emulator):
+    """Odd boundaries: a tile reads the next expert's rows and must not write them."""
+    problem = gemm((3, 130, 0, 1, 66, 5), 256, 384, MAX_ROWS, exact=True, layout=layout)
+    out = launch(problem, config, ctas=3)
     assert torch.equal(out, problem.expected)
     assert emulator.reports[-1].hazards == []
 

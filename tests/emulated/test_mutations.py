@@ -1,8 +1,4 @@
-"""Break the compiled GEMM in one place: what this directory checks must notice it every time.
-
-The kernel has no proxy fence to remove: nothing that ordinary stores put into shared memory is
-read by TMA or WGMMA. The barriers that order its staging buffer stand in for it here.
-"""
+"""Break the compiled GEMM in one place: what this directory checks must notice it every time."""
 
 import re
 from collections.abc import Callable
@@ -17,13 +13,16 @@ from test_gemm import launch
 Edit = Callable[[str], str]
 
 
-def replace(pattern: str, replacement: str, which: int = 0) -> Edit:
-    """Rewrite the `which`-th line that matches."""
+def replace(pattern: str, replacement: str, which: int | None = None, consumers=False) -> Edit:
+    """Rewrite the `which`-th match, or all; of the whole kernel or of the consumers' part."""
 
     def edit(ptx: str) -> str:
-        match = list(re.finditer(rf"^.*{pattern}.*$", ptx, re.M))[which]
-        line = re.sub(pattern, replacement, match.group())
-        return ptx[: match.start()] + line + ptx[match.end() :]
+        start = ptx.index("setmaxnreg.inc") if consumers else 0
+        matches = list(re.finditer(pattern, ptx[start:], re.M))
+        for match in reversed(matches if which is None else [matches[which]]):
+            first, last = start + match.start(), start + match.end()
+            ptx = ptx[:first] + match.expand(replacement) + ptx[last:]
+        return ptx
 
     return edit
 
@@ -35,17 +34,25 @@ def release_before_wgmma_is_complete(ptx: str) -> str:
 
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[(%r\d+)\], (%r\d+), \d+;"
+PARITY = r"(mbarrier\.try_wait\.parity\S* [P%]\w+, \[%r\d+\]), %r\d+"
+STAGING_BARRIER = r"bar\.sync\s+%r\d+, 128;"
 MUTATIONS = {
     "the kernel as it is": (lambda ptx: ptx + "\n", False),
-    "consumers do not wait for TMA": (replace(WAIT, "setp.eq.u32 P1, 0, 0;", -1), True),
-    "consumers wait for the wrong parity": (
-        replace(WAIT, r"mbarrier.try_wait.parity.shared.b64 P1, [\1], 1;", -1),
+    "consumers do not wait for TMA": (
+        replace(WAIT, "setp.eq.u32 P1, 0, 0;", consumers=True),
         True,
     ),
-    "the producer does not wait for a free stage": (replace(WAIT, "setp.eq.u32 P1, 0, 0;"), True),
+    "consumers wait for the wrong parity": (replace(PARITY, r"\1, 1", consumers=True), True),
+    "the producer does not wait for a free stage": (
+        replace(WAIT, "setp.eq.u32 P1, 0, 0;", which=0),
+        True,
+    ),
     "WGMMA is not waited for": (replace(r"wgmma\.wait_group\.sync\.aligned\s+0;", ""), True),
     "stages are released before WGMMA is complete": (release_before_wgmma_is_complete, True),
-    "stages are never released": (replace(r"mbarrier\.arrive\.shared[^;]*;", ""), True),
+    "stages are never released": (
+        replace(r"mbarrier\.arrive\.shared[^;]*;", "", consumers=True),
+        True,
+    ),
     "fewer bytes are expected than come": (
         replace(r"(expect_tx\.shared\.b64 %rd\d+, \[%r\d+\]), %r\d+;", r"\1, 16896;"),
         True,
@@ -55,14 +62,21 @@ MUTATIONS = {
         True,
     ),
     "barriers are used before they are initialised": (replace(r"bar\.sync\s+0;", ""), True),
-    "staged rows are read before they are written": (
-        replace(r"bar\.sync\s+%r\d+, 128;", "", 0),
+    "staged rows are overwritten before TMA has read them": (
+        replace(r"cp\.async\.bulk\.wait_group\.read\s+0;", "", which=0),
         True,
     ),
-    "staged rows are overwritten before they are read": (
-        replace(r"bar\.sync\s+%r\d+, 128;", "", 1),
+    "one thread waits for TMA, the others do not wait for it": (
+        replace(STAGING_BARRIER, "", which=0),
         True,
     ),
+    "staged rows are stored before they are written": (replace(STAGING_BARRIER, "", which=1), True),
+    "TMA reads staged rows without a proxy fence": (replace(r"fence\.proxy\.async\S*;", ""), True),
+    "the CTA ends while TMA reads its shared memory": (
+        replace(r"cp\.async\.bulk\.wait_group\.read\s+0;", "", which=-1),
+        True,
+    ),
+    "stores are not committed": (replace(r"cp\.async\.bulk\.commit_group;", ""), True),
 }
 
 

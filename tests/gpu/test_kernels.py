@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_fp8.core import kernels, model
 from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.layout import BatchedRows
+from moe_fp8.core.layout import BatchedRows, FlatRows
 from moe_fp8.core.metrics import calc_diff, cosine
 
 FP8 = torch.float8_e4m3fn
@@ -19,6 +19,8 @@ CONFIGS = [
     GemmConfig(tile_m=64),
     GemmConfig(tile_n=64),
     GemmConfig(stages=2),
+    GemmConfig(tile_n=192),
+    GemmConfig(tile_n=192, cluster_n=2),
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2),
     GemmConfig(cluster_m=2, cluster_n=2),
@@ -53,6 +55,23 @@ def gemm_problem(rows, n, k, seed=0):
         a_scale[:, padding] = torch.nan
     counts = torch.tensor(rows, dtype=torch.int32, device="cuda")
     return a, a_scale, b, b_scale, BatchedRows(counts, max_rows)
+
+
+def flat_problem(rows, n, k, seed=0):
+    """The same operands with the rows side by side: boundaries anywhere, NaN after the last."""
+    a, a_scale, b, b_scale, batched = gemm_problem(rows, n, k, seed)
+    own = [
+        torch.arange(e * batched.max_rows, e * batched.max_rows + count, device="cuda")
+        for e, count in enumerate(rows)
+    ]
+    order = torch.cat(own)
+    total = -(-len(order) // 4) * 4
+    flat = torch.full((total, k), 0x7F, dtype=torch.uint8, device="cuda").view(FP8)
+    flat.view(torch.uint8)[: len(order)] = a.view(torch.uint8)[order]
+    flat_scale = torch.full((k // 128, total), torch.nan, device="cuda")
+    flat_scale[:, : len(order)] = a_scale[:, order]
+    m_indptr = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
+    return flat, flat_scale, b, b_scale, FlatRows(m_indptr)
 
 
 def run_gemm(problem, function, config=None):
@@ -94,6 +113,19 @@ def test_grouped_gemm_is_exact_on_small_integers(n, k):
     )
 
 
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+def test_flat_rows(n, k):
+    rows = (0, 1, 63, 64, 65, 127, 128, 129, 5)
+    problem = flat_problem(rows, n, k)
+    expected = run_gemm(problem, model.grouped_gemm)
+    outputs = [run_gemm(problem, kernels.grouped_gemm, config) for config in CONFIGS]
+    total = sum(rows)
+    assert calc_diff(outputs[0][:total], expected[:total]) < 1e-5
+    for config, out in zip(CONFIGS, outputs, strict=True):
+        assert torch.equal(out, outputs[0]), f"{config} differs from {CONFIGS[0]}"
+        assert (out[total:] == UNTOUCHED).all()
+
+
 def test_grouped_gemm_is_deterministic():
     problem = gemm_problem((300, 5, 0, 128), 4096, 7168)
     first = run_gemm(problem, kernels.grouped_gemm)
@@ -129,7 +161,8 @@ def test_swiglu_quant(rows):
     for module in (kernels, model):
         q = torch.zeros(rows, intermediate, device="cuda").to(FP8)
         scale = torch.full((intermediate // 128, rows), torch.nan, device="cuda")
-        module.swiglu_quant(g, q, scale)
+        count = torch.tensor([rows], dtype=torch.int32, device="cuda")
+        module.swiglu_quant(g, q, scale, count)
         results.append((q, scale))
     (q, scale), (expected_q, expected_scale) = results
     assert scale[0, 0] == 1 and not q[0, :128].float().any()
@@ -178,14 +211,24 @@ import torch
 from test_kernels import *
 for config in CONFIGS:
     run_gemm(gemm_problem((0, 1, 130, 65), 256, 512), kernels.grouped_gemm, config)
+    run_gemm(flat_problem((0, 1, 130, 65), 256, 512), kernels.grouped_gemm, config)
 g = torch.randn(5, 512, device="cuda").bfloat16()
-kernels.swiglu_quant(g, torch.empty(5, 256, device="cuda").to(FP8), torch.empty(2, 5, device="cuda"))
+scales = torch.empty(2, 5, device="cuda")
+count = torch.tensor([5], dtype=torch.int32, device="cuda")
+kernels.swiglu_quant(g, torch.empty(5, 256, device="cuda").to(FP8), scales, count)
 pairs = torch.randint(-1, 5, (3, 8), dtype=torch.int32, device="cuda")
 out = torch.empty(3, 512, device="cuda").bfloat16()
 kernels.combine(g, pairs, torch.rand(3, 8, device="cuda"), out)
+own_rows = torch.full((3, 8), -1, dtype=torch.int32, device="cuda")
+own_rows[:, 2] = torch.arange(3, dtype=torch.int32, device="cuda")
+tokens, rows = fp8(3, 512), torch.empty(4, 512, device="cuda").to(FP8)
+scales = torch.rand(4, 3, device="cuda"), torch.empty(4, 4, device="cuda")
+kernels.dispatch(tokens, scales[0], own_rows, rows, scales[1])
 torch.cuda.synchronize()
 print("ran to the end")
 """
-    result = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "ran to the end" in result.stdout

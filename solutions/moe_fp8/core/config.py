@@ -12,7 +12,7 @@ SMEM_BYTES = 227 * 1024
 """Shared memory one CTA can have on sm_90 and sm_100."""
 
 EPILOGUE_COLUMNS = 64
-"""Output columns staged at once: one 128-byte swizzle row of bfloat16."""
+"""Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
 
 ACCUMULATOR_REGISTERS = 200
 """Registers of a consumer thread that accumulators may take; the rest is for everything else."""
@@ -53,6 +53,8 @@ class GemmConfig:
         columns = (64, 128) if self.swap_ab else (64, 128, 192)
         if self.tile_n not in columns:
             raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
+        if self.tile_n == 192 and self.tile_m != 128:
+            raise ValueError(f"tile_n=192: expected tile_m=128, got {self.tile_m}")
         if self.cluster_m not in (1, 2) or self.cluster_n not in (1, 2):
             raise ValueError(
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected 1 or 2 CTAs each way"
@@ -124,8 +126,7 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, barriers and alignment."""
-        staged_rows = self.tile_m if self.swap_ab else 64
-        return self.consumer_warpgroups * staged_rows * EPILOGUE_COLUMNS * 2 + 2048
+        return self.tiles_at_once * self.tile_m * self.tile_n * 2 + 2048
 
     @property
     def num_stages(self) -> int:

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -17,6 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 from .config import BLOCK, EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
 from .orientation import orientation
 from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile
+from .segments import Segments
 
 WGMMA_K = 32
 ALIGN = 1024
@@ -41,10 +42,11 @@ class GroupedGemmSm90:
                  accumulator, release the stage, promote (multiply by both scales and add to the
                  float32 sum). While one warpgroup promotes, the other keeps the tensor cores busy;
                  with `overlap` a warpgroup promotes one K block while its next one runs.
-                 At the tile's end: bfloat16, stmatrix, predicated 16-byte stores.
+                 At the tile's end: bfloat16, stmatrix, TMA store; the next tile begins while TMA
+                 reads. The part of a tile that its expert ends in is stored row by row.
 
-    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of the
-    B tile for those below it (cluster_m), and multicast writes it to all of them.
+    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
+    the B tile for those below it (cluster_m), and multicast writes it to all of them.
 
     Pipeline `load` (TMA -> consumers), `num_stages` deep:
       full   1 arrival (the producer's expect-tx) + the bytes of the three copies
@@ -58,7 +60,7 @@ class GroupedGemmSm90:
     accumulator values that are not stored.
     """
 
-    def __init__(self, config: GemmConfig, n: int, k: int, experts: int, segments: type):
+    def __init__(self, config: GemmConfig, n: int, k: int, experts: int, segments: Segments):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
         if k % BLOCK:
@@ -88,6 +90,9 @@ class GroupedGemmSm90:
             (c.tile_m, 1, c.num_stages), stride=(1, 0, c.scale_stage_bytes // 4)
         )
         self.out_smem = self.orientation.staging_layout()
+        self.rows_smem = hopper.make_smem_layout_epi(
+            BFloat16, row_major, (self.orientation.staged_rows, EPILOGUE_COLUMNS), 1
+        )
 
     @cute.jit
     def __call__(
@@ -109,6 +114,12 @@ class GroupedGemmSm90:
         tma_a, a_tma = _tma_load(a, self.a_smem, (c.tile_m, BLOCK), c.cluster_n)
         tma_b, b_tma = _tma_load(b_nke, self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
         tma_a_scale, a_scale_tma = _tma_load(a_scale_rows, self.a_scale_smem, (c.tile_m, 1), 1)
+        tma_out, out_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            out,
+            cute.slice_(self.rows_smem, (None, None, 0)),
+            (self.orientation.staged_rows, EPILOGUE_COLUMNS),
+        )
 
         @cute.struct
         class SharedStorage:
@@ -135,6 +146,8 @@ class GroupedGemmSm90:
             tma_a_scale,
             a_scale_tma,
             b_scale,
+            tma_out,
+            out_tma,
             out,
             table,
             max_rows,
@@ -156,6 +169,8 @@ class GroupedGemmSm90:
         tma_a_scale: cute.CopyAtom,
         a_scale: cute.Tensor,
         b_scale: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        out_tma: cute.Tensor,
         out: cute.Tensor,
         table: cute.Tensor,
         max_rows: Int32,
@@ -168,18 +183,32 @@ class GroupedGemmSm90:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
             cpasync.prefetch_descriptor(tma_a_scale)
+            cpasync.prefetch_descriptor(tma_out)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         s_a = storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner)
         s_b = storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner)
         s_a_scale = storage.a_scale.get_tensor(self.a_scale_smem)
         # Written as the accumulator lies, read as rows of the output.
-        rows = self.orientation.staged_rows
         s_staged = storage.out.get_tensor(self.out_smem.outer, swizzle=self.out_smem.inner)
+        part = self.orientation.staged_rows * EPILOGUE_COLUMNS
+        parts = self.orientation.parts
         s_rows = storage.out.get_tensor(
             cute.make_layout(
-                (c.consumer_warpgroups, rows, EPILOGUE_COLUMNS),
-                stride=(rows * EPILOGUE_COLUMNS, EPILOGUE_COLUMNS, 1),
+                (
+                    c.tiles_at_once,
+                    c.mma_warpgroups,
+                    parts,
+                    self.orientation.staged_rows,
+                    EPILOGUE_COLUMNS,
+                ),
+                stride=(
+                    c.mma_warpgroups * parts * part,
+                    part,
+                    c.mma_warpgroups * part,
+                    EPILOGUE_COLUMNS,
+                    1,
+                ),
             ),
             swizzle=self.out_smem.inner,
         )
@@ -210,7 +239,18 @@ class GroupedGemmSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self._mma_warpgroup(
-                load, tiles, group - 1, s_a, s_b, s_a_scale, b_scale, s_staged, s_rows, out
+                load,
+                tiles,
+                group - 1,
+                s_a,
+                s_b,
+                s_a_scale,
+                b_scale,
+                s_staged,
+                s_rows,
+                tma_out,
+                out_tma,
+                out,
             )
 
     def _cta_in_cluster(self) -> tuple[Int32, Int32]:
@@ -291,6 +331,8 @@ class GroupedGemmSm90:
         b_scale: cute.Tensor,
         s_staged: cute.Tensor,
         s_rows: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        out_tma: cute.Tensor,
         out: cute.Tensor,
     ):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA, or, with
@@ -314,18 +356,21 @@ class GroupedGemmSm90:
         total = tiles.total()
         linear, stride = self._first_tile()
         turn = Int32(0)
+        lane_b_scale = self._make_b_scales()
+        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        if linear < total:
+            self._load_b_scale(lane_b_scale, b_scale, tile)
         if cutlass.const_expr(c.pingpong) and consumer == 1:
             self._order_barrier(0).arrive()  # warpgroup 0 goes first
         while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
-            if cutlass.const_expr(c.pingpong) and turn != consumer:
-                state = self._skip_tile(state)
-            else:
+            mine = Boolean(True)
+            if cutlass.const_expr(c.pingpong):
+                mine = turn == consumer
+            valid = mine and tile.rows > self.orientation.first_token(mma_group)
+            if mine:
                 if cutlass.const_expr(c.pingpong):
                     self._order_barrier(consumer).arrive_and_wait()
-                valid = tile.rows > self.orientation.first_token(mma_group)
                 if valid:
-                    lane_b_scale = self._load_b_scale(b_scale, tile)
                     mainloop = (
                         self._overlapped_mainloop
                         if cutlass.const_expr(c.overlap)
@@ -342,10 +387,30 @@ class GroupedGemmSm90:
                         state.advance()
                 if cutlass.const_expr(c.pingpong):
                     self._order_barrier(1 - consumer).arrive()
-                if valid:
-                    self._store(total_acc, tile, consumer, mma_group, thread, s_staged, s_rows, out)
+            else:
+                state = self._skip_tile(state)
             linear += stride
             turn ^= 1
+            # Find the next tile and ask for its B scales now: both take long, the store hides it.
+            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+            self._load_b_scale(lane_b_scale, b_scale, following)
+            if valid:
+                self._store(
+                    total_acc,
+                    tile,
+                    consumer,
+                    mma_group,
+                    thread,
+                    s_staged,
+                    s_rows,
+                    tma_out,
+                    out_tma,
+                    out,
+                )
+            tile = following
+        if thread % WARPGROUP == 0:
+            # The staging buffer must outlive TMA's reading of it.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _order_barrier(self, consumer: Int32) -> pipeline.NamedBarrier:
         """Opens when it is a ping-pong warpgroup's turn to use the pipeline.
@@ -379,14 +444,21 @@ class GroupedGemmSm90:
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
+        release_state = state.clone()
+        arrived = load.consumer_try_wait(state)
         for kb in cutlass.range(self.k_blocks, unroll=1):
-            load.consumer_wait(state)
+            load.consumer_wait(state, arrived)
             # Read before the WGMMAs start, so that their latency hides behind them.
             self._load_scales(scales, s_a_scale, lane_b_scale, kb, state.index, thread)
             self._issue_wgmma(acc, frag_a, frag_b, state.index)
-            warpgroup.wait_group(0)
-            load.consumer_release(state)
             state.advance()
+            warpgroup.wait_group(0)
+            load.consumer_release(release_state)
+            release_state.advance()
+            # Ask for the next stage now: the answer comes while this block is promoted.
+            arrived = Boolean(True)
+            if kb + 1 < self.k_blocks:
+                arrived = load.consumer_try_wait(state)
             self._promote(total_acc, acc, scales)
         return state
 
@@ -452,13 +524,15 @@ class GroupedGemmSm90:
             cute.gemm(atom, acc, frag_a[None, None, k, stage], frag_b[None, None, k, stage], acc)
         warpgroup.commit_group()
 
-    @cute.jit
-    def _load_b_scale(self, b_scale: cute.Tensor, tile: Tile):
+    def _make_b_scales(self) -> cute.Tensor:
         """(column_scales, ceil(k_blocks / 32)) registers: lane l holds K blocks l, l + 32, ..."""
         columns = self.orientation.column_scales
-        held = cute.make_rmem_tensor((columns, (self.k_blocks + WARP - 1) // WARP), Float32)
-        held.fill(0.0)
-        for j in cutlass.range_constexpr(columns):
+        return cute.make_rmem_tensor((columns, (self.k_blocks + WARP - 1) // WARP), Float32)
+
+    @cute.jit
+    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile):
+        """Read a tile's B scales into the registers of `_make_b_scales`."""
+        for j in cutlass.range_constexpr(cute.size(held, mode=[0])):
             column = tile.n_tile * self.config.tile_n + j * EPILOGUE_COLUMNS
             if cutlass.const_expr(self.ragged_n):
                 column = cutlass.min(column, self.n - 1)
@@ -467,7 +541,6 @@ class GroupedGemmSm90:
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     held[j, i] = row[kb]
-        return held
 
     def _make_scales(self) -> cute.Tensor:
         """(token_scales, column_scales) registers: the factors of one K block."""
@@ -514,62 +587,78 @@ class GroupedGemmSm90:
         thread: Int32,
         s_staged: cute.Tensor,
         s_rows: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        out_tma: cute.Tensor,
         out: cute.Tensor,
     ):
-        """Write the valid rows of this warpgroup's part of a tile, 64 columns at a time."""
+        """Write the valid rows of this warpgroup's part of a tile.
+
+        A part with all its rows goes out by TMA while the warpgroup goes on to its next tile; one
+        that its expert ends in, row by row.
+        """
         c = self.config
         rows = self.orientation.staged_rows
+        local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(
             barrier_id=STAGING_BARRIER + consumer, num_threads=WARPGROUP
         )
+        if local == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         stmatrix = self.orientation.stmatrix()
         to_smem = cute.make_tiled_copy_S(
             stmatrix, cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma)
         ).get_slice(thread)
-        copy = consumer if cutlass.const_expr(c.pingpong) else 0
-        staged = to_smem.partition_D(s_staged)  # (v, m, n, copies)
-        fragment = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(s_staged))[:3], BFloat16)
-        values = cute.size(fragment)
-        acc_flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        slot = consumer // c.mma_warpgroups
+        rounded = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(s_staged))[:3], BFloat16)
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        for i in cutlass.range(cute.size(acc), unroll_full=True):
+            rounded[i] = BFloat16(flat_acc[i])
+        barrier.arrive_and_wait()  # what this warpgroup staged last has been read
+        cute.copy(to_smem, rounded, to_smem.partition_D(s_staged)[None, None, None, slot])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier.arrive_and_wait()
 
-        # 8 threads store the 128 bytes of a row, up to 16 rows at a time.
-        passes = max(rows // 16, 1)
-        stored_rows = rows // passes
-        local = thread % WARPGROUP
-        first_row = local // 8
-        column = local % 8 * VECTOR
-        valid = tile.rows - self.orientation.first_token(mma_group)
-        # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
-        row = tile.row + self.orientation.first_token(mma_group) + first_row
-        target = out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n + column
-        held = cute.make_rmem_tensor((VECTOR, passes), BFloat16)
-        for part in cutlass.range_constexpr(self.orientation.parts):
-            for i in cutlass.range(values, unroll_full=True):
-                fragment[i] = BFloat16(acc_flat[part * values + i])
-            cute.copy(to_smem, fragment, staged[None, None, None, copy])
-            barrier.arrive_and_wait()
-            for i in cutlass.range_constexpr(passes):
-                if first_row < stored_rows:
-                    source = cute.local_tile(
-                        s_rows[consumer, first_row + i * stored_rows, None],
-                        (VECTOR,),
-                        (local % 8,),
+        first_token = self.orientation.first_token(mma_group)
+        valid = tile.rows - first_token
+        row = tile.row + first_token
+        if valid >= rows:
+            if local == 0:
+                g_rows = cute.domain_offset((row, 0), out_tma)
+                for part in cutlass.range_constexpr(self.orientation.parts):
+                    column = tile.n_tile * c.tile_n + self.orientation.first_column(mma_group, part)
+                    source, target = cpasync.tma_partition(
+                        tma_out,
+                        0,
+                        cute.make_layout(1),
+                        cute.group_modes(s_rows[slot, mma_group, part, None, None], 0, 2),
+                        cute.group_modes(
+                            cute.local_tile(
+                                g_rows, (rows, EPILOGUE_COLUMNS), (0, column // EPILOGUE_COLUMNS)
+                            ),
+                            0,
+                            2,
+                        ),
                     )
-                    cute.autovec_copy(source, held[None, i])
-            # Every thread has read; the next part may overwrite the staging buffer.
-            barrier.arrive_and_wait()
-            offset = self.orientation.first_column(mma_group, part)
-            for i in cutlass.range_constexpr(passes):
-                r = first_row + i * stored_rows
-                inside = first_row < stored_rows and r < valid
+                    cute.copy(tma_out, source, target)
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            # 8 threads store the 128 bytes of a row, 16 rows at a time.
+            vector = cute.make_layout(VECTOR)
+            # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
+            first = out.iterator + Int64(row) * self.n + tile.n_tile * c.tile_n
+            for part in cutlass.range_constexpr(self.orientation.parts):
+                column = self.orientation.first_column(mma_group, part) + local % 8 * VECTOR
+                inside = Boolean(True)
                 if cutlass.const_expr(self.ragged_n):
-                    inside = inside and tile.n_tile * c.tile_n + part * EPILOGUE_COLUMNS < self.n
-                if inside:
-                    # Not visible to the compiler, which would store two bytes at a time.
-                    aligned = (target + i * stored_rows * self.n + offset).align(VECTOR * 2)
-                    cute.autovec_copy(
-                        held[None, i], cute.make_tensor(aligned, cute.make_layout(VECTOR))
-                    )
+                    inside = tile.n_tile * c.tile_n + column < self.n
+                for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
+                    if inside:
+                        source = cute.local_tile(
+                            s_rows[slot, mma_group, part, r, None], (VECTOR,), (local % 8,)
+                        )
+                        # Not visible to the compiler, which would store two bytes at a time.
+                        target = (first + Int64(r) * self.n + column).align(VECTOR * 2)
+                        cute.autovec_copy(source, cute.make_tensor(target, vector))
 
 
 def _tma_load(gmem: cute.Tensor, smem_layout, tile: tuple[int, int], multicast: int):

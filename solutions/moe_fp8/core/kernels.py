@@ -15,7 +15,7 @@ from .config import BLOCK, GemmConfig
 from .dispatch import Dispatch
 from .gemm_sm90 import GroupedGemmSm90
 from .layout import AlignedRows, BatchedRows, RowLayout
-from .segments import AlignedSegments, BatchedSegments, FlatSegments
+from .segments import ALIGNED, BATCHED, FLAT, Segments
 from .swiglu_quant import SwigluQuant
 
 ARCHS = {(9, 0): "sm_90a"}
@@ -116,7 +116,12 @@ def combine(
 
 @functools.cache
 def compile_grouped_gemm(
-    config: GemmConfig, n: int, k: int, experts: int, arch: str, segments: type = BatchedSegments
+    config: GemmConfig,
+    n: int,
+    k: int,
+    experts: int,
+    arch: str,
+    segments: Segments = BATCHED,
 ) -> Any:
     """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
 
@@ -135,7 +140,7 @@ def compile_grouped_gemm(
         )
 
     kernel = GroupedGemmSm90(config, n, k, experts, segments)
-    return compiled(kernel, (config, n, k, experts, segments.__name__), arguments, arch)
+    return compiled(kernel, (config, n, k, experts, type(segments).__name__), arguments, arch)
 
 
 @functools.cache
@@ -188,13 +193,13 @@ def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
     return compiled(Combine(hidden, top_k), (hidden, top_k), arguments, arch)
 
 
-def _segments(layout: RowLayout) -> tuple[type, torch.Tensor, int]:
+def _segments(layout: RowLayout) -> tuple[Segments, torch.Tensor, int]:
     """(device side, table, max_rows) of a row layout."""
     if isinstance(layout, BatchedRows):
-        return BatchedSegments, layout.rows_per_expert, layout.max_rows
+        return BATCHED, layout.rows_per_expert, layout.max_rows
     if isinstance(layout, AlignedRows):
-        return AlignedSegments, layout.segments, 0
-    return FlatSegments, layout.m_indptr, 0
+        return ALIGNED, layout.segments, 0
+    return FLAT, layout.m_indptr, 0
 
 
 def _row_major(dtype: Any, *shape: Any, align: int = 16) -> Any:

@@ -58,7 +58,7 @@ class TokensAsRows:
         return thread // WARP * 16 + thread % WARP // 4 + 8 * i
 
     def scale_of_value(self, v: int) -> tuple[int, int]:
-        """(token, column) scale of accumulator value `v`, which come as (2 columns, 2 rows, ...)."""
+        """(token, column) scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 2 % 2, v // 4 * 8 // EPILOGUE_COLUMNS % self.column_scales
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
@@ -66,18 +66,18 @@ class TokensAsRows:
         return warpgroup_index * WGMMA_M
 
     def first_column(self, warpgroup_index: Int32, part: int) -> Int32:
-        """First column in the tile of what a warpgroup stages as its part `part`."""
+        """First column in the tile of a warpgroup's 64-column part `part`."""
         return Int32(part * EPILOGUE_COLUMNS)
 
     def stmatrix(self) -> cute.CopyAtom:
         return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
 
     def staging_layout(self):
-        """(rows, columns, tiles) of one staged part, in accumulator coordinates."""
+        """Staging buffer of the tiles computed at once, in accumulator coordinates."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         rows = WGMMA_M * self.config.mma_warpgroups
         return cute.tile_to_shape(
-            atom, (rows, EPILOGUE_COLUMNS, self.config.tiles_at_once), (0, 1, 2)
+            atom, (rows, self.config.tile_n, self.config.tiles_at_once), (0, 1, 2)
         )
 
 
@@ -106,7 +106,7 @@ class TokensAsColumns:
         return thread % 4 * 2 + i // 2 * 8 + i % 2
 
     def scale_of_value(self, v: int) -> tuple[int, int]:
-        """(token, column) scale of accumulator value `v`, which come as (2 columns, 2 rows, ...)."""
+        """(token, column) scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 4 * 2 + v % 2, 0
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
@@ -114,7 +114,7 @@ class TokensAsColumns:
         return Int32(0)
 
     def first_column(self, warpgroup_index: Int32, part: int) -> Int32:
-        """First column in the tile of what a warpgroup stages as its part `part`."""
+        """First column in the tile of a warpgroup's 64-column part `part`."""
         return warpgroup_index * WGMMA_M
 
     def stmatrix(self) -> cute.CopyAtom:
@@ -123,7 +123,7 @@ class TokensAsColumns:
         return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), BFloat16)
 
     def staging_layout(self):
-        """(rows, columns, tiles) of one staged part, in accumulator coordinates."""
+        """Staging buffer of the tiles computed at once, in accumulator coordinates."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
         rows = WGMMA_M * self.config.mma_warpgroups
         return cute.tile_to_shape(

@@ -31,6 +31,8 @@ class ExpertTiles:
     warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
     shuffles, so no warp waits for shared memory or for another warp. Experts come in order; within
     one, row tiles run fastest, so that the CTAs at work together share their weight tiles in L2.
+    Each column starts one row tile later than the one before: an expert's last row tile is often
+    cheaper, and where the grid is a multiple of its row tiles the same CTAs would get it each time.
 
     Every lane of a warp must call `create` and `locate`.
     """
@@ -81,7 +83,7 @@ class ExpertTiles:
         m_tiles = (count + (self.tile_m - 1)) // self.tile_m
         local = linear - begin
         n_tile = local // m_tiles
-        m_row = (local - n_tile * m_tiles) * self.tile_m
+        m_row = (local - n_tile * (m_tiles - 1)) % m_tiles * self.tile_m
         return Tile(
             expert,
             cute.arch.make_warp_uniform(n_tile),

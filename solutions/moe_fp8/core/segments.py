@@ -6,7 +6,22 @@ from cutlass import Int32
 from .layout import AlignedRows, BatchedRows, FlatRows
 
 
-class BatchedSegments:
+class Segments:
+    """A row layout as the kernel reads it, from a table in device memory."""
+
+    layout: type
+
+    @staticmethod
+    def table_shape(experts: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @staticmethod
+    def segment(table: cute.Tensor, max_rows: Int32, expert: Int32) -> tuple[Int32, Int32]:
+        """(first row, row count) of an expert."""
+        raise NotImplementedError
+
+
+class BatchedSegments(Segments):
     """Expert e owns `table[e]` rows from row `e * max_rows` on."""
 
     layout = BatchedRows
@@ -21,7 +36,7 @@ class BatchedSegments:
         return expert * max_rows, table[expert]
 
 
-class AlignedSegments:
+class AlignedSegments(Segments):
     """Expert e owns `table[1, e]` rows from row `table[0, e]` on."""
 
     layout = AlignedRows
@@ -36,7 +51,7 @@ class AlignedSegments:
         return table[0, expert], table[1, expert]
 
 
-class FlatSegments:
+class FlatSegments(Segments):
     """Expert e owns rows `[table[e], table[e + 1])`, with `table` the row boundaries m_indptr."""
 
     layout = FlatRows
@@ -49,3 +64,6 @@ class FlatSegments:
     @cute.jit
     def segment(table: cute.Tensor, max_rows: Int32, expert: Int32) -> tuple[Int32, Int32]:
         return table[expert], table[expert + 1] - table[expert]
+
+
+BATCHED, ALIGNED, FLAT = BatchedSegments(), AlignedSegments(), FlatSegments()
