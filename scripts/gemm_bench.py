@@ -161,7 +161,7 @@ def ours(name: str, config: Any) -> Variant:
 
     def prepare(x: Operands) -> Call:
         def launch() -> None:
-            chosen = config or choose(x.problem.rows, x.problem.n, x.problem.k)
+            chosen = config or choose(x.problem.rows, x.problem.n, x.problem.k, even=True)
             kernels.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, x.out, x.layout, chosen)
 
         return Call(launch, x.out, x.valid)

@@ -14,6 +14,9 @@ SMEM_BYTES = 227 * 1024
 EPILOGUE_COLUMNS = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
 
+TMA_ROWS = 4
+"""float32 values of 16 bytes: TMA reads a row of scales from a multiple of 16 bytes only."""
+
 ACCUMULATOR_REGISTERS = 200
 """Registers of a consumer thread that accumulators may take; the rest is for everything else."""
 
@@ -111,12 +114,17 @@ class GemmConfig:
     @property
     def tx_bytes(self) -> int:
         """Bytes that TMA brings into one stage: A tile, B tile, A scales of one K block."""
-        return (self.tile_m + self.tile_n) * BLOCK + self.tile_m * 4
+        return (self.tile_m + self.tile_n) * BLOCK + self.scale_rows * 4
+
+    @property
+    def scale_rows(self) -> int:
+        """A scales of one stage: the tile's, and up to 3 before it and 1 after it."""
+        return self.tile_m + TMA_ROWS
 
     @property
     def scale_stage_bytes(self) -> int:
         """Shared memory of the A scales of one stage; TMA writes to multiples of 128 bytes."""
-        return max(self.tile_m * 4, 128)
+        return -(-self.scale_rows * 4 // 128) * 128
 
     @property
     def stage_bytes(self) -> int:

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from .config import BLOCK, EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
+from .config import BLOCK, EPILOGUE_COLUMNS, TMA_ROWS, WARPGROUP, GemmConfig
 from .orientation import orientation
 from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile
 from .segments import Segments
@@ -87,7 +87,7 @@ class GroupedGemmSm90:
         self.a_smem = hopper.make_smem_layout_a(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
         self.b_smem = hopper.make_smem_layout_b(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
         self.a_scale_smem = cute.make_layout(
-            (c.tile_m, 1, c.num_stages), stride=(1, 0, c.scale_stage_bytes // 4)
+            (c.scale_rows, 1, c.num_stages), stride=(1, 0, c.scale_stage_bytes // 4)
         )
         self.out_smem = self.orientation.staging_layout()
         self.rows_smem = hopper.make_smem_layout_epi(
@@ -113,7 +113,7 @@ class GroupedGemmSm90:
         a_scale_rows = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         tma_a, a_tma = _tma_load(a, self.a_smem, (c.tile_m, BLOCK), c.cluster_n)
         tma_b, b_tma = _tma_load(b_nke, self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
-        tma_a_scale, a_scale_tma = _tma_load(a_scale_rows, self.a_scale_smem, (c.tile_m, 1), 1)
+        tma_a_scale, a_scale_tma = _tma_load(a_scale_rows, self.a_scale_smem, (c.scale_rows, 1), 1)
         tma_out, out_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(),
             out,
@@ -290,13 +290,14 @@ class GroupedGemmSm90:
         linear, stride = self._first_tile()
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            # (tile_m, 128, k_blocks), (tile_n, 128, k_blocks), (tile_m, 1, k_blocks)
+            # (tile_m, 128, k_blocks), (tile_n, 128, k_blocks), (scale_rows, 1, k_blocks)
             g_a = cute.local_tile(
                 cute.domain_offset((tile.row, 0), a), (c.tile_m, BLOCK), (0, None)
             )
             g_b = cute.local_tile(b, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
+            scale_row = tile.row // TMA_ROWS * TMA_ROWS
             g_a_scale = cute.local_tile(
-                cute.domain_offset((tile.row, 0), a_scale), (c.tile_m, 1), (0, None)
+                cute.domain_offset((scale_row, 0), a_scale), (c.scale_rows, 1), (0, None)
             )
             dst_a, src_a = _tma_partition(tma_a, s_a, g_a, cta[1], c.cluster_n)
             dst_b, src_b = _tma_partition(tma_b, s_b, g_b, cta[0], c.cluster_m)
@@ -376,8 +377,10 @@ class GroupedGemmSm90:
                         if cutlass.const_expr(c.overlap)
                         else self._mainloop
                     )
+                    # The scales of the tile's first row need not be the first ones loaded.
+                    s_scale = cute.domain_offset((tile.row % TMA_ROWS, 0, 0), s_a_scale)
                     state = mainloop(
-                        load, state, frag_a, frag_b, total_acc, s_a_scale, lane_b_scale, thread
+                        load, state, frag_a, frag_b, total_acc, s_scale, lane_b_scale, thread
                     )
                 else:
                     # No row to compute: leave the tensor cores to the other warpgroup.
