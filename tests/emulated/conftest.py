@@ -4,7 +4,9 @@ Needs the PTX emulator at ../shared/ptxemu beside the repository, which must be 
 anything imports the DSL: run this directory in a pytest process of its own.
 """
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ MODES = ("eager", "lazy", "early_loads", "random")
 
 if EMULATOR.is_dir():
     sys.path.insert(0, str(EMULATOR))
+    # The emulator reads back the PTX that the DSL dumps under the kernel's name, which all configs
+    # share: a directory of one's own, also for a worker that inherits its parent's environment.
+    os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="moe_fp8_ptx_")
     import ptxemu
 
     ptxemu.install("sm_90a")
