@@ -2,14 +2,19 @@
 
 import dataclasses
 import enum
+import json
+import math
 import sys
 import types
 
 import gemm_bench
+import gemm_timing
+import make_workloads
 import pytest
 import torch
-from common import UsageError
+from common import ROOT, UsageError
 from moe_fp8.core import model
+from moe_fp8.core.layout import FlatRows
 from moe_fp8.core.metrics import calc_diff
 
 CPU = torch.device("cpu")
@@ -54,12 +59,18 @@ def test_the_kernels_own_config_is_accepted() -> None:
 
 
 def test_work_of_a_problem() -> None:
-    problem = gemm_bench.Problem(experts=8, rows=128, n=4096, k=7168)
+    problem = gemm_bench.Problem((128,) * 8, n=4096, k=7168)
     assert problem.flops == 2 * 8 * 128 * 4096 * 7168
     weights, tokens, out = 8 * 4096 * 7168, 8 * 128 * 7168, 8 * 128 * 4096 * 2
     scales = 4 * (weights / BLOCK**2 + tokens / BLOCK)
     assert problem.bytes == weights + tokens + out + scales
-    assert gemm_bench.Problem(8, 130, 128, 128).max_rows == 256
+    assert gemm_bench.Problem((130,) * 8, 128, 128).max_rows == 256
+    # An expert without rows is not read.
+    uneven = gemm_bench.Problem((256, 0, 512, 0, 256), n=4096, k=7168)
+    assert (uneven.experts, uneven.active, uneven.pairs, uneven.even) == (5, 3, 1024, False)
+    assert uneven.flops == problem.flops
+    assert uneven.bytes == problem.bytes * 1.0 - 5 * (4096 * 7168 + 4 * 4096 * 7168 / BLOCK**2)
+    assert gemm_bench.Problem((0, 7, 7), 128, 128).even
 
 
 def dequantised(a, a_scale, b, b_scale):
@@ -76,7 +87,7 @@ def deepgemm_contiguous(a, b, d, grouped_layout, recipe):
     assert a_scale.stride(0) == 1 and a_scale.stride(1) % 4 == 0  # rows contiguous, 16 bytes
     for e in range(len(b)):
         rows = (grouped_layout == e).nonzero()[:, 0]
-        assert rows[0] % BLOCK == 0
+        assert not len(rows) or rows[0] % BLOCK == 0
         d[rows] = dequantised(
             a.view(torch.uint8)[rows].view(a.dtype), a_scale[rows], b[e], b_scale[e]
         ).bfloat16()
@@ -87,8 +98,9 @@ def deepgemm_masked(a, b, d, masked_m, expected_m, recipe):
     assert recipe == (1, BLOCK, BLOCK) and masked_m.dtype == torch.int32
     assert a_scale.stride(1) == 1 and a_scale.stride(2) == a.shape[1]
     assert a_scale.stride(0) == a.shape[1] * a_scale.shape[2]
+    counts = [m for m in masked_m.tolist() if m]
+    assert expected_m == round(sum(counts) / len(counts))
     for e, m in enumerate(masked_m.tolist()):
-        assert m == expected_m
         d[e, :m] = dequantised(a[e, :m], a_scale[e, :m], b[e], b_scale[e]).bfloat16()
 
 
@@ -118,20 +130,207 @@ def peers(monkeypatch):
     return gemm_bench.deepgemm_variants() + gemm_bench.sgl_variants()
 
 
-@pytest.mark.parametrize("rows", [128, 17, 200])
-def test_every_peer_is_given_the_problem_of_the_model(peers, rows: int) -> None:
-    problem = gemm_bench.Problem(experts=3, rows=rows, n=256, k=384)
-    x = gemm_bench.Operands(problem, CPU, seed=1)
-    model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, x.out, x.layout, None)
-    expected = x.out[x.valid].clone()
-    assert len(peers) == 3
-    for variant in peers:
+UNEVEN = (5, 0, 130, 1, 0)
+
+
+def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> gemm_timing.Operands:
+    weights = gemm_timing.Weights(len(rows), n, k, CPU, seed=1)
+    return gemm_timing.Operands(gemm_bench.Problem(rows, n, k), weights)
+
+
+def expected(x: gemm_timing.Operands) -> torch.Tensor:
+    """The torch model's output of all rows, in the flat order."""
+    out = torch.empty_like(x.out)
+    model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, FlatRows(x.m_indptr), None)
+    return out[: x.problem.pairs]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The torch model in our kernel's place; the (layout, config) of its calls."""
+    calls = []
+
+    def grouped_gemm(a, a_scale, b, b_scale, out, layout, config):
+        calls.append((type(layout).__name__, config))
+        model.grouped_gemm(a, a_scale, b, b_scale, out, layout, config)
+
+    monkeypatch.setattr("moe_fp8.core.kernels.grouped_gemm", grouped_gemm)
+    return calls
+
+
+@pytest.mark.parametrize("rows", [(128,) * 3, (17,) * 3, (200,) * 3, UNEVEN])
+def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) -> None:
+    x = operands(rows)
+    reference = expected(x)
+    variants = [*peers, gemm_timing.ours("flat"), gemm_timing.ours("batched", layout="batched")]
+    assert len(variants) == 5
+    for variant in variants:
         call = variant.prepare(x)
         call.poison()
         call.launch()
         result = call.result()
-        assert result.shape == (3 * rows, 256), variant.name
-        assert calc_diff(result, expected) < 1e-5, variant.name
+        assert result.shape == (sum(rows), 256), variant.name
+        assert calc_diff(result, reference) < 1e-5, variant.name
+    chosen = gemm_timing.heuristic(x.problem)
+    assert kernel == [("FlatRows", chosen), ("BatchedRows", chosen)]
+
+
+def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
+    x = operands(UNEVEN)
+    checker = gemm_timing.Checker(x)
+    assert [rows for rows, _ in checker.expected] == [slice(0, 5), slice(5, 135), slice(135, 136)]
+    good = gemm_timing.ours("good")
+    assert checker.calc_diff(good) < 1e-6
+
+    def broken(spoil):
+        def prepare(operands):
+            call = good.prepare(operands)
+
+            def launch():
+                call.launch()
+                spoil(call.out)
+
+            return dataclasses.replace(call, launch=launch)
+
+        return dataclasses.replace(good, prepare=prepare)
+
+    assert checker.calc_diff(broken(lambda out: out[100].fill_(float("nan")))) == float("inf")
+    assert checker.calc_diff(broken(lambda out: out[135].neg_())) > 1
+
+
+def test_weights_are_drawn_once_a_shape() -> None:
+    first = gemm_timing.weights(2, 128, 256, "cpu", 3)
+    b, scale = first.get(1)
+    assert len(first.sets) == 2 and b.shape == (2, 128, 256) and scale.shape == (2, 1, 2)
+    assert gemm_timing.weights(2, 128, 256, "cpu", 3) is first
+    x = gemm_timing.Operands(gemm_bench.Problem((3, 2), 128, 256), first, 1)
+    assert x.b is b and x.a.shape == (8, 256)  # rows of a multiple of four
+
+
+def test_the_study_is_81_configurations() -> None:
+    problems = gemm_bench.grid_problems("study")
+    assert len(set(problems)) == len(problems) == 81
+    assert {p.experts for p in problems} == {1, 4, 8}
+    assert {p.mean_rows for p in problems} == {64, 128, 512}
+    assert {p.n for p in problems} == {p.k for p in problems} == {2048, 4096, 7168}
+    shapes = [(p.experts, p.n, p.k) for p in problems]
+    changes = sum(a != b for a, b in zip(shapes, shapes[1:], strict=False))
+    assert changes == 26  # problems with the same weights lie side by side
+    part = gemm_bench.grid_problems("study", rows=[64], shapes=[(2048, 4096)])
+    assert len(part) == 3 and {(p.n, p.k) for p in part} == {(2048, 4096)}
+
+
+def test_histograms_are_those_of_the_spec() -> None:
+    small = {s.uuid: s for s in make_workloads.load_specs() if s.seq_len <= 100}
+    found = gemm_timing.histograms(ROOT, [s.seq_len for s in small.values()])
+    assert len(found) == len(small) == 16
+    for histogram in found:
+        spec = small[histogram.uuid]
+        assert histogram.tokens == spec.seq_len and len(histogram.rows) == 32
+        assert sum(histogram.rows) == spec.counts.pairs
+        assert sum(r > 0 for r in histogram.rows) == spec.counts.active
+        assert max(histogram.rows) == spec.counts.max
+    problems = gemm_timing.layer_problems(found)
+    assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
+    assert gemm_timing.layer_problems([gemm_timing.Histogram("x", 1, (0,) * 32)]) == []
+
+
+def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **more) -> dict:
+    row = {**gemm_bench.Problem((int(rows),) * 8, 256, 256, tokens).describe()}
+    row.update(variant="ours default", peer=False, config="128x128", calc_diff=0.0)
+    if ratio is not None:
+        row.update(us=10.0 / ratio, us_p10=1.0, us_p90=2.0, tflops=1.0, gbytes=2.0)
+        row.update(percent_of_floor=50.0, method="graph", vs_best_peer=ratio, **more)
+    return row
+
+
+def test_the_summary_of_ratios(capsys) -> None:
+    rows = [row_of(r, m) for r, m in [(0.8, 64), (1.2, 64), (1.1, 64), (0.9, 128), (2.0, 128)]]
+    rows += [{**row_of(1.0), "peer": True}, {**row_of(None), "error": "wrong: calc_diff 1"}]
+    summary = {s["group"]: s for s in gemm_bench.summarise(rows)}
+    assert list(summary) == ["all", "64 rows", "128 rows"]
+    assert summary["all"] == {
+        "variant": "ours default",
+        "group": "all",
+        "problems": 5,
+        "median": 1.1,
+        "min": 0.8,
+        "below_1": 2,
+    }
+    assert (summary["64 rows"]["median"], summary["128 rows"]["below_1"]) == (1.1, 1)
+    assert [r["vs_best_peer"] for r in gemm_bench.worst(rows, 2)] == [0.8, 0.9]
+    assert {s["group"] for s in gemm_bench.summarise([row_of(1.0, tokens=7)])} == {"all", "256x256"}
+    gemm_bench.print_report(rows, markdown=True)
+    said = capsys.readouterr().out
+    assert "The worst:" in said and "1.100x" in said and "wrong: calc_diff 1" in said
+
+
+def test_figures_of_a_problem() -> None:
+    problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
+    floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
+    found = gemm_timing.figures(problem, [100.0, 300.0, 200.0], floors)
+    assert found["us"] == pytest.approx(200.0)
+    assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
+    assert found["floor_us"] == pytest.approx(max(problem.bytes / 4e6, problem.flops / 1e9))
+    assert found["percent_of_floor"] == pytest.approx(100 * found["floor_us"] / 200.0)
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
+    path = tmp_path / "new" / "run.json"
+    record = gemm_timing.Record(path, hardware="none")
+    record.add([{"us": 1.0}])
+    assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
+    assert not json.loads(path.read_text())["finished"]
+    record.add([{"us": 2.0}], note="x")
+    record.finish(summary=[])
+    content = json.loads(path.read_text())
+    assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
+    assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
+    gemm_timing.Record(None).add([{"us": 1.0}])
+
+
+def clock(calls, repeats):
+    """In the place of the timing: our kernel takes 10 us, a peer 11, the n-th config n more."""
+    spans = {}
+    for number, (name, prepared) in enumerate(calls.items()):
+        for call in prepared:
+            call.launch()
+        spans[name] = ([10.0 + number] * repeats, "graph")
+    return spans
+
+
+FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1e15}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """run_problem on the CPU, with made-up times."""
+    cache = types.SimpleNamespace(L2_cache_size=2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
+    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    source = gemm_timing.weights
+    monkeypatch.setattr(
+        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+    )
+
+
+def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
+    wrong = gemm_timing.Variant("wrong", lambda x: gemm_timing.Call(x.out.zero_, x.out, x.index))
+    problem = gemm_bench.Problem(UNEVEN, 256, 384, tokens=7)
+    variants = [gemm_timing.ours("ours"), *peers, wrong]
+    rows = gemm_bench.run_problem(problem, variants, FLOORS, gemm_bench.Timing(2, 3))
+    assert [r["variant"] for r in rows] == [v.name for v in variants]
+    assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
+    assert rows[0]["config"] == str(gemm_timing.heuristic(problem))
+    assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in rows)
+    assert "us" not in rows[-1] and rows[-1]["error"].startswith("wrong: calc_diff")
+
+
+def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
+    gemm_timing.compile_ahead(math.factorial, [3, -1, 4], 2)
+    said = capfd.readouterr().err
+    assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
+    gemm_timing.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
@@ -142,7 +341,8 @@ def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> No
 
 
 def test_a_wrong_or_failed_variant_is_a_row_with_the_reason() -> None:
-    row = {"experts": 8, "rows": 128, "n": 256, "k": 256, "variant": "x", "error": "wrong: ..."}
+    row = {**gemm_bench.Problem((128,) * 8, 256, 256).describe()}
+    row.update(variant="x", error="wrong: ...")
     cells = gemm_bench.table_row(row)
     assert len(cells) == len(gemm_bench.HEADER) and "wrong: ..." in cells
 
