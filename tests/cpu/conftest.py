@@ -1,6 +1,8 @@
 """Fixtures shared by the CPU tests: the definition's reference and the weights of full size."""
 
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
+
+# Before anything imports the DSL, which dumps what the compile tests ask for under the kernel's
+# name: all configs share it, and so would the workers of pytest-xdist share the directory.
+os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="moe_fp8_dump_")
 
 
 @pytest.fixture(scope="session")
