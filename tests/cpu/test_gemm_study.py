@@ -1,0 +1,205 @@
+"""Autotune, ablation and plots of the GEMM off the GPU: what they try, leave out, say and draw."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import ablation
+import autotune
+import gemm_timing
+import plot_gemm
+import pytest
+import torch
+from common import EXIT_FAILED, EXIT_OK, ROOT, UsageError
+from moe_fp8.core import model
+from moe_fp8.core.config import GemmConfig
+
+FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+
+
+@pytest.mark.parametrize("program", ["gemm_bench", "autotune", "ablation", "plot_gemm"])
+def test_help(program: str) -> None:
+    paths = os.pathsep.join([str(ROOT / "solutions"), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / f"{program}.py"), "--help"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0 and "usage:" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("rows", [0.5, *autotune.ROWS, 10000])
+def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float) -> None:
+    found = autotune.candidates(rows)
+    assert found and len({str(c) for c in found}) == len(found)
+    assert all(isinstance(c, GemmConfig) for c in found)
+    assert any(c.swap_ab for c in found) == (rows <= 256)
+    assert any(not c.swap_ab for c in found) == (rows >= 16)
+    if rows >= 16:
+        assert {(c.cluster_m, c.cluster_n) for c in found} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+        assert any(c.pingpong for c in found) and any(c.overlap for c in found)
+
+
+def test_the_heuristics_choice_is_always_timed() -> None:
+    for rows in autotune.ROWS:
+        for even in (True, False):
+            problem = autotune.problem_of(rows, 4096, 7168, None, even, 1)
+            assert problem.experts == (32 if rows <= 128 else 8)
+            assert problem.even or not even
+            names = [str(c) for c in autotune.configs_of(problem)]
+            assert names[0] == str(gemm_timing.heuristic(problem))
+            assert len(set(names)) == len(names)
+
+
+def test_uneven_rows_keep_the_sum_and_spread() -> None:
+    rows = gemm_timing.uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == gemm_timing.uneven_rows(500, 32, 1)
+    assert 1.3 < max(rows) / 500 < 3.0
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """run_problem on the CPU with the model as kernel; config -> us, to be filled by the test."""
+    spans: dict[str, float] = {}
+
+    def clock(calls, repeats):
+        return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
+
+    cache = types.SimpleNamespace(L2_cache_size=2**20)
+    source = gemm_timing.weights
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
+    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr("moe_fp8.core.kernels.grouped_gemm", model.grouped_gemm)
+    monkeypatch.setattr(
+        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+    )
+    return spans
+
+
+def test_the_loss_of_the_heuristic_decides_the_status(timed, capsys) -> None:
+    problem = autotune.problem_of(2, 128, 256, 4, True, 1)
+    choice, other = (str(c) for c in autotune.configs_of(problem)[:2])
+    timed.update({choice: 10.4, other: 10.0})
+    rows, said = autotune.tune(problem, FLOORS, gemm_timing.Timing(2, 3), "flat")
+    assert (said["best"], said["choice"]) == (other, choice)
+    assert said["loss"] == pytest.approx(4.0) and "confirmed" not in said
+    assert len(rows) == len(autotune.configs_of(problem))
+    assert autotune.report([said], rows) == EXIT_OK
+    assert "at most 5 %" in capsys.readouterr().out
+
+    timed[choice] = 11.0
+    rows, said = autotune.tune(problem, FLOORS, gemm_timing.Timing(2, 3), "batched")
+    assert said["loss"] == pytest.approx(10.0) and said["confirmed"]
+    assert autotune.report([said], rows) == EXIT_FAILED
+    assert f"loses 10.0 % ({choice}; best: {other})" in capsys.readouterr().out
+    assert len(autotune.table_row(said)) == len(autotune.HEADER)
+
+    failed = [{**row} for row in rows if row["config"] != choice]
+    lost = {**problem.describe(), **autotune.verdict(failed, choice)}
+    assert lost["loss"] is None and autotune.report([lost], []) == EXIT_FAILED
+    assert autotune.table_row(lost)[-1] == "not run"
+
+
+def problem_at(rows: int, tokens: int = 80) -> gemm_timing.Problem:
+    return gemm_timing.Problem((rows,) * 4, 128, 256, tokens)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 40, 100, 500])
+def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(rows: int) -> None:
+    problem = problem_at(rows)
+    timed, left_out = ablation.variants_of(problem)
+    base = gemm_timing.heuristic(problem)
+    assert timed[:2] == [("base", base, "flat"), ("layout batched", base, "batched")]
+    names = [name for name, *_ in timed] + [name for name, _ in left_out]
+    assert len(set(names)) == len(names)
+    assert {f"cluster {m}x{n}" for m in (1, 2) for n in (1, 2)} < set(names)
+    assert {"tile_n 64", "tile_n 128", "tile_n 192", "stages 2", "stages max"} < set(names)
+    assert any(n.startswith("swap_ab") for n in names) and "pingpong" in names
+    assert all(isinstance(config, GemmConfig) for _, config, _ in timed)
+    assert all(config != base for _, config, _ in timed[2:])
+    assert all(reason for _, reason in left_out)
+
+
+def test_an_ablation_as_tables(timed) -> None:
+    problem = gemm_timing.Problem((4,) * 2, 4096, 7168, 80)
+    rows = [
+        {**problem.describe(), "variant": "base", "config": "8x128", "us": 10.0},
+        {**problem.describe(), "variant": "stages 2", "config": "8x128", "us": 20.0},
+        {**problem.describe(), "variant": "pingpong", "config": "8x64", "error": "wrong"},
+    ]
+    rows = ablation.with_ratios(rows)
+    assert [row.get("vs_base") for row in rows] == [1.0, 0.5, None]
+    ((title, header, cells),) = ablation.tables(rows)
+    assert "gemm1" in title and header == ["variant", "T=80"]
+    assert cells == [
+        ["base is", "8x128"],
+        ["base", "10.0"],
+        ["stages 2", "20.0 (0.50x)"],
+        ["pingpong", "failed"],
+    ]
+    entries = [{"tokens": t, "variant": "x", "reason": "y"} for t in (1, 32, 1)]
+    assert ablation.reasons(entries) == ["x (T=1, 32): y"]
+
+
+def test_an_ablation_is_timed_and_checked(timed) -> None:
+    plan, _ = ablation.variants_of(problem_at(4))
+    timed["base"] = 10.0
+    variants = [gemm_timing.ours(*one) for one in plan]
+    rows = gemm_timing.run_problem(problem_at(4), variants, FLOORS, gemm_timing.Timing(2, 3))
+    assert all(row["calc_diff"] < 1e-6 for row in rows)
+    assert {row["vs_base"] for row in ablation.with_ratios(rows)} == {1.0, 0.5}
+
+
+def measured(problem: gemm_timing.Problem, variant: str, us: float, best: float) -> dict:
+    row = {**problem.describe(), "variant": variant, "peer": not variant.startswith("ours")}
+    row.update(gemm_timing.figures(problem, [us], FLOORS), vs_best_peer=best / us)
+    return row
+
+
+def record(tmp_path, name: str, rows: list[dict]):
+    path = tmp_path / f"{name}.json"
+    content = {"hardware": "GPU", "floors": FLOORS, "results": rows}
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_plots_are_made_from_the_json(tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    grid = [
+        measured(gemm_timing.Problem((m,) * e, n, 2048), name, us, 11.0)
+        for m in (64, 128)
+        for e in (1, 8)
+        for n in (2048, 4096)
+        for name, us in (("ours default", 10.0), ("sgl_kernel", 11.0))
+    ]
+    grid.append({**gemm_timing.Problem((64,), 256, 256).describe(), "error": "wrong"})
+    layers = [
+        measured(gemm_timing.Problem((m,) * 32, n, k, tokens), name, us * (1 + m / 50), 300.0)
+        for n, k in gemm_timing.LAYER_SHAPES.values()
+        for m, tokens in ((1, 32), (4, 80), (500, 14107))
+        for name, us in (("ours default", 260.0), ("sgl_kernel", 300.0))
+    ]
+    files = [record(tmp_path, "grid", grid), record(tmp_path, "layers", layers)]
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["plot_gemm", *map(str, files), "--output", str(out)])
+    assert plot_gemm.main() == EXIT_OK
+    assert capsys.readouterr().out.split() == [
+        str(out / "gemm_grid.png"),
+        str(out / "gemm_layers.png"),
+    ]
+    for path in out.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    rows, head = plot_gemm.load(files)
+    assert len(plot_gemm.grid_figure(rows, head["hardware"]).axes) == 2
+    assert len(plot_gemm.layers_figure(rows, FLOORS, "GPU").axes) == 4  # two scales a panel
+
+
+def test_a_file_that_is_no_measurement_is_a_usage_error(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    for text in ("", "[]", '{"results": []}'):
+        path.write_text(text)
+        with pytest.raises(UsageError):
+            plot_gemm.load([path])
