@@ -287,7 +287,8 @@ class Variant:
 def heuristic(problem: Problem) -> Any:
     from moe_fp8.core.heuristic import choose
 
-    return choose(problem.mean_rows, problem.n, problem.k, even=problem.even)
+    rows, active = problem.mean_rows, problem.active
+    return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 
 def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:

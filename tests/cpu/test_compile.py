@@ -15,11 +15,19 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.core import compile as kernel_cache
 from moe_fp8.core import kernels
 from moe_fp8.core.config import SMEM_BYTES, GemmConfig
+from moe_fp8.core.heuristic import EVEN, EVEN_LARGEST, FEW_ROWS, UNEVEN, UNEVEN_LARGEST
 from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
-CONFIGS = [
+CHOSEN = [  # what the heuristic can pick
+    *(config for _, config in (*FEW_ROWS, *UNEVEN, *EVEN)),
+    UNEVEN_LARGEST,
+    EVEN_LARGEST,
+    GemmConfig(tile_n=64),
+    GemmConfig(tile_m=64, tile_n=64),
+]
+OTHERS = [
     GemmConfig(),
     GemmConfig(stages=2),
     GemmConfig(cluster_m=2),
@@ -40,6 +48,7 @@ CONFIGS = [
     GemmConfig(tile_m=128, swap_ab=True),
     GemmConfig(tile_m=16, tile_n=64, swap_ab=True, pingpong=True),
 ]
+CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
 
 
 @pytest.fixture

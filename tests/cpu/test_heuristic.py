@@ -1,0 +1,49 @@
+"""The choice of a GEMM config: defined everywhere, sensible at the ends, full of tiles."""
+
+import itertools
+import math
+
+import pytest
+from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.heuristic import MULTIPROCESSORS, choose
+
+LAYERS = [(4096, 7168), (7168, 2048)]
+ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+def test_tokens_get_larger_tiles_as_they_get_more(n, k, even):
+    configs = [choose(rows, n, k, even=even) for rows in ROWS]
+    tiles = [config.tile_m for config in configs]
+    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == 128
+    assert all(config.swap_ab == (rows <= 20) for config, rows in zip(configs, ROWS, strict=True))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_few_rows_fit_one_tile(rows):
+    """A second tile would read the weights again."""
+    config = choose(rows, 4096, 7168)
+    assert config.tile_m >= min(rows, 64)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_uneven_experts_never_share_a_cluster_by_rows(rows):
+    assert choose(rows, 4096, 7168).cluster_m == 1
+
+
+def test_few_tiles_are_made_smaller_up_to_one_wave():
+    cases = itertools.product([1, 2, 4, 8, 32], [64, 128, 512], [2048, 4096, 7168])
+    smaller = 0
+    for experts, rows, n in cases:
+        usual = choose(rows, n, 2048, even=True)
+        filled = choose(rows, n, 2048, even=True, experts=experts)
+        tiles = experts * math.ceil(rows / filled.tile_m) * math.ceil(n / filled.tile_n)
+        if filled != usual:
+            smaller += 1
+            assert tiles <= MULTIPROCESSORS
+            assert filled.tile_m * filled.tile_n < usual.tile_m * usual.tile_n
+    assert smaller > 5
+    assert choose(128, 2048, 7168, even=True, experts=1) == GemmConfig(tile_m=64, tile_n=64)
+    assert choose(128, 7168, 2048, even=True, experts=1) == GemmConfig(tile_n=64)
+    assert choose(512, 4096, 7168, even=True, experts=8) == choose(512, 4096, 7168, even=True)
