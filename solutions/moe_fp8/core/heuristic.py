@@ -5,25 +5,31 @@ import math
 
 from .config import GemmConfig
 
-# Rows per active expert up to which a config is used; docs/notes/gemm_sm90.md has the runs on an
-# H200 behind it. With few rows the GEMM waits for the weights: tokens take WGMMA's narrow side,
-# and a tile holds about one and a half times the average, because rows differ from expert to
-# expert and a second tile reads the weights again. 6 stages keep as many bytes in flight as 12.
+# Rows per active expert up to which a config is used; docs/notes/gemm_sm90.md and the ablation
+# beside it have the runs on an H200 behind it. With few rows the GEMM waits for the weights: tokens
+# take WGMMA's narrow side, and a tile holds more than the average, because rows differ from expert
+# to expert and a second tile reads the weights again (T=80: 3.9 rows on average, 9 at most; 16-row
+# tiles 1.04x of 8-row ones). 6 stages keep as many bytes in flight as 12.
 FEW_ROWS = (
-    (5, GemmConfig(tile_m=8, swap_ab=True, stages=6)),
+    (2, GemmConfig(tile_m=8, swap_ab=True, stages=6)),
     (10, GemmConfig(tile_m=16, swap_ab=True, stages=6)),
     (20, GemmConfig(tile_m=32, swap_ab=True, stages=6)),
-    (64, GemmConfig(tile_m=64, cluster_n=2)),
 )
 # With many rows: CTAs side by side share the tokens of their tiles, however many an expert has.
-UNEVEN = ((128, GemmConfig(cluster_n=2)),)
+# Around an average of 42 some experts have more than 64, and 128-row tiles are 1.03x.
+UNEVEN = (
+    (24, GemmConfig(tile_m=64, cluster_n=2)),
+    (128, GemmConfig(cluster_n=2)),
+)
 UNEVEN_LARGEST = GemmConfig(tile_n=192, cluster_n=2)
 # CTAs below each other share the weights, which saves more, but an expert with an odd number of
 # row tiles leaves one of them idle.
-EVEN = ((128, GemmConfig()), (640, GemmConfig(cluster_m=2)))
+EVEN = (
+    (64, GemmConfig(tile_m=64, cluster_n=2)),
+    (128, GemmConfig()),
+    (640, GemmConfig(cluster_m=2)),
+)
 EVEN_LARGEST = GemmConfig(tile_n=192, cluster_m=2)
-
-
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM), which the numbers below were measured on."""
 
