@@ -25,7 +25,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import (
     EXIT_FAILED,
@@ -58,9 +58,6 @@ from gemm_timing import (
     run_problem,
     say_floors,
 )
-
-if TYPE_CHECKING:
-    pass
 
 STUDY = (2048, 4096, 7168)
 GRIDS: dict[str, dict[str, Any]] = {
