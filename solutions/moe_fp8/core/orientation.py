@@ -11,8 +11,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from .config import BLOCK, EPILOGUE_COLUMNS, GemmConfig
+from .scheduler import WARP
 
-WARP = 32
 WGMMA_M = 64
 
 
