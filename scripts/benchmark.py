@@ -3,7 +3,9 @@
 Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
 of this machine and prints the ranking. Every run keeps its traces, in flashinfer-bench's format, in
 a directory of its own under traces/, with run.json beside them: environment, settings, hashes of
-the solutions. Ctrl-C keeps and ranks what was measured; --resume goes on.
+the solutions. Ctrl-C keeps and ranks what was measured; --resume goes on, on the same machine with
+the same settings. A solution that cannot run here (another GPU, a package that is not installed) is
+left out, and the ranking says why.
 
 Without a GPU the same packed solutions run as their torch model on the CPU, on the small workloads:
 outputs are checked, the times are CPU times and no GPU figure is reported.
@@ -12,18 +14,27 @@ outputs are checked, the times are CPU times and no GPU figure is reported.
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
+from threading import Event, Thread
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import availability
 import environment
 import rank
 from common import (
+    AUTHOR,
+    BASELINES,
     DEFINITION,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -73,6 +84,19 @@ class Run:
         partial = self.directory / "run.tmp"
         partial.write_text(json.dumps(self.info, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.directory / "run.json")
+
+    def check_same(self, **now: Any) -> None:
+        """Refuse to go on with a run of another machine, other packages or other settings: its
+        results would stand beside ours as if they were comparable."""
+        changed = environment.differences(self.info["environment"], now.pop("environment"))
+        for key, value in now.items():
+            before = self.info.get(key)
+            if before != value:
+                changed.append(f"{key} {before!r} then, {value!r} now")
+        if changed:
+            raise UsageError(
+                f"{self.directory} cannot be resumed, start a new run:\n  " + "\n  ".join(changed)
+            )
 
     def done(self, hashes: dict[str, str]) -> set[tuple[str, str]]:
         """(uuid, solution) that this run has results for, of the solutions' current sources."""
@@ -130,16 +154,21 @@ def run_on_gpu(
 
     errors = []
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
-    benchmark = Benchmark(one, config)
+    with ignored_interrupts():  # which the worker processes inherit
+        benchmark = Benchmark(one, config)
     try:
         for trace, solutions in pairs:
             workload = trace.workload
-            names = ", ".join(s.name for s in solutions)
-            progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
+            names = [s.name for s in solutions]
+            progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
             one.workloads = {DEFINITION: [trace]}
             one.solutions = {DEFINITION: solutions}
             messages.clear()
-            results = benchmark.run_all(dump_traces=False).traces.get(DEFINITION, [])
+            with (
+                finish_before_interrupt() as interrupted,
+                announce(Path(config.log_dir), names, progress),
+            ):
+                results = benchmark.run_all(dump_traces=False).traces.get(DEFINITION, [])
             for result in results:
                 if result.evaluation is not None:
                     result.evaluation.environment.libs.update(libs)
@@ -156,11 +185,72 @@ def run_on_gpu(
                 errors.append(f"T={tokens(workload)} ({workload.uuid}): {sorted(missing)}: {why}")
                 progress.note(errors[-1])
             progress.finish(_weight(tokens(workload)))
+            if interrupted.is_set():
+                raise KeyboardInterrupt
     finally:
         benchmark.close()
         logger.removeHandler(handler)
         logger.propagate = True
     return errors
+
+
+@contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches every process of the terminal; those started here leave it to this one."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def finish_before_interrupt() -> Iterator[Event]:
+    """The first Ctrl-C sets the event and nothing else, so that the workload under way is finished
+    and kept; flashinfer-bench would evaluate its remaining solutions anyway and then drop them all.
+    The second one ends the process."""
+    interrupted = Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            for child in multiprocessing.active_children():
+                child.terminate()
+            print("stopped; `run.py rank` shows what was kept", file=sys.stderr, flush=True)
+            os._exit(EXIT_INTERRUPTED)
+        interrupted.set()
+        print("finishing this workload; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def announce(log_dir: Path, names: Sequence[str], progress: Progress) -> Iterator[None]:
+    """A line for each solution when its evaluation begins. flashinfer-bench hands over the results
+    of a workload all at once, but its worker opens the log file `<solution>_<time>.log` before
+    each."""
+    begin, over = time.time(), Event()
+
+    def watch() -> None:
+        seen: set[str] = set()
+        while not over.wait(0.25):
+            for path in log_dir.glob("*.log"):
+                name, _, stamp = path.stem.rpartition("_")
+                if name in names and name not in seen and float(stamp) >= begin:
+                    seen.add(name)
+                    spent = duration(progress.elapsed())
+                    progress.note(f"running {name} ({len(seen)} of {len(names)}), elapsed {spent}")
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _record(trace: "Trace") -> rank.Record:
@@ -172,6 +262,35 @@ def _record(trace: "Trace") -> rank.Record:
 def _weight(length: int) -> float:
     """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
     return 1 + length / 4000
+
+
+def is_peer(solution: "Solution") -> bool:
+    """Whether the solution is someone else's, or ours on someone else's kernels."""
+    return solution.author != AUTHOR or solution.spec.entry_point.startswith(f"{BASELINES}/")
+
+
+def split_available(
+    solutions: "Sequence[Solution]", on_gpu: bool
+) -> "tuple[list[Solution], dict[str, str]]":
+    """The solutions that can run here, and for each of the others the reason.
+
+    On the CPU ours run as their torch model; others' solutions are GPU code.
+    """
+    machine = availability.this_machine(on_gpu)
+    reasons = {
+        s.name: why
+        for s in solutions
+        if (on_gpu or is_peer(s)) and (why := availability.why_not(s, machine))
+    }
+    return [s for s in solutions if s.name not in reasons], reasons
+
+
+def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:
+    """The reasons, each with the solutions that it holds for."""
+    return separator.join(
+        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
+        for why in dict.fromkeys(skipped.values())
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -220,6 +339,8 @@ def parse_arguments() -> argparse.Namespace:
         help="go on with this run's directory, or with the latest run",
     )
     add("--against", metavar="NAME", help="add the speed relative to a solution to the ranking")
+    add("--peers", nargs="+", default=[], metavar="PATTERN", help="names that count as peers")
+    add("--no-report", action="store_true", help="do not write the HTML report of the run")
     add("--markdown", type=Path, metavar="FILE", help="also write the ranking as Markdown")
     add("--json", type=Path, metavar="FILE", help="also write the ranking as JSON")
     return arguments.parse_args()
@@ -243,23 +364,25 @@ def main() -> int:
     trace_set, remarks = load(args.local)
     remarks += add_solutions(trace_set, mine)
     every = trace_set.solutions[DEFINITION]
-    if not on_gpu and not args.solutions:
-        # Others' solutions are GPU code; ours have a torch model that the CPU can run.
-        every = [s for s in every if s.name in {m.name for m in mine}]
-    solutions = select_solutions(every, args.solutions)
+    solutions, skipped = split_available(select_solutions(every, args.solutions), on_gpu)
     workloads = trace_set.workloads[DEFINITION]
     if not on_gpu and not args.workloads and args.max_tokens is None:
         args.max_tokens = CPU_MAX_TOKENS
     chosen = select_workloads(workloads, args.workloads, args.max_tokens)
     not_run = [t for t in workloads if t not in chosen]
+    remarks += availability.other_versions(solutions, availability.this_machine(on_gpu))
     for remark in remarks:
         print(remark, file=sys.stderr)
     if args.list:
-        print(text_table(["solution", "author"], [[s.name, s.author] for s in every], left=2))
+        _, missing = split_available(every, on_gpu)
+        listed = [[s.name, s.author, missing.get(s.name, "yes")] for s in every]
+        print(text_table(["solution", "author", "runs here"], listed, left=3))
         rows = [[str(tokens(t.workload)), t.workload.uuid] for t in workloads]
         print("\n" + text_table(["T", "workload"], rows, left=0))
         return EXIT_OK
 
+    if not solutions:
+        raise UsageError("no solution can run here:\n  " + say_skipped(skipped, "\n  "))
     try:
         config = BenchmarkConfig(
             warmup_runs=args.warmup,
@@ -298,16 +421,26 @@ def main() -> int:
             f"matched ratio {config.required_matched_ratio:g}"
         ),
     }
-    run.save_info(
-        definition=DEFINITION,
+    settings = dict(
         hardware=hardware,
-        command=sys.argv[1:],
         environment=environment.capture(),
         configuration={k: v for k, v in vars(config).items() if k != "log_dir"},
         timing=timing,
         dataset=str(args.local.resolve()),
         seed=args.seed,
+    )
+    if args.resume:
+        run.check_same(**settings)
+        keys = ("command", "environment", "seconds")
+        earlier = {k: run.info[k] for k in keys if k in run.info}
+        run.info["earlier"] = [*run.info.get("earlier", []), earlier]
+    run.save_info(
+        definition=DEFINITION,
+        command=sys.argv[1:],
+        **settings,
         solutions={**run.info.get("solutions", {}), **hashes},
+        peers={**run.info.get("peers", {}), **{s.name: is_peer(s) for s in every}},
+        skipped={} if not on_gpu else skipped,
         finished=False,
     )
 
@@ -317,6 +450,8 @@ def main() -> int:
         if (left := [s for s in solutions if (t.workload.uuid, s.name) not in done])
     ]
     names = ", ".join(s.name for s in solutions)
+    if skipped:
+        print(f"left out: {say_skipped(skipped)}", file=sys.stderr)
     print(f"{hardware if on_gpu else f'CPU ({hardware})'}: {names}", file=sys.stderr)
     print(f"{len(pairs)} workloads to run, results in {run.directory}", file=sys.stderr)
     if not on_gpu:
@@ -342,18 +477,24 @@ def main() -> int:
             errors = run_on_gpu(trace_set, pairs, config, libs, store, progress)
         else:
             cpu_bench.run(trace_set, pairs, config, args.seed, libs, store, progress)
-        run.save_info(finished=True, errors=errors, seconds=progress.elapsed())
+        run.save_info(finished=True, errors=errors)
         if on_gpu and not args.no_accuracy:
             add_accuracy(run, args)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted; what was measured is kept", file=sys.stderr)
+    finally:
+        run.save_info(
+            seconds=progress.elapsed(),
+            ended=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            gpus_after=environment.gpus(),
+        )
     if not run.traces.is_file():
         print("nothing was measured", file=sys.stderr)
         print("\n".join(f"error: {e}" for e in errors), file=sys.stderr)
         return EXIT_INTERRUPTED if interrupted else EXIT_FAILED
 
-    ranked = rank.rankings(rank.read_records([run.traces]), against=args.against)
+    ranked = rank.rankings(rank.read_records([run.traces]), against=args.against, peers=args.peers)
     print("\n" + rank.print_rankings(ranked))
     if errors:
         print("\n".join(f"error: {e}" for e in errors), file=sys.stderr)

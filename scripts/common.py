@@ -12,6 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 OP_TYPE = "moe"
+AUTHOR = "moe-fp8-cutedsl"
+BASELINES = "baselines"
+"""Our solutions are those by this author but for the ones in this directory, which are peers."""
 PACKAGE_DIR = ROOT / "solutions" / "moe_fp8"
 PACKED_DIR = ROOT / "solutions" / "packed"
 TRACES_DIR = ROOT / "traces"

@@ -133,26 +133,31 @@ def run(
         start = time.perf_counter()
         expected = reference(*inputs)
         reference_ms = 1e3 * (time.perf_counter() - start)
-        results = []
-        for solution in solutions:
-            try:
-                runnable = registry.build(definition, solution)
-            except BuildError:
-                result = evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
-            else:
+        results: list[Trace] = []
+        try:
+            for solution in solutions:
+                try:
+                    runnable = registry.build(definition, solution)
+                except BuildError:
+                    result = evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
+                else:
 
-                def call(runnable: Any = runnable, inputs: list[Any] = inputs) -> "torch.Tensor":
-                    return run_solution(runnable, inputs, "cpu")
+                    def call(
+                        runnable: Any = runnable, inputs: list[Any] = inputs
+                    ) -> "torch.Tensor":
+                        return run_solution(runnable, inputs, "cpu")
 
-                result = _evaluate(call, expected, reference_ms, config, evaluation, seed)
-            results.append(
-                Trace(
-                    definition=DEFINITION,
-                    workload=workload,
-                    solution=solution.name,
-                    evaluation=result,
+                    result = _evaluate(call, expected, reference_ms, config, evaluation, seed)
+                results.append(
+                    Trace(
+                        definition=DEFINITION,
+                        workload=workload,
+                        solution=solution.name,
+                        evaluation=result,
+                    )
                 )
-            )
-            progress.note(f"{solution.name}: {result.status.value}")
-        store(results)
+                progress.note(f"{solution.name}: {result.status.value}")
+        finally:  # also what an interrupted workload has so far
+            if results:
+                store(results)
         progress.finish()

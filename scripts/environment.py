@@ -1,5 +1,6 @@
 """What a measurement was made on: hardware, driver, clocks, versions of the software, source."""
 
+import hashlib
 import importlib.metadata
 import platform
 import shutil
@@ -7,7 +8,7 @@ import subprocess
 from datetime import datetime, timezone
 from typing import Any
 
-from common import ROOT
+from common import PACKAGE_DIR, ROOT
 
 PACKAGES = (
     "torch",
@@ -18,6 +19,7 @@ PACKAGES = (
     "flashinfer-bench",
     "flashinfer-python",
     "sglang-kernel",
+    "sgl-kernel",
     "sgl-deep-gemm",
 )
 
@@ -43,11 +45,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+def source_hash() -> str:
+    """A hash of the solutions and the programs as they are now, committed or not: it also names
+    the sources where a copy without git is measured."""
+    digest = hashlib.sha256()
+    for path in sorted([*PACKAGE_DIR.rglob("*.py"), *(ROOT / "scripts").glob("*.py")]):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def source() -> dict[str, Any]:
-    """The commit of the sources and whether they differ from it."""
+    """The commit of the sources, whether they differ from it (None where git does not tell), and
+    their hash."""
+    commit = _output(["git", "rev-parse", "HEAD"])
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
-        "commit": _output(["git", "rev-parse", "HEAD"]),
-        "modified": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
+        "commit": commit,
+        "modified": bool(changed) if commit else None,
+        "hash": source_hash(),
     }
 
 
@@ -80,3 +96,23 @@ def capture() -> dict[str, Any]:
         "versions": versions(),
         "source": source(),
     }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In what two captures differ that changes results: GPUs, driver, CUDA, versions."""
+
+    def facts(captured: dict[str, Any]) -> dict[str, str]:
+        cards = captured.get("gpus") or []
+        return {
+            "GPUs": ", ".join(str(card.get("name")) for card in cards) or "none",
+            "driver": ", ".join(sorted({str(card.get("driver")) for card in cards})) or "none",
+            "CUDA": str(captured.get("cuda")),
+            **(captured.get("versions") or {}),
+        }
+
+    old, new = facts(before), facts(now)
+    return [
+        f"{name} {old.get(name, 'absent')} then, {new.get(name, 'absent')} now"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]

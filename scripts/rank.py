@@ -1,8 +1,12 @@
 """Rank solutions by the traces of benchmark runs, ours or anyone's.
 
 Reads flashinfer-bench trace files (JSON lines) or directories of them. There is one ranking a
-machine and timing method: results of different GPUs are never put into one table. Where a pair of
-solution and workload was measured several times, the latest counts.
+machine and timing method: results of different GPUs are never ranked against each other; where
+there are several rankings, a last table puts their figures side by side. Where a pair of solution
+and workload was measured several times, the latest counts.
+
+What run.json beside the traces says is used too: who wrote a solution (ours or a peer), and which
+solutions could not run there and why.
 """
 
 import fnmatch
@@ -18,6 +22,7 @@ from typing import Any
 
 from common import (
     ACCURACY_TOLERANCES,
+    BASELINES,
     DEFINITION,
     EXIT_FAILED,
     EXIT_OK,
@@ -28,8 +33,12 @@ from common import (
     run_main,
     text_table,
 )
+from environment import PACKAGES
 
 PASSED = "PASSED"
+PREFIX = "cutedsl_moe_fp8_"
+"""Of our names; left out where a column is narrow."""
+SOFTWARE = ("torch", "triton", "cuda", *PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Record:
     reason: str
     cpu: bool
     source: str
+    software: tuple[tuple[str, str], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -115,6 +125,7 @@ def parse_record(trace: dict[str, Any], source: str) -> Record | None:
         reason="" if status == PASSED else failure_reason(evaluation),
         cpu=libs.get("device") == "cpu",
         source=source,
+        software=tuple((name, str(libs[name])) for name in SOFTWARE if name in libs),
     )
 
 
@@ -151,6 +162,35 @@ def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Re
     return records
 
 
+def run_file(traces: Path) -> Path:
+    """Where a run keeps what belongs to its traces: run.json beside traces.jsonl."""
+    return traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
+
+
+def read_run(traces: Path) -> dict[str, Any]:
+    """The run.json beside a trace file; empty where there is none (other people's traces)."""
+    path = run_file(traces)
+    if not path.is_file():
+        return {}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from None
+    return info if isinstance(info, dict) else {}
+
+
+def our_names() -> set[str]:
+    """This repository's solutions but for the peers, for runs that do not say what is a peer."""
+    from pack import generations
+
+    return {g.name for g in generations() if BASELINES not in g.path.relative_to(g.root).parts}
+
+
+def short_name(solution: str) -> str:
+    """A name for a narrow column."""
+    return solution.removeprefix(PREFIX)
+
+
 @dataclass
 class SolutionSummary:
     """What one solution did over the workloads of a ranking."""
@@ -167,6 +207,9 @@ class SolutionSummary:
     wins: int = 0
     mean_latency_ms: float | None = None
     against: float | None = None
+    peer: bool = False
+    vs_peer: float | None = None
+    note: str = ""
     matched_ratio: float | None = None
     cosine: float | None = None
     calc_diff: float | None = None
@@ -187,6 +230,8 @@ class Ranking:
     workloads: list[tuple[int, str]]
     summaries: list[SolutionSummary]
     records: dict[tuple[str, str], Record]
+    skipped: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     def reference_ms(self, uuid: str) -> float | None:
         """Median over the solutions: each record carries what was measured beside it."""
@@ -196,6 +241,30 @@ class Ranking:
             if u == uuid and r.reference_ms is not None
         ]
         return statistics.median(values) if values else None
+
+    @property
+    def compares_peers(self) -> bool:
+        """Whether there are both peers and others, so that a ratio between them means something."""
+        return len({s.peer for s in self.summaries if s.passed}) == 2
+
+    def latency_ms(self, uuid: str, solution: str) -> float | None:
+        record = self.records.get((uuid, solution))
+        return record.latency_ms if record is not None and record.passed else None
+
+    def best(self, uuid: str, peer: bool | None = None) -> tuple[str, float] | None:
+        """The fastest solution of a workload and its ms; among the peers or the others if asked."""
+        timed = [
+            (latency, s.solution)
+            for s in self.summaries
+            if (peer is None or s.peer == peer)
+            and (latency := self.latency_ms(uuid, s.solution)) is not None
+        ]
+        return (min(timed)[1], min(timed)[0]) if timed else None
+
+    def vs_peer(self, uuid: str, solution: str) -> float | None:
+        """Latency of the workload's best peer over that of the solution."""
+        best, latency = self.best(uuid, peer=True), self.latency_ms(uuid, solution)
+        return best[1] / latency if best and latency else None
 
     def failures(self) -> list[Record]:
         order = {uuid: i for i, (_, uuid) in enumerate(self.workloads)}
@@ -228,6 +297,11 @@ def _summary(
     latencies = [r.latency_ms for r in passed if r.latency_ms is not None]
     if latencies:
         summary.mean_latency_ms = statistics.fmean(latencies)
+    failed = [r for r in mine if not r.passed]
+    if failed:
+        summary.note = f"T={failed[0].tokens}: {failed[0].reason}"
+        if len(failed) > 1:
+            summary.note += f" (and {len(failed) - 1} more)"
     if against is not None:
         ratios = [
             other.latency_ms / r.latency_ms
@@ -260,8 +334,12 @@ def rankings(
     solutions: Sequence[str] = (),
     hardware: str | None = None,
     against: str | None = None,
+    peers: Sequence[str] = (),
 ) -> list[Ranking]:
-    """One ranking for each machine and timing method among the records."""
+    """One ranking for each machine and timing method among the records.
+
+    `peers` are patterns of the names that count as peers; without them, all that are not ours do.
+    """
     chosen = [
         r
         for r in records
@@ -270,6 +348,8 @@ def rankings(
     ]
     if against is not None and against not in {r.solution for r in chosen}:
         raise UsageError(f"--against {against}: no trace of that solution")
+    runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
+    ours = our_names()
     out = []
     for key in sorted({(r.hardware, r.timing, r.cpu) for r in chosen}):
         group = [r for r in chosen if (r.hardware, r.timing, r.cpu) == key]
@@ -287,10 +367,23 @@ def rankings(
             if timed:
                 fastest[uuid] = min(timed, key=lambda s: timed[s])
         names = sorted({r.solution for r in group})
+        infos = [runs[source] for source in sorted({r.source for r in group})]
+        known = {n: peer for info in infos for n, peer in info.get("peers", {}).items()}
         summaries = [_summary(n, workloads, latest, fastest, against) for n in names]
+        for s in summaries:
+            if peers:
+                s.peer = any(fnmatch.fnmatch(s.solution, p) for p in peers)
+            else:
+                s.peer = known.get(s.solution, s.solution not in ours)
         # A solution that fails somewhere ranks behind those that pass as often: speed over fewer
         # workloads is not comparable.
         summaries.sort(key=lambda s: (-s.passed, -(s.mean or 0.0), s.solution))
+        skipped = {
+            n: why
+            for info in infos
+            for n, why in sorted(info.get("skipped", {}).items())
+            if n not in names and (not solutions or any(fnmatch.fnmatch(n, p) for p in solutions))
+        }
         out.append(
             Ranking(
                 hardware=key[0],
@@ -303,9 +396,27 @@ def rankings(
                 workloads=workloads,
                 summaries=summaries,
                 records=latest,
+                skipped=skipped,
+                remarks=_different_software(latest.values()),
             )
         )
+        for s in summaries:
+            ratios = [r for _, u in workloads if (r := out[-1].vs_peer(u, s.solution))]
+            s.vs_peer = statistics.geometric_mean(ratios) if ratios else None
     return out
+
+
+def _different_software(records: Iterable[Record]) -> list[str]:
+    """Remarks on packages of which the results were measured with several versions."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        for name, version in record.software:
+            found.setdefault(name, set()).add(version)
+    return [
+        f"Measured with different versions of {name}: {', '.join(sorted(versions))}."
+        for name, versions in found.items()
+        if len(versions) > 1
+    ]
 
 
 def _cell(value: float | None, form: str = ".2f", unit: str = "") -> str:
@@ -315,6 +426,8 @@ def _cell(value: float | None, form: str = ".2f", unit: str = "") -> str:
 def _summary_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     header = ["#", "solution", "passed", "mean", "geomean", "median", "min", "max", "wins"]
     header += ["mean ms"]
+    if ranking.compares_peers:
+        header.append("vs best peer")
     if ranking.against:
         header.append(f"vs {ranking.against}")
     rows = []
@@ -323,29 +436,71 @@ def _summary_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
         row = [str(place), s.solution, f"{s.passed}/{total}"]
         row += [_cell(v, unit="x") for v in (s.mean, s.geomean, s.median, s.lowest, s.highest)]
         row += [str(s.wins), _cell(s.mean_latency_ms, ".4f")]
+        if ranking.compares_peers:
+            row.append(_cell(s.vs_peer, unit="x"))
         if ranking.against:
             row.append(_cell(s.against, unit="x"))
         rows.append(row)
-    return header, rows
-
-
-def _workload_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    header = ["T", "workload", "reference ms"]
-    for s in ranking.summaries:
-        header += [s.solution, "ms"]
-    rows = []
-    for length, uuid in ranking.workloads:
-        row = [str(length), uuid[:8], _cell(ranking.reference_ms(uuid), ".3f")]
-        for s in ranking.summaries:
-            record = ranking.records.get((uuid, s.solution))
-            if record is None:
-                row += ["not run", "-"]
-            elif record.passed:
-                row += [_cell(record.speedup, unit="x"), _cell(record.latency_ms, ".4f")]
-            else:
-                row += [short_status(record), "-"]
+    for name, why in ranking.skipped.items():
+        row = ["-", name, skip_status(why), *["-"] * (len(header) - 3)]
         rows.append(row)
+    notes = [s.note for s in ranking.summaries] + list(ranking.skipped.values())
+    if any(notes):
+        header.append("why")
+        rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
     return header, rows
+
+
+def skip_status(reason: str) -> str:
+    """The beginning of the reason that says what kind it is."""
+    for kind in ("unsupported", "not installed"):
+        if reason.startswith(kind):
+            return kind
+    return "not run"
+
+
+def _workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, rows) of latency, speed-up and ratio to the best peer, workloads down."""
+
+    def result(uuid: str, solution: str, value: str) -> str:
+        record = ranking.records.get((uuid, solution))
+        if record is None:
+            return "not run"
+        return value if record.passed else short_status(record)
+
+    def latency(uuid: str, solution: str) -> str:
+        best = ranking.best(uuid)
+        mark = "*" if best is not None and best[0] == solution else " "
+        return _cell(ranking.latency_ms(uuid, solution), ".4f") + mark
+
+    def speedup(uuid: str, solution: str) -> str:
+        record = ranking.records.get((uuid, solution))
+        return _cell(record.speedup if record else None, unit="x")
+
+    def vs_peer(uuid: str, solution: str) -> str:
+        return _cell(ranking.vs_peer(uuid, solution), unit="x")
+
+    contents = [
+        ("Latency in ms, * the fastest", latency),
+        ("Speed-up over the reference", speedup),
+    ]
+    if ranking.compares_peers:
+        contents.append(("Latency of the workload's best peer over the solution's", vs_peer))
+    names = [s.solution for s in ranking.summaries]
+    tables = []
+    for title, cell in contents:
+        header = ["T", "workload", "reference ms", *map(short_name, names)]
+        header += ["best peer"] if cell is vs_peer else []
+        rows = []
+        for length, uuid in ranking.workloads:
+            row = [str(length), uuid[:8], _cell(ranking.reference_ms(uuid), ".3f")]
+            row += [result(uuid, name, cell(uuid, name)) for name in names]
+            if cell is vs_peer:
+                best = ranking.best(uuid, peer=True)
+                row.append(best[0] if best else "-")
+            rows.append(row)
+        tables.append((title, header, rows))
+    return tables
 
 
 def short_status(record: Record) -> str:
@@ -384,22 +539,32 @@ def _headline(ranking: Ranking) -> list[str]:
         lines.append("Tolerance: " + "; ".join(ranking.tolerances) + ".")
     if ranking.superseded:
         lines.append(f"{ranking.superseded} older results of the same pairs are left out.")
-    return lines
+    return lines + ranking.remarks
 
 
 NOTES = (
     "Speed-ups are over the definition's reference, averaged over the workloads that passed; "
     "wins: workloads on which the solution is the fastest."
 )
+PEER_NOTES = (
+    " vs best peer: latency of each workload's fastest peer over the solution's, geometric mean."
+)
 ACCURACY_NOTES = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
+
+
+def _notes(ranking: Ranking) -> str:
+    notes = NOTES + (PEER_NOTES if ranking.compares_peers else "")
+    if any(s.solution.startswith(PREFIX) for s in ranking.summaries):
+        notes += f" Columns leave out the beginning {PREFIX} of names."
+    return notes
 
 
 def to_text(ranking: Ranking) -> str:
     parts = ["\n".join(_headline(ranking))]
     header, rows = _summary_table(ranking)
-    parts.append(text_table(header, rows, left=2) + "\n" + NOTES)
-    header, rows = _workload_table(ranking)
-    parts.append(text_table(header, rows, left=0))
+    parts.append(text_table(header, rows, left=2) + "\n" + _notes(ranking))
+    for title, header, rows in _workload_tables(ranking):
+        parts.append(f"{title}:\n" + text_table(header, rows, left=0))
     header, rows = _accuracy_table(ranking)
     if rows:
         parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
@@ -413,19 +578,25 @@ def to_text(ranking: Ranking) -> str:
     return "\n\n".join(parts)
 
 
+def _escape(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Cells that may hold the character that separates Markdown's columns."""
+    return header, [[c.replace("|", "\\|") for c in row] for row in rows]
+
+
 def to_markdown(ranking: Ranking) -> str:
     title, *rest = _headline(ranking)
-    parts = [f"### {title}", " ".join([*rest, NOTES])]
-    parts.append(markdown_table(*_summary_table(ranking), left=2))
-    parts.append(markdown_table(*_workload_table(ranking), left=0))
+    parts = [f"### {title}", " ".join([*rest, _notes(ranking)])]
+    parts.append(markdown_table(*_escape(*_summary_table(ranking)), left=2))
+    for what, header, rows in _workload_tables(ranking):
+        parts += [f"{what}:", markdown_table(header, rows, left=0)]
     header, rows = _accuracy_table(ranking)
     if rows:
         parts += [ACCURACY_NOTES, markdown_table(header, rows)]
     failures = ranking.failures()
     if failures:
         cells = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in failures]
-        cells = [[c.replace("|", "\\|") for c in row] for row in cells]
-        parts.append(markdown_table(["solution", "T", "workload", "status", "reason"], cells, 5))
+        header = ["solution", "T", "workload", "status", "reason"]
+        parts.append(markdown_table(*_escape(header, cells), left=5))
     return "\n\n".join(parts)
 
 
@@ -438,17 +609,21 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
         "superseded": ranking.superseded,
         "sources": ranking.sources,
         "against": ranking.against,
+        "remarks": ranking.remarks,
+        "skipped": ranking.skipped,
         "summary": [vars(s) for s in ranking.summaries],
         "workloads": [
             {
                 "tokens": length,
                 "uuid": uuid,
                 "reference_ms": ranking.reference_ms(uuid),
+                "best_peer": peer[0] if (peer := ranking.best(uuid, peer=True)) else None,
                 "results": {
                     s.solution: {
                         "status": r.status,
                         "speedup": r.speedup,
                         "latency_ms": r.latency_ms,
+                        "vs_best_peer": ranking.vs_peer(uuid, s.solution),
                         "reason": r.reason,
                         "extra": r.extra,
                         "timestamp": r.timestamp,
@@ -466,8 +641,42 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
     """All rankings in one of the styles text, markdown, json."""
     if style == "json":
         return json.dumps([to_json(r) for r in ranked], indent=1)
-    render = to_markdown if style == "markdown" else to_text
-    return "\n\n\n".join(map(render, ranked))
+    markdown = style == "markdown"
+    parts = list(map(to_markdown if markdown else to_text, ranked))
+    if len(ranked) > 1:
+        legend, header, rows = side_by_side(ranked)
+        title = "Side by side: geometric mean of the speed-ups, mean ms"
+        table = markdown_table(header, rows) if markdown else text_table(header, rows)
+        lines = [("### " if markdown else "") + title, "\n".join(legend), table]
+        parts.append("\n\n".join(lines))
+    return "\n\n\n".join(parts)
+
+
+def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], list[str], list[list[str]]]:
+    """(legend, header, rows): the solutions down, machines and timing methods across.
+
+    Figures are of all the workloads that a solution passed on that machine; only where these are
+    the same do the columns compare.
+    """
+    labels = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(ranked))]
+    legend = []
+    for label, r in zip(labels, ranked, strict=True):
+        where = f"CPU ({r.hardware})" if r.cpu else r.hardware
+        timing = f", {r.timing}" if r.timing else ""
+        legend.append(f"{label}: {where}{timing}, {len(r.workloads)} workloads")
+    header = ["solution", *(f"{label} {what}" for label in labels for what in ("geomean", "ms"))]
+    rows = []
+    for name in dict.fromkeys(s.solution for r in ranked for s in r.summaries):
+        row = [name]
+        for r in ranked:
+            s = next((s for s in r.summaries if s.solution == name), None)
+            if s is None:
+                row += [skip_status(r.skipped.get(name, "")), "-"]
+            else:
+                partial = "" if s.passed == len(r.workloads) else f" ({s.passed})"
+                row += [_cell(s.geomean, unit="x") + partial, _cell(s.mean_latency_ms, ".4f")]
+        rows.append(row)
+    return legend, header, rows
 
 
 def main() -> int:
@@ -482,6 +691,13 @@ def main() -> int:
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
     arguments.add_argument("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
     arguments.add_argument("--against", metavar="NAME", help="add the speed relative to a solution")
+    arguments.add_argument(
+        "--peers",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names that count as peers, * allowed; all that are not this project's",
+    )
     arguments.add_argument("--definition", default=DEFINITION, help="definition to rank")
     style = arguments.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print Markdown")
@@ -490,7 +706,7 @@ def main() -> int:
     args = arguments.parse_args()
 
     records = read_records(args.paths, args.definition)
-    ranked = rankings(records, args.solutions, args.hardware, args.against)
+    ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers)
     if not ranked:
         raise UsageError(f"no results in {', '.join(map(str, args.paths))}")
     name = "json" if args.json else "markdown" if args.markdown else "text"

@@ -204,3 +204,113 @@ def test_hand_made_traces_are_traces_of_flashinfer_bench() -> None:
     made = Trace.model_validate(trace("x", 7, 1.0, extra={"matched_ratio": 1.0}))
     record = rank.parse_record(json.loads(made.model_dump_json()), "")
     assert record is not None and record.speedup == 10.0 and record.tokens == 7
+
+
+def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
+    reasons = {
+        "flashinfer_moe": "unsupported on sm_90 (needs sm_100/103)",
+        "sglang_moe": "not installed: pip install sglang-kernel==0.4.3",
+        "x": "was skipped once and has results now",
+    }
+    (tmp_path / "run.json").write_text(json.dumps({"skipped": reasons}))
+    (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0)])
+    assert list(ranking.skipped) == ["flashinfer_moe", "sglang_moe"]
+    header, rows = rank._summary_table(ranking)
+    assert header[-1] == "why" and len(rows) == 3
+    assert rows[1][:3] == ["-", "flashinfer_moe", "unsupported"]
+    assert rows[2][:3] + rows[2][-1:] == ["-", "sglang_moe", "not installed", reasons["sglang_moe"]]
+    for said in (rank.to_text(ranking), rank.to_markdown(ranking)):
+        assert reasons["flashinfer_moe"] in said and "has results now" not in said
+    assert ranking.failures() == [], "what cannot run is no failure"
+    assert rank.to_json(ranking)["skipped"] == ranking.skipped
+    assert ranked(tmp_path, [trace("x", 7, 1.0)], solutions=["x"])[0].skipped == {}
+
+
+def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
+    log = "RuntimeError: misaligned address\n"
+    traces = [trace("x", 7, 1.0)]
+    traces += [trace("bad", t, None, status="RUNTIME_ERROR", log=log) for t in (7, 80, 901)]
+    (ranking,) = ranked(tmp_path, traces)
+    _, rows = rank._summary_table(ranking)
+    assert [r[2] for r in rows] == ["1/1", "0/3"]
+    assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
+
+
+PEER_TRACES = [
+    trace("ours", 7, 1.0),
+    trace("ours", 80, 4.0),
+    trace("peer_a", 7, 2.0),
+    trace("peer_a", 80, 8.0),
+    trace("peer_b", 7, 4.0),
+    trace("peer_b", 80, 2.0),
+]
+
+
+def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
+    (ranking,) = ranked(tmp_path, PEER_TRACES, peers=["peer_*"])
+    assert ranking.best("aaaa0000", peer=True) == ("peer_a", 2.0)
+    assert ranking.best("bbbb0000", peer=True) == ("peer_b", 2.0)
+    assert ranking.vs_peer("aaaa0000", "ours") == 2.0
+    assert ranking.vs_peer("bbbb0000", "ours") == 0.5
+    overall = {s.solution: s.vs_peer for s in ranking.summaries}
+    assert overall["ours"] == pytest.approx(1.0)
+    assert overall["peer_a"] == pytest.approx(math.sqrt(1 * 2 / 8))
+    assert overall["peer_b"] == pytest.approx(math.sqrt(2 / 4 * 1))
+    header, rows = rank._summary_table(ranking)
+    assert "vs best peer" in header
+    title, header, rows = rank._workload_tables(ranking)[2]
+    assert "best peer" in title
+    assert [(r[0], r[-1]) for r in rows] == [("7", "peer_a"), ("80", "peer_b")]
+    assert rank.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == 2.0
+
+
+def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> None:
+    (by_name,) = ranked(tmp_path, [trace("cutedsl_moe_fp8_v2", 7, 1.0), trace("other", 7, 2.0)])
+    assert {s.solution: s.peer for s in by_name.summaries} == {
+        "cutedsl_moe_fp8_v2": False,
+        "other": True,
+    }
+    peers = {"ours": False, "peer_a": True, "peer_b": True}
+    (tmp_path / "run.json").write_text(json.dumps({"peers": peers}))
+    (by_run,) = ranked(tmp_path, PEER_TRACES)
+    assert {s.solution: s.peer for s in by_run.summaries} == peers
+    (alone,) = ranked(tmp_path, [trace("ours", 7, 1.0)])
+    assert not alone.compares_peers and "best peer" not in rank.to_text(alone)
+
+
+def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
+    (ranking,) = ranked(tmp_path, [trace("a", 7, 1.0), trace("b", 7, 2.0)])
+    _, header, rows = rank._workload_tables(ranking)[0]
+    assert header[3:] == ["a", "b"]
+    assert [cell.strip() for cell in rows[0][3:]] == ["1.0000*", "2.0000"]
+
+
+def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) -> None:
+    traces = [
+        trace("x", 7, 1.0),
+        trace("y", 7, 2.0),
+        trace("x", 7, 4.0, hardware="GPU B"),
+        trace("x", 80, 4.0, hardware="GPU B"),
+        trace("x", 80, None, hardware="GPU B", status="TIMEOUT", timestamp="2026-02-01"),
+    ]
+    found = ranked(tmp_path, traces)
+    legend, header, rows = rank.side_by_side(found)
+    assert legend == ["A: GPU A, 1 workloads", "B: GPU B, 2 workloads"]
+    assert header == ["solution", "A geomean", "A ms", "B geomean", "B ms"]
+    assert rows == [
+        ["x", "10.00x", "1.0000", "2.50x (1)", "4.0000"],
+        ["y", "5.00x", "2.0000", "not run", "-"],
+    ]
+    assert "Side by side" in rank.print_rankings(found)
+    assert "Side by side" not in rank.print_rankings(found[:1])
+
+
+def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
+    traces = [
+        trace("x", 7, 1.0, libs={"torch": "2.11.0", "triton": "3.6.0"}),
+        trace("y", 7, 1.0, libs={"torch": "2.12.0", "triton": "3.6.0"}),
+    ]
+    (ranking,) = ranked(tmp_path, traces)
+    assert ranking.remarks == ["Measured with different versions of torch: 2.11.0, 2.12.0."]
+    assert ranking.remarks[0] in rank.to_text(ranking)
+    assert ranking.remarks[0] in rank.to_markdown(ranking)

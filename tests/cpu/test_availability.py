@@ -1,0 +1,93 @@
+"""What can run on a machine: by the hardware and the packages that a solution names."""
+
+import pytest
+from availability import (
+    NEEDS_GPU,
+    Machine,
+    capability_of,
+    installed_version,
+    other_versions,
+    why_not,
+)
+from flashinfer_bench.data import Solution
+from test_dataset import solution
+
+INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}
+H200 = Machine((9, 0), INSTALLED.get)
+
+
+def made(hardware: list[str], dependencies: list[str] | None = None) -> Solution:
+    made = solution("x").model_dump()
+    made["spec"] |= {"target_hardware": hardware, "dependencies": dependencies or []}
+    return Solution.model_validate(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA_H200", (9, 0)),
+        ("h800", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("GB300", (10, 3)),
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA L40S", (8, 9)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)),
+        ("sm_90a", (9, 0)),
+        ("sm100", (10, 0)),
+        ("sm_103", (10, 3)),
+        ("NVIDIA X900", None),
+        ("cuda", None),
+        ("", None),
+    ],
+)
+def test_compute_capability_by_name(name: str, capability: tuple[int, int] | None) -> None:
+    assert capability_of(name) == capability
+
+
+def test_other_hardware_is_unsupported() -> None:
+    blackwell = made(["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300"], ["absent==1.0"])
+    assert why_not(blackwell, H200) == "unsupported on sm_90 (needs sm_100/103)"
+    assert why_not(blackwell, Machine((10, 3), lambda name: "1.0")) is None
+    assert why_not(made(["NVIDIA H100"]), H200) is None, "H100 and H200 are both sm_90"
+    assert why_not(made(["NVIDIA H200"]), Machine((9, 0), lambda name: None)) is None
+
+
+def test_a_name_that_is_not_known_does_not_refuse() -> None:
+    assert why_not(made(["cuda"]), H200) is None
+    assert why_not(made(["NVIDIA B200", "NVIDIA X900"]), H200) is None
+
+
+def test_missing_packages_are_named_as_pip_takes_them() -> None:
+    wanted = ["torch", "sglang-kernel==0.4.3", "sgl-deep-gemm==0.1.5", "a-package>=2,<3"]
+    said = why_not(made(["NVIDIA H200"], wanted), H200)
+    assert said == "not installed: pip install sgl-deep-gemm==0.1.5 'a-package<3,>=2'"
+    assert why_not(made(["NVIDIA H200"], ["torch", "triton>=3"]), H200) is None
+
+
+def test_dependencies_that_are_no_pip_packages_do_not_refuse() -> None:
+    assert why_not(made(["cuda"], ["CUDA", "cutlass", "some toolkit 12.x"]), H200) is None
+    assert why_not(made(["cuda"], ["pywin32; sys_platform == 'win32'"]), H200) is None
+
+
+def test_a_version_other_than_the_pin_is_a_remark() -> None:
+    pinned = made(["cuda"], ["sglang-kernel==0.4.2", "torch==2.11.0", "triton>=4"])
+    assert why_not(pinned, H200) is None
+    assert other_versions([pinned], H200) == [
+        "sglang-kernel 0.4.3 is installed, sglang-kernel==0.4.2 asked for by x",
+        "triton 3.6.0 is installed, triton>=4 asked for by x",
+    ]
+
+
+def test_without_a_gpu_nothing_runs_and_nothing_else_is_looked_at() -> None:
+    assert why_not(made(["NVIDIA H100"], ["absent"]), Machine(None, INSTALLED.get)) == NEEDS_GPU
+
+
+def test_installed_versions_of_this_interpreter() -> None:
+    import importlib.metadata
+
+    assert installed_version("torch") == importlib.metadata.version("torch")
+    assert installed_version("flashinfer_bench") == importlib.metadata.version("flashinfer-bench")
+    assert installed_version("json") == "", "a module of that name, without a distribution"
+    assert installed_version("no-such-package-at-all") is None
