@@ -1,0 +1,543 @@
+"""The stages around the grouped GEMMs in Triton: routing, scatter, SwiGLU + FP8, combine.
+
+Grouped GEMM libraries take rows in expert order and leave the rest to their user. A call is
+
+    route     logits -> expert ids and weights of every token
+    place     ids -> the row of every (token, local expert) pair, and the tables of the rows
+    scatter   tokens and their scales -> those rows
+    (GEMM1)
+    swiglu_quant
+    (GEMM2)
+    combine   rows -> tokens, weighted
+
+each one launch. Nothing is read on the host and no result depends on the order in which programs
+run: rows are experts ascending, tokens ascending within one. Everything is written to buffers that
+the caller allocates, of sizes that follow from the number of tokens alone.
+
+Three layouts of the rows share all of it:
+
+    flat      `align=1`: experts follow each other without a gap
+    aligned   `align=128`, or another power of two: every expert begins at a multiple
+    masked    `max_rows=m`: expert e owns rows `e * m` on, as many as its count says
+
+Scales of rows may have any strides: `[R, K/128]` row by row, its transpose of a `[K/128, R]`
+buffer (K-major, as TMA and DeepGEMM want it), or `[E, max_rows, K/128]` for the masked layout.
+
+Triton is imported here: what must be importable without it imports this module when it is called.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.config import BLOCK, TMA_ROWS
+from ..core.problem import MoeShape
+
+FP8_MAX = tl.constexpr(448.0)
+EPSILON = tl.constexpr(1e-20)
+"""Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
+
+FEW_TOKENS = 1024
+"""Up to here a routing program takes `TOKENS_OF_FEW` tokens, so that all of the GPU routes."""
+TOKENS_OF_FEW = 4
+TOKENS_OF_MANY = 32
+
+SCATTER_COLUMNS = 2048
+COMBINE_COLUMNS = 1024
+
+
+class Routed(NamedTuple):
+    """Where T tokens go."""
+
+    ids: torch.Tensor  # [T, top_k] int32, best expert first
+    weights: torch.Tensor  # [T, top_k] float32
+    block_counts: torch.Tensor  # [blocks, E] int32: pairs of each local expert, by token block
+
+
+class Rows(NamedTuple):
+    """The rows of the pairs. R rows are allocated, of which only the device knows the real ones."""
+
+    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
+    token_of_row: torch.Tensor  # [R] int32, -1 where there is no pair
+    expert_of_row: torch.Tensor  # [R] int32, -1 where there is no pair
+    m_indptr: torch.Tensor  # [E+1] int32: where each expert's rows begin, padding included; the end
+    counts: torch.Tensor  # [C, E] int32, any strides: real rows of each expert, C times over
+
+
+def tokens_per_block(tokens: int) -> int:
+    return TOKENS_OF_FEW if tokens <= FEW_TOKENS else TOKENS_OF_MANY
+
+
+def row_bound(tokens: int, shape: MoeShape, align: int = 1) -> int:
+    """The most rows that `place` uses with this alignment; a multiple of it and of 4 (TMA)."""
+    pairs = tokens * min(shape.top_k, shape.num_local_experts)
+    # An expert that is not empty pads by less than `align`; no more experts than pairs are not.
+    bound = pairs + min(pairs, shape.num_local_experts) * (align - 1)
+    multiple = max(align, TMA_ROWS)
+    return -(-bound // multiple) * multiple
+
+
+def new_routed(tokens: int, shape: MoeShape, device: torch.device) -> Routed:
+    """Uninitialised output of `route`."""
+    blocks = -(-tokens // tokens_per_block(tokens))
+    pairs = (tokens, shape.top_k)
+    return Routed(
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.float32, device=device),
+        torch.empty((blocks, shape.num_local_experts), dtype=torch.int32, device=device),
+    )
+
+
+def new_rows(
+    tokens: int,
+    rows: int,
+    shape: MoeShape,
+    device: torch.device,
+    counts: torch.Tensor | None = None,
+) -> Rows:
+    """Uninitialised output of `place` for `rows` rows; `counts` [C, E] where the caller has it."""
+
+    def new(*dims: int) -> torch.Tensor:
+        return torch.empty(dims, dtype=torch.int32, device=device)
+
+    experts = shape.num_local_experts
+    counts = new(1, experts) if counts is None else counts
+    return Rows(new(tokens, shape.top_k), new(rows), new(rows), new(experts + 1), counts)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few in Triton's interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def first_local(offset: int, shape: MoeShape) -> int:
+    """`local_expert_offset` within int32: all offsets past either end say the same."""
+    return min(max(int(offset), -shape.num_local_experts), shape.num_experts)
+
+
+def route(
+    logits: torch.Tensor,  # [T, num_experts] float32
+    bias: torch.Tensor,  # [num_experts] bfloat16
+    scaling: float,
+    offset: int,
+    shape: MoeShape,
+    routed: Routed,
+) -> None:
+    """Choose `top_k` experts for every token, as `core.routing.route`; the best comes first.
+
+    Scores are sigmoids, the bias takes part in the choice only. Where scores tie, the group or
+    expert of the lower number is chosen. `offset` is the first local expert, for the counts.
+    """
+    tokens = logits.shape[0]
+    block = tokens_per_block(tokens)
+    _route_kernel[(routed.block_counts.shape[0],)](
+        logits,
+        bias,
+        *routed,
+        tokens,
+        first_local(offset, shape),
+        scaling,
+        EXPERTS=shape.num_experts,
+        GROUPS=shape.n_group,
+        KEPT=shape.topk_group,
+        TOP_K=shape.top_k,
+        SLOTS=triton.next_power_of_2(shape.top_k),
+        LOCAL=shape.num_local_experts,
+        LANES=triton.next_power_of_2(shape.num_local_experts),
+        TOKENS=block,
+        num_warps=4 if block == TOKENS_OF_FEW else 8,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "offset"])
+def _route_kernel(
+    logits,
+    bias,
+    ids,
+    weights,
+    block_counts,
+    tokens,
+    offset,
+    scaling,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    there = token < tokens
+    logit = tl.load(
+        logits + token[:, None] * EXPERTS + expert[None, :], mask=there[:, None], other=0.0
+    )
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    biased = score + tl.load(bias + expert).to(tl.float32)[None, :]
+
+    # A group's score is the sum of its two best; of equal ones only one is taken out.
+    grouped = tl.reshape(biased, (TOKENS, GROUPS, EXPERTS // GROUPS))
+    member = tl.arange(0, EXPERTS // GROUPS)
+    best = tl.argmax(grouped, 2)
+    second = tl.where(member[None, None, :] == best[:, :, None], float("-inf"), grouped)
+    group_score = tl.max(grouped, 2) + tl.max(second, 2)  # [TOKENS, GROUPS]
+    group = tl.arange(0, GROUPS)
+    own = group_score[:, :, None]
+    other = group_score[:, None, :]
+    ahead = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
+    kept = tl.sum(ahead.to(tl.int32), 2) < KEPT
+    candidates = tl.where(kept[:, :, None], grouped, float("-inf"))
+    candidates = tl.reshape(candidates, (TOKENS, EXPERTS))
+
+    slot = tl.arange(0, SLOTS)
+    lane = tl.arange(0, LANES)
+    chosen = tl.zeros((TOKENS, SLOTS), dtype=tl.int32)
+    weight = tl.zeros((TOKENS, SLOTS), dtype=tl.float32)
+    count = tl.zeros((LANES,), dtype=tl.int32)
+    for k in range(TOP_K):
+        index = tl.argmax(candidates, 1)
+        hit = expert[None, :] == index[:, None]
+        value = tl.sum(tl.where(hit, score, 0.0), 1)
+        candidates = tl.where(hit, float("-inf"), candidates)
+        chosen = tl.where(slot[None, :] == k, index[:, None], chosen)
+        weight = tl.where(slot[None, :] == k, value[:, None], weight)
+        local = there[:, None] & ((index - offset)[:, None] == lane[None, :])
+        count += tl.sum(local.to(tl.int32), 0)
+    weight = weight / (tl.sum(weight, 1) + EPSILON)[:, None] * scaling
+
+    position = token[:, None] * TOP_K + slot[None, :]
+    written = there[:, None] & (slot < TOP_K)[None, :]
+    tl.store(ids + position, chosen, mask=written)
+    tl.store(weights + position, weight, mask=written)
+    tl.store(block_counts + block * LOCAL + lane, count, mask=lane < LOCAL)
+
+
+def place(
+    routed: Routed,
+    offset: int,
+    rows: Rows,
+    align: int = 1,
+    max_rows: int | None = None,
+) -> None:
+    """Give every pair with a local expert a row, and fill the tables of the rows.
+
+    Every expert begins at a multiple of `align`, or, with `max_rows`, at `e * max_rows`; the
+    tables hold at least `row_bound(T, shape, align)` or `E * max_rows` rows, and `max_rows` is at
+    least T. All R entries of the tables are written.
+    """
+    blocks, experts = routed.block_counts.shape
+    tokens, top_k = routed.ids.shape
+    block = tokens_per_block(tokens)
+    counts = rows.counts
+    # An offset that `route` has brought within bounds is within them for any shape.
+    offset = min(max(int(offset), -experts), 2**30)
+    _place_kernel[(blocks,)](
+        routed.ids,
+        routed.block_counts,
+        *rows,
+        tokens,
+        blocks,
+        rows.token_of_row.shape[0],
+        offset,
+        max_rows or align,
+        counts.stride(0),
+        counts.stride(1),
+        TOP_K=top_k,
+        LOCAL=experts,
+        LANES=triton.next_power_of_2(experts),
+        TOKENS=block,
+        PAIRS=triton.next_power_of_2(block * top_k),
+        COPIES=counts.shape[0],
+        MASKED=max_rows is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "rows", "offset", "multiple"])
+def _place_kernel(
+    ids,
+    block_counts,
+    pair_row,
+    token_of_row,
+    expert_of_row,
+    m_indptr,
+    counts,
+    tokens,
+    blocks,
+    rows,
+    offset,
+    multiple,
+    counts_stride_copy,
+    counts_stride_expert,
+    TOP_K: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COPIES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    block = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    is_expert = lane < LOCAL
+
+    # Every program sums the counts of all blocks: cheaper than a launch that does it once.
+    SUMMED: tl.constexpr = 64
+    total = tl.zeros((LANES,), dtype=tl.int32)
+    before = tl.zeros((LANES,), dtype=tl.int32)
+    first = 0
+    while first < blocks:
+        b = first + tl.arange(0, SUMMED)
+        count = tl.load(
+            block_counts + b[:, None] * LOCAL + lane[None, :],
+            mask=(b < blocks)[:, None] & is_expert[None, :],
+            other=0,
+        )
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
+        first += SUMMED
+    if MASKED:
+        padded = tl.where(is_expert, multiple, 0)
+    else:
+        padded = (total + multiple - 1) // multiple * multiple
+    start = tl.cumsum(padded, 0) - padded
+
+    pair = tl.arange(0, PAIRS)
+    token = block * TOKENS + pair // TOP_K
+    position = block * TOKENS * TOP_K + pair
+    there = (pair < TOKENS * TOP_K) & (token < tokens)
+    local = tl.load(ids + position, mask=there, other=0) - offset
+    is_local = there & (local >= 0) & (local < LOCAL)
+    mark = is_local[:, None] & (local[:, None] == lane[None, :])
+    rank = tl.cumsum(mark.to(tl.int32), 0) - 1
+    row = tl.sum(tl.where(mark, rank + (start + before)[None, :], 0), 1)
+    tl.store(pair_row + position, tl.where(is_local, row, -1), mask=there)
+    tl.store(token_of_row + row, token, mask=is_local)
+    tl.store(expert_of_row + row, local, mask=is_local)
+
+    # This program's share of the rows without a pair.
+    SHARE: tl.constexpr = 64
+    first = block * SHARE
+    while first < rows:
+        r = first + tl.arange(0, SHARE)
+        own = (r[:, None] >= start[None, :]) & (r[:, None] < (start + total)[None, :])
+        empty = (tl.sum(own.to(tl.int32), 1) == 0) & (r < rows)
+        tl.store(token_of_row + r, tl.full((SHARE,), -1, tl.int32), mask=empty)
+        tl.store(expert_of_row + r, tl.full((SHARE,), -1, tl.int32), mask=empty)
+        first += blocks * SHARE
+
+    if block == 0:
+        tl.store(m_indptr + lane, start, mask=is_expert)
+        tl.store(m_indptr + LOCAL, tl.sum(padded, 0))
+        for copy in tl.static_range(COPIES):
+            address = counts + copy * counts_stride_copy + lane * counts_stride_expert
+            tl.store(address, total, mask=is_expert)
+
+
+class ScaleAddress(NamedTuple):
+    """Where the scale of (row, block) lies: rows in groups of `group`, then strides."""
+
+    group: int
+    stride_group: int
+    stride_row: int
+    stride_block: int
+
+
+def scale_address(scale: torch.Tensor) -> ScaleAddress:
+    """Of scales `[R, blocks]` or `[E, max_rows, blocks]`, with any strides."""
+    if scale.dim() == 3:
+        return ScaleAddress(scale.shape[1], *scale.stride())
+    return ScaleAddress(scale.shape[0], 0, *scale.stride())
+
+
+@triton.jit
+def _scale_offset(row, group, stride_group, stride_row):
+    """Offset of the row's first scale."""
+    row = row.to(tl.int64)
+    return row // group * stride_group + row % group * stride_row
+
+
+def scatter(
+    x: torch.Tensor,  # [T, K] float8_e4m3fn
+    x_scale: torch.Tensor,  # [K/128, T] float32, any strides
+    rows: Rows,
+    a: torch.Tensor,  # [R, K] or [E, max_rows, K] float8_e4m3fn, contiguous
+    a_scale: torch.Tensor,  # [R, K/128] or [E, max_rows, K/128] float32, any strides
+) -> None:
+    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
+    tokens, columns = x.shape
+    top_k = rows.pair_row.shape[1]
+    _scatter_kernel[(tokens, triton.cdiv(columns, SCATTER_COLUMNS))](
+        x,
+        x_scale,
+        rows.pair_row,
+        a,
+        a_scale,
+        x_scale.stride(0),
+        x_scale.stride(1),
+        *scale_address(a_scale),
+        COLUMNS=columns,
+        TILE=SCATTER_COLUMNS,
+        SCALE=BLOCK,
+        TOP_K=top_k,
+        SLOTS=triton.next_power_of_2(top_k),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["x_stride_block", "group", "stride_group"])
+def _scatter_kernel(
+    x,
+    x_scale,
+    pair_row,
+    a,
+    a_scale,
+    x_stride_block,
+    x_stride_token,
+    group,
+    stride_group,
+    stride_row,
+    stride_block,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    rows = tl.load(pair_row + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
+    if tl.max(rows, 0) >= 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < COLUMNS
+        values = tl.load(x + token * COLUMNS + column, mask=inside)
+        block = tl.program_id(1) * (TILE // SCALE) + tl.arange(0, TILE // SCALE)
+        is_block = block < COLUMNS // SCALE
+        address = x_scale + block * x_stride_block.to(tl.int64) + token * x_stride_token
+        scales = tl.load(address, mask=is_block)
+        for k in tl.static_range(TOP_K):
+            row = tl.load(pair_row + token * TOP_K + k)
+            if row >= 0:
+                tl.store(a + row.to(tl.int64) * COLUMNS + column, values, mask=inside)
+                first = a_scale + _scale_offset(row, group, stride_group, stride_row)
+                tl.store(first + block.to(tl.int64) * stride_block, scales, mask=is_block)
+
+
+def swiglu_quant(
+    g: torch.Tensor,  # [R, 2I] or [E, max_rows, 2I] bfloat16: up columns, then gate columns
+    q: torch.Tensor,  # [R, I] or [E, max_rows, I] float8_e4m3fn, contiguous
+    q_scale: torch.Tensor,  # [R, I/128] or [E, max_rows, I/128] float32, any strides
+    rows: Rows,
+) -> None:
+    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+
+    The scale maps the largest magnitude to 448; it is 1 where that is zero. Rows without a pair
+    are neither read nor written.
+    """
+    columns = q.shape[-1]
+    allocated = rows.token_of_row.shape[0]
+    _swiglu_quant_kernel[(min(allocated, 16 * processors(g.device)),)](
+        g,
+        q,
+        q_scale,
+        rows.token_of_row,
+        rows.m_indptr,
+        *scale_address(q_scale),
+        EXPERTS=rows.m_indptr.shape[0] - 1,
+        COLUMNS=columns,
+        BLOCKS=triton.next_power_of_2(columns // BLOCK),
+        SCALE=BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["group", "stride_group"])
+def _swiglu_quant_kernel(
+    g,
+    q,
+    q_scale,
+    token_of_row,
+    m_indptr,
+    group,
+    stride_group,
+    stride_row,
+    stride_block,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    block = tl.arange(0, BLOCKS)
+    column = block[:, None] * SCALE + tl.arange(0, SCALE)[None, :]
+    inside = column < COLUMNS
+    end = tl.load(m_indptr + EXPERTS)
+    row = tl.program_id(0)
+    while row < end:
+        if tl.load(token_of_row + row) >= 0:
+            source = g + row.to(tl.int64) * (2 * COLUMNS) + column
+            up = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(source + COLUMNS, mask=inside, other=0.0).to(tl.float32)
+            c = gate / (1.0 + tl.exp(-gate)) * up
+            scale = tl.max(tl.abs(c), 1) / FP8_MAX
+            scale = tl.where(scale == 0.0, 1.0, scale)
+            # A quotient can exceed the range by rounding.
+            scaled = tl.clamp(c / scale[:, None], -FP8_MAX, FP8_MAX)
+            target = q + row.to(tl.int64) * COLUMNS + column
+            tl.store(target, scaled.to(q.dtype.element_ty), mask=inside)
+            first = q_scale + _scale_offset(row, group, stride_group, stride_row)
+            tl.store(
+                first + block.to(tl.int64) * stride_block, scale, mask=block < COLUMNS // SCALE
+            )
+        row += tl.num_programs(0)
+
+
+def combine(
+    o: torch.Tensor,  # [R, H] or [E, max_rows, H] bfloat16, contiguous
+    weights: torch.Tensor,  # [T, top_k] float32
+    rows: Rows,
+    output: torch.Tensor,  # [T, H] bfloat16
+) -> None:
+    """`output[t] = sum of weights[t, s] * o[pair_row[t, s]]` over slots in order, in float32."""
+    tokens, columns = output.shape
+    _combine_kernel[(tokens, triton.cdiv(columns, COMBINE_COLUMNS))](
+        o,
+        weights,
+        rows.pair_row,
+        output,
+        COLUMNS=columns,
+        TILE=COMBINE_COLUMNS,
+        TOP_K=weights.shape[1],
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _combine_kernel(
+    o,
+    weights,
+    pair_row,
+    output,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < COLUMNS
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        # Masked rather than branched over: the loads of all slots are under way at once.
+        row = tl.load(pair_row + token * TOP_K + k).to(tl.int64)
+        weight = tl.load(weights + token * TOP_K + k)
+        value = tl.load(o + row * COLUMNS + column, mask=inside & (row >= 0), other=0.0)
+        total += weight * value.to(tl.float32)
+    tl.store(output + token * COLUMNS + column, total.to(output.dtype.element_ty), mask=inside)
