@@ -115,10 +115,11 @@ def uneven_rows(mean: int, experts: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Rows of every local expert in one workload."""
+    """Rows of every local expert in one workload; hit: tokens that have a local expert."""
 
     uuid: str
     tokens: int
+    hit: int
     rows: tuple[int, ...]
 
 
@@ -145,9 +146,10 @@ def _histogram(trace_set: Any, workload: Any) -> Histogram:
     ids, _ = route(loaded["routing_logits"], loaded["routing_bias"], factor, DEEPSEEK_V3)
     local = ids.long() - scalars["local_expert_offset"]
     experts = DEEPSEEK_V3.num_local_experts
-    local = local[(local >= 0) & (local < experts)]
-    counts = local.bincount(minlength=experts).tolist()
-    return Histogram(workload.uuid, workload.axes["seq_len"], tuple(counts))
+    here = (local >= 0) & (local < experts)
+    counts = local[here].bincount(minlength=experts).tolist()
+    hit = int(here.any(dim=1).sum())
+    return Histogram(workload.uuid, workload.axes["seq_len"], hit, tuple(counts))
 
 
 def layer_problems(found: Iterable[Histogram]) -> list[Problem]:
