@@ -1,0 +1,167 @@
+"""DeepGEMM's grouped FP8 GEMMs, with Triton for the stages around them.
+
+What: the kernels are those of the package sgl-deep-gemm; routing, scatter, SwiGLU + FP8 and
+combine are one Triton launch each (`triton_stages`). DeepGEMM has two layouts for rows that only
+the device can count, and both are used as its documentation describes them. Masked, for few
+tokens: `[E, max_rows, K]` with a row count for each expert on the device. Contiguous, for many:
+`[R, K]` with experts at multiples of 128 rows and the expert of every row, -1 where there is none.
+No host sync: buffers are sized for the most rows that T tokens can have.
+
+Scales are float32 and lie along the rows, as Hopper's kernels want them, so none is converted.
+DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
+and is cached on disk (`DG_JIT_CACHE_DIR`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..core.config import BLOCK
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .requirement import require
+from .supported import HOPPER, require_gpu
+
+if TYPE_CHECKING:
+    from .triton_stages import Routed, Rows
+
+SOLUTION = {
+    "name": "deepgemm_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+}
+
+MASKED_TOKENS = 1024
+"""Up to here the masked layout: its buffers grow with E * T, the contiguous one's with 8 * T."""
+
+RECIPE = (1, BLOCK, BLOCK)
+"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
+
+
+class Buffers(NamedTuple):
+    """What a call writes on its way, `[R, ...]` or, in the masked layout, `[E, max_rows, ...]`."""
+
+    routed: "Routed"
+    rows: "Rows"
+    a: torch.Tensor  # [..., H] float8_e4m3fn
+    a_scale: torch.Tensor  # [..., H/128] float32, contiguous along the rows
+    g: torch.Tensor  # [..., 2I] bfloat16
+    q: torch.Tensor  # [..., I] float8_e4m3fn
+    q_scale: torch.Tensor  # [..., I/128] float32, contiguous along the rows
+    o: torch.Tensor  # [..., H] bfloat16
+
+
+@functools.lru_cache(maxsize=1)
+def buffers(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Buffers:
+    """Kept until a call has another number of tokens."""
+    from .triton_stages import new_routed, new_rows, row_bound
+
+    experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    if max_rows is None:
+        rows = row_bound(tokens, shape, BLOCK)
+        lead: tuple[int, ...] = (rows,)
+    else:
+        rows = experts * max_rows
+        lead = (experts, max_rows)
+
+    def new(width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((*lead, width), dtype=dtype, device=device)
+
+    def new_scale(width: int) -> torch.Tensor:
+        dims = (*lead[:-1], width // BLOCK, lead[-1])
+        return torch.empty(dims, dtype=torch.float32, device=device).transpose(-1, -2)
+
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    return Buffers(
+        new_routed(tokens, shape, device),
+        new_rows(tokens, rows, shape, device),
+        new(h, fp8),
+        new_scale(h),
+        new(2 * i, bf16),
+        new(i, fp8),
+        new_scale(i),
+        new(h, bf16),
+    )
+
+
+class DeepGemmLayer:
+    """The MoE layer on DeepGEMM's grouped GEMMs."""
+
+    shape = DEEPSEEK_V3
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        mark: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+
+        Raises:
+            ValueError: an argument is wrong.
+            RuntimeError: the GPU is not supported, or the package is not installed.
+        """
+        shape = self.shape
+        tokens = validate(inputs, output, shape)
+        require_gpu(output.device, HOPPER)
+        deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+        require("triton", "triton")
+        if tokens == 0:
+            return
+        from . import triton_stages as stages
+
+        offset = int(inputs.local_expert_offset)
+        masked = tokens <= MASKED_TOKENS
+        max_rows = -(-tokens // BLOCK) * BLOCK if masked else None
+        routed, rows, a, a_scale, g, q, q_scale, o = buffers(tokens, max_rows, shape, output.device)
+        scaling = float(inputs.routed_scaling_factor)
+        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
+        stages.place(routed, offset, rows, align=BLOCK, max_rows=max_rows)
+        mark("routing")
+
+        if masked:
+            # Rows of an expert with even routing, by which DeepGEMM chooses its tiles.
+            expected = -(-tokens * shape.top_k // shape.num_experts)
+            multiply = functools.partial(
+                deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked,
+                masked_m=rows.counts[0],
+                expected_m=expected,
+                recipe=RECIPE,
+            )
+        else:
+            multiply = functools.partial(
+                deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous,
+                grouped_layout=rows.expert_of_row,
+                recipe=RECIPE,
+            )
+        stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
+        multiply((a, a_scale), (inputs.gemm1_weights, inputs.gemm1_weights_scale), g)
+        mark("gemm1")
+
+        stages.swiglu_quant(g, q, q_scale, rows)
+        mark("swiglu_quant")
+
+        multiply((q, q_scale), (inputs.gemm2_weights, inputs.gemm2_weights_scale), o)
+        mark("gemm2")
+
+        stages.combine(o, routed.weights, rows, output)
+        mark("combine")
+
+
+LAYER = DeepGemmLayer()
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)

@@ -1,0 +1,159 @@
+"""SGLang's kernels: the pipeline of its CUTLASS FP8 experts, from the package sglang-kernel.
+
+What: `moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `shuffle_rows` copies
+tokens and scales to their rows, `fp8_blockwise_scaled_grouped_mm` multiplies, `silu_and_mul` and
+the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. The order
+and the arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of
+the input, which is FP8 here. No host sync; pointer arrays and the like are allocated once.
+
+Expert parallelism: ids become local ones and pairs of other ranks get ids that no local expert
+has, which `prepare_moe_input` skips. What it then leaves unset in its two maps is set beforehand:
+token 0 where rows are gathered, a row of zeros where outputs are combined. As in SGLang, buffers
+and the kernels between the GEMMs cover 8 rows a token whatever the routing.
+
+The definition has the up projection first in GEMM1's output, SGLang's activation wants the gate
+first. SGLang settles this once, where it loads the weights; a solution is given them anew in every
+call. So the halves of GEMM1's output are swapped instead, in place, by a Triton kernel that touches
+the rows in use only; its time counts as part of the activation's. The routing weights are rounded
+to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..core.config import BLOCK
+from ..core.problem import DEEPSEEK_V3, MoeInputs, validate
+from .requirement import require
+from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
+from .supported import BLACKWELL, HOPPER, require_gpu
+
+SOLUTION = {
+    "name": "sglang_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
+    "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
+}
+
+FP8_MAX = 448.0
+SMALLEST_AMAX = 1e-10
+"""What the quantisation kernel takes for a block of zeros; it accepts no other value."""
+
+
+class Tables(NamedTuple):
+    """What `prepare_moe_input` says of the experts, allocated once a device."""
+
+    offsets: torch.Tensor  # [E+1] int32, first row of each expert
+    sizes1: torch.Tensor  # [E, 3] int32: rows, n, k of GEMM1
+    sizes2: torch.Tensor  # [E, 3] int32
+
+
+@functools.cache
+def tables(device: torch.device, experts: int) -> Tables:
+    dims = ((experts + 1,), (experts, 3), (experts, 3))
+    return Tables(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
+
+
+class SglangLayer:
+    """The MoE layer on SGLang's kernels."""
+
+    shape = DEEPSEEK_V3
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        mark: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+
+        Raises:
+            ValueError: an argument is wrong.
+            RuntimeError: the GPU is not supported, or the package is not installed.
+        """
+        shape = self.shape
+        tokens = validate(inputs, output, shape)
+        require_gpu(output.device, HOPPER + BLACKWELL)
+        sgl = require("sgl_kernel", REQUIREMENT)
+        require("triton", "triton")
+        if tokens == 0:
+            return
+        from .gate_first import gate_first
+
+        experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+        rows = tokens * shape.top_k
+        held = scratch(output.device, shape)
+        offsets, sizes1, sizes2 = tables(output.device, experts)
+        new = output.new_empty
+        fp8, f32 = torch.float8_e4m3fn, torch.float32
+
+        weights, ids = sgl.moe_fused_gate(
+            inputs.routing_logits,
+            inputs.routing_bias.float(),
+            shape.n_group,
+            shape.topk_group,
+            shape.top_k,
+            0,  # shared experts
+            float(inputs.routed_scaling_factor),
+            True,  # scale the weights
+        )
+        # Every offset past either end says the same, and int32 holds the nearest ones.
+        ids.sub_(min(max(int(inputs.local_expert_offset), -experts), shape.num_experts))
+        token_of_row = output.new_zeros(rows, dtype=torch.int32)
+        row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)
+        sgl.prepare_moe_input(
+            ids,
+            offsets,
+            sizes1,
+            sizes2,
+            token_of_row,
+            row_of_pair,
+            experts,
+            i,
+            h,
+        )
+        weights = weights.to(output.dtype)
+        mark("routing")
+
+        a = sgl.shuffle_rows(inputs.hidden_states, token_of_row, (rows, h))
+        scale = inputs.hidden_states_scale.t().contiguous()
+        a_scale = sgl.shuffle_rows(scale, token_of_row, (rows, h // BLOCK))
+        g = new((rows, 2 * i))
+        w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
+        grouped_gemm(held, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
+        mark("gemm1")
+
+        gate_first(g, offsets[experts:])
+        c = new((rows, i))
+        sgl.silu_and_mul(g, c)
+        q, q_scale = new((rows, i), dtype=fp8), new((rows, i // BLOCK), dtype=f32)
+        sgl.sgl_per_token_group_quant_8bit(c, q, q_scale, BLOCK, SMALLEST_AMAX, -FP8_MAX, FP8_MAX)
+        mark("swiglu_quant")
+
+        o = new((rows + 1, h))
+        o[rows].zero_()
+        w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+        grouped_gemm(held, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
+        mark("gemm2")
+
+        sgl.apply_shuffle_mul_sum(o, output, row_of_pair, weights)
+        mark("combine")
+
+
+LAYER = SglangLayer()
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)

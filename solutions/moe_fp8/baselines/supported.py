@@ -1,0 +1,32 @@
+"""The GPUs that a baseline's library has kernels for."""
+
+import functools
+
+import torch
+
+Capability = tuple[int, int]
+
+HOPPER: tuple[Capability, ...] = ((9, 0),)
+BLACKWELL: tuple[Capability, ...] = ((10, 0), (10, 3))
+"""The data-centre GPUs: B200, GB200 and B300, GB300."""
+
+
+def number(capability: Capability) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+@functools.cache
+def require_gpu(device: torch.device, capabilities: tuple[Capability, ...]) -> None:
+    """Refuse a device before a library does so in its own way.
+
+    Raises:
+        RuntimeError: it is not a GPU of one of these compute capabilities.
+    """
+    given = device.type
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability in capabilities:
+            return
+        given = f"sm_{number(capability)}"
+    needed = "/".join(map(number, capabilities))
+    raise RuntimeError(f"unsupported on {given} (needs sm_{needed})")
