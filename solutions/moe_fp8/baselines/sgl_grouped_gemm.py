@@ -1,0 +1,76 @@
+"""sgl_kernel's FP8 block-scaled grouped GEMM, with what it wants to be given allocated once."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..core.problem import MoeShape
+from .requirement import require
+
+REQUIREMENT = "sglang-kernel==0.4.3"
+WORKSPACE_BYTES = 32 * 2**20
+
+
+class Scratch(NamedTuple):
+    """What the library writes on its way, allocated once a device."""
+
+    pointers: list[torch.Tensor]  # 5 of [E] int64: A, B, output and both scales of each expert
+    layouts: list[torch.Tensor]  # 2 of [E, 5] int32, of the scales
+    strides: dict[int, torch.Tensor]  # [E] int64, by the elements of a row
+    workspace: torch.Tensor
+
+
+@functools.cache
+def scratch(device: torch.device, shape: MoeShape) -> Scratch:
+    experts = shape.num_local_experts
+    widths = {shape.hidden_size, shape.intermediate_size, 2 * shape.intermediate_size}
+
+    def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    return Scratch(
+        [new(experts, dtype=torch.int64) for _ in range(5)],
+        [new(experts, 5, dtype=torch.int32) for _ in range(2)],
+        {n: torch.full((experts,), n, dtype=torch.int64, device=device) for n in widths},
+        new(WORKSPACE_BYTES, dtype=torch.uint8),
+    )
+
+
+def grouped_gemm(
+    held: Scratch,
+    a: torch.Tensor,  # [R, K] float8_e4m3fn
+    a_scale: torch.Tensor,  # [R, K/128] float32
+    b: torch.Tensor,  # [E, N, K] float8_e4m3fn
+    b_scale: torch.Tensor,  # [E, N/128, K/128] float32
+    out: torch.Tensor,  # [R, N] bfloat16
+    sizes: torch.Tensor,  # [E, 3] int32: rows, N, K of each expert
+    offsets: torch.Tensor,  # [E] int32: first row of each expert, any row
+) -> None:
+    """`out = a @ b[expert].T` with block scales.
+
+    Two launches: addresses and scale layouts of the experts, then the GEMM. B is passed as
+    `[E, K, N]`, column-major. The rows are those that `sizes`
+    and `offsets` say; by the rows that `a` has the library only chooses its tile: 32 rows with
+    swapped operands up to 2048, 128 above.
+
+    Raises:
+        RuntimeError: the package is not installed.
+    """
+    sgl = require("sgl_kernel", REQUIREMENT)
+    _, n, k = b.shape
+    sgl.fp8_blockwise_scaled_grouped_mm(
+        out,
+        *held.pointers,
+        a,
+        b.transpose(1, 2),
+        a_scale,
+        b_scale.transpose(1, 2),
+        held.strides[k],
+        held.strides[k],
+        held.strides[n],
+        *held.layouts,
+        sizes,
+        offsets,
+        held.workspace,
+    )

@@ -1,0 +1,151 @@
+"""All Triton, in the manner of the fused MoE kernels that serving engines ship for Hopper.
+
+What: routing and placement kernels sort the (token, expert) pairs by expert and pad each expert to
+whole blocks of rows; a block-FP8 grouped GEMM works on these blocks (`triton_gemm`), gathering its
+rows by token, so that no row is copied; SwiGLU + FP8, the second GEMM and the weighted combine
+follow. Six launches, no host sync, buffers kept until the number of tokens changes.
+
+Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer
+(`run.py tune_triton`). For few rows the operands are swapped, so that the weights fill the wide
+side of the tensor cores.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..core.config import BLOCK
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .requirement import require
+from .supported import BLACKWELL, HOPPER, require_gpu
+
+if TYPE_CHECKING:
+    from .triton_gemm import Tile
+    from .triton_stages import Routed, Rows
+
+SOLUTION = {
+    "name": "triton_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
+    "dependencies": ["torch", "triton"],
+}
+
+
+@functools.cache
+def tiles(tokens: int) -> "tuple[Tile, Tile]":
+    """Tiles of the two GEMMs for a number of tokens; their rows are the same."""
+    from .triton_gemm import Tile
+
+    if tokens <= 256:
+        narrow = Tile(16, 64, swap_ab=True, stages=5)
+        return narrow, narrow
+    if tokens <= 1024:
+        narrow = Tile(32, 128, group_m=4, swap_ab=True)
+        return narrow, narrow
+    if tokens <= 4096:
+        medium = Tile(64, 128, group_m=8, programs=2)
+        return medium, medium
+    wide = Tile(128, 128, group_m=16, warps=8, programs=1)
+    return wide, wide
+
+
+class Buffers(NamedTuple):
+    """What a call writes on its way, for R rows."""
+
+    routed: "Routed"
+    rows: "Rows"
+    g: torch.Tensor  # [R, 2I] bfloat16
+    q: torch.Tensor  # [R, I] float8_e4m3fn
+    q_scale: torch.Tensor  # [R, I/128] float32, contiguous along the rows
+    o: torch.Tensor  # [R, H] bfloat16
+
+
+@functools.lru_cache(maxsize=1)
+def buffers(tokens: int, align: int, shape: MoeShape, device: torch.device) -> Buffers:
+    """Kept until a call has another number of tokens."""
+    from .triton_stages import new_routed, new_rows, row_bound
+
+    h, i = shape.hidden_size, shape.intermediate_size
+    bound = row_bound(tokens, shape, align)
+
+    def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    return Buffers(
+        new_routed(tokens, shape, device),
+        new_rows(tokens, bound, shape, device),
+        new(bound, 2 * i, dtype=torch.bfloat16),
+        new(bound, i, dtype=torch.float8_e4m3fn),
+        new(i // BLOCK, bound, dtype=torch.float32).t(),
+        new(bound, h, dtype=torch.bfloat16),
+    )
+
+
+class TritonLayer:
+    """The MoE layer in Triton alone."""
+
+    shape = DEEPSEEK_V3
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        mark: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+
+        Raises:
+            ValueError: an argument is wrong.
+            RuntimeError: the GPU is not supported, or Triton is not installed.
+        """
+        shape = self.shape
+        tokens = validate(inputs, output, shape)
+        require_gpu(output.device, HOPPER + BLACKWELL)
+        require("triton", "triton")
+        if tokens == 0:
+            return
+        from . import triton_stages as stages
+        from .triton_gemm import grouped_gemm
+
+        tile1, tile2 = tiles(tokens)
+        align = tile1.block_m
+        routed, rows, g, q, q_scale, o = buffers(tokens, align, shape, output.device)
+        offset = int(inputs.local_expert_offset)
+        scaling = float(inputs.routed_scaling_factor)
+        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
+        stages.place(routed, offset, rows, align)
+        mark("routing")
+
+        x, x_scale = inputs.hidden_states, inputs.hidden_states_scale.t()
+        w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
+        grouped_gemm(x, x_scale, w13, w13_scale, g, rows, tile1, gather=True)
+        mark("gemm1")
+
+        stages.swiglu_quant(g, q, q_scale, rows)
+        mark("swiglu_quant")
+
+        w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+        grouped_gemm(q, q_scale, w2, w2_scale, o, rows, tile2, gather=False)
+        mark("gemm2")
+
+        stages.combine(o, routed.weights, rows, output)
+        mark("combine")
+
+
+LAYER = TritonLayer()
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)
