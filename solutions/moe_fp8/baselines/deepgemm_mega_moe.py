@@ -1,0 +1,175 @@
+"""DeepGEMM's mega-MoE kernel of Hopper, on one rank: the layer after routing in one launch.
+
+What: `fp8_mega_moe` of the package sgl-deep-gemm dispatches, multiplies, activates, quantises and
+combines in one persistent kernel that is made to exchange tokens between GPUs. Here its group is
+this rank alone with its 32 local experts, the symmetric buffer an ordinary tensor (as the
+package's own class for Blackwell has it for one rank) and the pairs of other ranks have expert -1.
+Routing is the Triton kernel of `triton_stages`; tokens, scales, ids and weights are copied into the
+buffer, as the package's callers do. No host sync.
+
+The kernel wants the rows of the first projection in turns of 8, gate before up. A server brings
+them into that order once (`transform_weights_for_mega_moe_sm90`); a solution is given its weights
+anew in every call, so here it is part of every call: 0.94 GB read and written, the same for any T.
+Whoever compares kernels must take that off.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..core.config import BLOCK
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .requirement import require
+from .supported import HOPPER, require_gpu
+
+if TYPE_CHECKING:
+    from .triton_stages import Routed
+
+SOLUTION = {
+    "name": "deepgemm_mega_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+}
+
+REQUIREMENT = "sgl-deep-gemm==0.1.5"
+SHAPE = DEEPSEEK_V3
+TURN = 8
+"""Rows of the gate, then of the up projection, that follow each other in the kernel's weights."""
+
+LEAST_CAPACITY = 128
+
+
+class OneRank(NamedTuple):
+    """What `fp8_mega_moe` reads of a symmetric buffer, for a group of one."""
+
+    buffer: torch.Tensor  # int8; zero before the first call, after which the kernel tidies up
+    handle: SimpleNamespace
+    group: SimpleNamespace
+    num_max_tokens_per_rank: int
+    num_experts: int
+    num_topk: int
+
+
+class Held(NamedTuple):
+    """What a call writes on its way, for up to `symmetric.num_max_tokens_per_rank` tokens."""
+
+    symmetric: OneRank
+    x: torch.Tensor  # [capacity, H] float8_e4m3fn; this and the next three are parts of the buffer
+    x_scale: torch.Tensor  # [capacity, H/128] float32
+    ids: torch.Tensor  # [capacity, top_k] int64
+    weights: torch.Tensor  # [capacity, top_k] float32
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32, gate first
+
+
+def capacity(tokens: int) -> int:
+    """Tokens to make room for: the kernel is compiled for it, so there must be few values."""
+    return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=1)
+def held(room: int, shape: MoeShape, device: torch.device) -> Held:
+    """Kept until a call needs another capacity."""
+    deep_gemm = require("deep_gemm", REQUIREMENT)
+    library = deep_gemm._C  # its class for Hopper knows symmetric memory only
+    experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    alignment = library.get_token_alignment_for_mega_moe()
+    room = -(-room // alignment) * alignment
+    size, parts = library.get_symm_buffer_size_for_sm90_mega_moe(
+        1, experts, room, shape.top_k, h, i, True, "swiglu"
+    )
+    buffer = torch.zeros(size, dtype=torch.int8, device=device)
+    x, x_scale, ids, weights = (
+        part if isinstance(part, torch.Tensor) else torch.from_dlpack(part)
+        for part in parts(buffer)[:4]
+    )
+    symmetric = OneRank(
+        buffer,
+        SimpleNamespace(buffer_ptrs=[buffer.data_ptr()]),
+        SimpleNamespace(rank=lambda: 0),
+        room,
+        experts,
+        shape.top_k,
+    )
+    return Held(
+        symmetric,
+        x.view(torch.float8_e4m3fn),
+        x_scale,
+        ids,
+        weights,
+        torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((experts, 2 * i // BLOCK, h // BLOCK), dtype=torch.float32, device=device),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def routed_tokens(tokens: int, shape: MoeShape, device: torch.device) -> "Routed":
+    from .triton_stages import new_routed
+
+    return new_routed(tokens, shape, device)
+
+
+def take_turns(
+    w13: torch.Tensor,  # [E, 2I, K]: up rows, then gate rows
+    w13_scale: torch.Tensor,  # [E, 2I/128, K/128]
+    out: torch.Tensor,  # [E, 2I, K]: 8 gate rows, the 8 up rows that belong to them, and so on
+    out_scale: torch.Tensor,  # [E, 2I/128, K/128]: of the gate, then of the up projection
+) -> None:
+    experts, rows, k = w13.shape
+    up, gate = w13.view(experts, 2, rows // 2 // TURN, TURN, k).unbind(1)
+    turns = out.view(experts, rows // 2 // TURN, 2, TURN, k)
+    turns[:, :, 0].copy_(gate)
+    turns[:, :, 1].copy_(up)
+    halves = (experts, 2, w13_scale.shape[1] // 2, w13_scale.shape[2])
+    out_scale.view(halves).copy_(w13_scale.view(halves).flip(1))
+
+
+@torch.inference_mode()
+def call(inputs: MoeInputs, output: torch.Tensor) -> None:
+    """Write the layer's output.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the GPU is not supported, or a package is not installed.
+    """
+    tokens = validate(inputs, output, SHAPE)
+    require_gpu(output.device, HOPPER)
+    deep_gemm = require("deep_gemm", REQUIREMENT)
+    require("triton", "triton")
+    if tokens == 0:
+        return
+    from .triton_stages import first_local, route
+
+    offset = first_local(int(inputs.local_expert_offset), SHAPE)
+    routed = routed_tokens(tokens, SHAPE, output.device)
+    scaling = float(inputs.routed_scaling_factor)
+    route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)
+
+    symmetric, x, x_scale, ids, weights, w13, w13_scale = held(
+        capacity(tokens), SHAPE, output.device
+    )
+    x[:tokens].copy_(inputs.hidden_states)
+    x_scale[:tokens].copy_(inputs.hidden_states_scale.t())
+    local = torch.sub(routed.ids, offset, out=ids[:tokens])
+    local.masked_fill_((local < 0) | (local >= SHAPE.num_local_experts), -1)
+    weights[:tokens].copy_(routed.weights)
+
+    take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, w13, w13_scale)
+    w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+    deep_gemm.fp8_mega_moe(output, (w13, w13_scale), (w2, w2_scale), symmetric)
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    call(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)

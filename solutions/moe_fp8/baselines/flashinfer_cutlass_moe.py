@@ -1,0 +1,132 @@
+"""FlashInfer's CUTLASS MoE on Hopper: `cutlass_fused_moe` with DeepSeek's FP8 block scales.
+
+What: one call permutes, multiplies, activates and combines. It takes bfloat16 tokens, which it
+quantises itself, and experts that are already chosen. The definition's tokens are FP8: they are
+dequantised to bfloat16 first, by a Triton kernel, and that time counts, as does the loss of
+rounding twice. Routing is the Triton kernel of `triton_stages`. The order of the projections is
+the definition's. The workspace is allocated once for a number of tokens.
+
+Expert parallelism by rank where the window of local experts is one rank's, as in all workloads;
+otherwise ids are made relative to the window, and experts outside of it an expert of another rank.
+
+FlashInfer builds its module `fused_moe_90` when first called, unless a prebuilt one is installed,
+and compiles a GEMM for each shape and tile with nvcc when it first meets them.
+"""
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .requirement import require
+from .supported import HOPPER, require_gpu
+
+if TYPE_CHECKING:
+    from .triton_stages import Routed
+
+SOLUTION = {
+    "name": "flashinfer_cutlass_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "triton", "flashinfer-python==0.7.2.post1"],
+}
+
+REQUIREMENT = "flashinfer-python==0.7.2.post1"
+SHAPE = DEEPSEEK_V3
+
+
+class Buffers(NamedTuple):
+    """What a call writes on its way."""
+
+    routed: "Routed"
+    x: torch.Tensor  # [T, H] bfloat16
+    workspace: torch.Tensor  # uint8
+
+
+@functools.lru_cache(maxsize=1)
+def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
+    """Kept until a call has another number of tokens."""
+    from .triton_stages import new_routed
+
+    fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
+    size = fused_moe.cutlass_fused_moe_workspace_size(
+        tokens,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_experts,
+        shape.top_k,
+        x_dtype=torch.bfloat16,
+        weight_dtype=torch.float8_e4m3fn,
+        output_dtype=torch.bfloat16,
+        ep_size=shape.num_experts // shape.num_local_experts,
+        use_deepseek_fp8_block_scale=True,
+        device=device,
+    )
+    return Buffers(
+        new_routed(tokens, shape, device),
+        torch.empty((tokens, shape.hidden_size), dtype=torch.bfloat16, device=device),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
+
+
+def local_ids(ids: torch.Tensor, offset: int, shape: MoeShape) -> tuple[torch.Tensor, int]:
+    """Ids [T, top_k] and a rank whose experts, among them, are those of the window at `offset`."""
+    experts = shape.num_local_experts
+    if offset % experts == 0 and 0 <= offset <= shape.num_experts - experts:
+        return ids, offset // experts
+    offset = min(max(offset, -experts), shape.num_experts)
+    local = ids - offset
+    return local.where((local >= 0) & (local < experts), experts), 0
+
+
+@torch.inference_mode()
+def call(inputs: MoeInputs, output: torch.Tensor) -> None:
+    """Write the layer's output.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the GPU is not supported, or a package is not installed.
+    """
+    tokens = validate(inputs, output, SHAPE)
+    require_gpu(output.device, HOPPER)
+    fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
+    require("triton", "triton")
+    if tokens == 0:
+        return
+    from .dequantise import dequantise
+    from .triton_stages import route
+
+    routed, x, workspace = buffers(tokens, SHAPE, output.device)
+    offset = int(inputs.local_expert_offset)
+    scaling = float(inputs.routed_scaling_factor)
+    route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)
+    ids, rank = local_ids(routed.ids, offset, SHAPE)
+    dequantise(inputs.hidden_states, inputs.hidden_states_scale, x)
+    fused_moe.cutlass_fused_moe(
+        x,
+        ids,
+        routed.weights,
+        inputs.gemm1_weights,
+        inputs.gemm2_weights,
+        torch.bfloat16,
+        [inputs.gemm1_weights_scale, inputs.gemm2_weights_scale],
+        ep_size=SHAPE.num_experts // SHAPE.num_local_experts,
+        ep_rank=rank,
+        output=output,
+        use_deepseek_fp8_block_scale=True,
+        workspace_buffer=workspace,
+    )
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    call(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)

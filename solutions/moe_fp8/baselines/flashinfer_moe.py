@@ -1,0 +1,108 @@
+"""TensorRT-LLM's MoE kernels through FlashInfer: `trtllm_fp8_block_scale_moe`.
+
+What: one call does the whole layer, routing included, on the arguments of the definition as they
+are: its order of the projections, its block-major scales and its window of local experts are this
+function's own. The kernels are prebuilt for compute capability 10.x and fetched by FlashInfer when
+first called; other GPUs are refused here.
+
+Releases differ in the function's parameters, so its signature is looked at once: up to 0.5
+`tile_tokens_dim` must be given, the power of two nearest to the tokens of an expert, which the
+0.6 line chooses itself; newer ones write to `output`, older ones return a tensor that is copied.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .requirement import require
+from .supported import BLACKWELL, require_gpu
+
+SOLUTION = {
+    "name": "flashinfer_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA B200", "NVIDIA B300"],
+    "dependencies": ["torch", "flashinfer-python>=0.3.1"],
+}
+
+SHAPE = DEEPSEEK_V3
+ROUTING_DEEPSEEK_V3 = 2
+"""`flashinfer.RoutingMethodType.DeepSeekV3`, which is not exported by all releases."""
+
+TILE_TOKENS = (8, 64)
+"""The least and the largest tile of releases that want to be told."""
+
+
+class Entry(NamedTuple):
+    """FlashInfer's function and the names of its parameters."""
+
+    function: Callable[..., Any]
+    parameters: frozenset[str]
+
+
+@functools.cache
+def entry() -> Entry:
+    """Of the installed release.
+
+    Raises:
+        RuntimeError: FlashInfer is not installed.
+    """
+    module = require("flashinfer.fused_moe", "flashinfer-python")
+    function = module.trtllm_fp8_block_scale_moe
+    return Entry(function, frozenset(inspect.signature(function).parameters))
+
+
+def tile_tokens(tokens: int, shape: MoeShape) -> int:
+    """The smallest tile that holds an expert's tokens, were they spread evenly."""
+    each = tokens * shape.top_k // shape.num_experts
+    least, largest = TILE_TOKENS
+    return min(max(least, 1 << max(each - 1, 0).bit_length()), largest)
+
+
+@torch.inference_mode()
+def call(inputs: MoeInputs, output: torch.Tensor) -> None:
+    """Write the layer's output.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the GPU is not supported, or the package is not installed.
+    """
+    tokens = validate(inputs, output, SHAPE)
+    require_gpu(output.device, BLACKWELL)
+    function, parameters = entry()
+    if tokens == 0:
+        return
+    arguments = inputs._asdict() | {
+        "local_expert_offset": int(inputs.local_expert_offset),
+        "routed_scaling_factor": float(inputs.routed_scaling_factor),
+        "num_experts": SHAPE.num_experts,
+        "top_k": SHAPE.top_k,
+        "n_group": SHAPE.n_group,
+        "topk_group": SHAPE.topk_group,
+        "intermediate_size": SHAPE.intermediate_size,
+        "local_num_experts": SHAPE.num_local_experts,
+        "routing_method_type": ROUTING_DEEPSEEK_V3,
+        "use_shuffled_weight": False,
+    }
+    if "tile_tokens_dim" in parameters:
+        arguments["tile_tokens_dim"] = tile_tokens(tokens, SHAPE)
+    if "output" in parameters:
+        function(**arguments, output=output)
+    else:
+        output.copy_(function(**arguments))
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    call(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)
