@@ -478,8 +478,8 @@ def main() -> int:
         else:
             cpu_bench.run(trace_set, pairs, config, args.seed, libs, store, progress)
         run.save_info(finished=True, errors=errors)
-        if on_gpu and not args.no_accuracy:
-            add_accuracy(run, args)
+        if on_gpu:
+            add_measurements(run, args)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted; what was measured is kept", file=sys.stderr)
@@ -503,20 +503,36 @@ def main() -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(rank.print_rankings(ranked, style) + "\n", encoding="utf-8")
     print(f"\n{duration(progress.elapsed())}; traces: {run.traces}", file=sys.stderr)
+    if not args.no_report:
+        write_report(run, args.peers)
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if errors or any(r.failures() for r in ranked) else EXIT_OK
 
 
-def add_accuracy(run: Run, args: argparse.Namespace) -> None:
-    """The accuracy pass, in a process of its own: it must not inherit a GPU context that a failed
-    solution left broken, nor the memory that the baselines hold here."""
-    script = Path(__file__).with_name("accuracy.py")
-    command = [sys.executable, str(script), "--run", str(run.directory), "--seed", str(args.seed)]
-    command += ["--local", str(args.local)]
-    result = subprocess.run(command)
-    if result.returncode != 0:
-        print("the accuracy pass failed; its columns are incomplete", file=sys.stderr)
+def add_measurements(run: Run, args: argparse.Namespace) -> None:
+    """The floors and the accuracy pass, in processes of their own: they must not inherit a GPU
+    context that a failed solution left broken, nor the memory that the baselines hold here."""
+    local = ["--local", str(args.local)]
+    passes = {"floors": [*local, "--json", str(run.directory / "floors.json")]}
+    if not args.no_accuracy:
+        passes["accuracy"] = [*local, "--run", str(run.directory), "--seed", str(args.seed)]
+    for name, arguments in passes.items():
+        script = Path(__file__).with_name(f"{name}.py")
+        out = subprocess.DEVNULL if name == "floors" else None
+        result = subprocess.run([sys.executable, str(script), *arguments], stdout=out)
+        if result.returncode != 0:
+            print(f"{script.name} failed; its figures are incomplete", file=sys.stderr)
+
+
+def write_report(run: Run, peers: list[str]) -> None:
+    """The HTML page of the run, or one line that says what it needs."""
+    import report
+
+    try:
+        print(f"report: {report.write(run.directory, peers=peers)}", file=sys.stderr)
+    except UsageError as error:
+        print(error, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,11 @@ def our_names() -> set[str]:
     return {g.name for g in generations() if BASELINES not in g.path.relative_to(g.root).parts}
 
 
+def is_ours(solution: str, names: set[str]) -> bool:
+    """Whether a name is one of ours, of this version or of an earlier one."""
+    return solution in names or solution.startswith(PREFIX)
+
+
 def short_name(solution: str) -> str:
     """A name for a narrow column."""
     return solution.removeprefix(PREFIX)
@@ -374,7 +379,7 @@ def rankings(
             if peers:
                 s.peer = any(fnmatch.fnmatch(s.solution, p) for p in peers)
             else:
-                s.peer = known.get(s.solution, s.solution not in ours)
+                s.peer = known.get(s.solution, not is_ours(s.solution, ours))
         # A solution that fails somewhere ranks behind those that pass as often: speed over fewer
         # workloads is not comparable.
         summaries.sort(key=lambda s: (-s.passed, -(s.mean or 0.0), s.solution))
@@ -423,7 +428,7 @@ def _cell(value: float | None, form: str = ".2f", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _summary_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+def summary_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     header = ["#", "solution", "passed", "mean", "geomean", "median", "min", "max", "wins"]
     header += ["mean ms"]
     if ranking.compares_peers:
@@ -459,7 +464,7 @@ def skip_status(reason: str) -> str:
     return "not run"
 
 
-def _workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[str]]]]:
+def workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of latency, speed-up and ratio to the best peer, workloads down."""
 
     def result(uuid: str, solution: str, value: str) -> str:
@@ -511,7 +516,7 @@ def short_status(record: Record) -> str:
     return record.status
 
 
-def _accuracy_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+def accuracy_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     tolerances = [f"{r:g}/{a:g}" for r, a in ACCURACY_TOLERANCES]
     header = ["solution", "matched", "cosine", "calc_diff", *(f"matched {t}" for t in tolerances)]
     rows = []
@@ -525,7 +530,7 @@ def _accuracy_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _headline(ranking: Ranking) -> list[str]:
+def headline(ranking: Ranking) -> list[str]:
     where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
     lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summaries)} solutions"]
     if ranking.cpu:
@@ -552,7 +557,7 @@ PEER_NOTES = (
 ACCURACY_NOTES = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 
 
-def _notes(ranking: Ranking) -> str:
+def notes(ranking: Ranking) -> str:
     notes = NOTES + (PEER_NOTES if ranking.compares_peers else "")
     if any(s.solution.startswith(PREFIX) for s in ranking.summaries):
         notes += f" Columns leave out the beginning {PREFIX} of names."
@@ -560,12 +565,12 @@ def _notes(ranking: Ranking) -> str:
 
 
 def to_text(ranking: Ranking) -> str:
-    parts = ["\n".join(_headline(ranking))]
-    header, rows = _summary_table(ranking)
-    parts.append(text_table(header, rows, left=2) + "\n" + _notes(ranking))
-    for title, header, rows in _workload_tables(ranking):
+    parts = ["\n".join(headline(ranking))]
+    header, rows = summary_table(ranking)
+    parts.append(text_table(header, rows, left=2) + "\n" + notes(ranking))
+    for title, header, rows in workload_tables(ranking):
         parts.append(f"{title}:\n" + text_table(header, rows, left=0))
-    header, rows = _accuracy_table(ranking)
+    header, rows = accuracy_table(ranking)
     if rows:
         parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
     failures = ranking.failures()
@@ -584,12 +589,12 @@ def _escape(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 
 
 def to_markdown(ranking: Ranking) -> str:
-    title, *rest = _headline(ranking)
-    parts = [f"### {title}", " ".join([*rest, _notes(ranking)])]
-    parts.append(markdown_table(*_escape(*_summary_table(ranking)), left=2))
-    for what, header, rows in _workload_tables(ranking):
+    title, *rest = headline(ranking)
+    parts = [f"### {title}", " ".join([*rest, notes(ranking)])]
+    parts.append(markdown_table(*_escape(*summary_table(ranking)), left=2))
+    for what, header, rows in workload_tables(ranking):
         parts += [f"{what}:", markdown_table(header, rows, left=0)]
-    header, rows = _accuracy_table(ranking)
+    header, rows = accuracy_table(ranking)
     if rows:
         parts += [ACCURACY_NOTES, markdown_table(header, rows)]
     failures = ranking.failures()

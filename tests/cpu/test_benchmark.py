@@ -230,7 +230,7 @@ def h200(fake, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(dataset, "PACKED_DIR", tmp_path / "none")
 
     def run(*arguments: str) -> int:
-        options = ["--traces", str(tmp_path / "traces"), "--no-accuracy", "--no-report"]
+        options = ["--traces", str(tmp_path / "traces"), "--no-report"]
         if "--solutions" not in arguments:
             options += ["--solutions", *(s.name for s in made if s.name != "fails")]
         monkeypatch.setattr(sys, "argv", ["benchmark.py", *options, *arguments])

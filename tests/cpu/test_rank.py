@@ -215,7 +215,7 @@ def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"skipped": reasons}))
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0)])
     assert list(ranking.skipped) == ["flashinfer_moe", "sglang_moe"]
-    header, rows = rank._summary_table(ranking)
+    header, rows = rank.summary_table(ranking)
     assert header[-1] == "why" and len(rows) == 3
     assert rows[1][:3] == ["-", "flashinfer_moe", "unsupported"]
     assert rows[2][:3] + rows[2][-1:] == ["-", "sglang_moe", "not installed", reasons["sglang_moe"]]
@@ -231,7 +231,7 @@ def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
     traces = [trace("x", 7, 1.0)]
     traces += [trace("bad", t, None, status="RUNTIME_ERROR", log=log) for t in (7, 80, 901)]
     (ranking,) = ranked(tmp_path, traces)
-    _, rows = rank._summary_table(ranking)
+    _, rows = rank.summary_table(ranking)
     assert [r[2] for r in rows] == ["1/1", "0/3"]
     assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
 
@@ -256,9 +256,9 @@ def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     assert overall["ours"] == pytest.approx(1.0)
     assert overall["peer_a"] == pytest.approx(math.sqrt(1 * 2 / 8))
     assert overall["peer_b"] == pytest.approx(math.sqrt(2 / 4 * 1))
-    header, rows = rank._summary_table(ranking)
+    header, rows = rank.summary_table(ranking)
     assert "vs best peer" in header
-    title, header, rows = rank._workload_tables(ranking)[2]
+    title, header, rows = rank.workload_tables(ranking)[2]
     assert "best peer" in title
     assert [(r[0], r[-1]) for r in rows] == [("7", "peer_a"), ("80", "peer_b")]
     assert rank.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == 2.0
@@ -280,7 +280,7 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("a", 7, 1.0), trace("b", 7, 2.0)])
-    _, header, rows = rank._workload_tables(ranking)[0]
+    _, header, rows = rank.workload_tables(ranking)[0]
     assert header[3:] == ["a", "b"]
     assert [cell.strip() for cell in rows[0][3:]] == ["1.0000*", "2.0000"]
 

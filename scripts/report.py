@@ -1,0 +1,292 @@
+"""One self-contained HTML page of a run: ranking, latency against the floor, stages, GEMMs.
+
+    python3 run.py report                                  # the latest run of bench
+    python3 run.py report results/nvidia-h200/2026-11-21   # a recorded one
+
+Reads what the directory holds (traces.jsonl with run.json; floors.json, stages.json and gemm*.json
+where they are) and writes report.html there. The page needs no network, follows the reader's light
+or dark setting and is readable on a phone. Needs jinja2 and matplotlib: the extra `report`.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plot_gemm
+import rank
+import report_data
+from common import EXIT_OK, TRACES_DIR, UsageError, parser, run_main
+from report_data import Recorded
+
+TEMPLATE = Path(__file__).with_name("report_page.html")
+NEEDED = ("jinja2", "matplotlib")
+BAD_CELLS = {"unsupported", "not installed", "not run", "failed"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page; the first `left` columns and those of `wrap` are left-aligned, `name`
+    is the column with the solutions' names."""
+
+    header: list[str]
+    rows: list[list[str]]
+    left: int = 1
+    name: int = 0
+    wrap: tuple[int, ...] = ()
+    ours: frozenset[str] = frozenset()
+    bad: frozenset[str] = frozenset(BAD_CELLS)
+
+
+@dataclass(frozen=True)
+class Plot:
+    svg: Any
+    caption: str
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str = ""
+    text: tuple[str, ...] = ()
+    plot: Plot | None = None
+    table: Table | None = None
+    folded: str = ""
+    """The line that unfolds the table, for one that is long."""
+
+
+@dataclass(frozen=True)
+class Section:
+    id: str
+    title: str
+    text: list[str] = field(default_factory=list)
+    cards: list[tuple[str, str]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+
+def missing_packages() -> list[str]:
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def svg_plot(figure: Any, name: str, caption: str) -> Plot:
+    """The figure inline; Markup, because it is our own and must not be escaped."""
+    from markupsafe import Markup
+    from report_plots import inline_svg
+
+    return Plot(Markup(inline_svg(figure, name, caption)), caption)
+
+
+def cards(ranking: rank.Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
+    """The few figures that say most."""
+    ours = [s for s in ranking.summaries if not s.peer and s.passed]
+    best = (ours or ranking.summaries)[0]
+    found = [(rank.short_name(best.solution), "our best" if ours else "the best")]
+    found.append((f"{best.passed} of {len(ranking.workloads)}", "workloads passed"))
+    if best.mean is not None:
+        found.append((f"{best.mean:.1f}x", "mean speed-up over the reference"))
+    if best.mean_latency_ms is not None:
+        found.append((f"{best.mean_latency_ms:.3f} ms", "mean latency"))
+    if ranking.compares_peers and best.vs_peer is not None:
+        found.append((f"{best.vs_peer:.2f}x", "against each workload's best peer"))
+    shares = [
+        floor_ms[u] / ms
+        for _, u in ranking.workloads
+        if u in floor_ms and (ms := ranking.latency_ms(u, best.solution)) is not None
+    ]
+    if shares:
+        found.append(
+            (f"{100 * sum(shares) / len(shares):.0f} %", "of its time is floor, on average")
+        )
+    if best.cosine is not None:
+        found.append((f"{best.cosine:.5f}", "lowest cosine to the reference"))
+    return found
+
+
+def ranking_section(recorded: Recorded, ranking: rank.Ranking, number: int) -> Section:
+    """Everything about one machine and timing method."""
+    from report_plots import latency_figure, speedup_figure
+
+    floor_ms = recorded.floor_ms(ranking)
+    ours = frozenset(rank.short_name(s.solution) for s in ranking.summaries if not s.peer)
+    head, *text = rank.headline(ranking)
+    text.append(rank.notes(ranking))
+    statuses = {r.status for r in ranking.failures()}
+    bad = frozenset(BAD_CELLS | statuses)
+
+    header, rows = report_data.ranking_table(ranking)
+    wrap = (len(header) - 1,) if header[-1] == "why" else ()
+    parts = [Part(table=Table(header, rows, 2, 1, wrap, ours, bad))]
+    key = f"r{number}"
+    if any(s.mean is not None for s in ranking.summaries):
+        caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
+        parts.append(Part(plot=svg_plot(speedup_figure(ranking), f"{key}speedup", caption)))
+        caption = "Workloads by their number of tokens; dashed lines and open markers: peers."
+        if floor_ms:
+            caption += (
+                " Floor: weights and activations over the measured bandwidth or FLOPs over the "
+                "measured FP8 rate, whichever takes longer."
+            )
+        figure = latency_figure(ranking, floor_ms)
+        no_floor: tuple[str, ...] = ()
+        if not floor_ms:
+            no_floor = (
+                "This record holds no rates measured on this GPU (floors.json), so no floor is "
+                "drawn.",
+            )
+        plot = svg_plot(figure, f"{key}latency", caption)
+        parts.append(Part("Latency over the workloads", no_floor, plot))
+    header, rows = report_data.latency_table(ranking, floor_ms)
+    parts.append(Part("Latency in ms, the fastest marked", table=Table(header, rows, 0, bad=bad)))
+    for title, header, rows in rank.workload_tables(ranking)[1:]:
+        table = Table(header, rows, 0, bad=bad)
+        parts.append(Part(table=table, folded=f"{title}, workload by workload"))
+    header, rows = rank.accuracy_table(ranking)
+    if rows:
+        parts.append(Part("Accuracy", (rank.ACCURACY_NOTES,), table=Table(header, rows)))
+    failures = [
+        [r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()
+    ]
+    if failures:
+        header = ["solution", "T", "workload", "status", "reason"]
+        parts.append(Part("Failed", table=Table(header, failures, 5, wrap=(4,), bad=bad)))
+    return Section(f"ranking{number}", head, text, cards(ranking, floor_ms), parts)
+
+
+def stages_section(recorded: Recorded) -> Section | None:
+    from report_plots import stages_figure
+
+    record = recorded.stages
+    if record is None or not record["results"]:
+        return None
+    text = [f"{record['hardware']}; {record['timing']}; medians of {record['iterations']} calls."]
+    caption = (
+        "The black or white line is the whole call, timed without events between the stages; where "
+        "the bar is longer, the events themselves cost the difference."
+    )
+    parts = [Part(plot=svg_plot(stages_figure(record), "stages", caption))]
+    for result in record["results"]:
+        header, rows = report_data.stages_table(result)
+        title = f"T={result['tokens']}, ms (routing: {result['routing']})"
+        parts.append(Part(title, table=Table(header, rows)))
+    return Section("stages", "Stages", text, parts=parts)
+
+
+def gemm_section(recorded: Recorded) -> Section | None:
+    rows, even = recorded.gemm_rows(by_workload=True), recorded.gemm_rows(by_workload=False)
+    ablation = recorded.ablation_rows()
+    if not (rows or even or ablation):
+        return None
+    heads = list(recorded.gemm.values())
+    hardware = ", ".join(dict.fromkeys(h["hardware"] for h in heads))
+    text = [f"{hardware}; the grouped GEMM alone, without the rest of the layer."]
+    methods = (f"{name}: {h['method']}" for name, h in recorded.gemm.items())
+    text.append("Timing: " + "; ".join(methods))
+    parts = []
+    if rows:
+        record = next(h for h in heads if any(r.get("tokens") is not None for r in h["results"]))
+        figure = plot_gemm.layers_figure(rows, record["floors"], record["hardware"])
+        caption = "Reached rate against what a large read and a dense product reach (dashed)."
+        plot = svg_plot(figure, "layers", caption)
+        table = Table(*report_data.gemm_table(rows), left=0)
+        parts.append(Part("On the rows of the workloads", plot=plot))
+        parts.append(Part(table=table, folded="The figures, in us"))
+    study = [r for r in even if "tokens" in r]
+    if study:
+        figure = plot_gemm.grid_figure(study, hardware)
+        caption = "Best peer's time over ours; above the line ours is faster."
+        parts.append(Part("Even rows", plot=svg_plot(figure, "grid", caption)))
+    if even:
+        table = Table(*report_data.gemm_table(even), left=0)
+        parts.append(Part(table=table, folded="Even rows: the figures, in us"))
+    if ablation:
+        from report_plots import ablation_figure
+
+        figure = ablation_figure(ablation)
+        caption = "Below the line the change costs time."
+        parts.append(Part("Ablation", plot=svg_plot(figure, "ablation", caption)))
+    return Section("gemm", "Grouped GEMM", text, parts=parts)
+
+
+def environment_section(recorded: Recorded) -> Section:
+    header, rows = report_data.environment_table(recorded)
+    parts = [Part(table=Table(["what", "value"], rows, 1, wrap=(1,)))]
+    return Section("environment", "Environment", parts=parts)
+
+
+def render(recorded: Recorded) -> str:
+    """The page."""
+    import jinja2
+
+    sections = [ranking_section(recorded, r, i) for i, r in enumerate(recorded.rankings)]
+    if len(recorded.rankings) > 1:
+        legend, header, rows = rank.side_by_side(recorded.rankings)
+        parts = [Part(table=Table(header, rows))]
+        sections.append(Section("machines", "Side by side", legend, parts=parts))
+    optional = (stages_section(recorded), gemm_section(recorded))
+    sections += [section for section in optional if section is not None]
+    sections.append(environment_section(recorded))
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    started = recorded.info.get("environment", {}).get("time", "")
+    subtitle = ", ".join(filter(None, [recorded.main.hardware, started[:10], recorded.main.timing]))
+    title = "MoE FP8 block scale: solutions ranked"
+    return template.render(title=title, subtitle=subtitle, sections=sections)
+
+
+def write(directory: Path, out: Path | None = None, peers: list[str] | None = None) -> Path:
+    """Write the page of a run and return where it is."""
+    missing = missing_packages()
+    if missing:
+        raise UsageError(
+            f"no report without {' and '.join(missing)}: pip install jinja2 matplotlib"
+        )
+    out = out or directory / "report.html"
+    page = render(report_data.read(directory, peers))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+def write_pictures(recorded: Recorded, directory: Path, source: str = "") -> list[Path]:
+    """The pictures for a README: latency.png and speedup.png."""
+    from report_plots import latency_figure, save_png, speedup_figure
+
+    ranking = recorded.main
+    figures = {
+        "latency.png": latency_figure(ranking, recorded.floor_ms(ranking)),
+        "speedup.png": speedup_figure(ranking),
+    }
+    for name, figure in figures.items():
+        save_png(figure, directory / name, source)
+    return [directory / name for name in figures]
+
+
+def find_directory(path: Path | None) -> Path:
+    """The directory of a run: the given one, or the latest of `bench`."""
+    if path is not None:
+        return path.parent if path.is_file() else path
+    runs = sorted(TRACES_DIR.glob("*/traces.jsonl"))
+    if not runs:
+        raise UsageError(f"no run in {TRACES_DIR}: name a directory, for example one of results/")
+    return runs[-1].parent
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("run", nargs="?", type=Path, help="directory of a run; the latest run")
+    arguments.add_argument("--out", type=Path, metavar="FILE", help="report.html of the directory")
+    arguments.add_argument("--png", type=Path, metavar="DIR", help="also write PNGs there")
+    arguments.add_argument("--peers", nargs="+", default=[], metavar="PATTERN")
+    args = arguments.parse_args()
+    directory = find_directory(args.run)
+    out = write(directory, args.out, args.peers)
+    print(f"{out}  {out.stat().st_size / 1024:.0f} KiB")
+    if args.png:
+        for path in write_pictures(report_data.read(directory, args.peers), args.png):
+            print(path)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)
