@@ -12,6 +12,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 
+# Before anything imports Triton: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Before anything imports the DSL, which dumps what the compile tests ask for under the kernel's
 # name: all configs share it, and so would the workers of pytest-xdist share the directory.
 os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="moe_fp8_dump_")

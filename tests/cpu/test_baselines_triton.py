@@ -1,0 +1,385 @@
+"""The Triton stages and layers of the baselines: in Triton's interpreter, or on the GPU if any."""
+
+import sys
+import types
+from collections.abc import Callable
+
+import bruteforce
+import numpy as np
+import pytest
+import torch
+from moe_fp8.core import model, routing
+from moe_fp8.core.metrics import calc_diff, matched_ratio
+from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+
+pytest.importorskip("triton", reason="triton is not installed")
+from moe_fp8.baselines import (
+    requirement,
+    triton_fused_moe_v2,
+    triton_gemm,
+    triton_moe,
+)
+from moe_fp8.baselines import triton_stages as stages
+from moe_fp8.baselines.triton_gemm import Tile
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8 = torch.float8_e4m3fn
+NAN = float("nan")
+
+SMALL = MoeShape(hidden_size=256, intermediate_size=256)
+TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
+                n_group=4, topk_group=2, top_k=3)  # fmt: skip
+SHAPES = {"small": SMALL, "tiny": TINY}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def rounded(source: np.ndarray, given, wanted, mode) -> np.ndarray:
+    """Bits of a float type to bits of another, to nearest even."""
+    types_ = {"fp8e4nv": FP8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    bits = np.ascontiguousarray(source).view(f"int{given.primitive_bitwidth}")
+    values = torch.from_numpy(bits).view(types_[given.name]).to(types_[wanted.name])
+    width = wanted.primitive_bitwidth
+    return values.view(getattr(torch, f"int{width}")).numpy().view(f"uint{width}")
+
+
+@pytest.fixture(autouse=True)
+def interpreter_that_rounds(monkeypatch) -> None:
+    """Triton's interpreter drops the carry where rounding fills a mantissa: 15.9 becomes 8."""
+    if DEVICE.type == "cpu":
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def inputs_of(shape: MoeShape, tokens: int, offset: int, **more) -> MoeInputs:
+    inputs = bruteforce.random_inputs(shape, tokens, offset, tokens, **more)
+    return MoeInputs(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs))
+
+
+def routed_of(inputs: MoeInputs, shape: MoeShape) -> stages.Routed:
+    routed = stages.new_routed(len(inputs.routing_logits), shape, DEVICE)
+    logits, bias = inputs.routing_logits, inputs.routing_bias
+    stages.route(logits, bias, 2.5, inputs.local_expert_offset, shape, routed)
+    return routed
+
+
+def rows_of(
+    routed: stages.Routed, shape: MoeShape, offset: int, align: int, max_rows: int | None = None
+) -> stages.Rows:
+    """Placed rows; the tables held garbage before, and one more entry than they need."""
+    tokens, experts = len(routed.ids), shape.num_local_experts
+    bound = stages.row_bound(tokens, shape, align) if max_rows is None else experts * max_rows
+    rows = stages.new_rows(tokens, bound + 1, shape, DEVICE)
+    for table in rows:
+        table.fill_(-77)
+    stages.place(routed, offset, rows, align, max_rows)
+    return rows
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """For comparisons of what may be NaN."""
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offset"), [(1, 0), (7, 4), (40, -2), (33, 1000), (5, -(2**31))]
+)
+@every_shape
+def test_routing_is_that_of_the_core(shape, tokens, offset):
+    inputs = inputs_of(shape, tokens, offset)
+    routed = routed_of(inputs, shape)
+    ids, weights = routing.route(inputs.routing_logits, inputs.routing_bias, 2.5, shape)
+    order = routed.ids.sort(dim=1)
+    assert torch.equal(order.values, ids)
+    torch.testing.assert_close(routed.weights.gather(1, order.indices), weights)
+    biased = torch.sigmoid(inputs.routing_logits) + inputs.routing_bias
+    chosen = biased.gather(1, routed.ids.long())
+    assert (chosen[:, 1:] <= chosen[:, :-1]).all(), "the best comes first"
+    local = ids - max(offset, -shape.num_local_experts)
+    local = local[(local >= 0) & (local < shape.num_local_experts)].long()
+    counts = local.bincount(minlength=shape.num_local_experts)
+    assert torch.equal(routed.block_counts.sum(0), counts)
+
+
+@every_shape
+def test_ties_go_to_the_lower_number(shape):
+    """All groups and experts alike, and where the sigmoid underflows no weight is NaN."""
+    logits = torch.full((3, shape.num_experts), -200.0, device=DEVICE)
+    bias = torch.zeros(shape.num_experts, dtype=torch.bfloat16, device=DEVICE)
+    routed = stages.new_routed(3, shape, DEVICE)
+    stages.route(logits, bias, 2.5, 0, shape, routed)
+    assert routed.ids.tolist() == [list(range(shape.top_k))] * 3
+    assert (routed.weights == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, stages.FEW_TOKENS + 3])
+@pytest.mark.parametrize("offset", [4, -2, 99])
+def test_flat_rows_are_those_of_the_core(tokens, offset):
+    favourite = max(offset, 0) + 1 if offset < 16 else None
+    inputs = inputs_of(TINY, tokens, offset, favourite=favourite)
+    routed = routed_of(inputs, TINY)
+    rows = rows_of(routed, TINY, offset, 1)
+    order = routed.ids.sort(dim=1)
+    weights = routed.weights.gather(1, order.indices)
+    wanted = routing.group_rows(order.values, weights, offset, TINY.num_local_experts)
+    total = int(wanted.m_indptr[-1])
+    assert (total > 0) == (favourite is not None)
+    assert torch.equal(rows.m_indptr, wanted.m_indptr)
+    assert torch.equal(rows.pair_row.gather(1, order.indices), wanted.pair_row)
+    assert torch.equal(rows.token_of_row[:total], wanted.token_of_row[:total])
+    assert (rows.token_of_row[total:] == -1).all() and (rows.expert_of_row[total:] == -1).all()
+    assert torch.equal(rows.counts[0], wanted.m_indptr.diff())
+
+
+@pytest.mark.parametrize(("align", "max_rows"), [(16, None), (128, None), (1, 40), (1, 64)])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_padded_rows(tokens, align, max_rows):
+    """Against the flat rows: the same tokens in the same order, from other beginnings."""
+    inputs = inputs_of(TINY, tokens, 4, favourite=6)
+    routed = routed_of(inputs, TINY)
+    flat = rows_of(routed, TINY, 4, 1)
+    rows = rows_of(routed, TINY, 4, align, max_rows)
+    counts = flat.m_indptr.diff()
+    if max_rows is None:
+        steps = -(-counts // align) * align
+    else:
+        steps = torch.full_like(counts, max_rows)
+    assert torch.equal(rows.m_indptr.diff(), steps) and rows.m_indptr[0] == 0
+    assert int(rows.m_indptr[-1]) <= len(rows.token_of_row) - 1
+    tokens_left, experts_left = rows.token_of_row.clone(), rows.expert_of_row.clone()
+    for expert, count in enumerate(counts.tolist()):
+        own = slice(int(rows.m_indptr[expert]), int(rows.m_indptr[expert]) + count)
+        begin = int(flat.m_indptr[expert])
+        assert torch.equal(rows.token_of_row[own], flat.token_of_row[begin : begin + count])
+        assert (rows.expert_of_row[own] == expert).all()
+        tokens_left[own] = experts_left[own] = -1
+    assert (tokens_left == -1).all() and (experts_left == -1).all()
+    token, slot = (rows.pair_row >= 0).nonzero(as_tuple=True)
+    assert torch.equal(rows.pair_row >= 0, flat.pair_row >= 0)
+    assert torch.equal(rows.token_of_row[rows.pair_row[token, slot]].long(), token)
+
+
+def test_counts_go_to_strided_places():
+    inputs = inputs_of(TINY, 7, 4, favourite=6)
+    routed = routed_of(inputs, TINY)
+    sizes = torch.full((2, TINY.num_local_experts, 3), -1, dtype=torch.int32, device=DEVICE)
+    rows = stages.new_rows(7, 64, TINY, DEVICE, counts=sizes[:, :, 0])
+    stages.place(routed, 4, rows)
+    assert torch.equal(sizes[0, :, 0], rows.m_indptr.diff()) and sizes[0, 2, 0] == 7
+    assert torch.equal(sizes[0], sizes[1]) and (sizes[:, :, 1:] == -1).all()
+
+
+LAYOUTS = {"flat": (1, None), "aligned": (128, None), "masked": (1, 48)}
+
+
+def new_scale(layout: str, rows: int, blocks: int, max_rows: int | None) -> torch.Tensor:
+    """Row by row where flat, otherwise contiguous along the rows. Filled with NaN."""
+    if layout == "flat":
+        return torch.full((rows, blocks), NAN, device=DEVICE)
+    if layout == "aligned":
+        return torch.full((blocks, rows), NAN, device=DEVICE).t()
+    assert max_rows is not None
+    dims = (rows // max_rows, blocks, max_rows)
+    return torch.full(dims, NAN, device=DEVICE).transpose(1, 2)
+
+
+@pytest.fixture(params=LAYOUTS)
+def placed(request) -> tuple[str, int, int | None, stages.Rows, stages.Routed, MoeInputs]:
+    """Name, rows, rows an expert, tables and inputs of a routing in each layout."""
+    align, max_rows = LAYOUTS[request.param]
+    inputs = inputs_of(TINY, 40, 4, favourite=6)
+    routed = routed_of(inputs, TINY)
+    rows = rows_of(routed, TINY, 4, align, max_rows)
+    return request.param, len(rows.token_of_row) - 1, max_rows, rows, routed, inputs
+
+
+def test_scatter(placed):
+    layout, total, max_rows, rows, _, inputs = placed
+    a = torch.full((total, TINY.hidden_size), NAN, device=DEVICE).to(FP8)
+    a_scale = new_scale(layout, total, TINY.hidden_size // 128, max_rows)
+    wanted = a.clone(), torch.full((TINY.hidden_size // 128, total), NAN, device=DEVICE)
+    stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
+    model.dispatch(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, *wanted)
+    assert torch.equal(raw(a), raw(wanted[0]))
+    flat = a_scale.reshape(total, -1)
+    torch.testing.assert_close(flat, wanted[1].t(), rtol=0, atol=0, equal_nan=True)
+    assert flat.isnan().any() and not flat.isnan().all()
+
+
+def test_swiglu_quant(placed):
+    layout, total, max_rows, rows, _, _ = placed
+    i = SMALL.intermediate_size
+    generator = torch.Generator().manual_seed(0)
+    g = (4 * torch.randn(total, 2 * i, generator=generator)).bfloat16().to(DEVICE)
+    g[:, :128] = 0  # a block without a magnitude
+    g[:, i + 128] = -200.0  # the sigmoid's exponential overflows
+    q = torch.full((total, i), NAN, device=DEVICE).to(FP8)
+    q_scale = new_scale(layout, total, i // 128, max_rows)
+    wanted = torch.empty_like(q), torch.empty((i // 128, total), device=DEVICE)
+    stages.swiglu_quant(g, q, q_scale, rows)
+    model.swiglu_quant(g, *wanted, torch.tensor([total]))
+    real, flat = rows.token_of_row[:total] >= 0, q_scale.reshape(total, -1)
+    torch.testing.assert_close(flat[real], wanted[1].t()[real], rtol=1e-5, atol=0)
+    # A last bit of the sigmoid may turn a value to the next step.
+    assert (raw(q[real]) == raw(wanted[0][real])).float().mean() > 0.999
+    assert calc_diff(q[real].float(), wanted[0][real].float()) < 1e-5
+    assert (flat[real][:, 0] == 1).all()
+    assert q[~real].float().isnan().all() and flat[~real].isnan().all()
+
+
+def test_combine(placed):
+    _, total, _, rows, routed, _ = placed
+    o = torch.randn(total, TINY.hidden_size, device=DEVICE).bfloat16()
+    o[rows.token_of_row[:total] < 0] = NAN
+    out = torch.full((40, TINY.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
+    wanted = torch.empty_like(out)
+    stages.combine(o, routed.weights, rows, out)
+    model.combine(o, rows.pair_row, routed.weights, wanted)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
+    assert (out == wanted).float().mean() > 0.999
+
+
+def grouped_gemm_in_torch(output, *arguments) -> None:
+    """sgl_kernel's, on a float32 product. The rows are where sizes and offsets say, whatever the
+    shape of `a`."""
+    a, b, a_scale, b_scale = arguments[5:9]
+    sizes, offsets = arguments[14], arguments[15]
+    for e, ((m, n, k), begin) in enumerate(zip(sizes.tolist(), offsets.tolist(), strict=True)):
+        assert (k, n) == tuple(b[e].shape)
+        x = a.as_strided((m, k), (k, 1), begin * k)
+        x_scale = a_scale.as_strided((m, k // 128), (k // 128, 1), begin * (k // 128))
+        alone = types.SimpleNamespace(m_indptr=torch.tensor([0, m]))
+        out = output[begin : begin + m]
+        weights = b[e : e + 1].transpose(1, 2), b_scale[e : e + 1].transpose(1, 2)
+        model.grouped_gemm(x, x_scale.t(), *weights, out, alone)
+
+
+TILES = {
+    "narrow": Tile(16, 64, swap_ab=True, stages=2),
+    "tma": Tile(16, 64, group_m=2, tma=True, stages=2),
+    "wide": Tile(64, 128, group_m=2, programs=1, stages=2),
+}
+
+
+@pytest.fixture(params=[*TILES, "v2"])
+def layer_of(request, monkeypatch) -> Callable[[MoeShape], Callable]:
+    """The layers that the baselines have, for any shape, on this machine."""
+    module = triton_fused_moe_v2 if request.param == "v2" else triton_moe
+    module.buffers.cache_clear()
+    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    if module is triton_moe:
+        tile = TILES[request.param]
+        monkeypatch.setattr(module, "tiles", lambda tokens: (tile, tile))
+    else:
+        sgl_kernel = types.ModuleType("sgl_kernel")
+        sgl_kernel.fp8_blockwise_scaled_grouped_mm = grouped_gemm_in_torch
+        monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
+
+    def make(shape: MoeShape):
+        layer = type(module.LAYER)()
+        layer.shape = shape
+        return layer
+
+    return make
+
+
+def output_of(layer, inputs: MoeInputs) -> torch.Tensor:
+    out = torch.full(inputs.hidden_states.shape, NAN, dtype=torch.bfloat16, device=DEVICE)
+    layer(inputs, out)
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "offset"), [(1, 0), (12, 4), (13, -2), (5, 14), (4, 99)])
+def test_layer_matches_brute_force(layer_of, tokens, offset):
+    favourite = max(offset, 0) + 1 if offset < 16 else None
+    inputs = bruteforce.random_inputs(TINY, tokens, offset, tokens, favourite=favourite)
+    wanted = torch.from_numpy(bruteforce.layer(inputs, TINY)).to(DEVICE)
+    got = output_of(layer_of(TINY), inputs_of(TINY, tokens, offset, favourite=favourite))
+    assert got.isfinite().all()
+    assert bool(wanted.abs().sum() > 0) == (favourite is not None)
+    if favourite is None:
+        assert (got == 0).all()
+    else:
+        assert calc_diff(got, wanted) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
+        assert matched_ratio(got, wanted, rtol=0.02, atol=0.02) > 0.95
+
+
+def test_the_routing_changes_between_calls_of_as_many_tokens(layer_of):
+    """Buffers are kept: nothing of the call before must show."""
+    layer = layer_of(TINY)
+    few = inputs_of(TINY, 12, 4, favourite=None)
+    many = inputs_of(TINY, 12, 4, favourite=6)
+    none = many._replace(local_expert_offset=99)
+    first = [output_of(layer, inputs) for inputs in (few, many)]
+    assert not torch.equal(*first)
+    assert (output_of(layer, none) == 0).all()
+    for inputs, wanted in zip((few, many), first, strict=True):
+        assert torch.equal(output_of(layer, inputs), wanted)
+
+
+def test_stages_are_marked_in_order(layer_of):
+    inputs = inputs_of(TINY, 5, 4, favourite=6)
+    out = torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16, device=DEVICE)
+    marks: list[str] = []
+    layer_of(TINY)(inputs, out, mark=marks.append)
+    assert marks == ["routing", "gemm1", "swiglu_quant", "gemm2", "combine"]
+
+
+def test_no_token(layer_of):
+    assert output_of(layer_of(TINY), inputs_of(TINY, 0, 4)).shape == (0, TINY.hidden_size)
+
+
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("tokens", [1, 3, 901, 14107])
+def test_the_row_bound_holds_any_routing(tokens, align):
+    """The worst: every expert has one row more than a whole number of blocks, or just one."""
+    bound = stages.row_bound(tokens, DEEPSEEK_V3, align)
+    assert bound % max(align, 4) == 0
+    pairs, experts = 8 * tokens, 32
+    alone = min(pairs, experts)
+    counts = [1] * (alone - 1) + [pairs - alone + 1]
+    if pairs - alone + 1 <= tokens or align == 1:
+        assert sum(-(-c // align) * align for c in counts) <= bound
+    even = [pairs // experts + (e < pairs % experts) for e in range(experts)]
+    assert sum(-(-c // align) * align for c in even) <= bound
+
+
+def test_tiles_of_every_token_count_agree_in_their_rows():
+    for tokens in (1, 16, 80, 256, 257, 901, 1024, 4096, 11948, 14107):
+        tile1, tile2 = triton_moe.tiles(tokens)
+        assert tile1.block_m == tile2.block_m
+        assert DEEPSEEK_V3.hidden_size % tile2.block_n == 0
+
+
+@pytest.mark.parametrize(("fields", "name"), [((8, 64), "block_m"), ((48, 64), "block_m"),
+                                              ((16, 256), "block_n")])  # fmt: skip
+def test_bad_tiles_are_refused(fields, name):
+    with pytest.raises(ValueError, match=name):
+        triton_gemm.Tile(*fields)
+
+
+def test_a_missing_package_is_one_clear_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)
+    monkeypatch.setattr(triton_fused_moe_v2, "require_gpu", lambda device, capabilities: None)
+    inputs = inputs_of(TINY, 1, 0)
+    layer = triton_fused_moe_v2.FusedMoeV2Layer()
+    layer.shape = TINY
+    with pytest.raises(RuntimeError) as error:
+        output_of(layer, inputs)
+    assert str(error.value) == "not installed: pip install sglang-kernel==0.4.3"
+
+
+def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
+    (tmp_path / "broken_package.py").write_text("import a_module_that_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_it_needs"):
+        requirement.require("broken_package", "broken-package")
+
+
+@pytest.mark.parametrize("module", [triton_moe, triton_fused_moe_v2], ids=["triton", "v2"])
+def test_without_a_supported_gpu(module, monkeypatch):
+    monkeypatch.setattr(module.LAYER.__class__, "shape", TINY)
+    host = bruteforce.random_inputs(TINY, 1)
+    output = torch.empty(host.hidden_states.shape, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"unsupported on cpu \(needs sm_90"):
+        module.run(*host, output)
