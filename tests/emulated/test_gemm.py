@@ -20,6 +20,10 @@ CONFIGS = [
     GemmConfig(overlap=True, stages=3),
     GemmConfig(tile_m=64, pingpong=True),
     GemmConfig(tile_m=64, pingpong=True, overlap=True, stages=3),
+    GemmConfig(dynamic=True),
+    GemmConfig(tile_m=192),
+    GemmConfig(tile_m=192, cluster_n=2, stages=3, dynamic=True),
+    GemmConfig(tile_m=64, pingpong=True, dynamic=True, cluster_m=2, stages=3),
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
     GemmConfig(tile_m=32, swap_ab=True, cluster_m=2),
@@ -36,8 +40,9 @@ def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
     out = problem.output()
     segments, table, max_rows = _segments(problem.layout)
     function = compile_grouped_gemm(config, n, k, experts, "sm_90a", segments)
-    ctas *= config.cluster_size
-    function(problem.a, problem.a_scale, problem.b, problem.b_scale, out, table, max_rows, ctas)
+    counter = torch.zeros(1, dtype=torch.int32)
+    operands = (problem.a, problem.a_scale, problem.b, problem.b_scale, out, table)
+    function(*operands, counter, max_rows, ctas * config.cluster_size)
     return out
 
 
@@ -56,6 +61,15 @@ def test_row_layouts(config, layout, mode, emulator):
     """Odd boundaries: a tile reads the next expert's rows and must not write them."""
     problem = gemm((3, 130, 0, 1, 66, 5), 256, 384, MAX_ROWS, exact=True, layout=layout)
     out = launch(problem, config, ctas=3)
+    assert torch.equal(out, problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.tile_m == 192], ids=str)
+def test_uneven_shares_of_an_expert(config, mode, emulator):
+    """192-row tiles of 64, 128 and 192 rows: 4 and 7 steps of 64 in 2 and 3 tiles."""
+    problem = gemm((250, 0, 70, 400), 256, 256, 512, exact=True, layout="flat")
+    out = launch(problem, config, ctas=2)
     assert torch.equal(out, problem.expected)
     assert emulator.reports[-1].hazards == []
 

@@ -26,7 +26,7 @@ class GemmConfig:
     """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
 
     Attributes:
-        tile_m: rows (tokens) of a CTA tile: 64 or 128; with `swap_ab` 8, 16, 32, 64 or 128.
+        tile_m: rows (tokens) of a CTA tile: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
         tile_n: output columns of a CTA tile: 64, 128 or 192; with `swap_ab` 64 or 128.
         cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
@@ -34,6 +34,7 @@ class GemmConfig:
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         pingpong: two consumer warpgroups work on alternate tiles instead of sharing one.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
+        dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -47,9 +48,10 @@ class GemmConfig:
     swap_ab: bool = False
     pingpong: bool = False
     overlap: bool = False
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
-        rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128)
+        rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         side = "with swap_ab" if self.swap_ab else "without swap_ab"
         if self.tile_m not in rows:
             raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
@@ -147,7 +149,7 @@ class GemmConfig:
         return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     def __str__(self) -> str:
-        flags = [flag for flag in ("swap_ab", "pingpong", "overlap") if getattr(self, flag)]
+        flags = [flag for flag in ("swap_ab", "pingpong", "overlap", "dynamic") if getattr(self, flag)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

@@ -15,8 +15,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .config import BLOCK, EPILOGUE_COLUMNS, TMA_ROWS, WARPGROUP, GemmConfig
-from .orientation import orientation
-from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile
+from .orientation import WGMMA_M, orientation
+from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .segments import Segments
 
 WGMMA_K = 32
@@ -28,6 +28,7 @@ VECTOR = 8
 # producer needs no more than 24.
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
+OVERLAP_RUN = 4
 # Named barriers, one a consumer warpgroup; barrier 0 is the CTA's.
 STAGING_BARRIER = 1
 ORDER_BARRIER = 3
@@ -78,6 +79,9 @@ class GroupedGemmSm90:
         width = config.tile_n * config.cluster_n
         self.n_tiles = (n + width - 1) // width
         self.ragged_n = n % width != 0
+        # In a cluster with several row tiles each has a fixed share of the cluster's rows.
+        even = config.cluster_m == 1 and not config.swap_ab
+        self.row_step = WGMMA_M if even else config.tile_m * config.cluster_m
 
     def _setup_attributes(self) -> None:
         """Layouts and the tiled MMA; made anew in the host function and in the kernel, because a
@@ -105,6 +109,7 @@ class GroupedGemmSm90:
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
         out: cute.Tensor,  # (rows, n) bf16
         table: cute.Tensor,  # (experts,) or (experts + 1,) i32, see `segments`
+        counter: cute.Tensor,  # (1,) i32, zero; used with `dynamic` only
         max_rows: Int32,
         num_ctas: Int32,
         stream: cuda.CUstream,
@@ -138,6 +143,8 @@ class GroupedGemmSm90:
             a_scale: cute.struct.Align[
                 cute.struct.MemRange[Float32, c.num_stages * c.scale_stage_bytes // 4], 128
             ]
+            queue_barriers: cute.struct.MemRange[Int64, 2]
+            queue_slot: Int32
 
         self.shared_storage = SharedStorage
         self.kernel(
@@ -152,6 +159,7 @@ class GroupedGemmSm90:
             out_tma,
             out,
             table,
+            counter,
             max_rows,
         ).launch(
             grid=[num_ctas, 1, 1],
@@ -175,6 +183,7 @@ class GroupedGemmSm90:
         out_tma: cute.Tensor,
         out: cute.Tensor,
         table: cute.Tensor,
+        counter: cute.Tensor,
         max_rows: Int32,
     ):
         self._setup_attributes()
@@ -214,6 +223,15 @@ class GroupedGemmSm90:
             ),
             swizzle=self.out_smem.inner,
         )
+        queue = None
+        if cutlass.const_expr(c.dynamic):
+            reading_warps = 1 + c.consumer_warpgroups * WARPGROUP // WARP
+            queue = TileQueue.create(
+                storage.queue_barriers.data_ptr(),
+                storage.queue_slot.ptr,
+                reading_warps,
+                c.cluster_size,
+            )
         releasing_warps = c.mma_warpgroups * WARPGROUP // WARP
         load = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
@@ -230,19 +248,26 @@ class GroupedGemmSm90:
         row, count = Int32(0), Int32(0)
         if lane < self.experts:
             row, count = self.segments.segment(table, max_rows, lane)
-        tiles = ExpertTiles.create(row, count, c.tile_m * c.cluster_m, self.n_tiles)
+        tiles = ExpertTiles.create(
+            row, count, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
+        )
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
                 self._load_warp(
-                    load, tiles, tma_a, a, s_a, tma_b, b, s_b, tma_a_scale, a_scale, s_a_scale
+                    load, tiles, queue, tma_a, a, s_a, tma_b, b, s_b, tma_a_scale, a_scale, s_a_scale
                 )
+            if cutlass.const_expr(c.dynamic):
+                if warp_idx == 1 and cute.arch.block_idx_in_cluster() == 0:
+                    first, clusters = self._first_tile()
+                    queue.serve(counter.iterator, first, clusters, tiles.total())
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(160 if c.consumer_warpgroups == 3 else CONSUMER_REGISTERS)
             self._mma_warpgroup(
                 load,
                 tiles,
+                queue,
                 group - 1,
                 s_a,
                 s_b,
@@ -266,6 +291,12 @@ class GroupedGemmSm90:
         blocks, _, _ = cute.arch.grid_dim()
         return block // self.config.cluster_size, blocks // self.config.cluster_size
 
+    def _next_tile(self, queue, queue_state, linear: Int32, clusters: Int32):
+        """This cluster's tile after `linear`, and the state of the queue after it."""
+        if cutlass.const_expr(self.config.dynamic):
+            return queue.take(queue_state)
+        return linear + clusters, queue_state
+
     def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
         """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
         c = self.config
@@ -278,7 +309,7 @@ class GroupedGemmSm90:
 
     @cute.jit
     def _load_warp(
-        self, load, tiles, tma_a, a, s_a, tma_b, b, s_b, tma_a_scale, a_scale, s_a_scale
+        self, load, tiles, queue, tma_a, a, s_a, tma_b, b, s_b, tma_a_scale, a_scale, s_a_scale
     ):
         """Keep the pipeline full: three TMA copies a K block, for every tile of this CTA."""
         c = self.config
@@ -289,7 +320,8 @@ class GroupedGemmSm90:
         mask_a = cute.make_layout_image_mask(shape, cta, mode=1) if c.cluster_n > 1 else None
         mask_b = cute.make_layout_image_mask(shape, cta, mode=0) if c.cluster_m > 1 else None
         total = tiles.total()
-        linear, stride = self._first_tile()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
             # (tile_m, 128, k_blocks), (tile_n, 128, k_blocks), (scale_rows, 1, k_blocks)
@@ -319,7 +351,7 @@ class GroupedGemmSm90:
                 )
                 load.producer_commit(state)
                 state.advance()
-            linear += stride
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
         load.producer_tail(state)
 
     @cute.jit
@@ -327,6 +359,7 @@ class GroupedGemmSm90:
         self,
         load,
         tiles,
+        queue,
         consumer: Int32,
         s_a: cute.Tensor,
         s_b: cute.Tensor,
@@ -357,7 +390,8 @@ class GroupedGemmSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         cta = self._cta_in_cluster()
         total = tiles.total()
-        linear, stride = self._first_tile()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         turn = Int32(0)
         lane_b_scale = self._make_b_scales()
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
@@ -394,7 +428,7 @@ class GroupedGemmSm90:
                     self._order_barrier(1 - consumer).arrive()
             else:
                 state = self._skip_tile(state)
-            linear += stride
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
             turn ^= 1
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
@@ -479,42 +513,30 @@ class GroupedGemmSm90:
         lane_b_scale: cute.Tensor,
         thread: Int32,
     ):
-        """The same sum in the same order, each K block promoted while the next one runs."""
+        """The same sum in the same order, K blocks promoted while the next one runs.
+
+        In runs of `OVERLAP_RUN` blocks: ptxas gives up on WGMMA that are in flight across a loop's
+        back edge (C7514) and waits for every single one, so each run ends with nothing in flight.
+        """
+        run = max(n for n in range(1, OVERLAP_RUN + 1) if self.k_blocks % n == 0)
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         release_state = state.clone()
         total_acc.fill(0.0)
-        load.consumer_wait(state)
-        self._load_scales(scales[0], s_a_scale, lane_b_scale, Int32(0), state.index, thread)
-        self._issue_wgmma(accs[0], frag_a, frag_b, state.index)
-        state.advance()
-        # Two blocks an iteration, so that each accumulator has a name in the registers.
-        for kb in cutlass.range(1, self.k_blocks - 1, 2, unroll=1):
-            for half in cutlass.range_constexpr(2):
-                load.consumer_wait(state)
-                self._load_scales(
-                    scales[1 - half], s_a_scale, lane_b_scale, kb + half, state.index, thread
-                )
-                self._issue_wgmma(accs[1 - half], frag_a, frag_b, state.index)
-                state.advance()
-                warpgroup.wait_group(1)
-                load.consumer_release(release_state)
-                release_state.advance()
-                self._promote(total_acc, accs[half], scales[half])
-        if cutlass.const_expr(self.k_blocks % 2 == 0):
-            load.consumer_wait(state)
-            last = Int32(self.k_blocks - 1)
-            self._load_scales(scales[1], s_a_scale, lane_b_scale, last, state.index, thread)
-            self._issue_wgmma(accs[1], frag_a, frag_b, state.index)
-            state.advance()
-            warpgroup.wait_group(1)
-            load.consumer_release(release_state)
-            release_state.advance()
-            self._promote(total_acc, accs[0], scales[0])
-        warpgroup.wait_group(0)
-        load.consumer_release(release_state)
-        final = 1 - self.k_blocks % 2
-        self._promote(total_acc, accs[final], scales[final])
+        for first in cutlass.range(0, self.k_blocks, run, unroll=1):
+            for i in cutlass.range_constexpr(run + 1):
+                if cutlass.const_expr(i < run):
+                    load.consumer_wait(state)
+                    self._load_scales(
+                        scales[i % 2], s_a_scale, lane_b_scale, first + i, state.index, thread
+                    )
+                    self._issue_wgmma(accs[i % 2], frag_a, frag_b, state.index)
+                    state.advance()
+                if cutlass.const_expr(i > 0):
+                    warpgroup.wait_group(1 if i < run else 0)
+                    load.consumer_release(release_state)
+                    release_state.advance()
+                    self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
         return state
 
     @cute.jit

@@ -53,7 +53,9 @@ def grouped_gemm(
     clusters = min(m_tiles * n_tiles, _max_clusters(config.cluster_size, a.device))
     if a.shape[0]:
         ctas = clusters * config.cluster_size
-        function(a, a_scale, b, b_scale, out, table, max_rows, ctas)
+        # Of its own for every launch: launches may overlap, and a captured one is replayed.
+        counter = table.new_zeros(1) if config.dynamic else table.view(-1)
+        function(a, a_scale, b, b_scale, out, table, counter, max_rows, ctas)
 
 
 def dispatch(
@@ -135,6 +137,7 @@ def compile_grouped_gemm(
             _row_major(Float32, experts, n // BLOCK, blocks, align=4),
             _row_major(BFloat16, rows, n),
             _row_major(Int32, *segments.table_shape(experts), align=4),
+            _row_major(Int32, cute.sym_int64(), align=4),
             Int32(0),
             Int32(0),
         )

@@ -1,9 +1,11 @@
 """Which output tile a persistent CTA computes next, from row counts that only the device knows."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
 WARP = 32
@@ -34,25 +36,34 @@ class ExpertTiles:
     Each column starts one row tile later than the one before: an expert's last row tile is often
     cheaper, and where the grid is a multiple of its row tiles the same CTAs would get it each time.
 
+    An expert's rows are divided among its row tiles evenly, in steps of `step` rows, the part of a
+    tile that one warpgroup computes: of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
+    warpgroup alone on a tile, as 3, 3 and 1 would.
+
     Every lane of a warp must call `create` and `locate`.
     """
 
-    def __init__(self, row: Int32, count: Int32, begin: Int32, end: Int32, tile_m: int):
+    def __init__(
+        self, row: Int32, count: Int32, begin: Int32, end: Int32, tile_m: int, step: int
+    ):
         self.row = row
         self.count = count
         self.begin = begin
         self.end = end
         self.tile_m = tile_m
+        self.step = step
 
     # The two methods that let the compiler carry the object through its loops.
     def __extract_mlir_values__(self):
         return [v.ir_value() for v in (self.row, self.count, self.begin, self.end)]
 
     def __new_from_mlir_values__(self, values):
-        return ExpertTiles(*(Int32(v) for v in values), self.tile_m)
+        return ExpertTiles(*(Int32(v) for v in values), self.tile_m, self.step)
 
     @staticmethod
-    def create(row: Int32, count: Int32, tile_m: int, n_tiles: int) -> "ExpertTiles":
+    def create(
+        row: Int32, count: Int32, tile_m: int, n_tiles: int, step: int
+    ) -> "ExpertTiles":
         """Scan the experts' tile counts.
 
         Args:
@@ -60,6 +71,7 @@ class ExpertTiles:
             count: rows of this lane's expert; 0 in lanes past the last expert.
             tile_m: rows of a cluster's tile.
             n_tiles: column tiles of a cluster in the output.
+            step: a divisor of `tile_m`, of which every tile but an expert's last has a multiple.
         """
         lane = cute.arch.lane_idx()
         tiles = (count + (tile_m - 1)) // tile_m * n_tiles
@@ -67,7 +79,7 @@ class ExpertTiles:
         for distance in (1, 2, 4, 8, 16):
             below = cute.arch.shuffle_sync_up(end, distance)
             end = end + cutlass.select_(lane >= distance, below, Int32(0))
-        return ExpertTiles(row, count, end - tiles, end, tile_m)
+        return ExpertTiles(row, count, end - tiles, end, tile_m, step)
 
     def total(self) -> Int32:
         """Tiles of all experts."""
@@ -83,10 +95,90 @@ class ExpertTiles:
         m_tiles = (count + (self.tile_m - 1)) // self.tile_m
         local = linear - begin
         n_tile = local // m_tiles
-        m_row = (local - n_tile * (m_tiles - 1)) % m_tiles * self.tile_m
+        m_tile = (local - n_tile * (m_tiles - 1)) % m_tiles
+        if cutlass.const_expr(self.step == self.tile_m):
+            begin_row, end_row = m_tile * self.tile_m, count
+        else:
+            steps = (count + (self.step - 1)) // self.step
+            begin_row = m_tile * steps // m_tiles * self.step
+            end_row = cutlass.min((m_tile + 1) * steps // m_tiles * self.step, count)
         return Tile(
             expert,
             cute.arch.make_warp_uniform(n_tile),
-            cute.arch.make_warp_uniform(row + m_row),
-            cute.arch.make_warp_uniform(count - m_row),
+            cute.arch.make_warp_uniform(row + begin_row),
+            cute.arch.make_warp_uniform(end_row - begin_row),
         )
+
+
+@dataclass(frozen=True)
+class TileQueue:
+    """Gives a cluster its next tile when it asks, instead of every so-and-so-many-th.
+
+    Tiles differ in cost where experts end, and CTAs in speed; with turns fixed in advance the GPU
+    waits for whoever got the expensive ones. One warp of a cluster (`serve`) counts up a number in
+    global memory that all clusters share and writes what it got to every CTA of the cluster; each
+    warp that works on tiles reads it there (`take`). One tile is fetched ahead, while the one before
+    it is computed. Which CTA computes a tile has no effect on the result.
+
+    Pipeline of depth 1:
+      full   the arrival of `serve`'s expect-tx + the 4 bytes of the number
+      empty  1 arrival a reading warp of every CTA of the cluster, all at the first CTA's barrier
+    """
+
+    pipe: pipeline.PipelineAsync
+    slot: cute.Pointer
+    cluster_size: int
+
+    @staticmethod
+    def create(
+        barriers: cute.Pointer, slot: cute.Pointer, reading_warps: int, cluster_size: int
+    ) -> "TileQueue":
+        """Initialise the barriers; the caller synchronises the cluster before their first use.
+
+        Args:
+            barriers: 2 mbarriers in shared memory.
+            slot: one Int32 in shared memory.
+            reading_warps: warps of a CTA that call `take`.
+            cluster_size: CTAs of a cluster.
+        """
+        pipe = pipeline.PipelineAsync.create(
+            barrier_storage=barriers,
+            num_stages=1,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, reading_warps * cluster_size
+            ),
+            consumer_mask=Int32(0),
+            defer_sync=True,
+        )
+        return TileQueue(pipe, slot, cluster_size)
+
+    @cute.jit
+    def serve(self, counter: cute.Pointer, linear: Int32, clusters: Int32, total: Int32):
+        """Fetch tiles until there is none left, beginning after the cluster's first, `linear`."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        lane = cute.arch.lane_idx()
+        while linear < total:
+            self.pipe.producer_acquire(state)
+            fetched = Int32(0)
+            if lane == 0:
+                fetched = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            linear = clusters + cute.arch.shuffle_sync(fetched, 0)
+            if lane < self.cluster_size:
+                full = self.pipe.producer_get_barrier(state)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 4, lane)
+                cute.arch.store_async_dsmem(self.slot, linear, full, lane)
+            state.advance()
+        # The other CTAs' arrivals must not find this one gone.
+        self.pipe.producer_tail(state)
+
+    @cute.jit
+    def take(self, state):
+        """(the cluster's next tile or a number past the last, the queue's state after it)."""
+        self.pipe.consumer_wait(state)
+        linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.pipe.consumer_release(state)
+        state.advance()
+        return cute.arch.make_warp_uniform(linear), state
