@@ -426,7 +426,7 @@ def main() -> int:
         environment=environment.capture(),
         configuration={k: v for k, v in vars(config).items() if k != "log_dir"},
         timing=timing,
-        dataset=str(args.local.resolve()),
+        dataset="." if ours(args.local) else str(args.local.resolve()),
         seed=args.seed,
     )
     if args.resume:

@@ -115,12 +115,13 @@ def uneven_rows(mean: int, experts: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Rows of every local expert in one workload; hit: tokens that have a local expert."""
+    """Rows of every local expert in one workload."""
 
     uuid: str
     tokens: int
-    hit: int
     rows: tuple[int, ...]
+    hit: int = 0
+    """Tokens that have a local expert; 0 where rows were drawn without tokens."""
 
 
 def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogram]:
@@ -149,7 +150,7 @@ def _histogram(trace_set: Any, workload: Any) -> Histogram:
     here = (local >= 0) & (local < experts)
     counts = local[here].bincount(minlength=experts).tolist()
     hit = int(here.any(dim=1).sum())
-    return Histogram(workload.uuid, workload.axes["seq_len"], hit, tuple(counts))
+    return Histogram(workload.uuid, workload.axes["seq_len"], tuple(counts), hit)
 
 
 def layer_problems(found: Iterable[Histogram]) -> list[Problem]:

@@ -583,7 +583,7 @@ def to_text(ranking: Ranking) -> str:
     return "\n\n".join(parts)
 
 
-def _escape(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+def escape(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
     """Cells that may hold the character that separates Markdown's columns."""
     return header, [[c.replace("|", "\\|") for c in row] for row in rows]
 
@@ -591,7 +591,7 @@ def _escape(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 def to_markdown(ranking: Ranking) -> str:
     title, *rest = headline(ranking)
     parts = [f"### {title}", " ".join([*rest, notes(ranking)])]
-    parts.append(markdown_table(*_escape(*summary_table(ranking)), left=2))
+    parts.append(markdown_table(*escape(*summary_table(ranking)), left=2))
     for what, header, rows in workload_tables(ranking):
         parts += [f"{what}:", markdown_table(header, rows, left=0)]
     header, rows = accuracy_table(ranking)
@@ -601,7 +601,7 @@ def to_markdown(ranking: Ranking) -> str:
     if failures:
         cells = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in failures]
         header = ["solution", "T", "workload", "status", "reason"]
-        parts.append(markdown_table(*_escape(header, cells), left=5))
+        parts.append(markdown_table(*escape(header, cells), left=5))
     return "\n\n".join(parts)
 
 

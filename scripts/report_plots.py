@@ -214,7 +214,7 @@ def inline_svg(figure: "Figure", name: str, description: str) -> str:
         svg = svg.replace(colour, themed)
     svg = re.sub(r"(\d)px 'DejaVu Sans', sans-serif", r"\1px system-ui, sans-serif", svg)
     # Groups are numbered in every figure (figure_1, axes_1, text_1); only the hashed ids are used.
-    svg = re.sub(r'<g id="[a-zA-Z]+(?:\d+)?_?\d*">', "<g>", svg)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
     # The page sets the width; the view box keeps the proportions.
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1)
     svg = re.sub(r'<svg (?:height|width)="[^"]*" ', "<svg ", svg, count=1)

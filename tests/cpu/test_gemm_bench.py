@@ -232,7 +232,7 @@ def test_histograms_are_those_of_the_spec() -> None:
         assert max(histogram.rows) == spec.counts.max
     problems = gemm_timing.layer_problems(found)
     assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
-    assert gemm_timing.layer_problems([gemm_timing.Histogram("x", 1, 0, (0,) * 32)]) == []
+    assert gemm_timing.layer_problems([gemm_timing.Histogram("x", 1, (0,) * 32)]) == []
 
 
 def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **more) -> dict:

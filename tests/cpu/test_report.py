@@ -1,0 +1,263 @@
+"""The report: complete, self-contained, escaped, and clear about what a record lacks."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank
+import report
+import report_data
+from common import ROOT, UsageError
+from test_rank import trace, write
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
+RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+FLOORS = {
+    "hardware": "GPU A",
+    "floors": RATES,
+    "workloads": [
+        {"uuid": "aaaa0000", "tokens": 7, "hit": 2, "active": 7, "pairs": 7, "max": 1},
+        {"uuid": "bbbb0000", "tokens": 80, "hit": 48, "active": 28, "pairs": 109, "max": 9},
+    ],
+}
+EVIL = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Tags that never close, ids, tables and what would be loaded, of a page."""
+
+    VOID = {"meta", "br", "wbr", "link", "img", "input"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        named = dict(attrs)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        for key in ("src", "href", "xlink:href"):
+            self.loads += [named[key] or ""] if key in named else []
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("style", "script"):
+            return
+        self.words += data
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+
+def directory(path: Path, traces: list[dict], **files: Any) -> Path:
+    write(path / "traces.jsonl", traces)
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def some_run(path: Path, **files: Any) -> Path:
+    traces = [
+        trace("cutedsl_moe_fp8_flat", 7, 1.0, extra={"matched_ratio": 0.95, "cosine": 0.999}),
+        trace("cutedsl_moe_fp8_flat", 80, 2.0),
+        trace("peer_a", 7, 2.0),
+        trace("peer_a", 80, 1.0),
+        trace("peer_b", 7, None, status="RUNTIME_ERROR", log=f"RuntimeError: {EVIL}\n"),
+    ]
+    return directory(path, traces, **files)
+
+
+def page_of(path: Path) -> tuple[str, Page]:
+    text = report.write(path).read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    return text, page
+
+
+def test_a_run_with_everything(tmp_path: Path) -> None:
+    """The recorded run: all sections, one file of less than a megabyte that loads nothing."""
+    out = report.write(RECORD, tmp_path / "report.html")
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == [] and len(text) < 1e6
+    assert {"ranking0", "stages", "gemm", "environment"} <= set(page.ids)
+    assert all(load.startswith("#") for load in page.loads), "loads something"
+    assert not re.search(r"@import|url\((?!#)", text)
+    for target in {load[1:] for load in page.loads}:
+        assert target in page.ids, target
+    assert text.count("<svg") == 6
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert "NVIDIA H200" in page.words and "580.159.04" in page.words
+    latency = next(t for t in page.tables if "floor / best" in t[0])
+    assert len(latency) == 1 + 19
+    assert latency[1][:5] == ["1", "e05c6c03", "10.22", "0.030", "0.326"]
+
+
+def test_ids_on_the_page_are_unique(tmp_path: Path) -> None:
+    page = Page(report.write(RECORD, tmp_path / "report.html").read_text(encoding="utf-8"))
+    twice = {i for i in page.ids if page.ids.count(i) > 1}
+    assert not twice
+
+
+def test_figures_take_the_colours_of_the_page(tmp_path: Path) -> None:
+    text = report.write(RECORD, tmp_path / "report.html").read_text(encoding="utf-8")
+    figures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    for figure in figures:
+        assert not re.search(r"#(000000|222222|ffffff|f2f2f2)", figure)
+        assert "currentColor" in figure and "viewBox" in figure
+        assert not re.match(r"<svg[^>]*\swidth=", figure), "the page sets the width"
+
+
+def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
+    info = {"skipped": {"flashinfer_moe": "unsupported on sm_90 (needs sm_100/103)"}}
+    _, page = page_of(some_run(tmp_path, run=info, floors=FLOORS))
+    ranking = page.tables[0]
+    assert ranking[0][-2:] == ["vs best peer", "why"]
+    assert ranking[1][1] == "flat"
+    assert ranking[-1][1:3] == ["flashinfer_moe", "unsupported"]
+    assert ranking[-1][-1] == "unsupported on sm_90 (needs sm_100/103)"
+    latency = next(t for t in page.tables if "best peer / ours" in t[0])
+    assert [row[-1] for row in latency[1:]] == ["2.00x", "0.50x"]
+    failed = next(t for t in page.tables if "reason" in t[0])
+    assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
+
+
+def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
+    text, _ = page_of(some_run(tmp_path))
+    assert EVIL not in text and "&lt;script&gt;alert(1)" in text
+
+
+def test_without_rates_there_is_no_floor_and_the_page_says_so(tmp_path: Path) -> None:
+    text, page = page_of(some_run(tmp_path))
+    assert "no floor is drawn" in page.words and "floor / best" not in text
+    other = FLOORS | {"hardware": "GPU B"}
+    text, page = page_of(some_run(tmp_path, floors=other))
+    assert "no floor is drawn" in page.words, "rates of another GPU are no floor of this one"
+    text, page = page_of(some_run(tmp_path, floors=FLOORS))
+    assert "no floor is drawn" not in page.words and "floor / best" in page.words
+
+
+def test_machines_stay_apart(tmp_path: Path) -> None:
+    traces = [trace("x", 7, 1.0), trace("x", 7, 2.0, hardware="GPU B")]
+    _, page = page_of(directory(tmp_path, traces, floors=FLOORS))
+    assert {"ranking0", "ranking1", "machines"} <= set(page.ids)
+    assert "A: GPU A, 1 workloads" in page.words and "B: GPU B, 1 workloads" in page.words
+    assert "no floor is drawn" in page.words, "on the GPU that has none"
+
+
+def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
+    traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
+    text, page = page_of(directory(tmp_path, traces))
+    assert "TIMEOUT" in page.words and "<svg" not in text
+
+
+def test_pictures(tmp_path: Path) -> None:
+    recorded = report_data.read(some_run(tmp_path, floors=FLOORS))
+    written = report.write_pictures(recorded, tmp_path / "png", source="hash of the data")
+    assert [p.name for p in written] == ["latency.png", "speedup.png"]
+    for path in written:
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG") and b"hash of the data" in content
+
+
+def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
+    from report_plots import latency_figure
+
+    recorded = report_data.read(some_run(tmp_path, floors=FLOORS))
+    ranking = recorded.main
+    (ax,) = latency_figure(ranking, recorded.floor_ms(ranking)).axes
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    assert set(lines) == {"flat", "peer_a", "floor"}, "peer_b has no time"
+    assert list(lines["flat"].get_ydata()) == [1.0, 2.0]
+    assert list(lines["floor"].get_ydata()) == list(recorded.floor_ms(ranking).values())
+    assert (lines["flat"].get_linestyle(), lines["peer_a"].get_linestyle()) == ("-", "--")
+
+
+def test_stages_figure_stacks_the_stages() -> None:
+    from report_plots import stages_figure
+
+    stages = {"routing": 1.0, "gemm1": 2.0, "fused": 0.5, "end to end": 3.25}
+    record = {
+        "hardware": "GPU A",
+        "results": [{"tokens": 7, "solutions": {"x": {"median_ms": stages}}}],
+    }
+    (ax,) = stages_figure(record).axes
+    widths = [patch.get_width() for patch in ax.patches]
+    assert widths == [1.0, 2.0, 0.5]
+    assert [patch.get_x() for patch in ax.patches] == [0.0, 1.0, 3.0]
+    (total,) = ax.get_lines()
+    assert list(total.get_xdata()) == [3.25, 3.25]
+
+
+def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
+    gpu = {"name": "GPU A", "driver": "580.1", "memory": "1 MiB", "sm_clock": "345 MHz"}
+    source = {"commit": "abc", "modified": True, "hash": "0123"}
+    info = {
+        "environment": {"gpus": [gpu], "versions": {"triton": "3.6.0"}, "source": source},
+        "gpus_after": [gpu | {"sm_clock": "1980 MHz"}],
+        "command": ["--solutions", "x"],
+    }
+    recorded = report_data.read(some_run(tmp_path, run=info))
+    found = dict(report_data.environment_table(recorded)[1])
+    assert "345 MHz" in found["GPU clocks before"] and "1980 MHz" in found["GPU clocks after"]
+    assert found["commit"] == "abc with changes" and found["source hash"] == "0123"
+    assert found["triton"] == "3.6.0" and found["command"] == "run.py bench --solutions x"
+
+
+def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report, "NEEDED", ("jinja2", "no_such_package"))
+    with pytest.raises(UsageError, match="no report without no_such_package: pip install"):
+        report.write(some_run(tmp_path))
+
+
+def test_which_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report, "TRACES_DIR", tmp_path)
+    with pytest.raises(UsageError, match="no run in"):
+        report.find_directory(None)
+    for name in ("1", "2"):
+        some_run(tmp_path / name)
+    assert report.find_directory(None) == tmp_path / "2"
+    assert report.find_directory(tmp_path / "1" / "traces.jsonl") == tmp_path / "1"
+    with pytest.raises(UsageError, match="no traces.jsonl"):
+        report.write(tmp_path)
+
+
+def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    run = some_run(tmp_path / "run")
+    out = tmp_path / "out" / "page.html"
+    arguments = [str(run), "--out", str(out), "--png", str(tmp_path / "png"), "--peers", "peer_b"]
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    assert report.main() == 0
+    assert str(out) in capsys.readouterr().out and (tmp_path / "png" / "latency.png").is_file()
+    assert "vs best peer" not in Page(out.read_text()).words, "the only peer did not pass"
+
+
+def test_short_names_are_told() -> None:
+    assert rank.short_name("cutedsl_moe_fp8_flat") == "flat"
+    assert rank.short_name("triton_moe") == "triton_moe"
