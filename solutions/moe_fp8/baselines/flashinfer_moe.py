@@ -25,7 +25,7 @@ SOLUTION = {
     "name": "flashinfer_moe",
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA B200", "NVIDIA B300"],
-    "dependencies": ["torch", "flashinfer-python>=0.3.1"],
+    "dependencies": ["torch", "flashinfer-python>=0.5"],
 }
 
 SHAPE = DEEPSEEK_V3

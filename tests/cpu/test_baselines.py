@@ -1,0 +1,351 @@
+"""The baselines on public libraries: their packing, refusals and, on stand-ins for the libraries,
+what they pass and what they make of it."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import bruteforce
+import fake_libraries
+import pack
+import pytest
+import torch
+from moe_fp8.baselines import (
+    deepgemm_mega_moe,
+    deepgemm_moe,
+    flashinfer_cutlass_moe,
+    flashinfer_moe,
+    sglang_moe,
+    supported,
+)
+from moe_fp8.core.metrics import calc_diff
+from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from packaging.requirements import Requirement
+
+MODULES = {
+    "sglang_moe": sglang_moe,
+    "deepgemm_moe": deepgemm_moe,
+    "deepgemm_mega_moe": deepgemm_mega_moe,
+    "flashinfer_moe": flashinfer_moe,
+    "flashinfer_cutlass_moe": flashinfer_cutlass_moe,
+}
+LIBRARIES = {
+    "sglang_moe": ("sgl_kernel", "sglang-kernel==0.4.3"),
+    "deepgemm_moe": ("deep_gemm", "sgl-deep-gemm==0.1.5"),
+    "deepgemm_mega_moe": ("deep_gemm", "sgl-deep-gemm==0.1.5"),
+    "flashinfer_moe": ("flashinfer", "flashinfer-python"),
+    "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.2.post1"),
+}
+NEEDS = {name: "90" for name in MODULES} | {"sglang_moe": "90/100/103", "flashinfer_moe": "100/103"}
+every_module = pytest.mark.parametrize("name", MODULES)
+
+TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
+                n_group=4, topk_group=2, top_k=3)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    """What one test's stand-in said must not reach another."""
+    flashinfer_moe.entry.cache_clear()
+    for module in (deepgemm_moe, flashinfer_cutlass_moe):
+        module.buffers.cache_clear()
+    deepgemm_mega_moe.held.cache_clear()
+    deepgemm_mega_moe.routed_tokens.cache_clear()
+
+
+def arguments(tokens: int = 1) -> list:
+    """Arguments of full size that hold nothing."""
+    inputs = inspect.signature(flashinfer_moe.run).parameters
+    h = DEEPSEEK_V3.hidden_size
+    dims = {name: (shape, dtype) for name, shape, dtype, _ in DEEPSEEK_V3.weight_specs} | {
+        "routing_logits": ((tokens, DEEPSEEK_V3.num_experts), torch.float32),
+        "hidden_states": ((tokens, h), torch.float8_e4m3fn),
+        "hidden_states_scale": ((h // 128, tokens), torch.float32),
+        "output": ((tokens, h), torch.bfloat16),
+    }
+    scalars = {"local_expert_offset": 32, "routed_scaling_factor": 2.5}
+    return [
+        scalars[name]
+        if name in scalars
+        else torch.empty(dims[name][0], dtype=dims[name][1], device="meta")
+        for name in inputs
+    ]
+
+
+@every_module
+def test_packs_without_our_kernels(name):
+    generation = {g.name: g for g in pack.generations()}[name]
+    solution = json.loads(pack.pack(generation))
+    sources = {source["path"] for source in solution["sources"]}
+    assert f"baselines/{name}.py" in sources
+    assert not any("sm90" in path or path.startswith("core/kernels") for path in sources)
+    assert [Requirement(text).name for text in solution["spec"]["dependencies"]]
+    assert LIBRARIES[name][1].split("==")[0] in str(solution["spec"]["dependencies"])
+    assert solution["spec"]["entry_point"] == f"baselines/{name}.py::run"
+
+
+@every_module
+def test_a_missing_package_is_one_line(name, monkeypatch):
+    library, requirement = LIBRARIES[name]
+    module = MODULES[name]
+    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    for loaded in [m for m in sys.modules if m.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RuntimeError) as error:
+        module.run(*arguments())
+    assert str(error.value) == f"not installed: pip install {requirement}"
+
+
+@every_module
+def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
+    """Before anything is imported: whether the package is there does not matter."""
+    module = MODULES[name]
+    own = supported.require_gpu.__wrapped__
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(module, "require_gpu", lambda _, capabilities: own(device, capabilities))
+    monkeypatch.setattr(module, "require", None)
+    other = (9, 0) if name == "flashinfer_moe" else (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
+    with pytest.raises(RuntimeError) as error:
+        module.run(*arguments())
+    sm = f"{other[0]}{other[1]}"
+    assert str(error.value) == f"unsupported on sm_{sm} (needs sm_{NEEDS[name]})"
+
+
+def test_the_cpu_is_refused():
+    with pytest.raises(RuntimeError, match=r"^unsupported on cpu \(needs sm_90\)$"):
+        supported.require_gpu(torch.device("cpu"), supported.HOPPER)
+
+
+@every_module
+def test_wrong_arguments_are_refused_first(name, monkeypatch):
+    monkeypatch.setattr(MODULES[name], "require_gpu", None)
+    wrong = arguments()
+    wrong[2] = wrong[2].to(torch.bfloat16)
+    with pytest.raises(ValueError, match="^hidden_states: expected dtype"):
+        MODULES[name].run(*wrong)
+
+
+# --- flashinfer_moe: two generations of one function ---------------------------------------------
+
+COMMON = (
+    "routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights "
+    "gemm1_weights_scale gemm2_weights gemm2_weights_scale num_experts top_k n_group topk_group "
+    "intermediate_size local_expert_offset local_num_experts routed_scaling_factor"
+).split()
+# As the wheels of these releases have them: required parameters, then those with a default.
+RELEASES = {
+    "0.5.3": (
+        [*COMMON, "tile_tokens_dim", "routing_method_type"][:16],
+        "tile_tokens_dim routing_method_type use_shuffled_weight weight_layout enable_pdl "
+        "tune_max_num_tokens",
+    ),
+    "0.6.7": (
+        COMMON,
+        "routing_method_type use_shuffled_weight weight_layout do_finalize enable_pdl "
+        "tune_max_num_tokens fp8_quantization_type activation_type",
+    ),
+    "0.7.2.post1": (
+        COMMON,
+        "routing_method_type use_shuffled_weight weight_layout do_finalize enable_pdl "
+        "tune_max_num_tokens fp8_quantization_type num_fused_shared_experts activation_type "
+        "norm_topk_prob routing_replay_out gemm1_alpha gemm1_beta gemm1_clamp_limit output "
+        "valid_hidden_size valid_intermediate_size gemm1_bias gemm2_bias",
+    ),
+}
+
+
+def install(monkeypatch, fused_moe: ModuleType) -> None:
+    package = ModuleType("flashinfer")
+    package.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", fused_moe)
+
+
+@pytest.fixture
+def small_flashinfer(monkeypatch) -> None:
+    monkeypatch.setattr(flashinfer_moe, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setattr(flashinfer_moe, "SHAPE", TINY)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_flashinfer_moe_calls_every_release(release, monkeypatch, small_flashinfer):
+    required, optional = RELEASES[release]
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in required]
+    parameters += [
+        inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for n in optional.split()
+    ]
+    calls: list[dict] = []
+
+    def function(*args, **kwargs):
+        bound = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        calls.append(bound)
+        result = bound.get("output")
+        result = torch.empty_like(output) if result is None else result
+        return result.fill_(3)
+
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    fused_moe = ModuleType("flashinfer.fused_moe")
+    fused_moe.trtllm_fp8_block_scale_moe = function  # type: ignore[attr-defined]
+    install(monkeypatch, fused_moe)
+    inputs = bruteforce.random_inputs(TINY, 40, 4)
+    output = torch.zeros(40, TINY.hidden_size, dtype=torch.bfloat16)
+    flashinfer_moe.run(*inputs, output)
+    assert (output == 3).all()
+
+    (given,) = calls
+    for name in COMMON[:8]:
+        assert given[name] is getattr(inputs, name)
+    assert (given["num_experts"], given["local_num_experts"], given["top_k"]) == (16, 4, 3)
+    assert (given["n_group"], given["topk_group"], given["intermediate_size"]) == (4, 2, 128)
+    assert given["local_expert_offset"] == 4 and given["routed_scaling_factor"] == 2.5
+    assert given["routing_method_type"] == 2 and given["use_shuffled_weight"] is False
+    assert given.get("tile_tokens_dim") == (8 if release == "0.5.3" else None)
+    assert (given.get("output") is output) == (release == "0.7.2.post1")
+
+
+def test_tile_tokens_of_older_releases():
+    tiles = [flashinfer_moe.tile_tokens(t, DEEPSEEK_V3) for t in (1, 256, 257, 288, 1024, 14107)]
+    assert tiles == [8, 8, 8, 16, 32, 64]
+
+
+def installed_signature(function: str) -> tuple[list[str], set[str]]:
+    """Parameters of FlashInfer's function as installed, and those without default; not imported:
+    that takes seconds and looks for a GPU."""
+    found = importlib.util.find_spec("flashinfer")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("flashinfer is not installed")
+    source = Path(found.submodule_search_locations[0]) / "fused_moe" / "core.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            names = [a.arg for a in node.args.args]
+            required = set(names[: len(names) - len(node.args.defaults)])
+            for a, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+                names.append(a.arg)
+                required |= {a.arg} if default is None else set()
+            return names, required
+    raise AssertionError(f"no {function} in {source}")
+
+
+def test_the_installed_flashinfer_takes_what_flashinfer_moe_passes():
+    names, required = installed_signature("trtllm_fp8_block_scale_moe")
+    assert required - {"tile_tokens_dim"} == set(COMMON)
+    assert {"routing_method_type", "use_shuffled_weight"} <= set(names)
+
+
+def test_the_installed_flashinfer_takes_what_flashinfer_cutlass_moe_passes():
+    stand_in = fake_libraries.fused_moe(DEEPSEEK_V3)
+    for function in ("cutlass_fused_moe", "cutlass_fused_moe_workspace_size"):
+        names, required = installed_signature(function)
+        passed = list(inspect.signature(getattr(stand_in, function)).parameters)
+        if "workspace_buffer" not in installed_signature("cutlass_fused_moe")[0]:
+            pytest.skip("an older flashinfer is installed")
+        assert required <= set(passed) <= set(names)
+        positional = [n for n in passed if n in required]
+        assert names[: len(positional)] == positional
+
+
+# --- whole layers on stand-ins -------------------------------------------------------------------
+
+
+@pytest.fixture
+def interpreter_that_rounds(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from test_baselines_triton import rounded
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture(params=[*(n for n in MODULES if n != "flashinfer_moe"), "deepgemm_moe contiguous"])
+def layer(request, monkeypatch, interpreter_that_rounds) -> Callable[..., None]:
+    """A baseline's layer of the tiny shape, called with inputs and output."""
+    if torch.cuda.is_available():
+        pytest.skip("the stand-ins work on CPU tensors, Triton on the GPU's")
+    name = request.param.split()[0]
+    module = MODULES[name]
+    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(TINY))
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm(TINY))
+    install(monkeypatch, fake_libraries.fused_moe(TINY))
+    if request.param.endswith("contiguous"):
+        monkeypatch.setattr(module, "MASKED_TOKENS", 0)
+    if hasattr(module, "LAYER"):
+        monkeypatch.setattr(type(module.LAYER), "shape", TINY)
+        return module.LAYER
+    monkeypatch.setattr(module, "SHAPE", TINY)
+    return module.call
+
+
+def output_of(layer, inputs: MoeInputs) -> torch.Tensor:
+    out = torch.full(inputs.hidden_states.shape, float("nan"), dtype=torch.bfloat16)
+    layer(inputs, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offset"), [(1, 0), (12, 4), (13, -2), (9, 3), (5, 14), (4, 99)]
+)
+def test_layer_matches_brute_force(layer, tokens, offset):
+    favourite = max(offset, 0) + 1 if offset < 16 else None
+    inputs = bruteforce.random_inputs(TINY, tokens, offset, tokens, favourite=favourite)
+    wanted = torch.from_numpy(bruteforce.layer(inputs, TINY))
+    got = output_of(layer, inputs)
+    assert got.isfinite().all()
+    if favourite is None:
+        assert (got == 0).all() and (wanted == 0).all()
+        return
+    # FlashInfer's CUTLASS path quantises twice, SGLang's rounds to bfloat16 before it quantises.
+    bounds = {flashinfer_cutlass_moe.call: 1e-2, sglang_moe.LAYER: 1e-3}
+    assert wanted.abs().sum() > 0 and calc_diff(got, wanted) < bounds.get(layer, 1e-4)
+
+
+def test_the_routing_changes_between_calls_of_as_many_tokens(layer):
+    """Buffers are kept: nothing of the call before must show."""
+    few = bruteforce.random_inputs(TINY, 12, 4, 12)
+    many = bruteforce.random_inputs(TINY, 12, 4, 12, favourite=6)
+    none = many._replace(local_expert_offset=99)
+    first = [output_of(layer, inputs) for inputs in (few, many)]
+    assert not torch.equal(*first)
+    assert (output_of(layer, none) == 0).all()
+    for inputs, wanted in zip((few, many), first, strict=True):
+        again = output_of(layer, inputs)
+        assert calc_diff(again, wanted) < 1e-5  # slots in another order
+
+
+def test_stages_are_marked_in_order(layer):
+    if not hasattr(layer, "shape"):
+        pytest.skip("one call of the library: no stages")
+    marks: list[str] = []
+    inputs = bruteforce.random_inputs(TINY, 5, 4)
+    layer(inputs, torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16), mark=marks.append)
+    assert marks == ["routing", "gemm1", "swiglu_quant", "gemm2", "combine"]
+
+
+def test_no_token(layer):
+    assert output_of(layer, bruteforce.random_inputs(TINY, 0, 4)).shape == (0, TINY.hidden_size)
+
+
+@pytest.mark.parametrize("offset", [0, 32, 224, 100, 7, -1, -32, 250, 256, 2**31 - 1, -(2**31)])
+def test_ids_and_rank_of_the_window(offset):
+    ids = torch.arange(256, dtype=torch.int32).view(-1, 8)
+    mapped, rank = flashinfer_cutlass_moe.local_ids(ids, offset, DEEPSEEK_V3)
+    assert mapped.dtype == torch.int32 and 0 <= rank < 8
+    assert int(mapped.min()) >= 0 and int(mapped.max()) < 256
+    local = mapped - 32 * rank
+    is_local = (local >= 0) & (local < 32)
+    wanted = (ids.long() >= offset) & (ids.long() < offset + 32)
+    assert torch.equal(is_local, wanted)
+    assert torch.equal(local[wanted].long(), ids[wanted].long() - offset)
+
+
+def test_capacities_are_few():
+    rooms = [deepgemm_mega_moe.capacity(t) for t in (1, 80, 128, 129, 901, 11948, 14107, 16385)]
+    assert rooms == [128, 128, 128, 256, 1024, 16384, 16384, 32768]

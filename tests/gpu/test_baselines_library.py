@@ -1,0 +1,144 @@
+"""The baselines on public libraries, on the true geometry, against the layer's torch model."""
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import test_layer
+import torch
+from moe_fp8 import v2_vectorised as v2
+from moe_fp8.baselines import (
+    deepgemm_mega_moe,
+    deepgemm_moe,
+    flashinfer_cutlass_moe,
+    flashinfer_moe,
+    sglang_moe,
+)
+from moe_fp8.core import model, pipeline
+from moe_fp8.core.problem import MoeInputs
+from test_layer import LAYER_COSINE, LAYER_DIFF, Worst, new_output, output_of
+
+pytestmark = pytest.mark.gpu
+
+weights, make_inputs, worst = test_layer.weights, test_layer.make_inputs, test_layer.worst
+
+LIBRARIES = {
+    sglang_moe: "sgl_kernel",
+    deepgemm_moe: "deep_gemm",
+    deepgemm_mega_moe: "deep_gemm",
+    flashinfer_cutlass_moe: "flashinfer",
+}
+LOOSE = {
+    sglang_moe: 1e-3,  # activation and weights rounded to bfloat16
+    deepgemm_mega_moe: 1e-3,
+    flashinfer_cutlass_moe: 5e-3,  # the input is quantised twice
+}
+"""calc_diff of the layer, where the library rounds more than the model; LAYER_DIFF elsewhere."""
+
+ROUTINGS = ["random", "all_to_one", "all_local", "none_local"]
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda module: module.SOLUTION["name"])
+def module(request):
+    library = LIBRARIES[request.param]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """Gigabytes of buffers go when these tests end."""
+    yield
+    for cache in (
+        deepgemm_moe.buffers,
+        deepgemm_mega_moe.held,
+        deepgemm_mega_moe.routed_tokens,
+        flashinfer_cutlass_moe.buffers,
+    ):
+        cache.cache_clear()
+
+
+def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "select", lambda device: model)
+        return output_of(v2, inputs)
+
+
+def check(module, got: torch.Tensor, wanted: torch.Tensor, worst: Worst) -> None:
+    assert got.isfinite().all()
+    if not (wanted != 0).any():  # no token chose a local expert
+        assert torch.equal(got, wanted)
+        return
+    # Scores are rounded differently, which may move a token of random logits to another expert.
+    same = (got.float() - wanted.float()).norm(dim=1) <= 0.2 * wanted.float().norm(dim=1)
+    assert same.float().mean() > 0.99, same.float().mean()
+    least, most = worst.compare(module.SOLUTION["name"], got[same], wanted[same])
+    bound = LOOSE.get(module, LAYER_DIFF)
+    assert least > min(LAYER_COSINE, 1 - 2 * bound) and most < bound, (least, most)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 7, 80, 901])
+def test_baseline_matches_the_model(module, tokens, routing, make_inputs, monkeypatch, worst):
+    inputs = make_inputs(tokens, routing, seed=2)
+    check(module, output_of(module, inputs), model_of(inputs, monkeypatch), worst)
+
+
+def test_the_routing_changes_between_calls_of_as_many_tokens(
+    module, make_inputs, monkeypatch, worst
+):
+    for routing in ("all_local", "none_local", "first_and_last", "random"):
+        inputs = make_inputs(80, routing, seed=3)
+        check(module, output_of(module, inputs), model_of(inputs, monkeypatch), worst)
+
+
+@pytest.mark.parametrize("offset", [0, 224, 100, 250, -5, 256])
+def test_offsets(module, offset, make_inputs, monkeypatch, worst):
+    inputs = make_inputs(61, offset=offset, seed=3)
+    check(module, output_of(module, inputs), model_of(inputs, monkeypatch), worst)
+
+
+@pytest.mark.parametrize("routing", ["random", "all_local"])
+def test_many_tokens(module, routing, make_inputs, worst):
+    """Against our own kernels, which other tests compare with the model."""
+    inputs = make_inputs(14107, routing)
+    check(module, output_of(module, inputs), output_of(v2, inputs), worst)
+
+
+@pytest.mark.parametrize("tokens", [64, 2000])
+def test_both_layouts_of_deepgemm(tokens, make_inputs, monkeypatch):
+    if importlib.util.find_spec("deep_gemm") is None:
+        pytest.skip("deep_gemm is not installed")
+    inputs = make_inputs(tokens)
+    outputs = []
+    for masked_tokens in (0, 2048):
+        deepgemm_moe.buffers.cache_clear()
+        monkeypatch.setattr(deepgemm_moe, "MASKED_TOKENS", masked_tokens)
+        outputs.append(output_of(deepgemm_moe, inputs))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("tokens", [61, 2000])
+def test_no_host_sync(module, tokens, make_inputs):
+    """torch warns of every call of its own in which the host waits."""
+    inputs = make_inputs(tokens)
+    output = new_output(inputs)
+    module.run(*inputs, output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            module.run(*inputs, output)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    said = [str(warning.message) for warning in caught]
+    assert not [message for message in said if "called a synchronizing" in message]
+
+
+def test_flashinfer_moe_is_refused_in_one_line(make_inputs):
+    inputs = make_inputs(7)
+    with pytest.raises(RuntimeError) as error:
+        flashinfer_moe.run(*inputs, new_output(inputs))
+    assert str(error.value) == "unsupported on sm_90 (needs sm_100/103)"
