@@ -6,7 +6,7 @@ by token; the products of every 128 columns of K are scaled by one factor a row 
 float32. A grid of fixed size strides over the tiles, whose number only the device knows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -47,6 +47,15 @@ class Tile:
             raise ValueError(f"block_m={self.block_m}: expected a power of two from 16")
         if self.block_n not in (16, 32, 64, 128):
             raise ValueError(f"block_n={self.block_n}: expected 16, 32, 64 or 128")
+
+    def __str__(self) -> str:
+        """The call that makes it."""
+        more = [f for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        said = [
+            f"{self.block_m}, {self.block_n}",
+            *(f"{f.name}={getattr(self, f.name)}" for f in more),
+        ]
+        return f"Tile({', '.join(said)})"
 
 
 def grouped_gemm(
