@@ -141,7 +141,7 @@ def gemm_layers(recorded: Recorded) -> str:
         f"GEMMs are {median:.2f}x the best peer in the median, {least['vs_best_peer']:.2f}x at "
         f"the least ({name} at T={least['tokens']})"
     )
-    floors = next(r["floors"] for r in recorded.gemm.values() if rows[0] in r["results"])
+    floors = recorded.gemm_record(rows[0])["floors"]
     reading = [
         r["percent_of_floor"]
         for r in rows
@@ -234,7 +234,7 @@ def draw(recorded: Recorded) -> list[Path]:
     even = [r for r in recorded.gemm_rows(by_workload=False) if "tokens" in r]
     figures = {}
     if layers:
-        record = next(r for r in recorded.gemm.values() if layers[0] in r["results"])
+        record = recorded.gemm_record(layers[0])
         figures["gemm_layers.png"] = plot_gemm.layers_figure(
             layers, record["floors"], record["hardware"]
         )

@@ -182,7 +182,7 @@ def gemm_section(recorded: Recorded) -> Section | None:
     text.append("Timing: " + "; ".join(methods))
     parts = []
     if rows:
-        record = next(h for h in heads if any(r.get("tokens") is not None for r in h["results"]))
+        record = recorded.gemm_record(rows[0])
         figure = plot_gemm.layers_figure(rows, record["floors"], record["hardware"])
         caption = "Reached rate against what a large read and a dense product reach (dashed)."
         plot = svg_plot(figure, "layers", caption)

@@ -51,6 +51,10 @@ class Recorded:
             and "vs_base" not in row
         ]
 
+    def gemm_record(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The record that one of these rows is from: it has the rates measured beside it."""
+        return next(record for record in self.gemm.values() if row in record["results"])
+
     def ablation_rows(self) -> list[dict[str, Any]]:
         return [r for record in self.gemm.values() for r in record["results"] if "vs_base" in r]
 

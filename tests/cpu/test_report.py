@@ -215,6 +215,14 @@ def test_stages_figure_stacks_the_stages() -> None:
     assert list(total.get_xdata()) == [3.25, 3.25]
 
 
+def test_gemm_figures_use_the_rates_measured_beside_them() -> None:
+    recorded = report_data.read(RECORD)
+    rows = recorded.gemm_rows(by_workload=True)
+    assert {r["variant"] for r in rows} >= {"ours default", "sgl_kernel"}
+    assert recorded.gemm_record(rows[0]) is recorded.gemm["gemm_layers"]
+    assert recorded.gemm_record(recorded.ablation_rows()[0]) is recorded.gemm["gemm_ablation"]
+
+
 def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
     gpu = {"name": "GPU A", "driver": "580.1", "memory": "1 MiB", "sm_clock": "345 MHz"}
     source = {"commit": "abc", "modified": True, "hash": "0123"}
