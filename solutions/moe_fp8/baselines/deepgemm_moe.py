@@ -1,11 +1,12 @@
 """DeepGEMM's grouped FP8 GEMMs, with Triton for the stages around them.
 
 What: the kernels are those of the package sgl-deep-gemm; routing, scatter, SwiGLU + FP8 and
-combine are one Triton launch each (`triton_stages`). DeepGEMM has two layouts for rows that only
-the device can count, and both are used as its documentation describes them. Masked, for few
-tokens: `[E, max_rows, K]` with a row count for each expert on the device. Contiguous, for many:
-`[R, K]` with experts at multiples of 128 rows and the expert of every row, -1 where there is none.
-No host sync: buffers are sized for the most rows that T tokens can have.
+combine are one Triton launch each (`triton_stages`). Of DeepGEMM's two layouts each serves what
+its documentation has it for. Masked, for few tokens: `[E, max_rows, K]`, sized for any routing,
+with a row count for each expert on the device; no host sync, and buffers are kept until T changes.
+Contiguous, for many: `[R, K]` with experts at multiples of 128 rows and the expert of every row,
+-1 where there is none. Its kernel walks over all rows that the operand has, so the host waits for
+the routing, once, to cut the operands to the rows in use.
 
 Scales are float32 and lie along the rows, as Hopper's kernels want them, so none is converted.
 DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
@@ -34,17 +35,22 @@ SOLUTION = {
 }
 
 MASKED_TOKENS = 1024
-"""Up to here the masked layout: its buffers grow with E * T, the contiguous one's with 8 * T."""
+"""Up to here the masked layout, whose buffers grow with E * T."""
 
 RECIPE = (1, BLOCK, BLOCK)
 """Rows of `a` that share a scale, then rows and columns of `b` that do."""
 
 
-class Buffers(NamedTuple):
-    """What a call writes on its way, `[R, ...]` or, in the masked layout, `[E, max_rows, ...]`."""
+class Tables(NamedTuple):
+    """Where the tokens go."""
 
     routed: "Routed"
     rows: "Rows"
+
+
+class Buffers(NamedTuple):
+    """What a call computes on its way: `[R, ...]`, or `[E, max_rows, ...]` in the masked layout."""
+
     a: torch.Tensor  # [..., H] float8_e4m3fn
     a_scale: torch.Tensor  # [..., H/128] float32, contiguous along the rows
     g: torch.Tensor  # [..., 2I] bfloat16
@@ -54,17 +60,17 @@ class Buffers(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)
-def buffers(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Buffers:
-    """Kept until a call has another number of tokens."""
+def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Tables:
+    """For the masked layout, or the contiguous one without `max_rows`."""
     from .triton_stages import new_routed, new_rows, row_bound
 
-    experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    if max_rows is None:
-        rows = row_bound(tokens, shape, BLOCK)
-        lead: tuple[int, ...] = (rows,)
-    else:
-        rows = experts * max_rows
-        lead = (experts, max_rows)
+    bound = row_bound(tokens, shape, BLOCK)
+    rows = bound if max_rows is None else shape.num_local_experts * max_rows
+    return Tables(new_routed(tokens, shape, device), new_rows(tokens, rows, shape, device))
+
+
+def new_buffers(lead: tuple[int, ...], shape: MoeShape, device: torch.device) -> Buffers:
+    h, i = shape.hidden_size, shape.intermediate_size
 
     def new(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((*lead, width), dtype=dtype, device=device)
@@ -75,15 +81,11 @@ def buffers(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.de
 
     fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
     return Buffers(
-        new_routed(tokens, shape, device),
-        new_rows(tokens, rows, shape, device),
-        new(h, fp8),
-        new_scale(h),
-        new(2 * i, bf16),
-        new(i, fp8),
-        new_scale(i),
-        new(h, bf16),
+        new(h, fp8), new_scale(h), new(2 * i, bf16), new(i, fp8), new_scale(i), new(h, bf16)
     )
+
+
+masked_buffers = functools.lru_cache(maxsize=1)(new_buffers)
 
 
 class DeepGemmLayer:
@@ -102,11 +104,11 @@ class DeepGemmLayer:
 
         Raises:
             ValueError: an argument is wrong.
-            RuntimeError: the GPU is not supported, or the package is not installed.
+            RuntimeError: the GPU is not supported, or a package is not installed.
         """
-        shape = self.shape
+        shape, device = self.shape, output.device
         tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER)
+        require_gpu(device, HOPPER)
         deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
         require("triton", "triton")
         if tokens == 0:
@@ -114,29 +116,31 @@ class DeepGemmLayer:
         from . import triton_stages as stages
 
         offset = int(inputs.local_expert_offset)
-        masked = tokens <= MASKED_TOKENS
-        max_rows = -(-tokens // BLOCK) * BLOCK if masked else None
-        routed, rows, a, a_scale, g, q, q_scale, o = buffers(tokens, max_rows, shape, output.device)
         scaling = float(inputs.routed_scaling_factor)
+        max_rows = -(-tokens // BLOCK) * BLOCK if tokens <= MASKED_TOKENS else None
+        routed, rows = tables(tokens, max_rows, shape, device)
         stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
         stages.place(routed, offset, rows, align=BLOCK, max_rows=max_rows)
         mark("routing")
 
-        if masked:
-            # Rows of an expert with even routing, by which DeepGEMM chooses its tiles.
-            expected = -(-tokens * shape.top_k // shape.num_experts)
+        if max_rows is not None:
+            buffers = masked_buffers((shape.num_local_experts, max_rows), shape, device)
             multiply = functools.partial(
                 deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked,
                 masked_m=rows.counts[0],
-                expected_m=expected,
+                # Rows of an expert with even routing, by which DeepGEMM chooses its tiles.
+                expected_m=-(-tokens * shape.top_k // shape.num_experts),
                 recipe=RECIPE,
             )
         else:
+            used = max(int(rows.m_indptr[-1]), BLOCK)  # waits; without a pair: a tile of no expert
+            buffers = new_buffers((used,), shape, device)
             multiply = functools.partial(
                 deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous,
-                grouped_layout=rows.expert_of_row,
+                grouped_layout=rows.expert_of_row[:used],
                 recipe=RECIPE,
             )
+        a, a_scale, g, q, q_scale, o = buffers
         stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
         multiply((a, a_scale), (inputs.gemm1_weights, inputs.gemm1_weights_scale), g)
         mark("gemm1")
