@@ -62,9 +62,10 @@ def candidates(rows: float) -> "list[Tile]":
         if m < 64:
             found += [Tile(m, n, g, stages=4) for n, g in itertools.product((32, 64), groups)]
         else:
+            wide = (4, 8) if m == 64 else (8,)  # 4 warps spill at 128 rows
             found += [
                 Tile(m, 128, g, warps, s, tma=tma, programs=2 if m == 64 else 1)
-                for g, warps, s, tma in itertools.product(groups, (4, 8), (3, 4), (False, True))
+                for g, warps, s, tma in itertools.product(groups, wide, (3, 4), (False, True))
             ]
     return list(dict.fromkeys(found))
 

@@ -98,8 +98,8 @@ def grouped_gemm(
         GATHER=gather,
         SWAP_AB=tile.swap_ab,
         TMA=tile.tma,
+        STAGES=tile.stages,
         num_warps=tile.warps,
-        num_stages=tile.stages,
     )
 
 
@@ -125,6 +125,7 @@ def _grouped_gemm_kernel(
     GATHER: tl.constexpr,
     SWAP_AB: tl.constexpr,
     TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     BLOCKS_N: tl.constexpr = N // BLOCK_N
     K_BLOCKS: tl.constexpr = K // BLOCK_K
@@ -159,7 +160,8 @@ def _grouped_gemm_kernel(
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(K_BLOCKS):
+        # Stages named here are those of all loads; a kernel's `num_stages` leaves the scales out.
+        for k in tl.range(0, K_BLOCKS, num_stages=STAGES):
             x = tl.load(a_tile + k * BLOCK_K)
             if TMA:
                 w = b.load([weight_row, k * BLOCK_K])
