@@ -97,7 +97,7 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     return Held(
         symmetric,
         x.view(torch.float8_e4m3fn),
-        x_scale,
+        x_scale.view(torch.float32),
         ids,
         weights,
         torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
