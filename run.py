@@ -34,6 +34,8 @@ PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
 EMULATOR = ROOT.parent / "shared" / "ptxemu"
+EXTRAS = {"plot_gemm": "report", "readme_tables": "report", "report": "report"}
+"""What programs need beside the dependencies; without it `bench` only writes no report."""
 EXIT_USAGE = 2
 always_venv = False
 
@@ -195,7 +197,7 @@ def run_script(name: str, arguments: list[str]) -> int:
         known = sorted(p.stem for p in (ROOT / "scripts").glob("*.py"))
         print(f"error: no command {name!r}: bench, test, setup, or one of {', '.join(known)}")
         return EXIT_USAGE
-    command = [*set_up(None), str(script), *arguments]
+    command = [*set_up(EXTRAS.get(name)), str(script), *arguments]
     sys.stdout.flush()
     if os.name == "posix":  # the program gets Ctrl-C itself and its exit status is ours
         os.execve(command[0], command, environment())

@@ -172,6 +172,8 @@ def run_on_gpu(
             for result in results:
                 if result.evaluation is not None:
                     result.evaluation.environment.libs.update(libs)
+            if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
+                results = [r for r in results if _record(r).passed]
             store(results)
             for record in map(_record, results):
                 speed = (
@@ -180,7 +182,7 @@ def run_on_gpu(
                 reason = f": {record.reason}" if record.reason else ""
                 progress.note(f"{record.solution}: {record.status}{speed}{reason}")
             missing = {s.name for s in solutions} - {r.solution for r in results}
-            if missing:
+            if missing and not interrupted.is_set():
                 why = messages[-1] if messages else "no result"
                 errors.append(f"T={tokens(workload)} ({workload.uuid}): {sorted(missing)}: {why}")
                 progress.note(errors[-1])

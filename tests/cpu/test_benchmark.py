@@ -174,7 +174,7 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
     fake.signal_at = 0
     stored: list[list[Trace]] = []
     with pytest.raises(KeyboardInterrupt):
-        drive(["x", "y"], stored)
+        drive(["x", "y", "fails"], stored)
     (instance,) = fake.instances
     assert instance.calls == 1 and instance.closed
     assert [[t.solution for t in traces] for traces in stored] == [["x", "y"]]

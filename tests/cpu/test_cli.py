@@ -11,7 +11,8 @@ import pytest
 import torch
 from common import DEFINITION, ROOT
 
-PROGRAMS = ["accuracy", "benchmark", "gemm_bench", "make_workloads", "pack", "rank", "stages"]
+PROGRAMS = ["accuracy", "benchmark", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
+PROGRAMS += ["readme_tables", "report", "stages"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -41,6 +42,9 @@ def test_help(program: str) -> None:
         ("benchmark", ["--rtol", "0"], "rtol/atol must be > 0"),
         ("benchmark", ["--no-such-option"], "unrecognized arguments"),
         ("rank", ["/absent"], "does not exist"),
+        ("report", ["/absent"], "no traces.jsonl"),
+        ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
+        ("floors", ["--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
         ("stages", ["--tokens", "0"], "at least 1"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
