@@ -8,10 +8,11 @@ can refuse a solution, a name that is not known never does.
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common import AUTHOR, BASELINES
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -144,3 +145,31 @@ def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[st
                 remark = f"{requirement.name} {version} is installed, {requirement} asked for"
                 asked.setdefault(remark, []).append(solution.name)
     return [f"{remark} by {', '.join(names)}" for remark, names in asked.items()]
+
+
+def is_peer(solution: "Solution") -> bool:
+    """Whether the solution is someone else's, or ours on someone else's kernels."""
+    return solution.author != AUTHOR or solution.spec.entry_point.startswith(f"{BASELINES}/")
+
+
+def split_available(
+    solutions: "Sequence[Solution]", machine: Machine
+) -> "tuple[list[Solution], dict[str, str]]":
+    """The solutions that can run here, and for each of the others the reason.
+
+    On the CPU ours run as their torch model; others' solutions are GPU code.
+    """
+    reasons = {
+        s.name: why
+        for s in solutions
+        if (machine.capability or is_peer(s)) and (why := why_not(s, machine))
+    }
+    return [s for s in solutions if s.name not in reasons], reasons
+
+
+def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:
+    """The reasons, each with the solutions that it holds for."""
+    return separator.join(
+        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
+        for why in dict.fromkeys(skipped.values())
+    )

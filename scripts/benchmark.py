@@ -29,12 +29,10 @@ from threading import Event, Thread
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import availability
 import environment
 import rank
+from availability import is_peer, other_versions, say_skipped, split_available, this_machine
 from common import (
-    AUTHOR,
-    BASELINES,
     DEFINITION,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -266,35 +264,6 @@ def _weight(length: int) -> float:
     return 1 + length / 4000
 
 
-def is_peer(solution: "Solution") -> bool:
-    """Whether the solution is someone else's, or ours on someone else's kernels."""
-    return solution.author != AUTHOR or solution.spec.entry_point.startswith(f"{BASELINES}/")
-
-
-def split_available(
-    solutions: "Sequence[Solution]", on_gpu: bool
-) -> "tuple[list[Solution], dict[str, str]]":
-    """The solutions that can run here, and for each of the others the reason.
-
-    On the CPU ours run as their torch model; others' solutions are GPU code.
-    """
-    machine = availability.this_machine(on_gpu)
-    reasons = {
-        s.name: why
-        for s in solutions
-        if (on_gpu or is_peer(s)) and (why := availability.why_not(s, machine))
-    }
-    return [s for s in solutions if s.name not in reasons], reasons
-
-
-def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:
-    """The reasons, each with the solutions that it holds for."""
-    return separator.join(
-        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
-        for why in dict.fromkeys(skipped.values())
-    )
-
-
 def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
@@ -358,6 +327,7 @@ def main() -> int:
     from flashinfer_bench.utils import hardware_from_device
 
     on_gpu = torch.cuda.is_available() and not args.cpu
+    machine = this_machine(on_gpu)
     try:
         mine = packed_solutions(write_packed())
     except PackError as error:
@@ -366,17 +336,17 @@ def main() -> int:
     trace_set, remarks = load(args.local)
     remarks += add_solutions(trace_set, mine)
     every = trace_set.solutions[DEFINITION]
-    solutions, skipped = split_available(select_solutions(every, args.solutions), on_gpu)
+    solutions, skipped = split_available(select_solutions(every, args.solutions), machine)
     workloads = trace_set.workloads[DEFINITION]
     if not on_gpu and not args.workloads and args.max_tokens is None:
         args.max_tokens = CPU_MAX_TOKENS
     chosen = select_workloads(workloads, args.workloads, args.max_tokens)
     not_run = [t for t in workloads if t not in chosen]
-    remarks += availability.other_versions(solutions, availability.this_machine(on_gpu))
+    remarks += other_versions(solutions, machine)
     for remark in remarks:
         print(remark, file=sys.stderr)
     if args.list:
-        _, missing = split_available(every, on_gpu)
+        _, missing = split_available(every, machine)
         listed = [[s.name, s.author, missing.get(s.name, "yes")] for s in every]
         print(text_table(["solution", "author", "runs here"], listed, left=3))
         rows = [[str(tokens(t.workload)), t.workload.uuid] for t in workloads]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import environment
+from availability import is_peer, say_skipped, split_available, this_machine
 from common import (
     DEFINITION,
     EXIT_FAILED,
@@ -33,7 +34,7 @@ from common import (
     text_table,
 )
 from dataset import Inputs, draw, load, make_missing_workloads, tokens
-from pack import PackError, generations, select
+from pack import PackError, generations, pack, select
 
 if TYPE_CHECKING:
     import torch
@@ -180,11 +181,19 @@ class Problems:
         return MoeInputs(*(named[name] for name in self.inputs.definition.inputs)), said
 
 
-def load_layers(names: Sequence[str]) -> "dict[str, Callable[..., None]]":
-    """The LAYER objects of the named solutions; of all that have one without names."""
-    found = select(generations(), names)
+def load_layers(names: Sequence[str], use_gpu: bool = True) -> "dict[str, Callable[..., None]]":
+    """The LAYER objects of the named solutions, of all that have one without names; ours first.
+    What cannot run here is left out with a remark."""
+    from flashinfer_bench.data import Solution
+
+    found = {g.name: g for g in select(generations(), names)}
+    solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
+    runnable, skipped = split_available(solutions, this_machine(use_gpu))
+    if skipped:
+        print(f"left out: {say_skipped(skipped)}", file=sys.stderr)
     layers = {}
-    for generation in found:
+    for solution in sorted(runnable, key=is_peer):
+        generation = found[solution.name]
         relative = generation.path.relative_to(generation.root).with_suffix("")
         module = importlib.import_module(".".join(["moe_fp8", *relative.parts]))
         if hasattr(module, "LAYER"):
@@ -238,7 +247,7 @@ def main() -> int:
     hardware = hardware_from_device(device)
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
     try:
-        layers = load_layers(args.solutions)
+        layers = load_layers(args.solutions, use_gpu=not args.cpu)
     except PackError as error:
         raise UsageError(str(error)) from None
     problems = Problems(args.local, device, args.seed, args.offset)

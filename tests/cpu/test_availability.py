@@ -6,9 +6,13 @@ from availability import (
     Machine,
     capability_of,
     installed_version,
+    is_peer,
     other_versions,
+    say_skipped,
+    split_available,
     why_not,
 )
+from common import AUTHOR
 from flashinfer_bench.data import Solution
 from test_dataset import solution
 
@@ -82,6 +86,30 @@ def test_a_version_other_than_the_pin_is_a_remark() -> None:
 
 def test_without_a_gpu_nothing_runs_and_nothing_else_is_looked_at() -> None:
     assert why_not(made(["NVIDIA H100"], ["absent"]), Machine(None, INSTALLED.get)) == NEEDS_GPU
+
+
+def by_us(entry_point: str) -> Solution:
+    ours = made(["NVIDIA H100"]).model_dump() | {"name": entry_point, "author": AUTHOR}
+    ours["spec"]["entry_point"] = f"{entry_point}.py::run"
+    ours["sources"][0]["path"] = f"{entry_point}.py"
+    return Solution.model_validate(ours)
+
+
+def test_peers_are_others_solutions_and_our_baselines() -> None:
+    assert is_peer(made(["cuda"])) and is_peer(by_us("baselines/x"))
+    assert not is_peer(by_us("v4_flat")) and not is_peer(by_us("baselines_x"))
+
+
+def test_on_the_cpu_only_ours_run() -> None:
+    every = [by_us("v4_flat"), by_us("baselines/x"), made(["cuda"])]
+    runnable, skipped = split_available(every, Machine(None, INSTALLED.get))
+    assert [s.name for s in runnable] == ["v4_flat"]
+    assert skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
+    assert say_skipped(skipped) == f"baselines/x, x: {NEEDS_GPU}"
+    runnable, skipped = split_available(every, H200)
+    assert len(runnable) == 3 and skipped == {}
+    _, skipped = split_available(every, Machine((8, 0), INSTALLED.get))
+    assert list(skipped) == ["v4_flat", "baselines/x"], "ours too are refused on another GPU"
 
 
 def test_installed_versions_of_this_interpreter() -> None:

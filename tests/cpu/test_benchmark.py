@@ -223,7 +223,7 @@ def h200(fake, monkeypatch, tmp_path: Path):
     made = [solution("fails"), solution("x"), blackwell_only("b"), needs_package("p")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(availability, "this_machine", lambda use_gpu=True: machine)
+    monkeypatch.setattr(benchmark, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(benchmark, "write_packed", lambda: [])
     monkeypatch.setattr(benchmark, "packed_solutions", lambda packed: made)
     monkeypatch.setattr(benchmark, "make_missing_workloads", lambda root, traces: None)

@@ -71,6 +71,8 @@ def test_layers_are_those_of_the_generations() -> None:
     layers = stages.load_layers(["cutedsl_moe_fp8_v2"])
     assert list(layers) == ["cutedsl_moe_fp8_v2"]
     assert set(stages.load_layers([])) >= {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
+    without_gpu = stages.load_layers([], use_gpu=False)
+    assert all(name.startswith("cutedsl_moe_fp8_") for name in without_gpu), "peers need a GPU"
 
 
 @pytest.mark.large_memory
