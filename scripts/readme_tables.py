@@ -109,11 +109,15 @@ def speed_of_v2(recorded: Recorded) -> str:
     )
 
 
+def _gemm(recorded: Recorded, name: str) -> dict[str, Any]:
+    if name not in recorded.gemm:
+        raise UsageError(f"{recorded.directory} has no {name}.json")
+    return recorded.gemm[name]
+
+
 def gemm(recorded: Recorded) -> str:
-    record = recorded.gemm.get("gemm")
-    if record is None:
-        raise UsageError(f"{recorded.directory} has no gemm.json")
-    header, rows = report_data.gemm_table([r for r in record["results"] if "us" in r])
+    record = _gemm(recorded, "gemm")
+    header, rows = report_data.gemm_table(report_data.timed(record))
     text = f"The grouped GEMM alone, us, the fastest in bold ({record['hardware']}"
     versions = record["environment"]["versions"]
     peers = (("DeepGEMM", "sgl-deep-gemm"), ("sgl_kernel", "sglang-kernel"))
@@ -128,9 +132,8 @@ def _ours(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
-    rows = _ours(recorded.gemm_rows(by_workload=True))
-    if not rows:
-        raise UsageError(f"{recorded.directory} has no timing of the workloads' GEMMs")
+    record = _gemm(recorded, "gemm_layers")
+    rows, floors = _ours(record["results"]), record["floors"]
     least = min(rows, key=lambda r: r["vs_best_peer"])
     median = statistics.median(r["vs_best_peer"] for r in rows)
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
@@ -141,7 +144,6 @@ def gemm_layers(recorded: Recorded) -> str:
         f"GEMMs are {median:.2f}x the best peer in the median, {least['vs_best_peer']:.2f}x at "
         f"the least ({name} at T={least['tokens']})"
     )
-    floors = recorded.gemm_record(rows[0])["floors"]
     reading = [
         r["percent_of_floor"]
         for r in rows
@@ -160,10 +162,7 @@ def gemm_layers(recorded: Recorded) -> str:
 
 
 def gemm_study(recorded: Recorded) -> str:
-    record = recorded.gemm.get("gemm_study")
-    if record is None:
-        raise UsageError(f"{recorded.directory} has no gemm_study.json")
-    ratios = [r["vs_best_peer"] for r in _ours(record["results"])]
+    ratios = [r["vs_best_peer"] for r in _ours(_gemm(recorded, "gemm_study")["results"])]
     return paragraph(
         f"Over the {len(ratios)} configurations of the original study (`--grid study`: 1, 4 or 8 "
         f"experts with even rows) the median is {statistics.median(ratios):.2f}x, the least "
@@ -230,16 +229,15 @@ def draw(recorded: Recorded) -> list[Path]:
 
     source = data_hash(recorded.directory)
     written = write_pictures(recorded, recorded.directory, source)
-    layers = recorded.gemm_rows(by_workload=True)
-    even = [r for r in recorded.gemm_rows(by_workload=False) if "tokens" in r]
     figures = {}
-    if layers:
-        record = recorded.gemm_record(layers[0])
+    if (record := recorded.gemm.get("gemm_layers")) is not None:
         figures["gemm_layers.png"] = plot_gemm.layers_figure(
-            layers, record["floors"], record["hardware"]
+            report_data.timed(record), record["floors"], record["hardware"]
         )
-    if even:
-        figures["gemm_grid.png"] = plot_gemm.grid_figure(even, recorded.main.hardware)
+    if (record := recorded.gemm.get("gemm_study")) is not None:
+        figures["gemm_grid.png"] = plot_gemm.grid_figure(
+            report_data.timed(record), record["hardware"]
+        )
     for name, figure in figures.items():
         if figure is not None:
             save_png(figure, recorded.directory / name, source)

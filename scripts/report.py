@@ -9,6 +9,7 @@ or dark setting and is readable on a phone. Needs jinja2 and matplotlib: the ext
 """
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,40 +171,41 @@ def stages_section(recorded: Recorded) -> Section | None:
     return Section("stages", "Stages", text, parts=parts)
 
 
-def gemm_section(recorded: Recorded) -> Section | None:
-    rows, even = recorded.gemm_rows(by_workload=True), recorded.gemm_rows(by_workload=False)
-    ablation = recorded.ablation_rows()
-    if not (rows or even or ablation):
-        return None
-    heads = list(recorded.gemm.values())
-    hardware = ", ".join(dict.fromkeys(h["hardware"] for h in heads))
-    text = [f"{hardware}; the grouped GEMM alone, without the rest of the layer."]
-    methods = (f"{name}: {h['method']}" for name, h in recorded.gemm.items())
-    text.append("Timing: " + "; ".join(methods))
-    parts = []
-    if rows:
-        record = recorded.gemm_record(rows[0])
-        figure = plot_gemm.layers_figure(rows, record["floors"], record["hardware"])
-        caption = "Reached rate against what a large read and a dense product reach (dashed)."
-        plot = svg_plot(figure, "layers", caption)
-        table = Table(*report_data.gemm_table(rows), left=0)
-        parts.append(Part("On the rows of the workloads", plot=plot))
-        parts.append(Part(table=table, folded="The figures, in us"))
-    study = [r for r in even if "tokens" in r]
-    if study:
-        figure = plot_gemm.grid_figure(study, hardware)
-        caption = "Best peer's time over ours; above the line ours is faster."
-        parts.append(Part("Even rows", plot=svg_plot(figure, "grid", caption)))
-    if even:
-        table = Table(*report_data.gemm_table(even), left=0)
-        parts.append(Part(table=table, folded="Even rows: the figures, in us"))
-    if ablation:
-        from report_plots import ablation_figure
+def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
+    """The figure and the table of one gemm*.json."""
+    from report_plots import ablation_figure
 
-        figure = ablation_figure(ablation)
-        caption = "Below the line the change costs time."
-        parts.append(Part("Ablation", plot=svg_plot(figure, "ablation", caption)))
-    return Section("gemm", "Grouped GEMM", text, parts=parts)
+    rows, hardware = report_data.timed(record), record["hardware"]
+    kind = report_data.gemm_kind(record)
+    text = (f"{name}.json, {hardware}: {record['method']}.",)
+    if not rows:
+        return []
+    if kind == "ablation":
+        figure, title = ablation_figure(rows), "Ablation"
+        caption = "The heuristic's config with one thing changed: below the line it costs time."
+    elif kind == "layers":
+        figure = plot_gemm.layers_figure(rows, record["floors"], hardware)
+        title = "On the rows of the workloads"
+        caption = "Reached rate against what a large read and a dense product reach (dashed)."
+    else:
+        # Records of before rows named their workload hold too few problems for a figure.
+        figure = plot_gemm.grid_figure(rows, hardware) if "tokens" in rows[0] else None
+        title, caption = "Even rows", "Best peer's time over ours: above the line ours is faster."
+    plot = svg_plot(figure, name, caption) if figure is not None else None
+    parts = [Part(title, text, plot)]
+    if kind != "ablation":
+        table = Table(*report_data.gemm_table(rows), left=0)
+        parts.append(Part(table=table, folded=f"{title}: the figures, in us"))
+    return parts
+
+
+def gemm_section(recorded: Recorded) -> Section | None:
+    """The grouped GEMM alone: workloads first, then even rows, then the ablation."""
+    order = ("layers", "even", "ablation")
+    ordered = sorted(recorded.gemm.items(), key=lambda i: order.index(report_data.gemm_kind(i[1])))
+    parts = [part for name, record in ordered for part in gemm_parts(name, record)]
+    text = ["The grouped GEMM alone, without the rest of the layer."]
+    return Section("gemm", "Grouped GEMM", text, parts=parts) if parts else None
 
 
 def environment_section(recorded: Recorded) -> Section:
@@ -234,7 +236,7 @@ def render(recorded: Recorded) -> str:
     return template.render(title=title, subtitle=subtitle, sections=sections)
 
 
-def write(directory: Path, out: Path | None = None, peers: list[str] | None = None) -> Path:
+def write(directory: Path, out: Path | None = None, peers: Sequence[str] = ()) -> Path:
     """Write the page of a run and return where it is."""
     missing = missing_packages()
     if missing:

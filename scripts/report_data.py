@@ -5,6 +5,7 @@ floors.json, stages.json and the gemm*.json of gemm_bench and ablation.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,23 +41,18 @@ class Recorded:
             return {}
         return floors.by_workload(self.floors)
 
-    def gemm_rows(self, by_workload: bool) -> list[dict[str, Any]]:
-        """All timings of the grouped GEMM with its peers: on workloads' rows, or on even rows."""
-        return [
-            row
-            for record in self.gemm.values()
-            for row in record["results"]
-            if "us" in row
-            and (row.get("tokens") is not None) == by_workload
-            and "vs_base" not in row
-        ]
 
-    def gemm_record(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The record that one of these rows is from: it has the rates measured beside it."""
-        return next(record for record in self.gemm.values() if row in record["results"])
+def gemm_kind(record: dict[str, Any]) -> str:
+    """What a gemm*.json holds: an 'ablation', the workloads' 'layers', or a grid of 'even' rows."""
+    if any("vs_base" in row for row in record["results"]):
+        return "ablation"
+    by_tokens = any(row.get("tokens") is not None for row in record["results"])
+    return "layers" if by_tokens else "even"
 
-    def ablation_rows(self) -> list[dict[str, Any]]:
-        return [r for record in self.gemm.values() for r in record["results"] if "vs_base" in r]
+
+def timed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that have a time."""
+    return [row for row in record["results"] if "us" in row]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -69,13 +65,13 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def read(directory: Path, peers: list[str] | None = None, against: str | None = None) -> Recorded:
+def read(directory: Path, peers: Sequence[str] = ()) -> Recorded:
     """Everything that the directory holds; UsageError without traces."""
     traces = directory / "traces.jsonl"
     if not traces.is_file():
         raise UsageError(f"{directory} has no traces.jsonl")
     records = rank.read_records([traces])
-    rankings = rank.rankings(records, against=against, peers=peers or ())
+    rankings = rank.rankings(records, peers=peers)
     if not rankings:
         raise UsageError(f"{traces} has no results")
     stages = directory / "stages.json"

@@ -215,12 +215,30 @@ def test_stages_figure_stacks_the_stages() -> None:
     assert list(total.get_xdata()) == [3.25, 3.25]
 
 
-def test_gemm_figures_use_the_rates_measured_beside_them() -> None:
+def test_kinds_of_gemm_records() -> None:
     recorded = report_data.read(RECORD)
-    rows = recorded.gemm_rows(by_workload=True)
-    assert {r["variant"] for r in rows} >= {"ours default", "sgl_kernel"}
-    assert recorded.gemm_record(rows[0]) is recorded.gemm["gemm_layers"]
-    assert recorded.gemm_record(recorded.ablation_rows()[0]) is recorded.gemm["gemm_ablation"]
+    kinds = {name: report_data.gemm_kind(record) for name, record in recorded.gemm.items()}
+    assert kinds == {
+        "gemm": "even",
+        "gemm_ablation": "ablation",
+        "gemm_layers": "layers",
+        "gemm_study": "even",
+    }
+
+
+def test_gemm_table_compares_the_variants_of_a_problem() -> None:
+    same = {"experts": 8, "rows": 128, "n": 4096, "k": 7168, "tflops": 900.0, "gbytes": 3500.0}
+    rows = [
+        same | {"variant": "ours", "peer": False, "us": 70.0, "vs_best_peer": 0.9},
+        same | {"variant": "p", "peer": True, "us": 63.0},
+        same | {"variant": "ours", "peer": False, "us": 9.0, "rows": 1},
+    ]
+    header, cells = report_data.gemm_table(rows)
+    assert header[:6] == ["experts", "rows", "N", "K", "ours", "p"]
+    assert cells == [
+        ["8", "128", "4096", "7168", "70.0", "63.0*", "0.90x", "900", "3.50"],
+        ["8", "1", "4096", "7168", "9.0*", "-", "-", "900", "3.50"],
+    ]
 
 
 def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
