@@ -2,9 +2,9 @@
 
 For the rows per expert of a few workloads and both GEMMs of the layer, our kernel alone is timed
 with the heuristic's config (the base) and with one field of it changed at a time: cluster, tile,
-pipeline depth, swapped operands, ping-pong, overlapped promotion, row layout. The ratio is the
-base's time over the variant's: below 1, the change costs. Every variant is checked against the
-torch model. Combinations that the kernel has not are listed with the reason.
+pipeline depth, swapped operands, ping-pong, overlapped promotion, tiles on demand, unrolling, row
+layout. The ratio is the base's time over the variant's: below 1, the change costs. Every variant is
+checked against the torch model. Combinations that the kernel has not are listed with the reason.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def changes(base: "GemmConfig", rows: float) -> Iterator[tuple[str, dict[str, An
     """(name, changed fields) of every variant, legal or not."""
     for m, n in ((1, 1), (2, 1), (1, 2), (2, 2)):
         yield f"cluster {m}x{n}", {"cluster_m": m, "cluster_n": n}
-    for tile_m in (8, 16, 32, 64, 128) if base.swap_ab else (64, 128):
+    for tile_m in (8, 16, 32, 64, 128) if base.swap_ab else (64, 128, 192):
         yield f"tile_m {tile_m}", {"tile_m": tile_m}
     for tile_n in (64, 128, 192):
         yield f"tile_n {tile_n}", {"tile_n": tile_n}
@@ -72,7 +72,9 @@ def changes(base: "GemmConfig", rows: float) -> Iterator[tuple[str, dict[str, An
     for overlap in (False, True):
         name = "pingpong, overlap" if overlap else "pingpong"
         yield name, {"pingpong": True, "overlap": overlap, **half}
-    yield f"overlap {'off' if base.overlap else 'on'}", {"overlap": not base.overlap}
+    for switch in ("overlap", "dynamic", "unroll"):
+        on = getattr(base, switch)
+        yield f"{switch} {'off' if on else 'on'}", {switch: not on}
 
 
 def variants_of(problem: Problem) -> tuple[list[tuple[str, Any, str]], list[tuple[str, str]]]:

@@ -64,20 +64,23 @@ def candidates(rows: float) -> "list[GemmConfig]":
                 for s in (0, 6)
             ]
     if rows >= 16:
-        tiles = [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192)]
-        clusters = [(1, 1), (2, 1), (1, 2), (2, 2)]
+        clusters = [(1, 1), (2, 1), (1, 2)]
         fields += [
-            {"tile_m": m, "tile_n": n, "cluster_m": cm, "cluster_n": cn}
-            for m, n in tiles
+            {"tile_m": m, "tile_n": n, "cluster_m": cm, "cluster_n": cn, **more}
+            for m, n in ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (192, 128))
             for cm, cn in clusters
+            for more in (
+                {},
+                {"overlap": True},
+                {"dynamic": True},
+                {"overlap": True, "dynamic": True},
+                {"dynamic": True, "unroll": True, "stages": 4},
+            )
+            # Tiles on demand are for many of them, constants in the main loop for large ones;
+            # ping-pong is left to the ablation, where it has never won.
+            if rows > 64 or "dynamic" not in more
+            if m == 192 or "unroll" not in more
         ]
-        fields += [
-            {"tile_m": 64, "tile_n": n, "cluster_n": c, "pingpong": True, "overlap": overlap}
-            for n in (64, 128)
-            for c in (1, 2)
-            for overlap in (False, True)
-        ]
-        fields += [{"cluster_m": cm, "cluster_n": cn, "overlap": True} for cm, cn in clusters]
     return list({str(config): config for config in map(legal, fields) if config}.values())
 
 

@@ -15,17 +15,15 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.core import compile as kernel_cache
 from moe_fp8.core import kernels
 from moe_fp8.core.config import SMEM_BYTES, GemmConfig
-from moe_fp8.core.heuristic import EVEN, EVEN_LARGEST, FEW_ROWS, UNEVEN, UNEVEN_LARGEST
+from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
 CHOSEN = [  # what the heuristic can pick
     *(config for _, config in (*FEW_ROWS, *UNEVEN, *EVEN)),
-    UNEVEN_LARGEST,
-    EVEN_LARGEST,
-    GemmConfig(tile_n=64),
-    GemmConfig(tile_m=64, tile_n=64),
+    LARGEST,
+    *SMALLER,
 ]
 OTHERS = [
     GemmConfig(),
@@ -36,6 +34,7 @@ OTHERS = [
     GemmConfig(tile_n=192),
     GemmConfig(tile_n=192, cluster_m=2),
     GemmConfig(tile_n=192, cluster_n=2),
+    GemmConfig(tile_m=192, cluster_n=2),
     GemmConfig(tile_m=64),
     GemmConfig(tile_n=64),
     GemmConfig(tile_m=64, tile_n=64, stages=4),
@@ -100,7 +99,7 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], ARCH)
     columns = config.tile_m if config.swap_ab else config.tile_n
     values = 64 * columns // 128  # of the accumulator, a thread
-    blocks = 4 if config.overlap else 1  # K blocks written out in the main loop and around it
+    blocks = config.num_stages if config.unroll else 4 if config.overlap else 1  # of a turn
     shape = f"m64n{columns}k32.f32.e4m3.e4m3"
     assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4 * blocks
     # One multiply-add a value and K block, none split in two roundings.
@@ -115,6 +114,7 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     used = resources(cubin, tmp_path)
     assert used["frame"] == 0, f"{config} spills"
     assert used["registers"] * config.threads <= 65536
+    assert ("atom" in ptx) == config.dynamic
 
 
 def test_swiglu_quant(compiled_code, tmp_path):
@@ -153,11 +153,12 @@ def test_combine(compiled_code, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tile_m": 96}, r"tile_m=96: expected one of \(64, 128\) without swap_ab"),
-        ({"tile_m": 8}, r"tile_m=8: expected one of \(64, 128\) without swap_ab"),
+        ({"tile_m": 96}, r"tile_m=96: expected one of \(64, 128, 192\) without swap_ab"),
+        ({"tile_m": 8}, r"tile_m=8: expected one of \(64, 128, 192\) without swap_ab"),
         ({"tile_m": 24, "swap_ab": True}, "tile_m=24: expected one of .* with swap_ab"),
         ({"tile_n": 256}, "tile_n=256: expected one of .* without swap_ab"),
         ({"tile_n": 192, "swap_ab": True}, "tile_n=192: expected one of .* with swap_ab"),
+        ({"tile_m": 192, "overlap": True}, "192 accumulator registers a thread, expected at most"),
         ({"tile_n": 192, "tile_m": 64}, "tile_n=192: expected tile_m=128, got 64"),
         ({"cluster_m": 3}, r"cluster \(3, 1\): expected 1 or 2"),
         ({"pingpong": True}, "pingpong: one warpgroup must cover a tile, but 128x128 takes 2"),

@@ -39,8 +39,9 @@ def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float) -> None:
     assert any(c.swap_ab for c in found) == (rows <= 256)
     assert any(not c.swap_ab for c in found) == (rows >= 16)
     if rows >= 16:
-        assert {(c.cluster_m, c.cluster_n) for c in found} == {(1, 1), (2, 1), (1, 2), (2, 2)}
-        assert any(c.pingpong for c in found) and any(c.overlap for c in found)
+        assert {(c.cluster_m, c.cluster_n) for c in found} == {(1, 1), (2, 1), (1, 2)}
+        assert any(c.overlap for c in found)
+        assert any(c.dynamic for c in found) == any(c.unroll for c in found) == (rows > 64)
 
 
 def test_the_heuristics_choice_is_always_timed() -> None:

@@ -16,7 +16,7 @@ ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 10
 def test_tokens_get_larger_tiles_as_they_get_more(n, k, even):
     configs = [choose(rows, n, k, even=even) for rows in ROWS]
     tiles = [config.tile_m for config in configs]
-    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == 128
+    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == 192
     assert all(config.swap_ab == (rows <= 20) for config, rows in zip(configs, ROWS, strict=True))
 
 
@@ -44,6 +44,11 @@ def test_few_tiles_are_made_smaller_up_to_one_wave():
             assert tiles <= MULTIPROCESSORS
             assert filled.tile_m * filled.tile_n < usual.tile_m * usual.tile_n
     assert smaller > 5
+    assert choose(64, 2048, 7168, even=True, experts=1).swap_ab
     assert choose(128, 2048, 7168, even=True, experts=1) == GemmConfig(tile_m=64, tile_n=64)
-    assert choose(128, 7168, 2048, even=True, experts=1) == GemmConfig(tile_n=64)
+    assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
     assert choose(512, 4096, 7168, even=True, experts=8) == choose(512, 4096, 7168, even=True)
+
+
+def test_few_uneven_tiles_are_not_paired():
+    assert choose(128, 7168, 2048, experts=1).cluster_m == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from moe_fp8.core import kernels, model
 from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.heuristic import LARGEST
 from moe_fp8.core.layout import BatchedRows, FlatRows
 from moe_fp8.core.metrics import calc_diff, cosine
 
@@ -24,7 +25,10 @@ CONFIGS = [
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2),
     GemmConfig(cluster_m=2, cluster_n=2),
+    GemmConfig(tile_m=192, cluster_n=2),
+    LARGEST,
     GemmConfig(overlap=True),
+    GemmConfig(overlap=True, cluster_m=2, dynamic=True),
     GemmConfig(tile_m=64, pingpong=True, overlap=True),
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=32, swap_ab=True, cluster_n=2),

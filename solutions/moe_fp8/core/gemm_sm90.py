@@ -4,6 +4,8 @@ Owns the kernel of one CTA. What a tile is comes from `scheduler`, where its row
 `segments`, which operand takes WGMMA's rows from `orientation`, what can be tuned from `config`.
 """
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -14,7 +16,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from .config import BLOCK, EPILOGUE_COLUMNS, TMA_ROWS, WARPGROUP, GemmConfig
+from .config import (
+    BLOCK,
+    EPILOGUE_COLUMNS,
+    PRODUCER_REGISTERS,
+    TMA_ROWS,
+    WARPGROUP,
+    GemmConfig,
+)
 from .orientation import WGMMA_M, orientation
 from .scheduler import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .segments import Segments
@@ -24,11 +33,6 @@ ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
-# setmaxnreg: 240 instead of the usual 232 (and 40) gave 128x192 tiles 2 % on an H200, and the
-# producer needs no more than 24.
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = 240
-OVERLAP_RUN = 4
 # Named barriers, one a consumer warpgroup; barrier 0 is the CTA's.
 STAGING_BARRIER = 1
 ORDER_BARRIER = 3
@@ -75,6 +79,11 @@ class GroupedGemmSm90:
         self.segments = segments
         self.orientation = orientation(config)
         self.k_blocks = k // BLOCK
+        # K blocks of a turn of the main loop.
+        if config.unroll and self.k_blocks % config.num_stages == 0:
+            self.run = config.num_stages
+        else:
+            self.run = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
         width = config.tile_n * config.cluster_n
         self.n_tiles = (n + width - 1) // width
@@ -190,6 +199,11 @@ class GroupedGemmSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
+        # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+        lane = cute.arch.lane_idx()
+        row, count = Int32(0), Int32(0)
+        if lane < self.experts:
+            row, count = self.segments.segment(table, max_rows, lane)
         if warp_idx == 0:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
@@ -244,26 +258,31 @@ class GroupedGemmSm90:
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
 
-        lane = cute.arch.lane_idx()
-        row, count = Int32(0), Int32(0)
-        if lane < self.experts:
-            row, count = self.segments.segment(table, max_rows, lane)
-        tiles = ExpertTiles.create(
-            row, count, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
-        )
+        tiles = ExpertTiles.create(row, count, c.tile_m * c.cluster_m, self.n_tiles, self.row_step)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
                 self._load_warp(
-                    load, tiles, queue, tma_a, a, s_a, tma_b, b, s_b, tma_a_scale, a_scale, s_a_scale
+                    load,
+                    tiles,
+                    queue,
+                    tma_a,
+                    a,
+                    s_a,
+                    tma_b,
+                    b,
+                    s_b,
+                    tma_a_scale,
+                    a_scale,
+                    s_a_scale,
                 )
             if cutlass.const_expr(c.dynamic):
                 if warp_idx == 1 and cute.arch.block_idx_in_cluster() == 0:
                     first, clusters = self._first_tile()
                     queue.serve(counter.iterator, first, clusters, tiles.total())
         else:
-            cute.arch.setmaxregister_increase(160 if c.consumer_warpgroups == 3 else CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(c.consumer_registers)
             self._mma_warpgroup(
                 load,
                 tiles,
@@ -483,23 +502,39 @@ class GroupedGemmSm90:
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
-        release_state = state.clone()
         arrived = load.consumer_try_wait(state)
-        for kb in cutlass.range(self.k_blocks, unroll=1):
-            load.consumer_wait(state, arrived)
-            # Read before the WGMMAs start, so that their latency hides behind them.
-            self._load_scales(scales, s_a_scale, lane_b_scale, kb, state.index, thread)
-            self._issue_wgmma(acc, frag_a, frag_b, state.index)
-            state.advance()
-            warpgroup.wait_group(0)
-            load.consumer_release(release_state)
-            release_state.advance()
-            # Ask for the next stage now: the answer comes while this block is promoted.
-            arrived = Boolean(True)
-            if kb + 1 < self.k_blocks:
-                arrived = load.consumer_try_wait(state)
-            self._promote(total_acc, acc, scales)
+        run = self.run
+        for first in cutlass.range(0, self.k_blocks, run, unroll=1):
+            for i in cutlass.range_constexpr(run):
+                now = self._stage(state, i)
+                load.consumer_wait(now, arrived)
+                # Read before the WGMMAs start, so that their latency hides behind them.
+                self._load_scales(scales, s_a_scale, lane_b_scale, first + i, now.index, thread)
+                self._issue_wgmma(acc, frag_a, frag_b, now.index)
+                warpgroup.wait_group(0)
+                load.consumer_release(now)
+                # Ask for the next stage now: the answer comes while this block is promoted.
+                arrived = Boolean(True)
+                if cutlass.const_expr(i + 1 < run):
+                    arrived = load.consumer_try_wait(self._stage(state, i + 1))
+                else:
+                    state = self._stage(state, run)
+                    if first + run < self.k_blocks:
+                        arrived = load.consumer_try_wait(state)
+                self._promote(total_acc, acc, scales)
         return state
+
+    def _stage(self, state, i: int):
+        """The state `i` blocks after `state`, which begins a turn of the main loop."""
+        stages = self.config.num_stages
+        if self.run == stages:  # every turn begins at stage 0
+            return pipeline.PipelineState(
+                stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
+            )
+        after = state.clone()
+        for _ in range(i):
+            after.advance()
+        return after
 
     @cute.jit
     def _overlapped_mainloop(
@@ -515,28 +550,27 @@ class GroupedGemmSm90:
     ):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
-        In runs of `OVERLAP_RUN` blocks: ptxas gives up on WGMMA that are in flight across a loop's
-        back edge (C7514) and waits for every single one, so each run ends with nothing in flight.
+        ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
+        every single one, so each turn of the loop ends with nothing in flight.
         """
-        run = max(n for n in range(1, OVERLAP_RUN + 1) if self.k_blocks % n == 0)
+        run = self.run
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
-        release_state = state.clone()
         total_acc.fill(0.0)
         for first in cutlass.range(0, self.k_blocks, run, unroll=1):
             for i in cutlass.range_constexpr(run + 1):
                 if cutlass.const_expr(i < run):
-                    load.consumer_wait(state)
+                    now = self._stage(state, i)
+                    load.consumer_wait(now)
                     self._load_scales(
-                        scales[i % 2], s_a_scale, lane_b_scale, first + i, state.index, thread
+                        scales[i % 2], s_a_scale, lane_b_scale, first + i, now.index, thread
                     )
-                    self._issue_wgmma(accs[i % 2], frag_a, frag_b, state.index)
-                    state.advance()
+                    self._issue_wgmma(accs[i % 2], frag_a, frag_b, now.index)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < run else 0)
-                    load.consumer_release(release_state)
-                    release_state.advance()
+                    load.consumer_release(self._stage(state, i - 1))
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
+            state = self._stage(state, run)
         return state
 
     @cute.jit

@@ -21,17 +21,27 @@ UNEVEN = (
     (24, GemmConfig(tile_m=64, cluster_n=2)),
     (128, GemmConfig(cluster_n=2)),
 )
-UNEVEN_LARGEST = GemmConfig(tile_n=192, cluster_n=2)
 # CTAs below each other share the weights, which saves more, but an expert with an odd number of
 # row tiles leaves one of them idle.
 EVEN = (
-    (64, GemmConfig(tile_m=64, cluster_n=2)),
-    (128, GemmConfig()),
-    (640, GemmConfig(cluster_m=2)),
+    (64, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
+    (128, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),
+    (640, GemmConfig(cluster_m=2, overlap=True)),
 )
-EVEN_LARGEST = GemmConfig(tile_n=192, cluster_m=2)
+# Three warpgroups keep the tensor cores busier than two, and waste less at an expert's end; tiles
+# on demand even out what it costs (T=14107, GEMM1: 946 us with 128x192 tiles, 907 with these,
+# 867 dynamic, 841 unrolled as well; DeepGEMM 883).
+LARGEST = GemmConfig(tile_m=192, cluster_n=2, stages=4, dynamic=True, unroll=True)
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM), which the numbers below were measured on."""
+
+
+SMALLER = (
+    GemmConfig(tile_m=64, cluster_m=2, overlap=True),
+    GemmConfig(tile_m=64, tile_n=64),
+    GemmConfig(tile_m=16, tile_n=64, swap_ab=True),
+)
+"""From larger to smaller; docs/notes/gemm_sm90.md has what each gave."""
 
 
 @functools.cache
@@ -45,18 +55,19 @@ def choose(
     leave most of the GPU idle, smaller ones are taken.
     """
     table = (*FEW_ROWS, *(EVEN if even else UNEVEN))
-    largest = EVEN_LARGEST if even else UNEVEN_LARGEST
-    config = next((config for rows, config in table if rows_per_expert <= rows), largest)
+    config = next((config for rows, config in table if rows_per_expert <= rows), LARGEST)
     if experts is None or config.swap_ab:
         return config
-    return _fill(config, math.ceil(rows_per_expert), n, experts)
+    return _fill(config, math.ceil(rows_per_expert), n, experts, even)
 
 
-def _fill(config: GemmConfig, rows: int, n: int, experts: int) -> GemmConfig:
+def _fill(config: GemmConfig, rows: int, n: int, experts: int, even: bool) -> GemmConfig:
     """The smallest tile that still needs one wave, if smaller than the config's: a wave takes as
-    long as one tile, however many there are (1 expert, 128 rows, 2048x7168: 24 -> 15 us)."""
-    for tile_m, tile_n in ((config.tile_m, 64), (64, 64)):
-        tiles = experts * math.ceil(rows / tile_m) * math.ceil(n / tile_n)
-        if tiles <= MULTIPROCESSORS:
-            config = GemmConfig(tile_m=tile_m, tile_n=tile_n)
+    long as one tile, however many there are (1 expert, 128 rows, 2048x7168: 24 -> 14 us)."""
+    for smaller in SMALLER:
+        m_tiles = math.ceil(rows / smaller.tile_m)
+        tiles = experts * m_tiles * math.ceil(n / smaller.tile_n)
+        pairs = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
+        if tiles <= MULTIPROCESSORS and pairs:
+            config = smaller
     return config

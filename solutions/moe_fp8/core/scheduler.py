@@ -43,9 +43,7 @@ class ExpertTiles:
     Every lane of a warp must call `create` and `locate`.
     """
 
-    def __init__(
-        self, row: Int32, count: Int32, begin: Int32, end: Int32, tile_m: int, step: int
-    ):
+    def __init__(self, row: Int32, count: Int32, begin: Int32, end: Int32, tile_m: int, step: int):
         self.row = row
         self.count = count
         self.begin = begin
@@ -61,9 +59,7 @@ class ExpertTiles:
         return ExpertTiles(*(Int32(v) for v in values), self.tile_m, self.step)
 
     @staticmethod
-    def create(
-        row: Int32, count: Int32, tile_m: int, n_tiles: int, step: int
-    ) -> "ExpertTiles":
+    def create(row: Int32, count: Int32, tile_m: int, n_tiles: int, step: int) -> "ExpertTiles":
         """Scan the experts' tile counts.
 
         Args:
@@ -117,8 +113,8 @@ class TileQueue:
     Tiles differ in cost where experts end, and CTAs in speed; with turns fixed in advance the GPU
     waits for whoever got the expensive ones. One warp of a cluster (`serve`) counts up a number in
     global memory that all clusters share and writes what it got to every CTA of the cluster; each
-    warp that works on tiles reads it there (`take`). One tile is fetched ahead, while the one before
-    it is computed. Which CTA computes a tile has no effect on the result.
+    warp that works on tiles reads it there (`take`). One tile is fetched ahead, while the one
+    before it is computed. Which CTA computes a tile has no effect on the result.
 
     Pipeline of depth 1:
       full   the arrival of `serve`'s expect-tx + the 4 bytes of the number
