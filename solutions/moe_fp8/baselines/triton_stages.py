@@ -538,6 +538,7 @@ def _combine_kernel(
         # Masked rather than branched over: the loads of all slots are under way at once.
         row = tl.load(pair_row + token * TOP_K + k).to(tl.int64)
         weight = tl.load(weights + token * TOP_K + k)
-        value = tl.load(o + row * COLUMNS + column, mask=inside & (row >= 0), other=0.0)
+        end = tl.where(row >= 0, COLUMNS, 0)
+        value = tl.load(o + row * COLUMNS + column, mask=column < end, other=0.0)
         total += weight * value.to(tl.float32)
     tl.store(output + token * COLUMNS + column, total.to(output.dtype.element_ty), mask=inside)
