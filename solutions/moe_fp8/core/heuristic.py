@@ -18,8 +18,8 @@ FEW_ROWS = (
 # With many rows: CTAs side by side share the tokens of their tiles, however many an expert has.
 # Around an average of 42 some experts have more than 64, and 128-row tiles are 1.03x.
 UNEVEN = (
-    (24, GemmConfig(tile_m=64, cluster_n=2)),
-    (128, GemmConfig(cluster_n=2)),
+    (24, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
+    (96, GemmConfig(cluster_n=2)),
 )
 # CTAs below each other share the weights, which saves more, but an expert with an odd number of
 # row tiles leaves one of them idle.
