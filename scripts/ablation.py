@@ -2,9 +2,10 @@
 
 For the rows per expert of a few workloads and both GEMMs of the layer, our kernel alone is timed
 with the heuristic's config (the base) and with one field of it changed at a time: cluster, tile,
-pipeline depth, swapped operands, ping-pong, overlapped promotion, tiles on demand, unrolling, row
-layout. The ratio is the base's time over the variant's: below 1, the change costs. Every variant is
-checked against the torch model. Combinations that the kernel has not are listed with the reason.
+pipeline depth, K blocks a stage, swapped operands, ping-pong, overlapped promotion, tiles on
+demand, unrolling, row layout. The ratio is the base's time over the variant's: below 1, the change
+costs. Every variant is checked against the torch model. Combinations that the kernel has not are
+listed with the reason.
 """
 
 import dataclasses
@@ -63,6 +64,8 @@ def changes(base: "GemmConfig", rows: float) -> Iterator[tuple[str, dict[str, An
         yield f"tile_n {tile_n}", {"tile_n": tile_n}
     for stages in (2, 3, 4, 0):
         yield f"stages {stages or 'max'}", {"stages": stages}
+    # As many bytes in flight, by half as many barriers.
+    yield "stage_blocks 2", {"stage_blocks": 2, "stages": base.num_stages // 2}
     if base.swap_ab:
         yield "swap_ab off", {"swap_ab": False, "tile_m": 64}
     elif rows <= FEW_ROWS:

@@ -39,6 +39,8 @@ OTHERS = [
     GemmConfig(tile_n=64),
     GemmConfig(tile_m=64, tile_n=64, stages=4),
     GemmConfig(overlap=True),
+    GemmConfig(stage_blocks=2),
+    GemmConfig(stage_blocks=2, stages=2, overlap=True),
     GemmConfig(tile_m=64, pingpong=True, overlap=True),
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, stages=6, cluster_n=2),
@@ -99,15 +101,17 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], ARCH)
     columns = config.tile_m if config.swap_ab else config.tile_n
     values = 64 * columns // 128  # of the accumulator, a thread
-    blocks = config.num_stages if config.unroll else 4 if config.overlap else 1  # of a turn
+    stages = config.num_stages if config.unroll else 4 if config.overlap else 1
+    blocks = stages * config.stage_blocks  # of a turn of the main loop
     shape = f"m64n{columns}k32.f32.e4m3.e4m3"
     assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4 * blocks
     # One multiply-add a value and K block, none split in two roundings.
     assert len(re.findall(r"fma\.rn\.f32", ptx)) == values * blocks
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
     shared_tiles = (config.cluster_m > 1) + (config.cluster_n > 1)
-    assert len(loads) == 3
-    assert sum("multicast" in load for load in loads) == shared_tiles
+    assert len(loads) == 3 * config.stage_blocks
+    multicast = sum("multicast" in load for load in loads)
+    assert multicast == shared_tiles * config.stage_blocks
     stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
     assert len(stores) == (1 if config.swap_ab else config.tile_n // 64)
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
@@ -164,6 +168,7 @@ def test_combine(compiled_code, tmp_path):
         ({"pingpong": True}, "pingpong: one warpgroup must cover a tile, but 128x128 takes 2"),
         ({"tile_n": 192, "overlap": True}, "288 accumulator registers a thread, expected at most"),
         ({"stages": 1}, "stages=1"),
+        ({"stage_blocks": 3}, "stage_blocks=3: expected 1 or 2"),
         ({"stages": -2}, "stages=-2"),
         ({"stages": 9}, r"needs \d+ bytes of shared memory, more than the 232448"),
     ],
@@ -192,6 +197,11 @@ def test_stages_fill_shared_memory(config):
 def test_illegal_problem(n, k, experts, message):
     with pytest.raises(ValueError, match=message):
         kernels.compile_grouped_gemm(GemmConfig(), n, k, experts, ARCH)
+
+
+def test_a_k_of_half_a_stage_is_refused():
+    with pytest.raises(ValueError, match="k=384: expected whole stages of 256"):
+        kernels.compile_grouped_gemm(GemmConfig(stage_blocks=2), 256, 384, 1, ARCH)
 
 
 # --- the cache ------------------------------------------------------------------------------------

@@ -117,7 +117,14 @@ def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(rows: int
     names = [name for name, *_ in timed] + [name for name, _ in left_out]
     assert len(set(names)) == len(names)
     assert {f"cluster {m}x{n}" for m in (1, 2) for n in (1, 2)} < set(names)
-    assert {"tile_n 64", "tile_n 128", "tile_n 192", "stages 2", "stages max"} < set(names)
+    assert {
+        "tile_n 64",
+        "tile_n 128",
+        "tile_n 192",
+        "stages 2",
+        "stages max",
+        "stage_blocks 2",
+    } < set(names)
     assert any(n.startswith("swap_ab") for n in names) and "pingpong" in names
     assert all(isinstance(config, GemmConfig) for _, config, _ in timed)
     assert all(config != base for _, config, _ in timed[2:])

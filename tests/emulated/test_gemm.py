@@ -24,6 +24,10 @@ CONFIGS = [
     GemmConfig(tile_m=192),
     GemmConfig(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True),
     GemmConfig(stages=3, unroll=True),
+    GemmConfig(stage_blocks=2, stages=2),
+    GemmConfig(tile_m=64, stage_blocks=2, stages=2, overlap=True, cluster_n=2),
+    GemmConfig(tile_m=192, stage_blocks=2, stages=2, unroll=True, dynamic=True),
+    GemmConfig(tile_m=16, swap_ab=True, tile_n=64, stage_blocks=2, pingpong=True),
     GemmConfig(overlap=True, cluster_m=2, stages=2, unroll=True),
     GemmConfig(tile_m=64, pingpong=True, dynamic=True, cluster_m=2, stages=3),
     GemmConfig(tile_m=8, swap_ab=True),
@@ -61,7 +65,7 @@ def test_exact_values(config, k, mode, emulator):
 @pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
 def test_row_layouts(config, layout, mode, emulator):
     """Odd boundaries: a tile reads the next expert's rows and must not write them."""
-    problem = gemm((3, 130, 0, 1, 66, 5), 256, 384, MAX_ROWS, exact=True, layout=layout)
+    problem = gemm((3, 130, 0, 1, 66, 5), 256, 512, MAX_ROWS, exact=True, layout=layout)
     out = launch(problem, config, ctas=3)
     assert torch.equal(out, problem.expected)
     assert emulator.reports[-1].hazards == []

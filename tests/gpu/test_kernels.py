@@ -27,6 +27,7 @@ CONFIGS = [
     GemmConfig(cluster_m=2, cluster_n=2),
     GemmConfig(tile_m=192, cluster_n=2),
     LARGEST,
+    GemmConfig(stage_blocks=2),
     GemmConfig(overlap=True),
     GemmConfig(overlap=True, cluster_m=2, dynamic=True),
     GemmConfig(tile_m=64, pingpong=True, overlap=True),

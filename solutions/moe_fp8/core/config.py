@@ -39,13 +39,14 @@ class GemmConfig:
         tile_n: output columns of a CTA tile: 64, 128 or 192; with `swap_ab` 64 or 128.
         cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
-        stages: depth of the TMA pipeline in 128-wide K blocks; 0 takes all the shared memory.
+        stages: depth of the TMA pipeline; 0 takes all the shared memory.
+        stage_blocks: 128-wide K blocks of a stage, which share its two barriers: 1 or 2.
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         pingpong: two consumer warpgroups work on alternate tiles instead of sharing one.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
-        unroll: a turn of the main loop goes once through the pipeline (`stages` divides the number
-            of K blocks, or else four of them), so that its addresses are constants.
+        unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
+            constants; where its depth does not divide K, a turn is up to four stages.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -56,6 +57,7 @@ class GemmConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     stages: int = 0
+    stage_blocks: int = 1
     swap_ab: bool = False
     pingpong: bool = False
     overlap: bool = False
@@ -87,6 +89,8 @@ class GemmConfig:
                 f"{self}: {self.accumulator_registers} accumulator registers a thread, "
                 f"expected at most {most}"
             )
+        if self.stage_blocks not in (1, 2):
+            raise ValueError(f"stage_blocks={self.stage_blocks}: expected 1 or 2")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -134,23 +138,23 @@ class GemmConfig:
 
     @property
     def tx_bytes(self) -> int:
-        """Bytes that TMA brings into one stage: A tile, B tile, A scales of one K block."""
-        return (self.tile_m + self.tile_n) * BLOCK + self.scale_rows * 4
+        """Bytes that TMA brings into one stage: A tile, B tile, A scales of its K blocks."""
+        return self.stage_blocks * ((self.tile_m + self.tile_n) * BLOCK + self.scale_rows * 4)
 
     @property
     def scale_rows(self) -> int:
-        """A scales of one stage: the tile's, and up to 3 before it and 1 after it."""
+        """A scales of one K block: the tile's, and up to 3 before it and 1 after it."""
         return self.tile_m + TMA_ROWS
 
     @property
-    def scale_stage_bytes(self) -> int:
-        """Shared memory of the A scales of one stage; TMA writes to multiples of 128 bytes."""
+    def scale_block_bytes(self) -> int:
+        """Shared memory of the A scales of one K block; TMA writes to multiples of 128 bytes."""
         return -(-self.scale_rows * 4 // 128) * 128
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
-        return (self.tile_m + self.tile_n) * BLOCK + self.scale_stage_bytes
+        return self.stage_blocks * ((self.tile_m + self.tile_n) * BLOCK + self.scale_block_bytes)
 
     @property
     def fixed_bytes(self) -> int:
@@ -161,6 +165,11 @@ class GemmConfig:
     def num_stages(self) -> int:
         """Depth of the pipeline, with 0 resolved to what fits."""
         return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
+
+    @property
+    def buffers(self) -> int:
+        """K blocks that the pipeline holds."""
+        return self.num_stages * self.stage_blocks
 
     @property
     def smem_bytes(self) -> int:
@@ -174,5 +183,5 @@ class GemmConfig:
             if getattr(self, flag)
         ]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        tile = f"{self.tile_m}x{self.tile_n}x{self.stage_blocks * BLOCK}"
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

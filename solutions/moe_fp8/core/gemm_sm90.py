@@ -55,8 +55,8 @@ class GroupedGemmSm90:
     In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
     the B tile for those below it (cluster_m), and multicast writes it to all of them.
 
-    Pipeline `load` (TMA -> consumers), `num_stages` deep:
-      full   1 arrival (the producer's expect-tx) + the bytes of the three copies
+    Pipeline `load` (TMA -> consumers), `num_stages` deep, `stage_blocks` K blocks each:
+      full   1 arrival (the producer's expect-tx) + the bytes of the three copies a K block
       empty  1 arrival a consumer warp that works on the tile, from every CTA that the stage's
              copies are multicast to
 
@@ -79,11 +79,14 @@ class GroupedGemmSm90:
         self.segments = segments
         self.orientation = orientation(config)
         self.k_blocks = k // BLOCK
-        # K blocks of a turn of the main loop.
-        if config.unroll and self.k_blocks % config.num_stages == 0:
-            self.run = config.num_stages
+        self.k_stages = self.k_blocks // config.stage_blocks
+        if self.k_blocks % config.stage_blocks:
+            raise ValueError(f"k={k}: expected whole stages of {config.stage_blocks * BLOCK}")
+        # Stages of a turn of the main loop.
+        if config.unroll and self.k_stages % config.num_stages == 0:
+            self.turn = config.num_stages
         else:
-            self.run = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
+            self.turn = math.gcd(self.k_stages, 4) if config.unroll or config.overlap else 1
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
         width = config.tile_n * config.cluster_n
         self.n_tiles = (n + width - 1) // width
@@ -99,10 +102,10 @@ class GroupedGemmSm90:
         self.tiled_mma = self.orientation.tiled_mma()
         tile_mnk = (c.tile_m, c.tile_n, BLOCK)
         row_major = LayoutEnum.ROW_MAJOR
-        self.a_smem = hopper.make_smem_layout_a(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
-        self.b_smem = hopper.make_smem_layout_b(row_major, tile_mnk, Float8E4M3FN, c.num_stages)
+        self.a_smem = hopper.make_smem_layout_a(row_major, tile_mnk, Float8E4M3FN, c.buffers)
+        self.b_smem = hopper.make_smem_layout_b(row_major, tile_mnk, Float8E4M3FN, c.buffers)
         self.a_scale_smem = cute.make_layout(
-            (c.scale_rows, 1, c.num_stages), stride=(1, 0, c.scale_stage_bytes // 4)
+            (c.scale_rows, 1, c.buffers), stride=(1, 0, c.scale_block_bytes // 4)
         )
         self.out_smem = self.orientation.staging_layout()
         self.rows_smem = hopper.make_smem_layout_epi(
@@ -150,7 +153,7 @@ class GroupedGemmSm90:
                 cute.struct.MemRange[BFloat16, cute.cosize(self.out_smem)], ALIGN
             ]
             a_scale: cute.struct.Align[
-                cute.struct.MemRange[Float32, c.num_stages * c.scale_stage_bytes // 4], 128
+                cute.struct.MemRange[Float32, c.buffers * c.scale_block_bytes // 4], 128
             ]
             queue_barriers: cute.struct.MemRange[Int64, 2]
             queue_slot: Int32
@@ -355,19 +358,21 @@ class GroupedGemmSm90:
             dst_a, src_a = _tma_partition(tma_a, s_a, g_a, cta[1], c.cluster_n)
             dst_b, src_b = _tma_partition(tma_b, s_b, g_b, cta[0], c.cluster_m)
             dst_a_scale, src_a_scale = _tma_partition(tma_a_scale, s_a_scale, g_a_scale, 0, 1)
-            for kb in cutlass.range(self.k_blocks, unroll=1):
+            for k_stage in cutlass.range(self.k_stages, unroll=1):
                 load.producer_acquire(state)
                 full = load.producer_get_barrier(state)
-                s = state.index
-                cute.copy(
-                    tma_b, src_b[None, kb], dst_b[None, s], tma_bar_ptr=full, mcast_mask=mask_b
-                )
-                cute.copy(
-                    tma_a, src_a[None, kb], dst_a[None, s], tma_bar_ptr=full, mcast_mask=mask_a
-                )
-                cute.copy(
-                    tma_a_scale, src_a_scale[None, kb], dst_a_scale[None, s], tma_bar_ptr=full
-                )
+                for i in cutlass.range_constexpr(c.stage_blocks):
+                    kb = k_stage * c.stage_blocks + i
+                    s = state.index * c.stage_blocks + i
+                    cute.copy(
+                        tma_b, src_b[None, kb], dst_b[None, s], tma_bar_ptr=full, mcast_mask=mask_b
+                    )
+                    cute.copy(
+                        tma_a, src_a[None, kb], dst_a[None, s], tma_bar_ptr=full, mcast_mask=mask_a
+                    )
+                    cute.copy(
+                        tma_a_scale, src_a_scale[None, kb], dst_a_scale[None, s], tma_bar_ptr=full
+                    )
                 load.producer_commit(state)
                 state.advance()
             linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
@@ -439,7 +444,7 @@ class GroupedGemmSm90:
                     )
                 else:
                     # No row to compute: leave the tensor cores to the other warpgroup.
-                    for _ in cutlass.range(self.k_blocks, unroll=1):
+                    for _ in cutlass.range(self.k_stages, unroll=1):
                         load.consumer_wait(state)
                         load.consumer_release(state)
                         state.advance()
@@ -480,10 +485,10 @@ class GroupedGemmSm90:
 
     def _skip_tile(self, state):
         """The pipeline state after a tile that the other warpgroup consumes."""
-        after = state.index + self.k_blocks
+        after = state.index + self.k_stages
         stages = self.config.num_stages
         return pipeline.PipelineState(
-            stages, state.count + self.k_blocks, after % stages, state.phase ^ (after // stages & 1)
+            stages, state.count + self.k_stages, after % stages, state.phase ^ (after // stages & 1)
         )
 
     @cute.jit
@@ -503,31 +508,35 @@ class GroupedGemmSm90:
         scales = self._make_scales()
         total_acc.fill(0.0)
         arrived = load.consumer_try_wait(state)
-        run = self.run
+        of_stage = self.config.stage_blocks
+        run = self.turn * of_stage
         for first in cutlass.range(0, self.k_blocks, run, unroll=1):
             for i in cutlass.range_constexpr(run):
-                now = self._stage(state, i)
-                load.consumer_wait(now, arrived)
+                now = self._stage(state, i // of_stage)
+                block = now.index * of_stage + i % of_stage
+                if cutlass.const_expr(i % of_stage == 0):
+                    load.consumer_wait(now, arrived)
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, lane_b_scale, first + i, now.index, thread)
-                self._issue_wgmma(acc, frag_a, frag_b, now.index)
+                self._load_scales(scales, s_a_scale, lane_b_scale, first + i, block, thread)
+                self._issue_wgmma(acc, frag_a, frag_b, block)
                 warpgroup.wait_group(0)
-                load.consumer_release(now)
-                # Ask for the next stage now: the answer comes while this block is promoted.
-                arrived = Boolean(True)
-                if cutlass.const_expr(i + 1 < run):
-                    arrived = load.consumer_try_wait(self._stage(state, i + 1))
-                else:
-                    state = self._stage(state, run)
-                    if first + run < self.k_blocks:
-                        arrived = load.consumer_try_wait(state)
+                if cutlass.const_expr((i + 1) % of_stage == 0):
+                    load.consumer_release(now)
+                    # Ask for the next stage now: the answer comes while this block is promoted.
+                    arrived = Boolean(True)
+                    if cutlass.const_expr(i + 1 < run):
+                        arrived = load.consumer_try_wait(self._stage(state, (i + 1) // of_stage))
+                    else:
+                        state = self._stage(state, self.turn)
+                        if first + run < self.k_blocks:
+                            arrived = load.consumer_try_wait(state)
                 self._promote(total_acc, acc, scales)
         return state
 
     def _stage(self, state, i: int):
-        """The state `i` blocks after `state`, which begins a turn of the main loop."""
+        """The state `i` stages after `state`, which begins a turn of the main loop."""
         stages = self.config.num_stages
-        if self.run == stages:  # every turn begins at stage 0
+        if self.turn == stages:  # every turn begins at stage 0
             return pipeline.PipelineState(
                 stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
             )
@@ -553,36 +562,40 @@ class GroupedGemmSm90:
         ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
         every single one, so each turn of the loop ends with nothing in flight.
         """
-        run = self.run
+        of_stage = self.config.stage_blocks
+        run = self.turn * of_stage
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
         for first in cutlass.range(0, self.k_blocks, run, unroll=1):
             for i in cutlass.range_constexpr(run + 1):
                 if cutlass.const_expr(i < run):
-                    now = self._stage(state, i)
-                    load.consumer_wait(now)
+                    now = self._stage(state, i // of_stage)
+                    block = now.index * of_stage + i % of_stage
+                    if cutlass.const_expr(i % of_stage == 0):
+                        load.consumer_wait(now)
                     self._load_scales(
-                        scales[i % 2], s_a_scale, lane_b_scale, first + i, now.index, thread
+                        scales[i % 2], s_a_scale, lane_b_scale, first + i, block, thread
                     )
-                    self._issue_wgmma(accs[i % 2], frag_a, frag_b, now.index)
+                    self._issue_wgmma(accs[i % 2], frag_a, frag_b, block)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < run else 0)
-                    load.consumer_release(self._stage(state, i - 1))
+                    if cutlass.const_expr(i % of_stage == 0):
+                        load.consumer_release(self._stage(state, (i - 1) // of_stage))
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
-            state = self._stage(state, run)
+            state = self._stage(state, self.turn)
         return state
 
     @cute.jit
     def _issue_wgmma(
-        self, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, stage: Int32
+        self, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, block: Int32
     ):
-        """Start `acc = A tile @ B tile^T` of one stage; a wait for its group completes it."""
+        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
         for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
             atom.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(atom, acc, frag_a[None, None, k, stage], frag_b[None, None, k, stage], acc)
+            cute.gemm(atom, acc, frag_a[None, None, k, block], frag_b[None, None, k, block], acc)
         warpgroup.commit_group()
 
     def _make_b_scales(self) -> cute.Tensor:
