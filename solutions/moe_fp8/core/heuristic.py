@@ -33,8 +33,7 @@ EVEN = (
 # 867 dynamic, 841 unrolled as well; DeepGEMM 883).
 LARGEST = GemmConfig(tile_m=192, cluster_n=2, stages=4, dynamic=True, unroll=True)
 MULTIPROCESSORS = 132
-"""Of the H100 and H200 (SXM), which the numbers below were measured on."""
-
+"""Of the H100 and H200 (SXM), which the numbers here were measured on."""
 
 SMALLER = (
     GemmConfig(tile_m=64, cluster_m=2, overlap=True),
