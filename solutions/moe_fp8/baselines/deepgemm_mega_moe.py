@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..core.config import BLOCK
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
 from .requirement import require
 from .supported import HOPPER, require_gpu
 
@@ -141,9 +141,9 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     require("triton", "triton")
     if tokens == 0:
         return
-    from .triton_stages import first_local, route
+    from .triton_stages import route
 
-    offset = first_local(int(inputs.local_expert_offset), SHAPE)
+    offset = bounded_offset(int(inputs.local_expert_offset), SHAPE.num_local_experts)
     routed = routed_tokens(tokens, SHAPE, output.device)
     scaling = float(inputs.routed_scaling_factor)
     route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)

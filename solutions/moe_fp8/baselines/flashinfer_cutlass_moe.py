@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
 from .requirement import require
 from .supported import HOPPER, require_gpu
 
@@ -75,8 +75,7 @@ def local_ids(ids: torch.Tensor, offset: int, shape: MoeShape) -> tuple[torch.Te
     experts = shape.num_local_experts
     if offset % experts == 0 and 0 <= offset <= shape.num_experts - experts:
         return ids, offset // experts
-    offset = min(max(offset, -experts), shape.num_experts)
-    local = ids - offset
+    local = ids - bounded_offset(offset, experts)
     return local.where((local >= 0) & (local < experts), experts), 0
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.config import BLOCK
-from ..core.problem import DEEPSEEK_V3, MoeInputs, validate
+from ..core.problem import DEEPSEEK_V3, MoeInputs, bounded_offset, validate
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
 from .supported import BLACKWELL, HOPPER, require_gpu
@@ -100,8 +100,7 @@ class SglangLayer:
             float(inputs.routed_scaling_factor),
             True,  # scale the weights
         )
-        # Every offset past either end says the same, and int32 holds the nearest ones.
-        ids.sub_(min(max(int(inputs.local_expert_offset), -experts), shape.num_experts))
+        ids.sub_(bounded_offset(int(inputs.local_expert_offset), experts))
         token_of_row = output.new_zeros(rows, dtype=torch.int32)
         row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)
         sgl.prepare_moe_input(

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from ..core.config import BLOCK, TMA_ROWS
-from ..core.problem import MoeShape
+from ..core.problem import MoeShape, bounded_offset
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)
@@ -116,11 +116,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def first_local(offset: int, shape: MoeShape) -> int:
-    """`local_expert_offset` within int32: all offsets past either end say the same."""
-    return min(max(int(offset), -shape.num_local_experts), shape.num_experts)
-
-
 def route(
     logits: torch.Tensor,  # [T, num_experts] float32
     bias: torch.Tensor,  # [num_experts] bfloat16
@@ -141,7 +136,7 @@ def route(
         bias,
         *routed,
         tokens,
-        first_local(offset, shape),
+        bounded_offset(offset, shape.num_local_experts),
         scaling,
         EXPERTS=shape.num_experts,
         GROUPS=shape.n_group,
@@ -238,8 +233,6 @@ def place(
     tokens, top_k = routed.ids.shape
     block = tokens_per_block(tokens)
     counts = rows.counts
-    # An offset that `route` has brought within bounds is within them for any shape.
-    offset = min(max(int(offset), -experts), 2**30)
     _place_kernel[(blocks,)](
         routed.ids,
         routed.block_counts,
@@ -247,7 +240,7 @@ def place(
         tokens,
         blocks,
         rows.token_of_row.shape[0],
-        offset,
+        bounded_offset(offset, experts),
         max_rows or align,
         counts.stride(0),
         counts.stride(1),

@@ -13,6 +13,14 @@ from .config import BLOCK
 ALIGNMENT = 16
 """Bytes of the widest load or store, and what TMA asks of a base address."""
 
+LARGEST_OFFSET = 2**30
+"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
+
+
+def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
+    """The offset within int32. All offsets past either end say the same: no expert is local."""
+    return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
+
 
 @dataclass(frozen=True)
 class MoeShape:

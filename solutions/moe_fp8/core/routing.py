@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from .problem import MoeShape
+from .problem import MoeShape, bounded_offset
 
 EPSILON = 1e-20
 """Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
-
-LARGEST_OFFSET = 2**30
-"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
 
 
 class GroupedRows(NamedTuple):
@@ -95,8 +92,7 @@ def group_rows(
     tokens, top_k = ids.shape
     experts = num_local_experts
     width = tokens + 1
-    # All offsets past either end say the same (no expert is local); int32 holds the nearest ones.
-    offset = min(max(local_expert_offset, -experts), LARGEST_OFFSET)
+    offset = bounded_offset(local_expert_offset, experts)
     # 0 below, 1..E local, E+1 above; int64 is what scatter_ and gather index by on every backend.
     table_row = ids.sub(offset - 1).clamp_(0, experts + 1).long()
     table = ids.new_zeros((experts + 2, width), dtype=torch.int32)
