@@ -16,7 +16,15 @@ from typing import Any
 
 import environment
 from common import EXIT_OK, ROOT, UsageError, parser, run_main, text_table
-from gemm_timing import BLOCK, LAYER_SHAPES, histograms, measure_floors, require_gpu, say_floors
+from gemm_timing import (
+    BLOCK,
+    LAYER_SHAPES,
+    bandwidth,
+    histograms,
+    measure_floors,
+    require_gpu,
+    say_floors,
+)
 
 WEIGHT_BYTES = sum(n * k + 4 * n * k // BLOCK**2 for n, k in LAYER_SHAPES.values())
 """Of one expert, with the scales."""
@@ -39,9 +47,8 @@ def floor_ms(workload: dict[str, Any], rates: Rates) -> tuple[float, float]:
     """
     size = workload["active"] * WEIGHT_BYTES + workload["hit"] * TOKEN_BYTES
     size += workload["tokens"] * (LOGIT_BYTES + OUTPUT_BYTES)
-    bandwidth = max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
     flops = workload["pairs"] * PAIR_FLOPS
-    return 1e3 * size / bandwidth, 1e3 * flops / rates["fp8_flops_per_s"]
+    return 1e3 * size / bandwidth(rates), 1e3 * flops / rates["fp8_flops_per_s"]
 
 
 def read_floors(directory: Path) -> dict[str, Any] | None:

@@ -450,6 +450,11 @@ def measure_floors() -> dict[str, float]:
     return {"copy_bytes_per_s": copy, "read_bytes_per_s": read, "fp8_flops_per_s": fp8}
 
 
+def bandwidth(floors: dict[str, float]) -> float:
+    """Bytes a second that memory gives at best: a large read or a copy, whichever is faster."""
+    return max(floors["read_bytes_per_s"], floors["copy_bytes_per_s"])
+
+
 def say_floors(floors: dict[str, float]) -> str:
     return (
         f"copy {floors['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
@@ -465,8 +470,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def figures(problem: Problem, samples: Sequence[float], floors: dict[str, float]) -> dict[str, Any]:
     """The columns of one timing, from its samples in us."""
-    bandwidth = max(floors["copy_bytes_per_s"], floors["read_bytes_per_s"])
-    floor = max(problem.bytes / bandwidth, problem.flops / floors["fp8_flops_per_s"])
+    floor = max(problem.bytes / bandwidth(floors), problem.flops / floors["fp8_flops_per_s"])
     seconds = 1e-6 * statistics.median(samples)
     return {
         "us": 1e6 * seconds,

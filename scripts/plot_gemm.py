@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import EXIT_OK, UsageError, parser, run_main
+from gemm_timing import bandwidth
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +91,7 @@ def layers_figure(rows: Sequence[Row], floors: dict[str, float], hardware: str) 
     mine = [r for r in rows if r["tokens"] is not None]
     if not mine:
         return None
-    bandwidth = max(floors["copy_bytes_per_s"], floors["read_bytes_per_s"]) / 1e12
+    reading = bandwidth(floors) / 1e12
     peak = floors["fp8_flops_per_s"] / 1e12
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in mine))
     title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and floor"
@@ -99,7 +100,7 @@ def layers_figure(rows: Sequence[Row], floors: dict[str, float], hardware: str) 
     for ax, (n, k) in zip(axes, shapes, strict=True):
         panel = [r for r in mine if (r["n"], r["k"]) == (n, k)]
         tokens = sorted({r["tokens"] for r in panel})
-        bound = {r["tokens"]: compute_bound(r, bandwidth, peak) for r in panel}
+        bound = {r["tokens"]: compute_bound(r, reading, peak) for r in panel}
         first = next((i for i, t in enumerate(tokens) if bound[t]), len(tokens))
         right = ax.twinx()
         for number, variant in enumerate(variants):
@@ -113,11 +114,11 @@ def layers_figure(rows: Sequence[Row], floors: dict[str, float], hardware: str) 
             x, y = [i for i, _ in right_part], [r["tflops"] for _, r in right_part]
             right.plot(x, y, **style)
         if first:
-            ax.hlines(bandwidth, -0.4, first - 0.5, color=INK, linestyle="--", label="floor")
+            ax.hlines(reading, -0.4, first - 0.5, color=INK, linestyle="--", label="floor")
         if first < len(tokens):
             right.hlines(peak, first - 0.5, len(tokens) - 0.6, color=INK, linestyle="--")
             ax.axvline(first - 0.5, color="#888888", linewidth=0.8)
-        ax.set_ylim(0, 1.15 * bandwidth)
+        ax.set_ylim(0, 1.15 * reading)
         right.set_ylim(0, 1.15 * peak)
         ax.set_ylabel("TB/s (weights bound)")
         right.set_ylabel("TFLOP/s (tensor cores bound)")
@@ -128,9 +129,9 @@ def layers_figure(rows: Sequence[Row], floors: dict[str, float], hardware: str) 
     return figure
 
 
-def compute_bound(row: Row, bandwidth: float, peak: float) -> bool:
+def compute_bound(row: Row, reading: float, peak: float) -> bool:
     """Whether the FLOPs take longer than the bytes at TB/s and TFLOP/s."""
-    return row["tflops"] / peak > row["gbytes"] / 1e3 / bandwidth
+    return row["tflops"] / peak > row["gbytes"] / 1e3 / reading
 
 
 def main() -> int:

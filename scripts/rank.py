@@ -38,7 +38,7 @@ from environment import PACKAGES
 PASSED = "PASSED"
 PREFIX = "cutedsl_moe_fp8_"
 """Of our names; left out where a column is narrow."""
-SOFTWARE = ("torch", "triton", "cuda", *PACKAGES)
+SOFTWARE = ("cuda", *PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,8 @@ def _different_software(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def _cell(value: float | None, form: str = ".2f", unit: str = "") -> str:
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    """A table's cell: the value with its unit, or a dash for none."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
@@ -439,12 +440,12 @@ def summary_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     for place, s in enumerate(ranking.summaries, 1):
         total = s.passed + s.failed
         row = [str(place), s.solution, f"{s.passed}/{total}"]
-        row += [_cell(v, unit="x") for v in (s.mean, s.geomean, s.median, s.lowest, s.highest)]
-        row += [str(s.wins), _cell(s.mean_latency_ms, ".4f")]
+        row += [number(v, unit="x") for v in (s.mean, s.geomean, s.median, s.lowest, s.highest)]
+        row += [str(s.wins), number(s.mean_latency_ms, ".4f")]
         if ranking.compares_peers:
-            row.append(_cell(s.vs_peer, unit="x"))
+            row.append(number(s.vs_peer, unit="x"))
         if ranking.against:
-            row.append(_cell(s.against, unit="x"))
+            row.append(number(s.against, unit="x"))
         rows.append(row)
     for name, why in ranking.skipped.items():
         row = ["-", name, skip_status(why), *["-"] * (len(header) - 3)]
@@ -476,14 +477,14 @@ def workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[st
     def latency(uuid: str, solution: str) -> str:
         best = ranking.best(uuid)
         mark = "*" if best is not None and best[0] == solution else " "
-        return _cell(ranking.latency_ms(uuid, solution), ".4f") + mark
+        return number(ranking.latency_ms(uuid, solution), ".4f") + mark
 
     def speedup(uuid: str, solution: str) -> str:
         record = ranking.records.get((uuid, solution))
-        return _cell(record.speedup if record else None, unit="x")
+        return number(record.speedup if record else None, unit="x")
 
     def vs_peer(uuid: str, solution: str) -> str:
-        return _cell(ranking.vs_peer(uuid, solution), unit="x")
+        return number(ranking.vs_peer(uuid, solution), unit="x")
 
     contents = [
         ("Latency in ms, * the fastest", latency),
@@ -498,7 +499,7 @@ def workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[st
         header += ["best peer"] if cell is vs_peer else []
         rows = []
         for length, uuid in ranking.workloads:
-            row = [str(length), uuid[:8], _cell(ranking.reference_ms(uuid), ".3f")]
+            row = [str(length), uuid[:8], number(ranking.reference_ms(uuid), ".3f")]
             row += [result(uuid, name, cell(uuid, name)) for name in names]
             if cell is vs_peer:
                 best = ranking.best(uuid, peer=True)
@@ -523,9 +524,9 @@ def accuracy_table(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     for s in ranking.summaries:
         if s.matched_ratio is None and s.cosine is None:
             continue
-        row = [s.solution, _cell(s.matched_ratio, ".4f"), _cell(s.cosine, ".6f")]
-        row += [_cell(s.calc_diff, ".1e")]
-        row += [_cell(s.matched_ratios.get(t), ".4f") for t in tolerances]
+        row = [s.solution, number(s.matched_ratio, ".4f"), number(s.cosine, ".6f")]
+        row += [number(s.calc_diff, ".1e")]
+        row += [number(s.matched_ratios.get(t), ".4f") for t in tolerances]
         rows.append(row)
     return header, rows
 
@@ -679,7 +680,7 @@ def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], list[str], list[
                 row += [skip_status(r.skipped.get(name, "")), "-"]
             else:
                 partial = "" if s.passed == len(r.workloads) else f" ({s.passed})"
-                row += [_cell(s.geomean, unit="x") + partial, _cell(s.mean_latency_ms, ".4f")]
+                row += [number(s.geomean, unit="x") + partial, number(s.mean_latency_ms, ".4f")]
         rows.append(row)
     return legend, header, rows
 

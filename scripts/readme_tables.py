@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plot_gemm
 import rank
 import report_data
 from common import EXIT_FAILED, EXIT_OK, ROOT, UsageError, markdown_table, parser, run_main
 from report_data import Recorded
+from stages import TOTAL
 
 README = ROOT / "README.md"
 RECORD = re.compile(r"<!-- record: (\S+) -->")
@@ -101,10 +103,10 @@ def speed_of_v2(recorded: Recorded) -> str:
     """v2 against v1, the step that the original study reports."""
     result = _study_stages(recorded)
     v1, v2 = (result["solutions"][rank.PREFIX + name]["median_ms"] for name in ("v1", "v2"))
-    ratio = {stage: v1[stage] / v2[stage] for stage in ("end to end", "gemm1", "gemm2")}
+    ratio = {stage: v1[stage] / v2[stage] for stage in (TOTAL, "gemm1", "gemm2")}
     return paragraph(
         f"v2 against v1 at T={result['tokens']}, {result['routing'].split(',')[0]}: "
-        f"{ratio['end to end']:.1f}x end to end, GEMM1 with its wrapper {ratio['gemm1']:.1f}x, "
+        f"{ratio[TOTAL]:.1f}x end to end, GEMM1 with its wrapper {ratio['gemm1']:.1f}x, "
         f"GEMM2 {ratio['gemm2']:.1f}x."
     )
 
@@ -134,6 +136,7 @@ def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
     record = _gemm(recorded, "gemm_layers")
     rows, floors = _ours(record["results"]), record["floors"]
+    bandwidth, peak = floors["read_bytes_per_s"] / 1e12, floors["fp8_flops_per_s"] / 1e12
     least = min(rows, key=lambda r: r["vs_best_peer"])
     median = statistics.median(r["vs_best_peer"] for r in rows)
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
@@ -149,8 +152,7 @@ def gemm_layers(recorded: Recorded) -> str:
         for r in rows
         if (r["n"], r["k"]) == shapes[0]
         and r["active"] >= MANY_EXPERTS
-        and r["tflops"] * 1e12 / floors["fp8_flops_per_s"]
-        < r["gbytes"] * 1e9 / floors["read_bytes_per_s"]
+        and not plot_gemm.compute_bound(r, bandwidth, peak)
     ]
     if reading:
         text += (
@@ -223,7 +225,6 @@ def data_hash(directory: Path) -> str:
 
 def draw(recorded: Recorded) -> list[Path]:
     """Write the pictures of the record."""
-    import plot_gemm
     from report import write_pictures
     from report_plots import save_png
 

@@ -188,8 +188,7 @@ def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
         title = "On the rows of the workloads"
         caption = "Reached rate against what a large read and a dense product reach (dashed)."
     else:
-        # Records of before rows named their workload hold too few problems for a figure.
-        figure = plot_gemm.grid_figure(rows, hardware) if "tokens" in rows[0] else None
+        figure = plot_gemm.grid_figure(rows, hardware)
         title, caption = "Even rows", "Best peer's time over ours: above the line ours is faster."
     plot = svg_plot(figure, name, caption) if figure is not None else None
     parts = [Part(title, text, plot)]

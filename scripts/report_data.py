@@ -13,6 +13,7 @@ from typing import Any
 import floors
 import rank
 from common import UsageError
+from stages import TOTAL
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -85,10 +86,6 @@ def read(directory: Path, peers: Sequence[str] = ()) -> Recorded:
     )
 
 
-def _cell(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
-
-
 def ranking_table(ranking: rank.Ranking) -> Table:
     """The overall ranking, names short, with a row for each solution that could not run."""
     header, rows = rank.summary_table(ranking)
@@ -108,21 +105,21 @@ def latency_table(ranking: rank.Ranking, floor_ms: dict[str, float]) -> Table:
     for length, uuid in ranking.workloads:
         best = ranking.best(uuid)
         floor = floor_ms.get(uuid)
-        row = [str(length), uuid[:8], _cell(ranking.reference_ms(uuid), ".2f")]
-        row += [_cell(floor, ".3f")] if floor_ms else []
+        row = [str(length), uuid[:8], rank.number(ranking.reference_ms(uuid), ".2f")]
+        row += [rank.number(floor, ".3f")] if floor_ms else []
         for name in names:
             record = ranking.records.get((uuid, name))
             if record is None or not record.passed:
                 row.append("not run" if record is None else rank.short_status(record))
                 continue
             mark = "*" if best is not None and best[0] == name else ""
-            row.append(_cell(record.latency_ms, ".3f") + mark)
+            row.append(rank.number(record.latency_ms, ".3f") + mark)
         if floor_ms:
             share = 100 * floor / best[1] if floor is not None and best else None
-            row.append(_cell(share, ".0f", " %"))
+            row.append(rank.number(share, ".0f", " %"))
         if ranking.compares_peers:
             peer, ours = ranking.best(uuid, peer=True), ranking.best(uuid, peer=False)
-            row.append(_cell(peer[1] / ours[1] if peer and ours else None, ".2f", "x"))
+            row.append(rank.number(peer[1] / ours[1] if peer and ours else None, ".2f", "x"))
         rows.append(row)
     return header, rows
 
@@ -132,8 +129,8 @@ def stages_table(result: dict[str, Any]) -> Table:
     names = list(result["solutions"])
     medians = [result["solutions"][name]["median_ms"] for name in names]
     stages = list(dict.fromkeys(stage for m in medians for stage in m))
-    stages.sort(key=lambda stage: stage == "end to end")
-    rows = [[stage, *(_cell(m.get(stage), ".3f") for m in medians)] for stage in stages]
+    stages.sort(key=lambda stage: stage == TOTAL)
+    rows = [[stage, *(rank.number(m.get(stage), ".3f") for m in medians)] for stage in stages]
     return ["stage", *map(rank.short_name, names)], rows
 
 
@@ -155,10 +152,12 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
         cells = [str(tokens)] if by_tokens else []
         cells += [str(active), f"{count:g}", str(n), str(k)]
         for v in variants:
-            cells.append(_cell(found[v]["us"] if v in found else None, ".1f") + "*" * (v == best))
-        cells += [_cell(ours.get("vs_best_peer") if ours else None, ".2f", "x")]
-        cells += [_cell(ours["tflops"] if ours else None, ".0f")]
-        cells += [_cell(ours["gbytes"] / 1e3 if ours else None, ".2f")]
+            cells.append(
+                rank.number(found[v]["us"] if v in found else None, ".1f") + "*" * (v == best)
+            )
+        cells += [rank.number(ours.get("vs_best_peer") if ours else None, ".2f", "x")]
+        cells += [rank.number(ours["tflops"] if ours else None, ".0f")]
+        cells += [rank.number(ours["gbytes"] / 1e3 if ours else None, ".2f")]
         out.append(cells)
     return header, out
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plot_gemm import BACKGROUND, COLOURS, INK, new_figure
 from rank import Ranking, SolutionSummary, short_name
+from stages import STAGES, TOTAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
 MARKERS = "osD^vPX*<>"
-STAGE_ORDER = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
-END_TO_END = "end to end"
 
 # What the figures are drawn in, and what it becomes on a page: ink, surface and lines follow the
 # page's own colours.
@@ -120,8 +119,8 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
             stage
             for r in results
             for s in r["solutions"].values()
-            for stage in (*STAGE_ORDER, *s["median_ms"])
-            if stage in s["median_ms"] and stage != END_TO_END
+            for stage in (*STAGES, *s["median_ms"])
+            if stage in s["median_ms"] and stage != TOTAL
         )
     )
     for ax, result in zip(axes, results, strict=True):
@@ -135,7 +134,7 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
                 label = stage if place == 0 else None
                 ax.barh(place, width, 0.66, left=left, color=colour, ec="#ffffff", label=label)
                 left += width
-            total = medians.get(END_TO_END)
+            total = medians.get(TOTAL)
             if total is not None:
                 ax.plot([total, total], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
             ax.annotate(
