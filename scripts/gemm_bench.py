@@ -48,6 +48,7 @@ from gemm_timing import (
     Record,
     Timing,
     Variant,
+    add_timing_arguments,
     compile_ahead,
     compile_variants,
     histograms,
@@ -145,40 +146,24 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
 
 
 def sgl_variants(compiled_dims: str | None = None) -> list[Variant]:
-    """sgl_kernel's CUTLASS grouped GEMM on flat rows, set up as SGLang's cutlass_fused_experts_fp8
-    does: B as [E, K, N], one stride an expert, scales of A row by row."""
+    """sgl_kernel's CUTLASS grouped GEMM on flat rows, scales of A row by row, called as the
+    baselines on it do."""
     import torch
-    from sgl_kernel import fp8_blockwise_scaled_grouped_mm
+    from moe_fp8.baselines.requirement import require
+    from moe_fp8.baselines.sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
+
+    require("sgl_kernel", REQUIREMENT)
 
     def flat(x: Operands) -> Call:
         p, device = x.problem, x.a.device
         a, out = x.a[: p.pairs], x.out[: p.pairs]
         a_scale = x.a_scale[:, : p.pairs].t().contiguous()
-        b, b_scale = x.b.transpose(1, 2), x.b_scale.transpose(1, 2)
-        pointers = [torch.empty(p.experts, dtype=torch.int64, device=device) for _ in range(5)]
-        stride_ab = torch.full((p.experts,), p.k, dtype=torch.int64, device=device)
-        stride_out = torch.full((p.experts,), p.n, dtype=torch.int64, device=device)
-        layouts = [torch.empty((p.experts, 5), dtype=torch.int32, device=device) for _ in range(2)]
+        held = scratch(device, p.experts, (p.k, p.n))
         sizes = torch.tensor([[m, p.n, p.k] for m in p.rows], dtype=torch.int32, device=device)
         offsets = x.m_indptr[:-1].contiguous()
-        workspace = torch.empty(32 * 2**20, dtype=torch.uint8, device=device)
 
         def launch() -> None:
-            fp8_blockwise_scaled_grouped_mm(
-                out,
-                *pointers,
-                a,
-                b,
-                a_scale,
-                b_scale,
-                stride_ab,
-                stride_ab,
-                stride_out,
-                *layouts,
-                sizes,
-                offsets,
-                workspace,
-            )
+            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
 
         return Call(launch, x.out, x.index)
 
@@ -342,14 +327,7 @@ def main() -> int:
         metavar="DIMS",
         help="dimensions that DeepGEMM compiles in, '' for none (its own default)",
     )
-    arguments.add_argument(
-        "--compile-workers", type=int, default=12, metavar="N", help="0: none ahead (12)"
-    )
-    arguments.add_argument("--launches", type=int, default=8, help="launches in a graph (8)")
-    arguments.add_argument("--repeats", type=int, default=20, help="replays of each graph (20)")
-    arguments.add_argument("--seed", type=int, default=2026)
-    arguments.add_argument("--markdown", action="store_true", help="print Markdown")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    add_timing_arguments(arguments, launches=8, repeats=20)
     args = arguments.parse_args()
     shapes = [shape(text) for text in args.shapes or ()]
     counts = [*(args.experts or ()), *(args.rows or ()), args.launches, args.repeats]

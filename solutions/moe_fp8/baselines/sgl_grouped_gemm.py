@@ -22,9 +22,8 @@ class Scratch(NamedTuple):
 
 
 @functools.cache
-def scratch(device: torch.device, shape: MoeShape) -> Scratch:
-    experts = shape.num_local_experts
-    widths = {shape.hidden_size, shape.intermediate_size, 2 * shape.intermediate_size}
+def scratch(device: torch.device, experts: int, widths: tuple[int, ...]) -> Scratch:
+    """For GEMMs whose rows, of A and of the output, have these numbers of elements."""
 
     def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(dims, dtype=dtype, device=device)
@@ -35,6 +34,12 @@ def scratch(device: torch.device, shape: MoeShape) -> Scratch:
         {n: torch.full((experts,), n, dtype=torch.int64, device=device) for n in widths},
         new(WORKSPACE_BYTES, dtype=torch.uint8),
     )
+
+
+def layer_scratch(device: torch.device, shape: MoeShape) -> Scratch:
+    """For both GEMMs of the layer."""
+    widths = (shape.hidden_size, shape.intermediate_size, 2 * shape.intermediate_size)
+    return scratch(device, shape.num_local_experts, widths)
 
 
 def grouped_gemm(
@@ -50,9 +55,8 @@ def grouped_gemm(
     """`out = a @ b[expert].T` with block scales.
 
     Two launches: addresses and scale layouts of the experts, then the GEMM. B is passed as
-    `[E, K, N]`, column-major. The rows are those that `sizes`
-    and `offsets` say; by the rows that `a` has the library only chooses its tile: 32 rows with
-    swapped operands up to 2048, 128 above.
+    `[E, K, N]`, column-major. The rows are those that `sizes` and `offsets` say; by the rows that
+    `a` has the library only chooses its tile: 32 rows with swapped operands up to 2048, 128 above.
 
     Raises:
         RuntimeError: the package is not installed.

@@ -27,7 +27,7 @@ import torch
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, bounded_offset, validate
 from .requirement import require
-from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
+from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .supported import BLACKWELL, HOPPER, require_gpu
 
 SOLUTION = {
@@ -85,7 +85,7 @@ class SglangLayer:
 
         experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
         rows = tokens * shape.top_k
-        held = scratch(output.device, shape)
+        held = layer_scratch(output.device, shape)
         offsets, sizes1, sizes2 = tables(output.device, experts)
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32

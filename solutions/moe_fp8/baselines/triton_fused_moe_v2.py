@@ -20,7 +20,7 @@ import torch
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .requirement import require
-from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
+from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .supported import HOPPER, require_gpu
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class FusedMoeV2Layer:
             return
         from . import triton_stages as stages
 
-        held = scratch(output.device, shape)
+        held = layer_scratch(output.device, shape)
         routed, rows, sizes, a, a_scale, g, q, q_scale, o = buffers(tokens, shape, output.device)
         offset = int(inputs.local_expert_offset)
         scaling = float(inputs.routed_scaling_factor)
