@@ -32,6 +32,7 @@ from gemm_timing import (
     Record,
     Timing,
     Variant,
+    add_timing_arguments,
     compile_ahead,
     compile_kernel,
     gpu_arch,
@@ -144,12 +145,7 @@ def main() -> int:
     arguments.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="T")
     arguments.add_argument("--gemm", choices=list(LAYER_SHAPES), help="one of the two (both)")
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set of the workloads")
-    arguments.add_argument("--launches", type=int, default=4, help="launches in a graph (4)")
-    arguments.add_argument("--repeats", type=int, default=20, help="replays of each graph (20)")
-    arguments.add_argument("--compile-workers", type=int, default=12, metavar="N", help="(12)")
-    arguments.add_argument("--seed", type=int, default=2026)
-    arguments.add_argument("--markdown", action="store_true", help="print Markdown")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    add_timing_arguments(arguments, launches=4, repeats=20)
     args = arguments.parse_args()
     if min(*args.tokens, args.launches, args.repeats) < 1:
         raise UsageError("--tokens, --launches and --repeats must be at least 1")

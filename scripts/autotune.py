@@ -10,7 +10,6 @@ Up to 128 rows 32 experts are timed, above that 8: the same bytes or FLOPs, in l
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import (
@@ -30,6 +29,7 @@ from gemm_timing import (
     Problem,
     Record,
     Timing,
+    add_timing_arguments,
     compile_ahead,
     compile_kernel,
     gpu_arch,
@@ -169,12 +169,7 @@ def main() -> int:
     spread.add_argument("--even", action="store_true", help="each expert the same rows (default)")
     spread.add_argument("--uneven", action="store_true", help="drawn around the number of rows")
     arguments.add_argument("--layout", choices=LAYOUTS, default="flat", help="of the rows (flat)")
-    arguments.add_argument("--launches", type=int, default=4, help="launches in a graph (4)")
-    arguments.add_argument("--repeats", type=int, default=10, help="replays of each graph (10)")
-    arguments.add_argument("--compile-workers", type=int, default=12, metavar="N", help="(12)")
-    arguments.add_argument("--seed", type=int, default=2026)
-    arguments.add_argument("--markdown", action="store_true", help="print Markdown")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all timings there")
+    add_timing_arguments(arguments, launches=4, repeats=10)
     args = arguments.parse_args()
     experts = [] if args.experts is None else [args.experts]
     if min(*args.rows, args.launches, args.repeats, *experts) < 1:

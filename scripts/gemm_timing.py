@@ -4,6 +4,7 @@ A problem is a row count for every expert and a weight shape. Operands are the s
 layout that a kernel takes; weights are drawn once a shape and serve all of its problems.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -481,6 +482,17 @@ def figures(problem: Problem, samples: Sequence[float], floors: dict[str, float]
         "floor_us": 1e6 * floor,
         "percent_of_floor": 100 * floor / seconds,
     }
+
+
+def add_timing_arguments(arguments: argparse.ArgumentParser, launches: int, repeats: int) -> None:
+    """What every program here that times variants can be told, with its own defaults."""
+    add = arguments.add_argument
+    add("--launches", type=int, default=launches, help=f"launches in a graph ({launches})")
+    add("--repeats", type=int, default=repeats, help=f"replays of each graph ({repeats})")
+    add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
+    add("--seed", type=int, default=2026, help="of the operands (2026)")
+    add("--markdown", action="store_true", help="print Markdown")
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
 
 
 @dataclass(frozen=True)

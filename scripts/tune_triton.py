@@ -11,7 +11,6 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import ROOT, Progress, UsageError, markdown_table, parser, run_main, text_table
@@ -26,6 +25,7 @@ from gemm_timing import (
     Record,
     Timing,
     Variant,
+    add_timing_arguments,
     compile_ahead,
     histograms,
     layer_problems,
@@ -176,12 +176,7 @@ def best_pair(timed: dict[str, dict[str, float]], tiles: "dict[str, Tile]") -> t
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="T")
-    arguments.add_argument("--launches", type=int, default=4, help="launches in a graph (4)")
-    arguments.add_argument("--repeats", type=int, default=8, help="replays of each graph (8)")
-    arguments.add_argument("--compile-workers", type=int, default=12, metavar="N", help="(12)")
-    arguments.add_argument("--seed", type=int, default=2026)
-    arguments.add_argument("--markdown", action="store_true", help="print Markdown")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all timings there")
+    add_timing_arguments(arguments, launches=4, repeats=8)
     args = arguments.parse_args()
     if min(*args.tokens, args.launches, args.repeats) < 1:
         raise UsageError("--tokens, --launches and --repeats must be at least 1")
