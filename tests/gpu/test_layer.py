@@ -106,6 +106,50 @@ def output_of(module, inputs: MoeInputs) -> torch.Tensor:
     return output
 
 
+def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The output of the layer's torch model on the GPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "select", lambda device: model)
+        return output_of(v2, inputs)
+
+
+def waits_of(module, inputs: MoeInputs) -> list[str]:
+    """What torch says of every call of its own in which the host waits, in a second run."""
+    output = new_output(inputs)
+    module.run(*inputs, output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            module.run(*inputs, output)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    said = [str(warning.message) for warning in caught]
+    return [message for message in said if "called a synchronizing" in message]
+
+
+def check_replays(module, cases: list[MoeInputs], wanted: list[torch.Tensor]) -> None:
+    """The whole call, routing included, captured once with the first inputs and replayed for all,
+    which have as many tokens."""
+    changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
+    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
+    output = new_output(held)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        module.run(*held, output)  # warm up outside the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        module.run(*held, output)
+    for inputs, expected in zip(cases, wanted, strict=True):
+        for name in changing:
+            getattr(held, name).copy_(getattr(inputs, name))
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, expected)
+
+
 def test_kernels_serve_this_gpu():
     assert backend.select(torch.device("cuda", 0)).__name__.endswith(".kernels")
 
@@ -249,9 +293,7 @@ def test_stages_match_the_model(module, tokens, routing, make_inputs, monkeypatc
 def test_layer_matches_the_model(tokens, routing, make_inputs, monkeypatch, worst):
     """The generations are bitwise equal, so one of them speaks for all."""
     inputs = make_inputs(tokens, routing, seed=2)
-    got = output_of(v2, inputs)
-    monkeypatch.setattr(pipeline, "select", lambda device: model)
-    least, most = worst.compare("layer", got, output_of(v2, inputs))
+    least, most = worst.compare("layer", output_of(v2, inputs), model_of(inputs, monkeypatch))
     assert least > LAYER_COSINE and most < LAYER_DIFF
 
 
@@ -262,8 +304,7 @@ def test_offsets(offset, make_inputs, monkeypatch):
     for module in (v1, v3, v4):
         assert torch.equal(got, output_of(module, inputs))
     assert bool((got != 0).any()) == (-32 < offset < 256)
-    monkeypatch.setattr(pipeline, "select", lambda device: model)
-    assert calc_diff(got, output_of(v2, inputs)) < LAYER_DIFF
+    assert calc_diff(got, model_of(inputs, monkeypatch)) < LAYER_DIFF
 
 
 def test_no_token(make_inputs):
@@ -305,18 +346,8 @@ def test_routing_does_not_wait_for_the_gpu(make_inputs):
 
 @pytest.mark.parametrize(("module", "waits"), [(v2, 1), (v3, 1), (v4, 0)], ids=["v2", "v3", "flat"])
 def test_waits_for_the_gpu(module, waits, make_inputs):
-    """How often the host does: torch warns of every call in which it waits in this mode."""
-    inputs, output = make_inputs(61), new_output(make_inputs(61))
-    module.run(*inputs, output)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            module.run(*inputs, output)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    said = [str(warning.message) for warning in caught]
-    assert sum("called a synchronizing" in message for message in said) == waits, said
+    said = waits_of(module, make_inputs(61))
+    assert len(said) == waits, said
 
 
 @pytest.mark.parametrize("tokens", [1, 61, 129])
@@ -326,23 +357,7 @@ def test_flat_in_a_cuda_graph(tokens, make_inputs):
     cases += [make_inputs(tokens, seed=seed) for seed in (8, 9)]
     wanted = [output_of(v1, inputs) for inputs in cases]
     assert not all(torch.equal(wanted[0], other) for other in wanted)
-    changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
-    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
-    output = new_output(held)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        v4.run(*held, output)  # warm up outside the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        v4.run(*held, output)
-    for inputs, expected in [*zip(cases, wanted, strict=True), (cases[0], wanted[0])]:
-        for name in changing:
-            getattr(held, name).copy_(getattr(inputs, name))
-        output.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(output, expected)
+    check_replays(v4, [*cases, cases[0]], [*wanted, wanted[0]])
 
 
 def test_compute_of_v2_in_a_cuda_graph(make_inputs):

@@ -7,10 +7,8 @@ import test_layer
 import torch
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8.baselines import triton_fused_moe_v2, triton_moe
-from moe_fp8.core import model, pipeline
 from moe_fp8.core.metrics import calc_diff, cosine
-from moe_fp8.core.problem import MoeInputs
-from test_layer import LAYER_COSINE, LAYER_DIFF, output_of
+from test_layer import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +24,6 @@ def module(request):
         pytest.skip(f"{REQUIRED[request.param]} is not installed")
     request.param.buffers.cache_clear()
     return request.param
-
-
-def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "select", lambda device: model)
-        return output_of(v2, inputs)
 
 
 def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -104,23 +96,7 @@ def test_in_a_cuda_graph(module, make_inputs):
     """Captured once, replayed for another routing of as many tokens."""
     cases = [make_inputs(80, routing, seed=5) for routing in ROUTINGS]
     wanted = [output_of(module, inputs) for inputs in cases]
-    changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
-    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
-    output = test_layer.new_output(held)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        module.run(*held, output)  # warm up outside the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        module.run(*held, output)
-    for inputs, expected in zip(cases, wanted, strict=True):
-        for name in changing:
-            getattr(held, name).copy_(getattr(inputs, name))
-        output.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(output, expected)
+    check_replays(module, cases, wanted)
 
 
 def test_tiles(make_inputs, monkeypatch):
