@@ -33,7 +33,6 @@ MARKER = VENV / "installed.json"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
-EMULATOR = ROOT.parent / "shared" / "ptxemu"
 EXTRAS = {"plot_gemm": "report", "readme_tables": "report", "report": "report"}
 """What programs need beside the dependencies; without it `bench` only writes no report."""
 EXIT_USAGE = 2
@@ -191,13 +190,24 @@ def environment() -> dict[str, str]:
 # --- commands -----------------------------------------------------------------------------------
 
 
+def programs() -> dict[str, Path]:
+    """The scripts that do something when they are started, by name; the others are libraries."""
+    return {
+        path.stem: path
+        for path in sorted((ROOT / "scripts").glob("*.py"))
+        if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
+    }
+
+
 def run_script(name: str, arguments: list[str]) -> int:
-    script = ROOT / "scripts" / f"{name}.py"
-    if not script.is_file():
-        known = sorted(p.stem for p in (ROOT / "scripts").glob("*.py"))
-        print(f"error: no command {name!r}: bench, test, setup, or one of {', '.join(known)}")
+    known = programs()
+    if name not in known:
+        print(
+            f"error: no command {name!r}: bench, test, setup, or one of {', '.join(known)}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
-    command = [*set_up(EXTRAS.get(name)), str(script), *arguments]
+    command = [*set_up(EXTRAS.get(name)), str(known[name]), *arguments]
     sys.stdout.flush()
     if os.name == "posix":  # the program gets Ctrl-C itself and its exit status is ours
         os.execve(command[0], command, environment())
@@ -205,27 +215,24 @@ def run_script(name: str, arguments: list[str]) -> int:
 
 
 def run_tests(arguments: list[str]) -> int:
-    """Everything, or with arguments just pytest with them."""
+    """Everything, or with arguments just pytest with them, whose paths are those of the caller."""
     python = set_up("test" if arguments else "dev")
     pytest = [*python, "-m", "pytest"]
     if arguments:
-        return subprocess.run([*pytest, *arguments], cwd=ROOT, env=environment()).returncode
+        here = Path.cwd()
+        where = here if here.is_relative_to(ROOT) else ROOT
+        return subprocess.run([*pytest, *arguments], cwd=where, env=environment()).returncode
     workers = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadgroup"]
     phases = {
         "ruff check": [*python, "-m", "ruff", "check", "."],
         "ruff format": [*python, "-m", "ruff", "format", "--check", "."],
         "mypy": [*python, "-m", "mypy"],
         # A process of its own: the emulator must be in place before anything imports the DSL.
-        "emulated tests": [*pytest, *workers, "tests/emulated"],
+        "emulated tests": [*pytest, *workers, "tests/emulated", "tests/ptxemu/tests"],
         # GPU tests share one device, so they are not spread over processes.
         "GPU tests": [*pytest, "tests/gpu"],
         "CPU tests": [*pytest, *workers, "tests/cpu"],
     }
-    if not (ROOT / "tests" / "emulated").is_dir():
-        del phases["emulated tests"]
-    elif not EMULATOR.is_dir():
-        del phases["emulated tests"]
-        print(f"emulated tests: not run, {EMULATOR} is not there", flush=True)
     failed = []
     for name, command in phases.items():
         start = time.monotonic()

@@ -139,9 +139,68 @@ def test_commands(capsys) -> None:
     assert "python3 run.py bench" in capsys.readouterr().out
     assert run.main([]) == 2
     assert run.main(["no-such-script"]) == 2
-    assert "benchmark" in capsys.readouterr().out
+    assert "benchmark" in capsys.readouterr().err
 
 
 def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/tmp/site")
     assert run.environment()["PYTHONPATH"].split(":") == [str(ROOT / "solutions"), "/tmp/site"]
+
+
+@pytest.mark.parametrize("library", ["common", "dataset", "environment", "traces", "moe_reference"])
+def test_a_library_is_no_program(library: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
+    assert (ROOT / "scripts" / f"{library}.py").is_file()
+    assert run.main([library]) == 2
+    said = capsys.readouterr().err
+    assert f"no command '{library}'" in said
+    listed = said.split("one of ")[1].strip().split(", ")
+    assert {"rank", "benchmark", "accuracy", "pack", "make_workloads"} <= set(listed)
+    assert library not in listed
+
+
+def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> None:
+    """`cd tests/cpu; python3 ../../run.py test test_rank.py`"""
+    called = []
+
+    def record(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
+        called.append((command[-1], Path(cwd)))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(run, "set_up", lambda extra: ["python"])
+    monkeypatch.setattr(subprocess, "run", record)
+    for where, expected in (
+        (ROOT / "tests" / "cpu", ROOT / "tests" / "cpu"),
+        (ROOT, ROOT),
+        (tmp_path, ROOT),
+    ):
+        monkeypatch.chdir(where)
+        assert run.main(["test", "test_rank.py"]) == 0
+        assert called[-1] == ("test_rank.py", expected)
+
+
+def test_every_package_that_is_imported_is_required() -> None:
+    """By the scripts and the solutions' core, at the top of a module: what is not ours and not of
+    Python itself must be named in pyproject.toml, not come with something else."""
+    import ast
+
+    distributions = {
+        "cutlass": "nvidia-cutlass-dsl",
+        "cuda": "nvidia-cutlass-dsl",
+        "tvm_ffi": "apache-tvm-ffi",
+        "typing_extensions": "typing-extensions",
+        "flashinfer_bench": "flashinfer-bench",
+    }
+    required = {re.split(r"[\[<>=!~ ]", r)[0] for r in run.requirements("dev")}
+    scripts = ROOT / "scripts"
+    ours = {p.stem for p in scripts.glob("*.py")} | {"moe_fp8"}
+    absent = set()
+    for path in [*scripts.glob("*.py"), *(ROOT / "solutions/moe_fp8/core").glob("*.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            found = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                found = [str(node.module)]
+            for name in {n.split(".")[0] for n in found} - ours - set(sys.stdlib_module_names):
+                if distributions.get(name, name) not in required:
+                    absent.add(f"{name} ({path.name})")
+    assert not absent

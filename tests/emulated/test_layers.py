@@ -17,10 +17,10 @@ SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermedi
 SWAPPED = GemmConfig(tile_m=8, swap_ab=True)
 LAYERS = {
     "v2": PaddedLayer(VectorisedPermutation, GemmConfig(), SHAPE),
-    "v3": DispatchLayer(place_aligned, lambda *_: GemmConfig(cluster_n=2), SHAPE),
-    "v3 swapped": DispatchLayer(place_aligned, lambda *_: SWAPPED, SHAPE),
-    "flat": DispatchLayer(place_flat, lambda *_: GemmConfig(cluster_m=2), SHAPE),
-    "flat swapped": DispatchLayer(place_flat, lambda *_: SWAPPED, SHAPE),
+    "v3": DispatchLayer(place_aligned, lambda *_, **known: GemmConfig(cluster_n=2), SHAPE),
+    "v3 swapped": DispatchLayer(place_aligned, lambda *_, **known: SWAPPED, SHAPE),
+    "flat": DispatchLayer(place_flat, lambda *_, **known: GemmConfig(cluster_m=2), SHAPE),
+    "flat swapped": DispatchLayer(place_flat, lambda *_, **known: SWAPPED, SHAPE),
 }
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import MODES
 from moe_fp8.core.config import GemmConfig
 from problems import gemm
+from ptxemu import MODES
 from test_gemm import launch
 
 Edit = Callable[[str], str]
@@ -48,6 +48,14 @@ MUTATIONS = {
         True,
     ),
     "WGMMA is not waited for": (replace(r"wgmma\.wait_group\.sync\.aligned\s+0;", ""), True),
+    "WGMMA uses registers that were just accessed": (
+        replace(r"wgmma\.fence\.sync\.aligned;", ""),
+        True,
+    ),
+    "sums are read before WGMMA is complete": (
+        replace(r"(wgmma\.wait_group\.sync\.aligned\s+)0;", r"\g<1>1;"),
+        True,
+    ),
     "stages are released before WGMMA is complete": (release_before_wgmma_is_complete, True),
     "stages are never released": (
         replace(r"mbarrier\.arrive\.shared[^;]*;", "", consumers=True),
@@ -110,3 +118,43 @@ def test_noticed(name, emulator):
 
     assert any(seen(*schedule) for schedule in schedules) == broken
     assert edited
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(overlap=True, stages=3),
+        GemmConfig(tile_m=192, stages=2, dynamic=True, unroll=True, cluster_n=2),
+        GemmConfig(tile_m=8, swap_ab=True),
+        GemmConfig(tile_m=64, pingpong=True, overlap=True, stages=3),
+    ],
+    ids=str,
+)
+def test_registers_of_wgmma(config, emulator):
+    """What the kernel does right in every form of its main loop is a hazard without the fence."""
+    problem = gemm((130, 65), 256, 512, 256, exact=True)
+    edit = replace(r"wgmma\.fence\.sync\.aligned;", "")
+    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"missing-wgmma-fence"})):
+        launch(problem, config, ctas=2)
+        assert emulator.reports[-1].hazard_kinds() == expected
+
+
+@pytest.mark.parametrize("cluster_n", [1, 2])
+def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
+    """Lane 0 frees the slot that the other lanes still read: no result shows it."""
+    config = GemmConfig(tile_m=192, stages=2, dynamic=True, cluster_n=cluster_n)
+    problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
+    edit = replace(r"bar\.warp\.sync\s+-1;", "")
+    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"shared-race"})):
+        assert torch.equal(launch(problem, config, ctas=1), problem.expected)
+        assert emulator.reports[-1].hazard_kinds() == expected
+
+
+def test_scales_from_a_row_that_tma_cannot_start_at(emulator):
+    """A flat tile's scales are loaded from the multiple of 4 below its first row."""
+    problem = gemm((3, 130, 5), 256, 256, 256, exact=True, layout="flat")
+    assert torch.equal(launch(problem, GemmConfig(), ctas=2), problem.expected)
+    scales = r"(cp\.async\.bulk\.tensor\.2d\.shared\S+ \[[^\]]+\], \[%rd\d+, \{(%r\d+))"
+    emulator.host.ptx_transform = replace(scales, r"add.s32 \2, \2, 1; \1", -1)
+    with pytest.raises(emulator.EmulationError, match="not a multiple of 16 bytes"):
+        launch(problem, GemmConfig(), ctas=2)

@@ -82,6 +82,36 @@ def test_swiglu_quant_extremes(emulator):
     assert emulator.reports[-1].hazards == []
 
 
+def test_swiglu_quant_divides_by_the_scale(emulator):
+    """Values on the middle between two FP8 values, which go to the even one; multiplied by a
+    rounded 1 / scale some of them fall beside it."""
+    middles = torch.arange(17, 32, 2) / 16  # of e4m3's steps from 1 to 2
+    scales = 64.0 * torch.arange(3, 16, 2)  # as the gates: silu is the identity from 128 on
+    g = torch.zeros(len(scales), 2 * INTERMEDIATE)
+    g[:, :8], g[:, 8] = middles, 448
+    g[:, INTERMEDIATE:] = scales.unsqueeze(1)
+    assert torch.equal(g.bfloat16().float(), g)
+    q, scale = run_swiglu(g.bfloat16())
+    assert torch.equal(scale[0], scales)
+    wanted = middles.to(FP8).float().expand(len(scales), -1)
+    assert torch.equal(q[:, :8].float(), wanted)
+    times = middles * scales.unsqueeze(1) * (1 / scales).unsqueeze(1)
+    assert not torch.equal(times.to(FP8).float(), wanted), "a multiplication must show here"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
+    torch.manual_seed(1)
+    g = torch.randn(3, 2 * INTERMEDIATE).bfloat16()
+    g[1, 130] = bad
+    (q, scale), (expected_q, expected_scale) = run_swiglu(g), expected_swiglu(g)
+    assert q[1, 130].float().isnan() and expected_q[1, 130].float().isnan()
+    assert bool(scale[1, 1].isfinite()) == (bad != torch.inf)
+    zeros = torch.tensor(0, dtype=torch.uint8).view(FP8)
+    q[1, 130] = expected_q[1, 130] = zeros
+    check_swiglu((q, scale), (expected_q, expected_scale))
+
+
 def run_dispatch(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `function` into buffers of NaN."""
     a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
@@ -124,6 +154,41 @@ def test_dispatch_of_hardly_a_pair(pairs, mode, emulator):
     assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
     assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
     assert emulator.reports[-1].hazards == []
+
+
+def test_dispatch_to_a_row_past_32_bits(emulator):
+    """Only what is touched of the many rows before it takes memory."""
+    hidden, row = 512, 2**31 // 512 + 1
+    x, x_scale = fp8(2, hidden), torch.randn(4, 2)
+    pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
+    a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
+    a_scale = torch.empty(4, row + 1)
+    compile_dispatch(hidden, 2, "sm_90a")(x, x_scale, pair_row, a, a_scale)
+    assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
+    assert torch.equal(a_scale[:, row], x_scale[:, 0])
+    assert emulator.reports[-1].hazards == []
+
+
+def test_combine_of_a_row_past_32_bits(emulator):
+    hidden, row = 1024, 2**31 // 1024 + 1
+    o = torch.empty(row + 1, hidden, dtype=torch.bfloat16)
+    o[row] = torch.randn(hidden).bfloat16()
+    pair_row = torch.tensor([[row, -1]], dtype=torch.int32)
+    out = torch.full((1, hidden), UNTOUCHED, dtype=torch.bfloat16)
+    compile_combine(hidden, 2, "sm_90a")(o, pair_row, torch.tensor([[2.0, 5.0]]), out)
+    assert torch.equal(out[0], 2 * o[row])
+    assert emulator.reports[-1].hazards == []
+
+
+def test_combine_sums_slots_in_order(mode, emulator):
+    """2**30 + 1 is 2**30 in float32, so every order of these three gives another sum."""
+    hidden = 1024
+    values = torch.tensor([2.0**30, -(2.0**30), 1.0])
+    o = values.unsqueeze(1).expand(3, hidden).bfloat16().contiguous()
+    pair_row = torch.tensor([[0, 1, 2], [2, 0, 1], [0, 2, 1]], dtype=torch.int32)
+    out = torch.full((3, hidden), UNTOUCHED, dtype=torch.bfloat16)
+    compile_combine(hidden, 3, "sm_90a")(o, pair_row, torch.ones(3, 3), out)
+    assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -1,0 +1,96 @@
+"""Builds the C++ core on first use and keeps it in the user's cache directory."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "core"
+DIRECTORY_VARIABLE = "PTXEMU_BUILD_DIR"
+KEPT = 6
+"""Libraries that stay: of other checkouts, or of a core that one goes back to."""
+FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-ffp-contract=off",
+         "-fno-strict-aliasing", "-Wall"]  # fmt: skip
+
+
+class NoCompiler(RuntimeError):
+    """There is no C++ compiler; the message says which were looked for."""
+
+
+def library() -> Path:
+    """The shared library of the core as it is now.
+
+    Any number of processes may ask at once: one compiles, the others wait for it. Nothing is
+    written beside the sources, which may be read-only.
+
+    Raises:
+        NoCompiler: the library must be built and there is no C++ compiler.
+    """
+    compiler = _compiler()
+    built = _directory() / f"libptxemu-{_digest(compiler)}.so"
+    if built.exists():
+        return built
+    if compiler is None:
+        raise NoCompiler(
+            "the PTX emulator needs a C++17 compiler: set CXX or install g++ or clang++ "
+            "(Debian, Ubuntu: apt install g++)"
+        )
+    with open(built.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            draft = built.with_suffix(f".{os.getpid()}.tmp")
+            subprocess.run(
+                [compiler, *FLAGS, "-o", str(draft), str(SOURCES / "core.cpp")], check=True
+            )
+            draft.rename(built)
+            _remove_old(built.parent)
+    return built
+
+
+def _remove_old(directory: Path) -> None:
+    libraries = sorted(directory.glob("*.so"), key=lambda path: path.stat().st_mtime)
+    for library in libraries[:-KEPT]:
+        library.unlink(missing_ok=True)
+        library.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _compiler() -> str | None:
+    candidates = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    return next((c for c in candidates if c and shutil.which(c)), None)
+
+
+def _digest(compiler: str | None) -> str:
+    """Of all that decides the machine code: sources, compiler, flags, and the processor, because a
+    home directory may be shared by machines that differ."""
+    digest = hashlib.sha256(repr((compiler, FLAGS, _processor())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+        return next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
+
+
+def _directory() -> Path:
+    """Where built libraries are kept: a directory of the user's own that nobody else can write,
+    because what lies there is loaded and run."""
+    chosen = os.environ.get(DIRECTORY_VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    candidates = [Path(chosen)] if chosen else [Path(base) / "ptxemu"]
+    candidates.append(Path(tempfile.gettempdir()) / f"ptxemu-{os.getuid()}")
+    for directory in candidates:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        status = directory.stat()
+        others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if status.st_uid == os.getuid() and not others_write and os.access(directory, os.W_OK):
+            return directory
+    return Path(tempfile.mkdtemp(prefix="ptxemu-"))

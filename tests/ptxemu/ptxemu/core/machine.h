@@ -1,0 +1,319 @@
+// The state of the machine: launches in flight, their CTAs, warps and barriers, hazards found.
+#pragma once
+#include "shadow.h"
+
+static const u64 SHARED_WINDOW = 0xF0ull << 56, LOCAL_WINDOW = 0xE0ull << 56;
+static const u32 MAX_SMEM = 233472;  // of a CTA, with what the system keeps
+static const u32 RANK_SHIFT = 24, OFF_MASK = 0xFFFFFF;
+
+struct EmuError {
+  Str msg;
+};
+struct Ctx;
+struct Instr;
+struct Warp;
+struct Cta;
+struct Cluster;
+struct Machine;
+struct Launch;
+enum Status { NEXT, JUMPED, BLOCK, YIELD };
+typedef Status (*Handler)(Ctx&, const Instr&);
+
+struct Opnd {
+  char kind = 'S';  // R register, N negated predicate, A address, V vector, S sink, L label
+  int slot = -1;
+  s64 off = 0;
+  std::vector<Opnd> v;
+};
+// How an access takes part in synchronisation, and with whom.
+enum Sem : u8 { WEAK, RELAXED, ACQUIRE, RELEASE, ACQ_REL };
+enum Scope : u8 { SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU };
+struct Instr {
+  Handler fn = nullptr;
+  Str op, text;
+  int line = 0;
+  std::vector<Str> parts;
+  int pred = -1;
+  bool neg = false;
+  std::vector<Opnd> o;
+  int i0 = 0, i1 = 0, i2 = 0, i3 = 0, i4 = 0;  // decoded modifiers, per handler
+  Sem sem = WEAK;
+  Scope scope = SCOPE_GPU;
+  std::vector<u32> tracked;  // registers that WGMMA uses, see ops_wgmma.h
+  bool copies = false;       // a move, which takes over its source's state
+  bool has(const char* p) const {
+    for (auto& x : parts)
+      if (x == p) return true;
+    return false;
+  }
+  bool starts(const char* p) const { return op.compare(0, strlen(p), p) == 0; }
+};
+
+struct Program {
+  Str name;
+  int nslots = 0, local_bytes = 0, static_smem = 0;
+  std::vector<Instr> code;
+  std::vector<std::pair<int, u64>> consts;
+  std::vector<std::pair<int, int>> specials, params;
+  std::vector<std::pair<int, u32>> smem_syms;
+  std::unordered_map<int, u32> tracked;  // slot -> number of a register that WGMMA uses
+};
+
+struct MBar {
+  bool valid = false;
+  u32 phase = 0;
+  s32 count = 0, pending = 0;
+  s64 tx = 0;
+  int init_line = 0;
+  u32 agent = 0;                // of the asynchronous copies that complete here
+  Knowledge arriving, arrived;  // what arrivals of this phase, and of all phases before, know
+};
+
+struct AsyncOp {
+  std::function<void()> run;
+  int line;
+  const char* what;
+};
+struct Queue {
+  std::deque<AsyncOp> q;
+  bool loads = false;  // copies to shared memory: in any order, early in the mode early_loads
+};
+// Operations that were committed together, and the tick at which they were.
+template <class T>
+struct Groups {
+  struct Group {
+    T operations;
+    Tick tick;
+  };
+  std::deque<Group> committed;
+  T open{};
+  void commit(Tick tick) {
+    committed.push_back({std::move(open), tick});
+    open = T{};
+  }
+};
+
+struct BulkGroups : Groups<std::vector<AsyncOp>> {
+  std::deque<Tick> writing;  // groups that no wait has seen complete, by when they were committed
+};
+
+struct Group {
+  u32 pc = 0, mask = 0;
+  bool arrived = false;
+  u64 token = 0;  // for two-step barriers: arrival already counted
+  bool blocked = false;
+  Str why;
+};
+
+// What a store with release semantics, or a fence before it, publishes at a word: to readers in
+// scope that acquire it. CTA and cluster are for comparison only, they may be gone.
+struct Published {
+  Scope scope;
+  const Cta* cta;
+  const Cluster* cluster;
+  Knowledge knowledge;
+};
+typedef std::vector<Published> Publications;
+typedef std::unordered_map<u64, Publications> Flags;  // by address
+
+struct Warp {
+  Cta* cta = nullptr;
+  int id = 0;
+  u32 live = 0;
+  std::vector<Group> groups;
+  std::vector<u64> regs;
+  std::vector<u8> local;
+  BulkGroups bulk[32];
+  Queue wgmma;
+  Groups<int> wgmma_groups;  // of how many operations
+  struct WgmmaRegister {
+    u64 touched = 0;   // fences before its last access by an ordinary instruction
+    u64 used = 0;      // fences before its last WGMMA
+    Tick started = 0;  // when that one was started
+    int shape = 0;     // columns of that one
+  };
+  std::vector<WgmmaRegister> wgmma_registers;
+  u64 wgmma_fences = 0;
+  Tick wgmma_done = 0;  // WGMMAs that were started up to then have been waited for
+  Queue cpasync;
+  Groups<int> cpasync_groups;
+  std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st
+  u64 cluster_token = 0;
+  bool cluster_arrived = false;
+  u64 executed = 0;
+
+  u32 agent = 0;
+  // Agents of what this warp starts: WGMMA and cp.async; of bulk stores, reading shared memory and
+  // writing to global memory.
+  u32 wgmma_agent = 0, cpasync_agent = 0, bulk_read_agent = 0, bulk_write_agent = 0;
+  Knowledge knowledge;
+  Tick together = 0;      // the last time that all its lanes were brought together
+  Publications fenced;    // what a later relaxed store publishes: one element after a fence
+  Publications observed;  // what relaxed loads have seen: acquired by the next fence
+  u64* R(int slot) { return &regs[(size_t)slot * 32]; }
+};
+
+struct NamedBar {
+  int arrived = 0, expected = 0;
+  u64 gen = 0;
+  int line = 0;
+  std::map<int, u32> lanes;  // per warp: lanes that arrived in this phase
+  u32 red_and = 1, red_or = 0, red_popc = 0, last_and = 1, last_or = 0, last_popc = 0;
+  Knowledge arriving, released;
+};
+
+struct Cta {
+  Cluster* cluster = nullptr;
+  Launch* launch = nullptr;
+  int rank = 0;
+  u32 id[3] = {0, 0, 0};
+  std::vector<u8> smem, init;  // init: whether a byte was ever written
+  Shadow shadow;
+  Flags flags;
+  std::vector<MBar> mbars;
+  std::vector<u32> tmem;
+  std::vector<u8> tmem_init;
+  std::vector<s8> tmem_owner;  // owner per column
+  bool tmem_permit = true;
+  std::vector<Warp> warps;
+  NamedBar bars[16];
+  Queue tc;  // tcgen05 asynchronous operations, in order
+  u32 tc_agent = 0;
+  int nthreads = 0;
+  bool triggered = false;  // has executed griddepcontrol.launch_dependents
+  bool done() const {
+    for (auto& w : warps)
+      if (w.live) return false;
+    return true;
+  }
+};
+struct Cluster {
+  std::vector<std::unique_ptr<Cta>> ctas;
+  u32 id[3] = {0, 0, 0};
+  u64 bar_gen = 0;
+  int bar_arrived = 0;
+  Knowledge arriving, arrived;
+  Queue tma;
+  Cluster() { tma.loads = true; }
+  bool done() const {
+    for (auto& c : ctas)
+      if (!c->done()) return false;
+    return true;
+  }
+};
+
+struct Range {
+  u64 lo, hi;
+  Str label;
+};
+struct Hazard {
+  Str kind, msg;
+  int line;
+  u64 count;
+};
+
+// One kernel launch. Launches that are in flight together form a chain: each but the first may
+// start before the one before it has ended.
+struct Launch {
+  int index = 0;
+  const Program* p = nullptr;
+  u32 grid[3], block[3], cdim[3];
+  u32 smem_size = 0;
+  bool sm90 = false;
+  std::vector<u8> param_buf;
+  u8* params = nullptr;
+  std::vector<std::unique_ptr<Cluster>> clusters;  // resident
+  std::deque<std::array<u32, 3>> waiting;          // cluster coordinates not yet started
+  size_t room = 1;                                 // clusters at once
+  int smid = 0;
+  bool started = false, complete = false;
+  u64 ctas = 0, triggered = 0;  // CTAs in all, and those that have triggered or exited
+  // Launches (as bits) that this one knows to be complete: at its start; at the trigger or exit of
+  // any of its CTAs; when it waits for the launch before it.
+  u64 known = 0, known_at_trigger = 0, known_at_end = 0;
+  u64 executed = 0;
+  std::vector<Hazard> hazards;
+  std::map<std::pair<Str, int>, size_t> hazard_index;
+  void hazard(const char* kind, int line, const Str& msg) {
+    auto key = std::make_pair(Str(kind), line);
+    auto it = hazard_index.find(key);
+    if (it != hazard_index.end()) {
+      hazards[it->second].count++;
+      return;
+    }
+    hazard_index[key] = hazards.size();
+    hazards.push_back({kind, msg, line, 1});
+  }
+};
+
+struct Agent {
+  const Launch* launch;
+  const Cta* cta;  // gone when the CTA is: for comparison only
+  u32 id[3];
+  int warp;  // -1: none
+  const char* what;
+};
+
+// When a launch that may start before the one before it has ended does so.
+enum Dependents { LATE, EARLY, RANDOM };
+struct Options {
+  int mode = 0;
+  int dependents = LATE;
+  u64 seed = 0;
+  int max_resident = 64;
+  int strict = 0;
+  u64 max_instr = 4000000000ull;
+  int check_races = 1;
+  int clc_resident = 0;
+};
+
+struct Machine {
+  Options opt;
+  std::vector<std::unique_ptr<Launch>> launches;
+  std::vector<Queue*> queues;  // of all resident clusters
+  std::vector<Range> ranges, maps;
+  size_t last_range = 0;
+  Shadow shadow;  // of global memory
+  Flags flags;
+  std::vector<Agent> agents;
+  Launch* current = nullptr;  // the launch that runs
+  u64 effects = 0, clock = 0;
+  Tick tick = 0;
+  bool force_timeout = false;
+  bool new_turn = false;  // a launch may start now
+  std::mt19937_64 rng;
+};
+
+static u32 new_agent(Machine& m, const Cta& t, int warp, const char* what) {
+  if (m.agents.size() >> 20) throw EmuError{"too many CTAs in flight for the check of races"};
+  m.agents.push_back({t.launch, &t, {t.id[0], t.id[1], t.id[2]}, warp, what});
+  return (u32)m.agents.size() - 1;
+}
+
+struct Ctx {
+  Machine& m;
+  Cta& cta;
+  Warp& w;
+  Group& g;
+  u32 mask;  // lanes executing this instruction (after the predicate)
+  const Instr* ins;
+  Launch& launch() const { return *cta.launch; }
+  void hazard(const char* kind, const Str& msg) const { launch().hazard(kind, ins->line, msg); }
+};
+
+[[noreturn]] static void fail(const Ctx& c, const Str& msg) {
+  throw EmuError{fmt("%s\n  at CTA (%u,%u,%u) warp %d lanes %08x, PTX line %d: %s", msg.c_str(),
+                     c.cta.id[0], c.cta.id[1], c.cta.id[2], c.w.id, c.mask, c.ins->line,
+                     c.ins->text.substr(0, 200).c_str())};
+}
+static Str where(const Ctx& c) {
+  return fmt("CTA (%u,%u,%u) warp %d", c.cta.id[0], c.cta.id[1], c.cta.id[2], c.w.id);
+}
+
+template <class F>
+static inline void lanes(u32 m, F f) {
+  if (m == 0xffffffffu) {
+    for (int l = 0; l < 32; l++) f(l);
+  } else
+    for (; m; m &= m - 1) f(__builtin_ctz(m));
+}

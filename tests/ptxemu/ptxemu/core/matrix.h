@@ -1,0 +1,247 @@
+// Operands of the tensor cores in shared memory, tensor memory, and tcgen05.mma itself.
+#pragma once
+#include "tensor_map.h"
+
+struct OperandDesc {
+  u32 start, lbo, sbo;
+  int swz;
+};
+static OperandDesc smem_desc(const Ctx& c, u64 d, bool sm90) {
+  OperandDesc r;
+  r.start = (d & 0x3fff) << 4;
+  r.lbo = (d >> 16 & 0x3fff) << 4;
+  r.sbo = (d >> 32 & 0x3fff) << 4;
+  int base = d >> 49 & 7;
+  if (base) fail(c, "matrix descriptor with a base offset is not modelled");
+  if (sm90) {
+    static const int b[4] = {0, 3, 2, 1};
+    r.swz = b[d >> 62 & 3];
+  } else {
+    static const int b[8] = {0, 4, 3, -1, 2, -1, 1, -1};
+    r.swz = b[d >> 61 & 7];
+    if ((d >> 46 & 3) != 1)
+      fail(c, fmt("tcgen05 matrix descriptor %#lx does not have version 1", d));
+    if (d >> 52 & 1)
+      fail(c, "matrix descriptor with absolute leading-dimension mode is not modelled");
+  }
+  if (r.swz < 0) fail(c, fmt("matrix descriptor %#lx: swizzle mode not modelled", d));
+  return r;
+}
+// Reads rows x 32 bytes of an operand as floats: out[row * K + k].
+static void load_operand(const Async& op, const Actor& me, Cta& t, const OperandDesc& d,
+                         bool mn_major, int row0, int rows, Fmt f, float* out) {
+  int K = 256 / fmt_bits(f), T = 128 / fmt_bits(f), W = d.swz == 4 ? 8 : 1 << d.swz,
+      KA = d.swz == 4 ? 4 : 8;  // KA: rows of a swizzle atom along K
+  if (d.swz == 4 && !mn_major)
+    throw EmuError{fmt("%s: 32-byte-atom swizzle is only for MN-major operands, PTX line %d",
+                       op.what, op.ins->line)};
+  auto chunk = [&](u32 off) -> const u8* {
+    u32 a = d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off;
+    return async_read(op, me, t, a, 16);
+  };
+  if (!mn_major) {
+    for (int r = row0; r < row0 + rows; r++)
+      for (int j = 0; j < 2; j++) {
+        u32 off = d.swz ? (r % 8) * (16 << d.swz) + (r / 8) * d.sbo + j * 16
+                        : (r % 8) * 16 + (r / 8) * d.sbo + j * d.lbo;
+        const u8* p = chunk(off);
+        float* o = out + (size_t)(r - row0) * K + j * T;
+        for (int e = 0; e < T; e++) o[e] = fmt_load_at(f, p, e);
+      }
+  } else {
+    for (int k = 0; k < K; k++)
+      for (int cx = row0 / T; cx < (row0 + rows + T - 1) / T; cx++) {
+        u32 off = d.swz ? (cx % W) * 16 + (cx / W) * d.lbo + (k % KA) * (16 * W) + (k / KA) * d.sbo
+                        : cx * d.sbo + (k % 8) * 16 + (k / 8) * d.lbo;
+        const u8* p = chunk(off);
+        for (int e = 0; e < T; e++) {
+          int r = cx * T + e;
+          if (r >= row0 && r < row0 + rows) out[(size_t)(r - row0) * K + k] = fmt_load_at(f, p, e);
+        }
+      }
+  }
+}
+// acc[M][N] += A[M][K] * B[N][K], float32 accumulation in k order
+static void matmul(float* acc, const float* A, const float* B, int M, int N, int K) {
+  std::vector<float> bt((size_t)N * K);
+  for (int n = 0; n < N; n++)
+    for (int k = 0; k < K; k++) bt[(size_t)k * N + n] = B[(size_t)n * K + k];
+  for (int i = 0; i < M; i++) {
+    float* c = acc + (size_t)i * N;
+    for (int k = 0; k < K; k++) {
+      float a = A[(size_t)i * K + k];
+      const float* b = &bt[(size_t)k * N];
+      for (int n = 0; n < N; n++) c[n] += a * b[n];
+    }
+  }
+}
+
+static u32& tmem_cell(Cta& t, u32 lane, u32 col) { return t.tmem[(size_t)lane * 512 + col]; }
+static void tmem_check_cols(const Cta& t, u32 col, u32 n, int line, const char* what) {
+  for (u32 i = col; i < col + n; i++)
+    if (i >= 512 || t.tmem_owner[i] < 0)
+      throw EmuError{
+          fmt("%s touches TMEM column %u, which is not allocated (CTA rank %d), PTX line %d", what,
+              i, t.rank, line)};
+}
+static Fmt idesc_fmt(const Ctx& c, int kind, int code) {
+  if (kind == 0) {
+    if (code == 0) return F_F16;
+    if (code == 1) return F_BF16;
+  }
+  if (kind == 1 && code == 2) return F_TF32;
+  if (kind == 2) switch (code) {
+      case 0: return F_E4M3;
+      case 1: return F_E5M2;
+      case 3: return F_E2M3;
+      case 4: return F_E3M2;
+      case 5: return F_E2M1;
+    }
+  if (kind == 4 && (code == 1 || code == 5))
+    return F_FP4;  // 5 is what NVIDIA's 2cta_mma_blockscale_m128.py encodes
+  if (kind == 3) {
+    if (code == 0) return F_U8;
+    if (code == 1) return F_S8;
+  }
+  fail(c, fmt("instruction descriptor: operand format %d is not valid for this kind", code));
+}
+
+struct MmaArgs {
+  u32 d;
+  bool a_tmem;
+  u32 a_addr;
+  OperandDesc a, b;
+  u32 idesc;
+  bool acc;
+  int cg, kind;
+  std::vector<u32> disable;
+  Fmt fa, fb;
+  bool i8, f16acc;
+  int vec = 0;
+  u32 sfa = 0, sfb = 0;  // block scaling: elements per scale (0: none), TMEM addresses
+};
+// Where row i of the CTA's part of D lives, and how columns map.  cta_group::1 M=64 uses 16 of
+// every 32 lanes; cta_group::2 M=128 splits N over lanes 0-63 and 64-127.
+static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
+  const Actor me = op.actor(issuer.tc_agent, op.issued);
+  Launch& l = *op.launch;
+  int line = op.ins->line;
+  u32 id = x.idesc;
+  int N = (id >> 17 & 63) * 8, M = (id >> 24 & 31) * 16;
+  bool an = id >> 13 & 1, bn = id >> 14 & 1, amn = id >> 15 & 1, bmn = id >> 16 & 1;
+  int K = 256 / fmt_bits(x.fa);
+  const char* what = "tcgen05.mma";
+  // Scale of row r, block q of this instruction: TMEM lane r % 32 (replicated per quarter), column
+  // r / 32, byte id + q.
+  auto scale = [&](Cta& t, u32 addr, int first, int r, int q, u32 lane0 = 0) -> float {
+    u32 col = (addr & 0xffff) + r / 32, lane = lane0 + r % 32;
+    tmem_check_cols(t, col, 1, line, "tcgen05.mma scale factor");
+    if (!t.tmem_init[(size_t)lane * 512 + col])
+      l.hazard("uninitialised-tmem-read", line, "tcgen05.mma reads a scale factor never written");
+    u8 v = tmem_cell(t, lane, col) >> (8 * ((first + q) & 3));
+    return id >> 23 & 1 ? (v == 255 ? NAN : std::ldexp(1.0f, (int)v - 127)) : std::fabs(g_e4m3[v]);
+  };
+  Cluster& cl = *issuer.cluster;
+  Cta* pair[2] = {&issuer, nullptr};
+  if (x.cg == 2) {
+    pair[0] = cl.ctas[issuer.rank & ~1].get();
+    pair[1] = cl.ctas[issuer.rank | 1].get();
+  }
+  std::vector<float> B((size_t)N * K);
+  if (x.cg == 1)
+    load_operand(op, me, issuer, x.b, bmn, 0, N, x.fb, B.data());
+  else
+    for (int c = 0; c < 2; c++)
+      load_operand(op, me, *pair[c], x.b, bmn, 0, N / 2, x.fb, B.data() + (size_t)c * (N / 2) * K);
+  int rows = x.cg == 2 ? M / 2 : M;
+  std::vector<float> B0 = B;
+  for (int c = 0; c < x.cg; c++) {
+    if (x.vec)
+      for (int n = 0; n < N; n++)
+        for (int k = 0; k < K; k++)
+          B[(size_t)n * K + k] =
+              B0[(size_t)n * K + k] *
+              // with D split over lanes 0-63 and 64-127, the scales of the upper half of N sit in
+              // the upper lanes too
+              (rows == 64 && x.cg == 2 && n >= N / 2
+                   ? scale(*pair[c], x.sfb, id >> 4 & 3, n - N / 2, k / x.vec, 64)
+                   : scale(*pair[c], x.sfb, id >> 4 & 3, n, k / x.vec));
+    Cta& t = *pair[c];
+    std::vector<float> A((size_t)rows * K), acc((size_t)rows * N, 0.f);
+    std::vector<s64> iacc(x.i8 ? (size_t)rows * N : 0, 0);
+    auto lane_of = [&](int r, int n) -> u32 {
+      u32 base = x.d >> 16;
+      if (rows == 128) return base + r;
+      if (x.cg == 1) return base + (r / 16) * 32 + r % 16;
+      return base + r + (n >= N / 2 ? 64 : 0);
+    };
+    u32 col0 = x.d & 0xffff;
+    auto col_of = [&](int n) -> u32 {
+      return col0 + (rows == 64 && x.cg == 2 && n >= N / 2 ? n - N / 2 : n);
+    };
+    int ncols = rows == 64 && x.cg == 2 ? N / 2 : N;
+    tmem_check_cols(t, col0, ncols, line, what);
+    if (x.a_tmem) {
+      u32 ac = x.a_addr & 0xffff, al = x.a_addr >> 16;
+      tmem_check_cols(t, ac, 8, line, what);
+      for (int r = 0; r < rows; r++) {
+        u32 lane = rows == 128 ? al + r : x.cg == 1 ? al + (r / 16) * 32 + r % 16 : al + r;
+        for (int k = 0; k < K; k++)
+          A[(size_t)r * K + k] = fmt_load_at(x.fa, (const u8*)&tmem_cell(t, lane, ac), k);
+        for (int q = 0; q < 8; q++)
+          if (t.tmem_init[(size_t)lane * 512 + ac + q] & 2)
+            l.hazard("tmem-store-not-waited", line,
+                     "tcgen05.mma reads TMEM written by tcgen05.st without tcgen05.wait::st");
+        for (int q = 0; q < 8; q++)
+          if (!t.tmem_init[(size_t)lane * 512 + ac + q])
+            l.hazard("uninitialised-tmem-read", line,
+                     "tcgen05.mma A operand reads TMEM never written");
+      }
+    } else
+      load_operand(op, me, t, x.a, amn, 0, rows, x.fa, A.data());
+    if (x.vec)
+      for (int r = 0; r < rows; r++)
+        for (int k = 0; k < K; k++)
+          A[(size_t)r * K + k] *= scale(t, x.sfa, id >> 29 & 3, r, k / x.vec);
+    if (an != bn)
+      for (auto& v : A) v = -v;
+    bool uninit = false;
+    if (x.acc)
+      for (int r = 0; r < rows; r++)
+        for (int n = 0; n < N; n++) {
+          u32 lane = lane_of(r, n), col = col_of(n);
+          if (!t.tmem_init[(size_t)lane * 512 + col]) uninit = true;
+          if (t.tmem_init[(size_t)lane * 512 + col] & 2)
+            l.hazard(
+                "tmem-store-not-waited", line,
+                "tcgen05.mma accumulates onto TMEM written by tcgen05.st without tcgen05.wait::st");
+          u32 v = tmem_cell(t, lane, col);
+          if (x.i8)
+            iacc[(size_t)r * N + n] = (s32)v;
+          else
+            acc[(size_t)r * N + n] = x.f16acc ? half_to_float((u16)v) : bits<float>(v);
+        }
+    if (uninit)
+      l.hazard("uninitialised-tmem-read", line, "tcgen05.mma accumulates onto TMEM never written");
+    if (!x.i8)
+      matmul(acc.data(), A.data(), B.data(), rows, N, K);
+    else
+      for (int r = 0; r < rows; r++)
+        for (int n = 0; n < N; n++) {
+          s64 v = 0;
+          for (int k = 0; k < K; k++) v += (s64)A[(size_t)r * K + k] * (s64)B[(size_t)n * K + k];
+          iacc[(size_t)r * N + n] += v;
+        }
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < N; n++) {
+        u32 lane = lane_of(r, n), col = col_of(n);
+        u32 dl = lane + (x.cg == 2 ? c * 128 : 0);
+        if (x.disable.size() > dl / 32 && (x.disable[dl / 32] >> (dl % 32) & 1)) continue;
+        float v = acc[(size_t)r * N + n];
+        s64 iv = x.i8 ? iacc[(size_t)r * N + n] : 0;
+        if (id & 8) iv = std::max<s64>(-2147483648ll, std::min<s64>(2147483647ll, iv));
+        tmem_cell(t, lane, col) = x.i8 ? (u32)(s32)iv : x.f16acc ? float_to_half(v) : bits<u32>(v);
+        t.tmem_init[(size_t)lane * 512 + col] = 1;
+      }
+  }
+}

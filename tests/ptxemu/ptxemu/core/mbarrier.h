@@ -1,0 +1,64 @@
+// mbarrier objects: arrivals, transaction bytes, phases.
+#pragma once
+#include "memory.h"
+
+static MBar& mbar_at(Cta& self, u32 addr, const Ctx* c, int line, Cta** owner = nullptr) {
+  Cta& t = shared_target(self, addr, 8, c);
+  if (addr & 7) throw EmuError{fmt("misaligned mbarrier %#x, PTX line %d", addr, line)};
+  if (owner) *owner = &t;
+  return t.mbars[(addr & OFF_MASK) >> 3];
+}
+static MBar& mbar_in_use(Cta& self, u32 addr, const Ctx* c, int line) {
+  MBar& b = mbar_at(self, addr, c, line);
+  if (!b.valid)
+    throw EmuError{
+        fmt("mbarrier at shared offset %u (CTA rank %u) used before mbarrier.init, PTX line %d",
+            addr & OFF_MASK, addr >> RANK_SHIFT, line)};
+  return b;
+}
+static void mbar_settle(Machine& m, MBar& b) {
+  m.effects++;
+  if (b.pending == 0 && b.tx == 0) {
+    b.phase++;
+    b.pending = b.count;
+    b.arrived.join(b.arriving);
+    b.arriving = Knowledge();
+  }
+}
+// `known`: what those who arrive make known to those who wait; null where they only count.
+static u32 mbar_arrive(Machine& m, Cta& self, u32 addr, s32 n, s64 expect, int line, const Ctx* c,
+                       const Knowledge* known) {
+  MBar& b = mbar_in_use(self, addr, c, line);
+  u32 phase = b.phase;
+  b.tx += expect;
+  b.pending -= n;
+  if (b.pending < 0)
+    throw EmuError{
+        fmt("mbarrier at shared offset %u (CTA rank %u, count %d) received more arrivals than its "
+            "phase expects, PTX line %d",
+            addr & OFF_MASK, addr >> RANK_SHIFT, b.count, line)};
+  if (known) b.arriving.join(*known);
+  mbar_settle(m, b);
+  return phase;
+}
+static void mbar_tx(Machine& m, Cta& self, u32 addr, s64 delta, int line) {
+  MBar& b = mbar_in_use(self, addr, nullptr, line);
+  b.tx += delta;
+  if (b.tx < -(1 << 20) || b.tx > (1 << 20) - 1)
+    throw EmuError{fmt("mbarrier at shared offset %u: tx-count %ld out of range, PTX line %d",
+                       addr & OFF_MASK, (long)b.tx, line)};
+  mbar_settle(m, b);
+}
+// The accesses of an asynchronous copy that completes on an mbarrier, made now.
+static Actor copy_actor(const Async& op, Cta& self, u32 bar) {
+  return op.actor(mbar_in_use(self, bar, nullptr, op.ins->line).agent, ++op.m->tick);
+}
+static void mbar_complete(const Async& op, const Actor& me, Cta& self, u32 bar, u32 bytes) {
+  mbar_in_use(self, bar, nullptr, op.ins->line).arriving.learn({me.agent, ~0u, me.tick, me.tick});
+  mbar_tx(*op.m, self, bar, -(s64)bytes, op.ins->line);
+}
+static u32 to_shared(const Ctx& c, int space, u64 a) {
+  if (space == 0 && a >> 56 != 0xF0)
+    fail(c, fmt("generic address %#lx is not in shared memory", a));
+  return (u32)a;
+}

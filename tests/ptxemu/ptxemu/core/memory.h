@@ -1,0 +1,332 @@
+// Accesses to memory: bounds, contents, and the order in which they are made.
+#pragma once
+#include "machine.h"
+
+static Cta& shared_target(Cta& self, u32 addr, u32 size, const Ctx* c) {
+  u32 rank = addr >> RANK_SHIFT, off = addr & OFF_MASK;
+  Str problem;
+  if (rank >= self.cluster->ctas.size())
+    problem = fmt("shared address %#x names CTA rank %u, but the cluster has %zu CTAs", addr, rank,
+                  self.cluster->ctas.size());
+  else if (off + size > self.cluster->ctas[rank]->smem.size())
+    problem = fmt("shared memory access out of bounds: offset %u + %u bytes, the CTA has %zu", off,
+                  size, self.cluster->ctas[rank]->smem.size());
+  if (problem.empty()) return *self.cluster->ctas[rank];
+  if (c) fail(*c, problem);
+  throw EmuError{problem};
+}
+static const Range* range_of(Machine& m, u64 a, u32 n) {
+  auto inside = [&](const Range& r) { return a >= r.lo && a + n <= r.hi; };
+  if (m.last_range < m.ranges.size() && inside(m.ranges[m.last_range]))
+    return &m.ranges[m.last_range];
+  for (size_t i = 0; i < m.ranges.size(); i++)
+    if (inside(m.ranges[i])) {
+      m.last_range = i;
+      return &m.ranges[i];
+    }
+  return nullptr;
+}
+static void check_global(const Ctx& c, u64 a, u32 n, bool write) {
+  Machine& m = c.m;
+  if (range_of(m, a, n)) return;
+  Str near;
+  for (auto& r : m.ranges)
+    if (a + n > r.lo - 65536 && a < r.hi + 65536)
+      near += fmt(" [%s %#lx..%#lx: offset %ld of %ld]", r.label.c_str(), r.lo, r.hi,
+                  (long)(a - r.lo), (long)(r.hi - r.lo));
+  bool mapped = false;
+  for (auto& r : m.maps) mapped |= a >= r.lo && a + n <= r.hi;
+  Str msg = fmt("global %s of %u bytes at %#lx is outside every registered tensor%s",
+                write ? "write" : "read", n, a, near.c_str());
+  if (!mapped || m.opt.strict) fail(c, msg);
+  c.hazard(write ? "global-write-outside-tensors" : "global-read-outside-tensors",
+           msg + " (" + where(c) + ")");
+}
+
+static inline int space_at(u64 addr, int space) {
+  if (space) return space;
+  u8 top = addr >> 56;
+  return top == 0xF0 ? 2 : top == 0xE0 ? 3 : 1;
+}
+
+// ---- order
+
+// What the executing lanes make known when they release: their own accesses so far, those of the
+// other lanes up to when the warp was last together, and all that the warp knows.
+static const Knowledge& release(const Ctx& c) {
+  Warp& w = c.w;
+  bool whole = !(w.live & ~c.mask);
+  w.knowledge.learn({w.agent, c.mask, whole ? c.m.tick : w.together, c.m.tick});
+  return w.knowledge;
+}
+// What one lane learns counts for its whole warp.
+static void acquire(const Ctx& c, const Knowledge& k) { c.w.knowledge.join(k); }
+
+static bool in_scope(Scope scope, const Cta* a, const Cluster* of_a, const Cta& b) {
+  return scope == SCOPE_GPU || (scope == SCOPE_CLUSTER ? of_a == b.cluster : a == &b);
+}
+static void publish(Publications& at, const Published& p) {
+  for (auto& old : at)
+    if (old.cta == p.cta && old.scope == p.scope) {
+      old.knowledge.join(p.knowledge);
+      return;
+    }
+  at.push_back(p);
+}
+// A load of a word that others publish at has seen what was published.
+static void observe(const Ctx& c, const Publications& at, bool acquires) {
+  for (auto& p : at) {
+    if (!in_scope(p.scope, p.cta, p.cluster, c.cta)) continue;
+    if (!acquires)
+      publish(c.w.observed, p);
+    else if (in_scope(c.ins->scope, p.cta, p.cluster, c.cta))
+      acquire(c, p.knowledge);
+  }
+}
+static Published own_publication(const Ctx& c, Scope scope) {
+  return {scope, &c.cta, c.cta.cluster, release(c)};
+}
+static Flags& flags_of(const Ctx& c, int space, u64 address, u64* key) {
+  bool shared = space_at(address, space) == 2;
+  *key = shared ? address & OFF_MASK : address;
+  return shared ? shared_target(c.cta, (u32)address, 1, &c).flags : c.m.flags;
+}
+static void flag_read(const Ctx& c, int space, u64 address) {
+  Sem sem = c.ins->sem;
+  if (sem == WEAK) return;
+  u64 key;
+  Flags& flags = flags_of(c, space, address, &key);
+  auto i = flags.find(key);
+  if (i != flags.end()) observe(c, i->second, sem == ACQUIRE || sem == ACQ_REL);
+}
+// `modifies`: of an atomic operation, which adds to what was published; a store replaces it.
+static void flag_write(const Ctx& c, int space, u64 address, bool modifies) {
+  Sem sem = c.ins->sem;
+  u64 key;
+  Flags& flags = flags_of(c, space, address, &key);
+  bool releases = sem == RELEASE || sem == ACQ_REL;
+  bool says = releases || (sem != WEAK && !c.w.fenced.empty());
+  if (!modifies && (says || !flags.empty())) flags.erase(key);
+  if (says) publish(flags[key], releases ? own_publication(c, c.ins->scope) : c.w.fenced[0]);
+}
+// fence.acq_rel, fence.sc, membar
+static void memory_fence(const Ctx& c) {
+  Publications seen;
+  seen.swap(c.w.observed);
+  observe(c, seen, true);
+  c.w.fenced.assign(1, own_publication(c, c.ins->scope));
+}
+
+static Actor thread_actor(const Ctx& c, int lane) {
+  Actor a;
+  a.agent = c.w.agent;
+  a.lanes = 1u << lane;
+  a.tick = c.m.tick;
+  a.together = c.w.together;
+  a.pc = (u16)std::min<size_t>(c.ins - c.launch().p->code.data(), 65535);
+  a.knowledge = &c.w.knowledge;
+  return a;
+}
+// An operation of the asynchronous proxy: what was known when it was started.
+struct Async {
+  Machine* m;
+  Launch* launch;
+  const Instr* ins;
+  u32 lanes;
+  Tick issued;
+  Knowledge knowledge;
+  const char* what;
+  Actor actor(u32 agent, Tick tick) const {
+    Actor a;
+    a.agent = agent;
+    a.lanes = lanes;
+    a.tick = tick;
+    a.async = true;
+    a.pc = (u16)std::min<size_t>(ins - launch->p->code.data(), 65535);
+    a.knowledge = &knowledge;
+    return a;
+  }
+};
+static Async async_operation(const Ctx& c, u32 lanes, const char* what) {
+  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, release(c), what};
+}
+
+static Str describe(const Machine& m, const Agent& a) {
+  Str s = m.launches.size() > 1 ? fmt("launch %d, ", a.launch->index) : Str();
+  s += fmt("CTA (%u,%u,%u)", a.id[0], a.id[1], a.id[2]);
+  if (a.warp >= 0) s += fmt(" warp %d", a.warp);
+  return *a.what ? s + ", " + a.what : s;
+}
+// Two accesses to the same bytes, one of them a write, that nothing orders.
+static void report_race(Machine& m, Launch& l, const Actor& me, const Access& other, bool write,
+                        const Str& place, int line, bool shared) {
+  const Agent &mine = m.agents[me.agent], &theirs = m.agents[other.agent];
+  auto& code = theirs.launch->p->code;
+  Str at = other.pc < code.size() && other.pc < 65535 ? fmt("PTX line %d", code[other.pc].line)
+                                                      : Str("an unknown line");
+  if (me.agent == other.agent && !me.async) {
+    l.hazard(
+        "missing-warp-sync", line,
+        fmt("%s: lane mask %08x %s %s, which lane mask %08x of the same warp %s at %s, without "
+            "bar.warp.sync in between",
+            describe(m, mine).c_str(), me.lanes, write ? "writes" : "reads", place.c_str(),
+            other.lanes, other.write ? "wrote" : "read", at.c_str()));
+    return;
+  }
+  Str hint = mine.launch != theirs.launch ? " (griddepcontrol.wait?)" : "";
+  l.hazard(
+      shared ? "shared-race" : "global-race", line,
+      fmt("%s %s %s, which %s %s at %s, and nothing orders the one after the other%s",
+          describe(m, mine).c_str(), write ? "writes" : "reads", place.c_str(),
+          describe(m, theirs).c_str(), other.write ? "wrote" : "read", at.c_str(), hint.c_str()));
+}
+// Whether `other` is ordered before what `me` does, given that launches may be known as a whole.
+static bool ordered(const Machine& m, const Actor& me, const Access& other) {
+  u32 launch = m.agents[other.agent].launch->index;
+  return (me.knowledge->memory.launches >> launch & 1) || me.knows(other);
+}
+static bool fenced(const Machine& m, const Actor& me, const Access& other, const Clock& proxy) {
+  u32 launch = m.agents[other.agent].launch->index;
+  return (proxy.launches >> launch & 1) || me.knows(other, proxy);
+}
+// Checks an access against those that the memory remembers, and adds it to them.
+template <class Place>
+static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
+                  bool write, int line, bool shared, Place place) {
+  if (!m.opt.check_races) return;
+  Access seen{};  // chunk after chunk it is mostly one and the same
+  const Knowledge& k = *me.knowledge;
+  shadow.access(me, address, n, write, [&](const Access& a, u64 at) {
+    if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return;
+    bool ordinary = !a.async || a.copied;
+    if (!ordered(m, me, a)) {
+      report_race(m, l, me, a, write, place(at), line, shared);
+    } else if (me.async && !me.copied && !write && a.write && ordinary &&
+               !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy)) {
+      l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
+               fmt("%s reads %s, which %s wrote, without fence.proxy.async in between",
+                   describe(m, m.agents[me.agent]).c_str(), place(at).c_str(),
+                   describe(m, m.agents[a.agent]).c_str()));
+    } else
+      seen = a;
+  });
+}
+static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
+                         int line) {
+  order(m, l, me, m.shadow, address, n, write, line, false, [&](u64 at) {
+    const Range* r = range_of(m, at, 1);
+    return r ? fmt("[%s + %lu]", r->label.c_str(), at - r->lo) : fmt("global %#lx", at);
+  });
+}
+static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
+                         int line) {
+  order(m, l, me, t.shadow, off, n, write, line, true,
+        [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
+}
+
+// ---- accesses of threads
+
+static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
+  for (u32 i = 0; i < n; i++)
+    if (!t.init[off + i]) {
+      c.hazard("uninitialised-shared-read",
+               fmt("shared offset %u was never written (%s)", off + i, where(c).c_str()));
+      return;
+    }
+}
+// state space codes: 0 generic, 1 global, 2 shared, 3 local, 4 param/const (host address)
+static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lane,
+                            bool strong = false) {
+  if (addr % n) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
+  space = space_at(addr, space);
+  if (space == 2) {
+    Cta& t = shared_target(c.cta, (u32)addr, n, &c);
+    u32 off = addr & OFF_MASK;
+    smem_check_init(c, t, off, n);
+    Actor me = thread_actor(c, lane);
+    me.strong = strong;
+    order_shared(c.m, c.launch(), me, t, off, n, false, c.ins->line);
+    memcpy(dst, &t.smem[off], n);
+  } else if (space == 3) {
+    u32 off = (u32)addr, size = c.launch().p->local_bytes;
+    if (off + n > size) fail(c, "local memory access out of bounds");
+    memcpy(dst, &c.w.local[(size_t)lane * size + off], n);
+  } else {
+    if (space != 4) {
+      check_global(c, addr, n, false);
+      Actor me = thread_actor(c, lane);
+      me.strong = strong;
+      order_global(c.m, c.launch(), me, addr, n, false, c.ins->line);
+    }
+    memcpy(dst, (void*)addr, n);
+  }
+}
+static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, int lane,
+                             bool strong = false) {
+  if (addr % n) fail(c, fmt("misaligned %u-byte write at %#lx", n, addr));
+  space = space_at(addr, space);
+  if (space == 2) {
+    Cta& t = shared_target(c.cta, (u32)addr, n, &c);
+    u32 off = addr & OFF_MASK;
+    Actor me = thread_actor(c, lane);
+    me.strong = strong;
+    order_shared(c.m, c.launch(), me, t, off, n, true, c.ins->line);
+    memcpy(&t.smem[off], src, n);
+    memset(&t.init[off], 1, n);
+    c.m.effects++;
+  } else if (space == 3) {
+    u32 off = (u32)addr, size = c.launch().p->local_bytes;
+    if (off + n > size) fail(c, "local memory access out of bounds");
+    memcpy(&c.w.local[(size_t)lane * size + off], src, n);
+  } else {
+    check_global(c, addr, n, true);
+    Actor me = thread_actor(c, lane);
+    me.strong = strong;
+    order_global(c.m, c.launch(), me, addr, n, true, c.ins->line);
+    memcpy((void*)addr, src, n);
+    c.m.effects++;
+  }
+}
+
+// ---- accesses of asynchronous operations
+
+static void in_shared(const Async& op, const Cta& t, u32 off, u32 n) {
+  if (off + n > t.smem.size())
+    throw EmuError{
+        fmt("%s accesses shared memory out of bounds (offset %u + %u, size %zu), PTX "
+            "line %d",
+            op.what, off, n, t.smem.size(), op.ins->line)};
+}
+static const u8* async_read(const Async& op, const Actor& me, Cta& t, u32 off, u32 n) {
+  in_shared(op, t, off, n);
+  if (memchr(&t.init[off], 0, n))
+    op.launch->hazard("uninitialised-shared-read", op.ins->line,
+                      fmt("%s reads shared bytes never written, near offset %u of CTA rank %d",
+                          op.what, off, t.rank));
+  order_shared(*op.m, *op.launch, me, t, off, n, false, op.ins->line);
+  return &t.smem[off];
+}
+static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const u8* src, u32 n) {
+  in_shared(op, t, off, n);
+  order_shared(*op.m, *op.launch, me, t, off, n, true, op.ins->line);
+  memcpy(&t.smem[off], src, n);
+  memset(&t.init[off], 1, n);
+}
+static const u8* async_read_global(const Async& op, const Actor& me, u64 address, u32 n) {
+  order_global(*op.m, *op.launch, me, address, n, false, op.ins->line);
+  return (const u8*)address;
+}
+static u8* async_write_global(const Async& op, const Actor& me, u64 address, u32 n) {
+  order_global(*op.m, *op.launch, me, address, n, true, op.ins->line);
+  op.m->effects++;
+  return (u8*)address;
+}
+
+// ---- proxies
+
+// fence.proxy.async: what is ordered before it is seen by the asynchronous proxy after it.
+static void proxy_fence(const Ctx& c, bool shared, bool global) {
+  const Knowledge& k = release(c);
+  if (shared) c.w.knowledge.shared_proxy.join(k.memory);
+  if (global) c.w.knowledge.global_proxy.join(k.memory);
+}

@@ -1,0 +1,219 @@
+// Handlers: named, cluster and mbarrier barriers.
+#pragma once
+#include "ops_warp.h"
+
+static int cta_expected(Cta& t) {
+  int n = 0;
+  for (auto& w : t.warps)
+    if (w.live) n += 32;
+  return n;
+}
+static void cta_bar_release(Machine& m, NamedBar& b) {
+  b.gen++;
+  b.arrived = 0;
+  b.expected = 0;
+  b.lanes.clear();
+  m.effects++;
+  b.last_and = b.red_and;
+  b.last_or = b.red_or;
+  b.last_popc = b.red_popc;
+  b.red_and = 1;
+  b.red_or = b.red_popc = 0;
+  b.released.join(b.arriving);
+  b.arriving = Knowledge();
+}
+static void cta_bar_check(Machine& m,
+                          Cta& t) {  // after a warp exits: barriers over the whole CTA may complete
+  for (auto& b : t.bars)
+    if (b.arrived && b.expected == -1 && b.arrived >= cta_expected(t)) cta_bar_release(m, b);
+}
+// i0: 0 sync, 1 arrive, 2 red.and, 3 red.or, 4 red.popc; i1 aligned; i2 index of the barrier
+// operand
+static Status h_bar(ARGS) {
+  if (I.i1) { CONVERGED_ALL("bar (aligned)") }
+  int lead = __builtin_ctz(c.mask), bi = I.i2, extra = I.i0 >= 2 ? 1 : 0;
+  u32 id = (u32)RS(bi)[lead];
+  if (id > 15) fail(c, "barrier id above 15");
+  NamedBar& b = c.cta.bars[id];
+  int want = (int)I.o.size() - bi - extra > 1 ? (int)RS(bi + 1)[lead] : -1;
+  auto finish = [&] {
+    acquire(c, b.released);
+    if (I.i0 >= 2)
+      lanes(c.mask, [&](int l) {
+        RS(0)[l] = I.i0 == 2 ? b.last_and : I.i0 == 3 ? b.last_or : b.last_popc;
+      });
+  };
+  if (!c.g.arrived) {
+    if (b.arrived && b.expected != want && !(want == -1 && b.expected == c.cta.nthreads) &&
+        !(b.expected == -1 && want == c.cta.nthreads))
+      fail(c, fmt("named barrier %u used with %d threads while another warp (PTX line %d) uses %d",
+                  id, want, b.line, b.expected));
+    if (want > 0 && want % 32) fail(c, "barrier thread count is not a multiple of the warp size");
+    if (b.lanes[c.w.id] & c.mask)
+      fail(c, fmt("lanes %08x arrive twice at named barrier %u in one phase",
+                  b.lanes[c.w.id] & c.mask, id));
+    b.expected = want;
+    b.line = I.line;
+    // a warp whose live lanes have all arrived counts as 32 threads
+    u32 before = b.lanes[c.w.id], now = before | c.mask;
+    b.lanes[c.w.id] = now;
+    b.arrived +=
+        (now & c.w.live) == c.w.live ? 32 - __builtin_popcount(before) : __builtin_popcount(c.mask);
+    if (I.i0 >= 2)
+      lanes(c.mask, [&](int l) {
+        u32 v = predval(c, I.o.back(), l);
+        b.red_and &= v;
+        b.red_or |= v;
+        b.red_popc += v;
+      });
+    b.arriving.join(release(c));
+    c.m.effects++;
+    u64 gen = b.gen;
+    int need = want == -1 ? cta_expected(c.cta) : want;
+    if (b.arrived > need)
+      fail(c, fmt("named barrier %u received %d threads, expected %d", id, b.arrived, need));
+    if (b.arrived == need) {
+      cta_bar_release(c.m, b);
+      finish();
+      return NEXT;
+    }
+    if (I.i0 == 1) return NEXT;
+    c.g.arrived = true;
+    c.g.token = gen;
+  }
+  if (b.gen != c.g.token) {
+    c.g.arrived = false;
+    finish();
+    return NEXT;
+  }
+  c.g.why = fmt("barrier %u: %d of %d threads arrived", id, b.arrived,
+                want == -1 ? cta_expected(c.cta) : want);
+  return BLOCK;
+}
+static void cluster_bar_release(Cluster& k) {
+  k.bar_gen++;
+  k.bar_arrived = 0;
+  k.arrived.join(k.arriving);
+  k.arriving = Knowledge();
+}
+static Status h_cluster_arrive(ARGS) {  // i0: release
+  Cluster& k = *c.cta.cluster;
+  if (I.i1) { CONVERGED_ALL("barrier.cluster.arrive.aligned") }
+  c.w.cluster_token = k.bar_gen;
+  c.w.cluster_arrived = true;
+  k.bar_arrived += __builtin_popcount(c.mask);
+  if (I.i0)
+    k.arriving.join(release(c));
+  else if (!c.w.fenced.empty())
+    k.arriving.join(c.w.fenced[0].knowledge);
+  c.m.effects++;
+  int need = 0;
+  for (auto& t : k.ctas)
+    for (auto& w : t->warps) need += __builtin_popcount(w.live);
+  if (k.bar_arrived >= need) cluster_bar_release(k);
+  return NEXT;
+}
+static Status h_cluster_wait(ARGS) {
+  Cluster& k = *c.cta.cluster;
+  if (!c.w.cluster_arrived) fail(c, "barrier.cluster.wait without a preceding arrive");
+  if (k.bar_gen != c.w.cluster_token) {
+    acquire(c, k.arrived);
+    return NEXT;
+  }
+  int need = 0;
+  for (auto& t : k.ctas)
+    for (auto& w : t->warps) need += __builtin_popcount(w.live);
+  if (k.bar_arrived >= need) {
+    cluster_bar_release(k);
+    c.m.effects++;
+    acquire(c, k.arrived);
+    return NEXT;
+  }
+  c.g.why = fmt("barrier.cluster.wait: %d of %d threads arrived", k.bar_arrived, need);
+  return BLOCK;
+}
+// mbarrier ops: i1 space (0 generic, 2 shared)
+static Status h_mbar_init(ARGS) {
+  lanes(c.mask, [&](int l) {
+    u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
+    Cta* own;
+    MBar& b = mbar_at(c.cta, a, &c, I.line, &own);
+    if (b.valid && b.pending != b.count)
+      c.hazard("mbarrier-reinit", "mbarrier.init on a barrier with arrivals pending");
+    s32 n = (s32)RS(1)[l];
+    if (n < 1 || n >= 1 << 20) fail(c, fmt("mbarrier.init with count %d", n));
+    b = MBar();
+    b.valid = true;
+    b.count = b.pending = n;
+    b.init_line = I.line;
+    b.agent = new_agent(c.m, *own, -1, "asynchronous copy");
+    memset(&own->init[a & OFF_MASK], 1, 8);
+    c.m.effects++;
+  });
+  return NEXT;
+}
+static Status h_mbar_inval(ARGS) {
+  lanes(c.mask, [&](int l) {
+    mbar_at(c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)), &c, I.line).valid = false;
+  });
+  return NEXT;
+}
+// arrive: i0 1 = with expect_tx; i2 1 = arrive_drop; i3 index of the address operand
+static Status h_mbar_arrive(ARGS) {
+  int ai = I.i3;
+  lanes(c.mask, [&](int l) {
+    u32 a = to_shared(c, I.i1, addr_of(c, I.o[ai], l, I.i1));
+    s64 tx = 0;
+    s32 n = 1;
+    if (I.i0)
+      tx = (u32)RS(ai + 1)[l];
+    else if ((int)I.o.size() > ai + 1)
+      n = (s32)RS(ai + 1)[l];
+    if (I.i2) { mbar_in_use(c.cta, a, &c, I.line).count -= n; }
+    const Knowledge* known = I.sem == RELEASE      ? &release(c)
+                             : !c.w.fenced.empty() ? &c.w.fenced[0].knowledge
+                                                   : nullptr;
+    u32 ph = mbar_arrive(c.m, c.cta, a, n, tx, I.line, &c, known);
+    if (ai == 1 && I.o[0].slot >= 0) RS(0)[l] = ph;
+  });
+  return NEXT;
+}
+static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
+  lanes(c.mask, [&](int l) {
+    mbar_tx(c.m, c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)),
+            I.i0 ? -(s64)(u32)RS(1)[l] : (s64)(u32)RS(1)[l], I.line);
+  });
+  return NEXT;
+}
+// wait: i0 1 = parity form, i2 1 = try (may block)
+static Status h_mbar_wait(ARGS) {
+  u32 done = 0;
+  const MBar* acquired = nullptr;
+  Str why;
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
+    MBar& b = mbar_in_use(c.cta, a, &c, I.line);
+    u32 st = (u32)RS(2)[l];
+    bool ok = I.i0 ? (b.phase & 1) != (st & 1) : b.phase != st;
+    if (ok) {
+      done |= 1u << l;
+      if (&b != acquired && I.sem == ACQUIRE) acquire(c, b.arrived);
+      if (&b != acquired && I.sem == RELAXED)
+        publish(c.w.observed, {SCOPE_CLUSTER, &c.cta, c.cta.cluster, b.arrived});
+      acquired = &b;
+    } else
+      why =
+          fmt("try_wait at PTX line %d on mbarrier at shared offset %u (CTA rank %u, init at PTX "
+              "line %d): waiting %s %u; now phase %u, %d of %d arrivals pending, tx-count %ld",
+              I.line, a & OFF_MASK, a >> RANK_SHIFT, b.init_line, I.i0 ? "parity" : "state", st,
+              b.phase, b.pending, b.count, (long)b.tx);
+  }
+  if (I.i2 && done != c.mask && !c.m.force_timeout) {
+    c.g.why = why;
+    return BLOCK;
+  }
+  if (done != c.mask) c.g.why = why;
+  lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
+  return done == c.mask ? NEXT : YIELD;
+}

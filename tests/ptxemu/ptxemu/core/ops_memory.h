@@ -1,0 +1,274 @@
+// Handlers: ld, st, atom, address spaces, branches, exit.
+#pragma once
+#include "ops_arithmetic.h"
+
+static inline u64 addr_of(Ctx& c, const Opnd& o, int l) { return c.w.R(o.slot)[l] + (u64)o.off; }
+static inline u64 addr_of(Ctx& c, const Opnd& o, int l, int space) {
+  u64 a = c.w.R(o.slot)[l] + (u64)o.off;
+  return space == 2 || space == 3 ? (u32)a : a;
+}
+
+// i0 type, i1 space, i2 vector width
+static Status h_ld(ARGS) {
+  int by = ty_bytes(I.i0), n = I.i2;
+  bool sg = I.i0 == T_S8 || I.i0 == T_S16 || I.i0 == T_S32;
+  const Opnd& d = I.o[0];
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    u8 buf[64];
+    u64 a = addr_of(c, I.o[1], l, I.i1);
+    mem_read(c, I.i1, a, by * n, buf, l, I.sem != WEAK);
+    for (int i = 0; i < n; i++) {
+      flag_read(c, I.i1, a + i * by);
+      int slot = n == 1 && d.kind != 'V' ? d.slot : d.v[i].slot;
+      if (slot < 0) continue;
+      u64 v = 0;
+      memcpy(&v, buf + i * by, std::min(by, 8));
+      if (sg) v = by == 1 ? (u64)(u32)(s32)(s8)v : by == 2 ? (u64)(u32)(s32)(s16)v : v;
+      c.w.R(slot)[l] = v;
+      if (by == 16) {
+        memcpy(&v, buf + i * 16 + 8, 8);
+        c.w.R(slot + 1)[l] = v;
+      }
+    }
+  }
+  return NEXT;
+}
+static Status h_st(ARGS) {
+  int by = ty_bytes(I.i0), n = I.i2;
+  const Opnd& s = I.o[1];
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    u8 buf[64];
+    for (int i = 0; i < n; i++) {
+      int slot = s.kind == 'V' ? s.v[i].slot : s.slot;
+      u64 v = c.w.R(slot)[l];
+      memcpy(buf + i * by, &v, std::min(by, 8));
+      if (by == 16) {
+        v = c.w.R(slot + 1)[l];
+        memcpy(buf + i * 16 + 8, &v, 8);
+      }
+    }
+    u64 a = addr_of(c, I.o[0], l, I.i1);
+    mem_write(c, I.i1, a, by * n, buf, l, I.sem != WEAK);
+    if (I.i1 != 3)
+      for (int i = 0; i < n; i++) flag_write(c, I.i1, a + i * by, false);
+  }
+  return NEXT;
+}
+static u64 atom_apply(int op, int t, u64 old, u64 b, u64 x) {
+  // op: 0 add 1 min 2 max 3 and 4 or 5 xor 6 exch 7 cas 8 inc 9 dec
+  switch (op) {
+    case 3: return old & b;
+    case 4: return old | b;
+    case 5: return old ^ b;
+    case 6: return b;
+    case 7: return old == b ? x : old;
+    case 8: return (u32)old >= (u32)b ? 0 : old + 1;
+    case 9: return old == 0 || (u32)old > (u32)b ? b : old - 1;
+  }
+#define ATOM2(T)                                                                       \
+  {                                                                                    \
+    auto p = Val<T>::get(old), q = Val<T>::get(b);                                     \
+    return Val<T>::put(op == 0 ? p + q : op == 1 ? (p < q ? p : q) : (p > q ? p : q)); \
+  }
+  switch (t) {
+    case T_U32:
+    ATOM2(u32) case T_S32:
+    ATOM2(s32) case T_U64:
+    ATOM2(u64) case T_S64:
+    ATOM2(s64) case T_F32:
+    ATOM2(float) case T_F64:
+    ATOM2(double) case T_F16:
+    ATOM2(f16t) case T_BF16:
+      ATOM2(bf16t)
+    case T_F16X2: {
+      u64 r = 0;
+      for (int h = 0; h < 2; h++) {
+        float p = half_to_float(old >> 16 * h), q = half_to_float(b >> 16 * h);
+        r |= (u64)float_to_half(op == 0   ? p + q
+                                : op == 1 ? std::min(p, q)
+                                          : std::max(p, q))
+             << 16 * h;
+      }
+      return r;
+    }
+    case T_BF16X2: {
+      u64 r = 0;
+      for (int h = 0; h < 2; h++) {
+        float p = bf16_to_float(old >> 16 * h), q = bf16_to_float(b >> 16 * h);
+        r |= (u64)float_to_bf16(op == 0   ? p + q
+                                : op == 1 ? std::min(p, q)
+                                          : std::max(p, q))
+             << 16 * h;
+      }
+      return r;
+    }
+  }
+  throw EmuError{fmt("atomic operation %d on type %d not modelled", op, t)};
+}
+// atom: i0 type, i1 space, i2 op, i3 vector width; red when i4
+static Status h_atom(ARGS) {
+  int by = ty_bytes(I.i0), ai = I.i4 ? 0 : 1, n = I.i3;
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    for (int e = 0; e < n; e++) {
+      u64 a = addr_of(c, I.o[ai], l, I.i1) + e * by, old = 0;
+      mem_read(c, I.i1, a, by, (u8*)&old, l, true);
+      flag_read(c, I.i1, a);
+      const Opnd& s = I.o[ai + 1];
+      u64 b = c.w.R(s.kind == 'V' ? s.v[e].slot : s.slot)[l],
+          x = I.i2 == 7 ? c.w.R(I.o[ai + 2].slot)[l] : 0;
+      if (by < 8) {
+        u64 k = (1ull << 8 * by) - 1;
+        b &= k;
+        x &= k;
+      }
+      u64 r = atom_apply(I.i2, I.i0, old, b, x);
+      mem_write(c, I.i1, a, by, (u8*)&r, l, true);
+      flag_write(c, I.i1, a, true);
+      if (!I.i4) {
+        const Opnd& d = I.o[0];
+        int ds = d.kind == 'V' ? d.v[e].slot : d.slot;
+        if (ds >= 0) c.w.R(ds)[l] = old;
+      }
+    }
+  }
+  return NEXT;
+}
+// cvta: i0 window (0 none, 2 shared, 3 local), i1 1 = to the space
+static Status h_cvta(ARGS) {
+  u64 *d = RS(0), *a = RS(1);
+  u64 win = I.i0 == 2 ? SHARED_WINDOW : I.i0 == 3 ? LOCAL_WINDOW : 0;
+  lanes(c.mask, [&](int l) { d[l] = win == 0 ? a[l] : I.i1 ? (u32)a[l] : win | (u32)a[l]; });
+  return NEXT;
+}
+static Status h_isspacep(ARGS) {
+  u64 *d = RS(0), *a = RS(1);
+  lanes(c.mask, [&](int l) {
+    u8 top = a[l] >> 56;
+    int s = top == 0xF0 ? 2 : top == 0xE0 ? 3 : 1;
+    d[l] = s == I.i0;
+  });
+  return NEXT;
+}
+static Status h_mapa(ARGS) {  // i0: 1 when shared::cluster (32-bit), 0 generic
+  u64 *d = RS(0), *a = RS(1), *r = RS(2);
+  u64 off = I.o[1].kind == 'A' ? I.o[1].off : 0;
+  lanes(c.mask, [&](int l) {
+    u64 x = a[l] + off;
+    u32 rank = (u32)r[l];
+    // a rank outside the cluster only matters if the address is used; kernels compute it in lanes
+    // that never do
+    u64 s = ((u32)x & OFF_MASK) | rank << RANK_SHIFT;
+    d[l] = I.i0 ? s : SHARED_WINDOW | s;
+  });
+  return NEXT;
+}
+static Status h_getctarank(ARGS) {
+  u64 *d = RS(0), *a = RS(1);
+  lanes(c.mask, [&](int l) { d[l] = (u32)a[l] >> RANK_SHIFT; });
+  return NEXT;
+}
+static Status h_nop(ARGS) { return NEXT; }
+static Status h_zero(ARGS) {
+  u64* d = RS(0);
+  lanes(c.mask, [&](int l) { d[l] = 0; });
+  return NEXT;
+}
+static Status h_proxy_fence(ARGS) {  // i0: of shared memory, i1: of global memory
+  proxy_fence(c, I.i0, I.i1);
+  return NEXT;
+}
+static Status h_fence(ARGS) {
+  memory_fence(c);
+  return NEXT;
+}
+static Status h_trap(ARGS) { fail(c, "trap executed"); }
+
+static Status h_bra(ARGS) {
+  u32 target = (u32)I.o[0].off;
+  if (c.mask == c.g.mask) {
+    c.g.pc = target;
+    return JUMPED;
+  }
+  if (!c.mask) return NEXT;
+  Group taken = c.g;
+  taken.mask = c.mask;
+  taken.pc = target;
+  taken.arrived = false;
+  c.g.mask &= ~c.mask;
+  c.g.pc++;
+  c.w.groups.push_back(taken);  // invalidates c.g: caller must not use it after JUMPED
+  return JUMPED;
+}
+static Status h_brx(ARGS) {
+  u64* idx = RS(0);
+  auto& tab = I.o[1].v;
+  std::map<u32, u32> dest;
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    u32 i = (u32)idx[l];
+    if (i >= tab.size()) fail(c, "brx.idx out of range");
+    dest[(u32)tab[i].off] |= 1u << l;
+  }
+  if (c.mask != c.g.mask) fail(c, "predicated brx.idx is not modelled");
+  Group base = c.g;
+  bool first = true;
+  std::vector<Group> extra;
+  for (auto& kv : dest) {
+    Group g = base;
+    g.pc = kv.first;
+    g.mask = kv.second;
+    if (first) {
+      c.g = g;
+      first = false;
+    } else
+      extra.push_back(g);
+  }
+  for (auto& g : extra) c.w.groups.push_back(g);
+  return JUMPED;
+}
+static void cta_bar_check(Machine& m, Cta& t);
+static Status h_exit(ARGS) {
+  c.w.live &= ~c.mask;
+  c.g.mask &= ~c.mask;
+  c.m.effects++;
+  if (!c.w.live) cta_bar_check(c.m, c.cta);
+  if (!c.g.mask) return JUMPED;
+  c.g.pc++;
+  return JUMPED;
+}
+
+// ---- programmatic dependent launch
+
+// PTX ISA, griddepcontrol.launch_dependents: the first one of a CTA counts, or its exit.
+static void trigger(Machine& m, Cta& t, u64 known) {
+  if (t.triggered) return;
+  Launch& l = *t.launch;
+  t.triggered = true;
+  l.known_at_trigger |= known;
+  l.triggered++;
+  m.effects++;
+  m.new_turn = l.triggered == l.ctas;
+}
+static Status h_trigger(ARGS) {
+  trigger(c.m, c.cta, c.w.knowledge.memory.launches);
+  // Others trigger first, so that the next launch comes as early as it may.
+  bool last = c.launch().index + 1 == (int)c.m.launches.size();
+  return last ? NEXT : YIELD;
+}
+// griddepcontrol.wait: until the launch before has completed, whose writes are then visible. What
+// that one knew by waiting itself is complete, too; where none of its threads waited, what came
+// before it may still be running.
+static Status h_wait_for_launch(ARGS) {
+  int i = c.launch().index;
+  if (!i) return NEXT;
+  const Launch& before = *c.m.launches[i - 1];
+  if (!before.complete) {
+    c.g.why = fmt("griddepcontrol.wait: launch %d has not completed", i - 1);
+    return BLOCK;
+  }
+  c.w.knowledge.know_launches(before.known_at_end | 1ull << before.index);
+  return NEXT;
+}

@@ -1,0 +1,364 @@
+"""Loads parsed kernels into the core, launches them and reads back the report."""
+
+import contextlib
+import ctypes
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import host, parser
+
+MODES = ("eager", "lazy", "random", "early_loads")
+"""When asynchronous work takes effect, in the order of the core's numbers; see README.md."""
+DEPENDENTS = ("late", "early", "random")
+OF_MODE = {"eager": "late", "lazy": "early", "random": "random", "early_loads": "early"}
+REPORT_BYTES = 1 << 20
+MAX_CHAIN = 60
+"""Launches in flight at once; a longer chain is run in parts."""
+MAX_THREADS = 1024
+
+
+@dataclass
+class Options:
+    """Settings of the emulation, shared by every launch until they are changed.
+
+    Attributes:
+        mode: one of `MODES`.
+        seed: of what is random.
+        dependents: when a launch that may start before the one before it has ended does so. "late":
+            it does not; "early": as early as it may, and then it comes first; "random": some time,
+            interleaved at random. None: late in the mode "eager", random in "random", else early.
+        max_resident: CTAs that run at the same time.
+        clc_resident: clusters that run at the same time, in kernels that take over the work of
+            others (clusterlaunchcontrol).
+        strict: an access outside the registered tensors is an error instead of a hazard.
+        check_races: look for accesses that nothing orders, and for missing proxy fences.
+        max_instructions: warp instructions before a launch is given up as a livelock.
+        hazards_are_errors: raise if a launch reports any hazard.
+        verbose: print one line a launch.
+    """
+
+    mode: str = os.environ.get("PTXEMU_MODE", "eager")
+    seed: int = int(os.environ.get("PTXEMU_SEED", "0"))
+    dependents: str | None = None
+    max_resident: int = 64
+    clc_resident: int = 2
+    strict: bool = False
+    check_races: bool = True
+    max_instructions: int = 4_000_000_000
+    hazards_are_errors: bool = False
+    verbose: bool = bool(os.environ.get("PTXEMU_VERBOSE"))
+
+
+options = Options()
+
+
+@dataclass
+class Report:
+    """One launch: what ran and what was found. A hazard has kind, line, count and message."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    cluster: tuple[int, ...]
+    dynamic_smem: int
+    seconds: float
+    instructions: int
+    hazards: list[dict] = field(default_factory=list)
+    error: str = ""
+
+    def hazard_kinds(self) -> set[str]:
+        return {hazard["kind"] for hazard in self.hazards}
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.kernel[:60]} grid={self.grid} block={self.block} cluster={self.cluster} "
+            f"{self.instructions} warp-instructions {self.seconds:.2f}s"
+        )
+        for h in self.hazards:
+            text += f"\n  hazard {h['kind']} x{h['count']} (PTX line {h['line']}): {h['message']}"
+        return text
+
+
+class _LaunchDesc(ctypes.Structure):
+    """LaunchDesc of core/api.h."""
+
+    _fields_ = [
+        ("program", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("cluster", ctypes.c_uint32 * 3),
+        ("sm90", ctypes.c_int32),
+        ("dyn_smem", ctypes.c_uint64),
+        ("param_bytes", ctypes.c_uint64),
+        ("params", ctypes.c_void_p),
+    ]
+
+
+class _RunDesc(ctypes.Structure):
+    """RunDesc of core/api.h."""
+
+    _fields_ = [
+        ("launches", ctypes.c_uint64),
+        ("launch", ctypes.POINTER(_LaunchDesc)),
+        ("nranges", ctypes.c_uint64),
+        ("ranges", ctypes.POINTER(ctypes.c_uint64)),
+        ("labels", ctypes.POINTER(ctypes.c_char_p)),
+        ("nmaps", ctypes.c_uint64),
+        ("maps", ctypes.POINTER(ctypes.c_uint64)),
+        ("mode", ctypes.c_int32),
+        ("dependents", ctypes.c_int32),
+        *(
+            (name, ctypes.c_uint64)
+            for name in "seed max_resident clc_resident strict check_races max_instructions".split()
+        ),
+    ]
+
+
+class _Program:
+    """A kernel of a PTX text, parsed and decoded."""
+
+    def __init__(self, ptx: str, name: str):
+        try:
+            module = parser.parse(ptx)
+        except parser.PtxError as error:
+            raise host.EmulationError(str(error)) from None
+        self.kernel = module.kernels[name]
+        self.is_sm90 = ".target sm_90" in ptx
+        self.globals = {
+            symbol: ctypes.create_string_buffer(data + b"\0" * 16, len(data) + 16)
+            for symbol, data in module.globals.items()
+        }
+        message = ctypes.create_string_buffer(4096)
+        load = host.lib().ptxemu_load
+        load.restype = ctypes.c_void_p
+        self.handle = load(self._records().encode(), message, ctypes.c_uint64(len(message)))
+        if not self.handle:
+            raise host.EmulationError(message.value.decode())
+
+    def _records(self) -> str:
+        """The program as core/decoder.h reads it, a record a line."""
+        k = self.kernel
+        lines = [f"K {k.name} {k.nslots} {k.local_bytes} {k.static_smem}"]
+        lines += [f"c {slot} {value}" for value, slot in k.consts.items()]
+        lines += [f"s {slot} {index}" for index, slot in k.specials.items()]
+        lines += [f"p {slot} {offset}" for offset, slot in k.param_consts.items()]
+        lines += [f"m {slot} {offset}" for offset, slot in k.smem_consts.items()]
+        for (symbol, offset), slot in k.global_consts.items():
+            lines.append(f"c {slot} {ctypes.addressof(self.globals[symbol]) + offset}")
+        for i in k.instrs:
+            text = i.text.replace("\n", " ")[:400]
+            head = f"i {i.line} {i.op} {i.pred} {int(i.neg)} {len(i.operands)}"
+            lines.append(" ".join([head, *i.operands, text]))
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=512)
+def _program(ptx: str, name: str) -> _Program:
+    return _Program(ptx, name)
+
+
+def _writable_memory() -> list[int]:
+    """First and last address of each mapping of this process that can be read and written."""
+    bounds: list[int] = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, permissions = line.split()[:2]
+            if "r" in permissions and "w" in permissions:
+                first, last = (int(a, 16) for a in addresses.split("-"))
+                if bounds and bounds[-1] == first:
+                    bounds[-1] = last
+                else:
+                    bounds += [first, last]
+    return bounds
+
+
+@dataclass
+class _Launch:
+    """A launch that was asked for, with its parameters as they were then."""
+
+    program: _Program
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    cluster: tuple[int, ...]
+    dyn_smem: int
+    params: ctypes.Array
+    ranges: list[host.Range]
+
+    def description(self) -> _LaunchDesc:
+        return _LaunchDesc(
+            self.program.handle,
+            tuple(self.grid),
+            tuple(self.block),
+            tuple(self.cluster),
+            self.program.is_sm90,
+            self.dyn_smem,
+            self.program.kernel.param_bytes,
+            ctypes.addressof(self.params),
+        )
+
+
+_chain: list[_Launch] = []
+"""What is in flight: every launch but the first may start before the one before it has ended."""
+_held = 0
+
+
+def launch(
+    ptx: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    cluster: tuple[int, ...],
+    dyn_smem: int,
+    parameters: Any,
+    programmatic: bool,
+) -> None:
+    """Put a kernel into the stream; `settle` runs it.
+
+    Args:
+        ptx: text of its module.
+        name: of the kernel.
+        grid, block, cluster: CTAs, threads, CTAs of a cluster, three each.
+        dyn_smem: bytes of dynamic shared memory.
+        parameters: addresses of the parameters' values; a sequence, or a pointer to the first.
+        programmatic: launched with cudaLaunchAttributeProgrammaticStreamSerialization.
+
+    Raises:
+        EmulationError: the launch itself is not legal, or what was in flight before it failed.
+    """
+    program = _program(ptx, name)
+    k = program.kernel
+    if k.block and tuple(k.block) != tuple(block):
+        raise host.EmulationError(f"block {block} differs from .reqntid {k.block}")
+    if math.prod(block) > MAX_THREADS or 0 in (*grid, *block, *cluster):
+        raise host.EmulationError(f"no launch has grid {grid}, block {block}, cluster {cluster}")
+    params = ctypes.create_string_buffer(k.param_bytes + 16)
+    for i, (_, offset, size) in enumerate(k.params):
+        ctypes.memmove(ctypes.addressof(params) + offset, parameters[i], size)
+    ranges = list(host.ranges.values())
+    for symbol, data in program.globals.items():
+        first = ctypes.addressof(data)
+        ranges.append(host.Range(first, first + len(data), symbol, data))
+    if not programmatic or len(_chain) == MAX_CHAIN:
+        _run_chain()
+    _chain.append(_Launch(program, grid, block, cluster, dyn_smem, params, ranges))
+
+
+def settle() -> None:
+    """Run to their end what is in flight, unless `in_flight` holds it.
+
+    Raises:
+        EmulationError: a kernel did what hardware would not survive, or what is not modelled.
+    """
+    if not _held:
+        _run_chain()
+
+
+def abandon() -> None:
+    """Forget what is in flight, after an error of the host code that launched it."""
+    _chain.clear()
+
+
+@contextlib.contextmanager
+def in_flight() -> Iterator[None]:
+    """What is called here forms one stream whose kernels may overlap from call to call; results
+    and reports are there afterwards. As on a GPU, without a synchronisation between the calls."""
+    global _held
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
+        settle()
+
+
+def _run_chain() -> None:
+    if not _chain:
+        return
+    launches = list(_chain)
+    _chain.clear()
+    ranges = list({(r.first, r.end): r for one in launches for r in one.ranges}.values())
+    bounds = [bound for r in ranges for bound in (r.first, r.end)]
+    maps = _writable_memory()
+    o = options
+    description = _RunDesc(
+        len(launches),
+        (_LaunchDesc * len(launches))(*(one.description() for one in launches)),
+        len(ranges),
+        (ctypes.c_uint64 * (len(bounds) + 1))(*bounds),
+        (ctypes.c_char_p * (len(ranges) + 1))(*(r.label.encode() for r in ranges)),
+        len(maps) // 2,
+        (ctypes.c_uint64 * len(maps))(*maps),
+        MODES.index(o.mode),
+        DEPENDENTS.index(o.dependents or OF_MODE[o.mode]),
+        o.seed,
+        o.max_resident,
+        o.clc_resident,
+        o.strict,
+        o.check_races,
+        o.max_instructions,
+    )
+    out = ctypes.create_string_buffer(REPORT_BYTES)
+    start = time.perf_counter()
+    failed = host.lib().ptxemu_run(ctypes.byref(description), out, ctypes.c_uint64(len(out)))
+    seconds = time.perf_counter() - start
+    result = json.loads(out.value.decode(errors="replace"))
+    reports = []
+    for i, (one, found) in enumerate(zip(launches, result["launches"], strict=True)):
+        report = Report(
+            one.program.kernel.name, one.grid, one.block, one.cluster, one.dyn_smem,
+            seconds / len(launches), found["instructions"], found["hazards"],
+            result["error"] if failed and i == result["failed"] else "",
+        )  # fmt: skip
+        reports.append(report)
+        if o.verbose:
+            print("ptxemu:", report)
+    host.reports.extend(reports)
+    if failed:
+        raise host.EmulationError(result["error"])
+    if o.hazards_are_errors and any(report.hazards for report in reports):
+        raise host.EmulationError("hazards reported: " + "\n".join(map(str, reports)))
+
+
+def run_ptx(
+    ptx: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence,
+    cluster: tuple[int, ...] = (1, 1, 1),
+    dyn_smem: int = 0,
+    programmatic: bool = False,
+) -> Report | None:
+    """Run a kernel given as PTX text; its report, or None where `in_flight` holds it.
+
+    Args:
+        args: a CPU tensor for a pointer, else an int, a float or the bytes of the parameter.
+    """
+    values, tokens = [], []
+    for argument, (_, _, size) in zip(args, _program(ptx, name).kernel.params, strict=True):
+        if isinstance(argument, torch.Tensor):
+            tokens.append(host.register_tensor(argument))
+            raw = argument.data_ptr().to_bytes(8, "little")
+        elif isinstance(argument, float):
+            raw = bytes((ctypes.c_float if size == 4 else ctypes.c_double)(argument))
+        elif isinstance(argument, int):
+            raw = (argument & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        else:
+            raw = bytes(argument)
+        values.append(ctypes.create_string_buffer(raw, max(size, len(raw))))
+    try:
+        addresses = [ctypes.addressof(value) for value in values]
+        launch(ptx, name, grid, block, cluster, dyn_smem, addresses, programmatic)
+        settle()
+    finally:
+        for token in tokens:
+            host.ranges.pop(token, None)
+    return None if _held else host.reports[-1]

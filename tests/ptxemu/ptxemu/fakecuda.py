@@ -1,0 +1,329 @@
+"""Makes a GPU seem present to CuTe DSL scripts.
+
+"cuda" tensors become CPU tensors, and the few calls of driver and runtime that scripts and the DSL
+make from Python are answered here. Nothing in this module executes device code.
+"""
+
+import contextlib
+import ctypes
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import host
+
+SM_COUNT = 4
+"""What persistent schedulers are told."""
+ALIGNMENT = 256
+"""Of an address that cudaMalloc returns."""
+CUDA_DEVICE = (2, 0)  # kDLCUDA, device 0
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_get_name = ctypes.pythonapi.PyCapsule_GetName
+_get_name.restype = ctypes.c_char_p
+_get_name.argtypes = [ctypes.py_object]
+
+
+class CudaCapsule:
+    """DLPack exporter that presents a CPU tensor as if it lived on CUDA device 0."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self.tensor.__dlpack__()
+        name = _get_name(capsule)
+        # DLManagedTensorVersioned has 32 bytes of other fields before its DLTensor.
+        tensor = _get_pointer(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
+        for i, value in enumerate(CUDA_DEVICE):
+            ctypes.c_int32.from_address(tensor + 8 + 4 * i).value = value
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA_DEVICE
+
+
+def to_device(argument: Any, tokens: list) -> Any:
+    """CPU tensors, also in tuples, lists and dicts, as CUDA tensors that kernels may use; `tokens`
+    gets the keys by which the caller takes them out of `host.ranges` again."""
+    if isinstance(argument, torch.Tensor):
+        tokens.append(host.register_tensor(argument))
+        return CudaCapsule(argument)
+    if type(argument) in (tuple, list):
+        return type(argument)(to_device(a, tokens) for a in argument)
+    if type(argument) is dict:
+        return {key: to_device(value, tokens) for key, value in argument.items()}
+    return argument
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor at an address with the alignment that a CUDA allocation would have."""
+    if tensor.data_ptr() % ALIGNMENT == 0 or tensor.numel() == 0 or tensor.storage_offset():
+        return tensor
+    size = tensor.untyped_storage().nbytes()
+    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % ALIGNMENT
+    moved = raw[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    if tensor.dtype.itemsize > 1:
+        moved.copy_(tensor)
+    else:
+        moved.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return moved
+
+
+def _register_storage(tensor: torch.Tensor) -> None:
+    """Lets kernels use a tensor for as long as its storage lives."""
+    with torch._C.DisableTorchFunction():
+        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        if any(r.keep == key for r in host.ranges.values() if isinstance(r.keep, tuple)):
+            return
+        token = host.register_tensor(tensor, keep=False)
+        host.ranges[token] = host.ranges[token]._replace(keep=key)
+        weakref.finalize(tensor.untyped_storage(), host.ranges.pop, token, None)
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Puts what torch is asked to put on a GPU into aligned CPU memory that kernels may use."""
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name == "_scaled_mm":
+            return _scaled_mm(*args, **kwargs)
+        if name == "cuda":
+            out = _aligned(args[0].clone())
+            _register_storage(out)
+            return out
+        moved = _is_cuda(kwargs.get("device")) or any(map(_is_cuda, args))
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        args = tuple("cpu" if _is_cuda(a) else a for a in args)
+        out = function(*args, **kwargs)
+        if not moved or not isinstance(out, torch.Tensor):
+            return out
+        if name == "to" and out is args[0]:
+            out = out.clone()  # a copy on a device never aliases the host's tensor
+        out = _aligned(out)
+        if not out.is_sparse:
+            _register_storage(out)
+        return out
+
+
+FP4_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def _scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, **_):
+    """`torch._scaled_mm` with block scales, which NVIDIA's examples use as their reference."""
+    table = torch.tensor(FP4_VALUES + [-v for v in FP4_VALUES])
+
+    def values(t):
+        if t.dtype != torch.float4_e2m1fn_x2:
+            return t.float()
+        u = t.view(torch.uint8).long()
+        return torch.stack([table[u & 15], table[u >> 4]], -1).flatten(-2)
+
+    def scaled(t, scale):
+        rows, columns = t.shape
+        vector = 32 if scale_a.dtype == torch.float8_e8m0fnu else 16
+        blocks = -(-columns // vector)
+        scale = scale.float() if scale.dtype != torch.uint8 else scale
+        scale = scale.reshape(-(-rows // 128), -(-blocks // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+        scale = scale.reshape(-(-rows // 128) * 128, -1)[:rows, :blocks]
+        return t * scale.repeat_interleave(vector, 1)[:, :columns]
+
+    return (scaled(values(a), scale_a) @ scaled(values(b.t()), scale_b).t()).to(out_dtype)
+
+
+def _benchmark(function, *_, kernel_arguments=None, **__) -> float:
+    """Runs the kernel once when its arguments are given (some examples check that result)."""
+    if kernel_arguments is not None:
+        function(*kernel_arguments.args, **kernel_arguments.kwargs)
+    return 1.0  # us
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    synchronize = wait = record
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 1.0
+
+
+class _Stream:
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, other: "_Stream") -> None:
+        pass
+
+
+_mode: CudaMeansCpu | None = None
+
+
+def install() -> None:
+    """Patch torch.cuda, cuda.bindings and the DSL's helpers; a second call does nothing."""
+    global _mode
+    if _mode is not None:
+        return
+    _mode = CudaMeansCpu()
+    _mode.__enter__()
+    _patch_torch()
+    _patch_bindings()
+    _patch_dsl()
+    _patch_tvm_ffi()
+
+
+def _major() -> int:
+    return 9 if host.arch.startswith("sm_9") else 10
+
+
+def _patch_torch() -> None:
+    properties = types.SimpleNamespace(
+        name="ptxemu",
+        major=_major(),
+        minor=0,
+        multi_processor_count=SM_COUNT,
+        total_memory=16 << 30,
+        max_threads_per_multi_processor=2048,
+    )
+    patches: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "synchronize": lambda *a, **k: None,
+        "current_stream": lambda *a, **k: _Stream(),
+        "default_stream": lambda *a, **k: _Stream(),
+        "Stream": lambda *a, **k: _Stream(),
+        "stream": lambda s: contextlib.nullcontext(),
+        "Event": _Event,
+        "empty_cache": lambda: None,
+        "manual_seed": lambda seed: None,
+        "get_device_capability": lambda *a: (_major(), 0),
+        "get_device_properties": lambda *a: properties,
+        "get_device_name": lambda *a: properties.name,
+        "set_device": lambda *a: None,
+        "init": lambda: None,
+    }
+    for name, value in patches.items():
+        setattr(torch.cuda, name, value)
+
+
+def _patch_bindings() -> None:
+    from cuda.bindings import driver, runtime
+
+    def answers(module, ok, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(module, name, lambda *a, answer=value: (ok, answer))
+
+    def nothing(module, ok, names: str) -> None:
+        for name in names.split():
+            setattr(module, name, lambda *a: (ok,))
+
+    attribute = driver.CUdevice_attribute
+    attributes = {
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: _major(),
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: SM_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
+    }
+    success = driver.CUresult.CUDA_SUCCESS
+    answers(
+        driver,
+        success,
+        {
+            "cuDeviceGetCount": 1,
+            "cuDeviceGet": driver.CUdevice(0),
+            "cuCtxGetCurrent": driver.CUcontext(0),
+            "cuCtxCreate": driver.CUcontext(0),
+            "cuCtxGetDevice": driver.CUdevice(0),
+            "cuDevicePrimaryCtxRetain": driver.CUcontext(0),
+            "cuDeviceGetName": b"ptxemu",
+            "cuDriverGetVersion": 13010,
+            "cuStreamCreate": driver.CUstream(0),
+            "cuEventCreate": driver.CUevent(0),
+            "cuEventElapsedTime": 1.0,
+        },
+    )
+    driver.cuDeviceGetAttribute = lambda asked, device=0: (success, attributes.get(asked, 1))
+    nothing(
+        driver,
+        success,
+        "cuInit cuStreamSynchronize cuCtxSetCurrent cuCtxSynchronize cuCtxDestroy "
+        "cuDevicePrimaryCtxRelease cuStreamDestroy cuEventRecord cuEventSynchronize "
+        "cuEventDestroy cuLibraryUnload",
+    )
+    success = runtime.cudaError_t.cudaSuccess
+    answers(runtime, success, {"cudaGetDeviceCount": 1, "cudaGetDevice": 0})
+    nothing(runtime, success, "cudaLibraryUnload cudaDeviceSynchronize cudaStreamSynchronize")
+
+
+def _patch_dsl() -> None:
+    import cutlass.cute.testing
+    import cutlass.testing
+    import cutlass.utils
+    from cutlass.cute import runtime
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    dsl: Any = CuTeDSL
+    dsl._runtime_can_run_compiled = lambda self, runtime_arch, compiled_arch: True
+    hardware: Any = cutlass.utils.HardwareInfo
+    hardware.__init__ = lambda self, device_id=0: None
+    hardware.get_max_active_clusters = lambda self, n, stream=None: max(1, SM_COUNT // n)
+    hardware.get_device_multiprocessor_count = lambda self: SM_COUNT
+    hardware.get_l2_cache_size_in_bytes = lambda self: 64 << 20
+    module: Any
+    for module in (cutlass.testing, cutlass.cute.testing):
+        module.benchmark = _benchmark
+    tensor_class: Any = runtime._Tensor
+    initialise = tensor_class.__init__
+
+    def of_cuda_tensor(self, tensor, *args, **kwargs):
+        if isinstance(tensor, torch.Tensor):
+            _register_storage(tensor)
+            tensor = CudaCapsule(tensor)
+        initialise(self, tensor, *args, **kwargs)
+
+    tensor_class.__init__ = of_cuda_tensor
+
+
+def _patch_tvm_ffi() -> None:
+    """Functions compiled with TVM-FFI take CPU tensors where they expect CUDA tensors."""
+    from cutlass.cutlass_dsl import tvm_ffi_provider
+
+    def patch(function_class) -> None:
+        call = function_class.__call__
+
+        def patched(self, *args, **kwargs):
+            tokens: list = []
+            try:
+                args, kwargs = to_device(args, tokens), to_device(kwargs, tokens)
+                with host.raising_own_errors():
+                    return call(self, *args, **kwargs)
+            finally:
+                for token in tokens:
+                    host.ranges.pop(token, None)
+
+        function_class.__call__ = patched
+
+    patch(tvm_ffi_provider.TVMFFIJitCompiledFunction)
+    patch(tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs)

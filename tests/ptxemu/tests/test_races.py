@@ -1,0 +1,342 @@
+"""Accesses that nothing orders: shared memory in a warp, a CTA and a cluster; flags in global
+memory; the ordinary and the asynchronous proxy. Each kernel is right as it is, and reported with
+one part taken out, whatever the schedule and the values."""
+
+import pytest
+import torch
+from ptx import MAP_ADDRESS, WAIT, address, kernel, run, tensor_map, zeros
+
+TOP = ".shared .align 8 .b8 bar[16]; .shared .align 1024 .b8 tile[4096];"
+LANE = """
+    and.b32 %r1, %r0, 31; shr.u32 %r2, %r0, 5; shl.b32 %r3, %r0, 2;
+    mov.u32 %r20, bar; mov.u32 %r21, tile; add.s32 %r22, %r21, %r3;
+    setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r1, 0; setp.lt.u32 %p2, %r0, 32;
+"""
+"""%r1 lane, %r2 warp, %r22 this thread's word of the tile; %p0 thread 0, %p1 lane 0, %p2 warp 0."""
+
+
+def hazards(body: str, *arguments, parameters: str = "u64 x", **more) -> set[str]:
+    arguments = arguments or (zeros(64),)
+    return run(kernel(parameters, LANE + body, TOP), *arguments, **more).hazard_kinds()
+
+
+def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
+    """No hazard as it is; without a part (a text in `body`) the hazard that is named."""
+    assert hazards(body, *arguments, **more) == set()
+    for part, expected in parts.items():
+        assert part in body
+        assert expected in hazards(body.replace(part, "", 1), *arguments, **more), part
+
+
+# --- shared memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["", "shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;"])
+def test_lanes_exchange_through_shared_memory(between, mode):
+    """bar.warp.sync orders the lanes' accesses; a shuffle does not."""
+    body = f"""
+    st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
+    xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
+    """
+    check(body, {"bar.warp.sync -1;": "missing-warp-sync"})
+
+
+def test_lanes_overwrite_what_others_have_read():
+    body = """
+    st.shared.u32 [%r22], %r1; bar.warp.sync -1;
+    xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
+    bar.warp.sync -1; // again
+    st.shared.u32 [%r22], %r6;
+    """
+    again = "bar.warp.sync -1; // again"
+    assert hazards(body) == set()
+    assert hazards(body.replace(again, "")) == {"missing-warp-sync"}
+
+
+def test_lanes_that_stay_with_their_own_words(mode):
+    """Reading and writing one's own word, beside others', needs nothing."""
+    body = """
+    st.shared.u32 [%r22], %r1; ld.shared.u32 %r4, [%r22]; add.s32 %r4, %r4, 1;
+    st.shared.u32 [%r22], %r4; ld.shared.u32 %r4, [%r22];
+    ld.param.u64 %rd1, [x]; mul.wide.u32 %rd2, %r0, 4; add.s64 %rd1, %rd1, %rd2;
+    ld.global.u32 %r4, [%rd1]; st.global.u32 [%rd1], %r4;
+    """
+    assert hazards(body, threads=64) == set()
+
+
+def test_one_lane_releases_what_all_have_read(mode):
+    """Lane 0's arrival stands for the other lanes' reads only after bar.warp.sync."""
+    body = f"""
+    @%p0 mbarrier.init.shared.b64 [%r20], 1; bar.sync 0;
+    @!%p2 bra WRITER;
+    ld.shared.u32 %r4, [%r21]; bar.warp.sync -1; @%p1 mbarrier.arrive.shared.b64 _, [%r20];
+    bra END;
+WRITER:
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+    @%p1 st.shared.u32 [%r21], 7;
+END:
+    """
+    first = "@%p0 st.shared.u32 [%r21], 5;"
+    check(first + body, {"bar.warp.sync -1;": "shared-race"}, threads=64)
+
+
+def test_barriers_order_warps(mode):
+    body = """
+    st.shared.u32 [%r22], %r0; bar.sync 1, 64;
+    xor.b32 %r4, %r3, 128; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
+    barrier.sync 2, 64; st.shared.u32 [%r22], %r6;
+    """
+    check(
+        body, {"bar.sync 1, 64;": "shared-race", "barrier.sync 2, 64;": "shared-race"}, threads=64
+    )
+
+
+def test_arriving_without_release():
+    """A relaxed arrival orders nothing without a fence before it and one after the wait."""
+    body = f"""
+    @%p0 mbarrier.init.shared.b64 [%r20], 32; bar.sync 0;
+    @!%p2 bra READER;
+    st.shared.u32 [%r22], %r1; fence.acq_rel.cta;
+    mbarrier.arrive.relaxed.cta.shared::cta.b64 %rd9, [%r20]; bra END;
+READER:
+    {WAIT.format(label="W", barrier="%r20", parity="0").replace("parity.", "parity.relaxed.cta.")}
+    fence.acq_rel.cta; // after
+    ld.shared.u32 %r6, [%r22+-128];
+END:
+    """
+    parts = {"fence.acq_rel.cta;": "shared-race", "fence.acq_rel.cta; // after": "shared-race"}
+    check(body, parts, threads=64)
+
+
+@pytest.mark.parametrize("arrive", ["arrive.relaxed", "arrive"])
+def test_cluster_barriers(arrive):
+    body = f"""
+    mov.u32 %r4, %cluster_ctarank; xor.b32 %r4, %r4, 1; mapa.shared::cluster.u32 %r5, %r22, %r4;
+    st.shared::cluster.u32 [%r5], %r0;
+    barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;
+    ld.shared.u32 %r6, [%r22];
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    """
+    expected = {"shared-race"} if "relaxed" in arrive else set()
+    assert hazards(body, ctas=2, cluster=(2, 1, 1)) == expected
+    fenced = body.replace(
+        "barrier.cluster.arrive.relaxed", "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed"
+    )
+    assert hazards(fenced, ctas=2, cluster=(2, 1, 1)) == set()
+
+
+def test_cp_async(mode):
+    """Each thread waits for its own copies, a barrier for those of the others; the asynchronous
+    proxy needs a fence besides."""
+    body = f"""
+    {address("%rd1", "x", "%r0", 4)} cp.async.ca.shared.global [%r22], [%rd1], 4;
+    cp.async.commit_group; cp.async.wait_group 0; fence.proxy.async.shared::cta; bar.sync 0;
+    xor.b32 %r4, %r3, 128; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
+    ld.param.u64 %rd3, [out];
+    @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd3], [%r21], 256;
+    @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;
+    """
+    parts = {
+        "cp.async.wait_group 0;": "shared-race",
+        "bar.sync 0;": "shared-race",
+        "fence.proxy.async.shared::cta;": "missing-proxy-fence-after-cp-async",
+    }
+    x, out = torch.arange(64).int(), zeros(64)
+    check(body, parts, x, out, parameters="u64 x, u64 out", threads=64)
+    assert torch.equal(out, x)
+
+
+def test_bulk_stores_read_shared_memory(mode):
+    body = """
+    st.shared.u32 [%r22], %r0; fence.proxy.async.shared::cta; bar.sync 0; ld.param.u64 %rd1, [x];
+    @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r21], 256;
+    @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group.read 0; bar.sync 1;
+    st.shared.u32 [%r22], 5;
+    """
+    parts = {
+        "fence.proxy.async.shared::cta;": "missing-proxy-fence",
+        "bar.sync 0;": "shared-race",
+        "@%p0 cp.async.bulk.wait_group.read 0;": "shared-race",
+        "bar.sync 1;": "shared-race",
+    }
+    check(body, parts, threads=64)
+
+
+# --- flags in global memory ---------------------------------------------------------------------
+
+# CTA 0 hands 64 words over to CTA 1, whose thread 0 waits for the flag behind them.
+PUBLISH = "@%p0 st.release.gpu.global.u32 [%rd2], 1;"
+AWAIT = "SPIN: @%p0 ld.acquire.gpu.global.u32 %r7, [%rd2];"
+HANDOVER = f"""
+    ld.param.u64 %rd1, [x]; add.s64 %rd2, %rd1, 256; mul.wide.u32 %rd3, %r0, 4;
+    add.s64 %rd3, %rd1, %rd3; mov.u32 %r7, 1; setp.eq.u32 %p3, %r100, 0; @!%p3 bra SPIN;
+    add.s32 %r6, %r0, 100; st.global.u32 [%rd3], %r6; bar.sync 0; {PUBLISH} bra END;
+    {AWAIT} setp.eq.u32 %p4, %r7, 0; @%p4 bra SPIN; bar.sync 1;
+    ld.global.u32 %r8, [%rd3]; {address("%rd4", "out", "%r0", 4)} st.global.u32 [%rd4], %r8;
+END:
+"""
+
+
+def handover(publish: str = PUBLISH, wait: str = AWAIT, body: str = HANDOVER) -> set[str]:
+    body = body.replace(PUBLISH, publish).replace(AWAIT, wait)
+    x, out = zeros(65), zeros(64)
+    found = hazards(body, x, out, parameters="u64 x, u64 out", threads=64, ctas=2)
+    assert torch.equal(out, torch.arange(100, 164).int())
+    return found
+
+
+STORE, LOAD = "@%p0 st.{}.global.u32 [%rd2], 1;", "SPIN: @%p0 ld.{}.global.u32 %r7, [%rd2];"
+RED, ATOM = (
+    "@%p0 red.{}.global.add.u32 [%rd2], 1;",
+    "SPIN: @%p0 atom.{}.global.or.b32 %r7, [%rd2], 0;",
+)
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        STORE.format("release.gpu"),
+        STORE.format("release.sys"),
+        RED.format("release.gpu"),
+        RED.format("acq_rel.gpu").replace("red", "atom").replace("u32 [", "u32 %r9, ["),
+        "@%p0 fence.acq_rel.gpu;" + STORE.format("relaxed.gpu"),
+        "@%p0 membar.gl;" + RED.format("relaxed.gpu"),
+        "@%p0 fence.sc.sys;" + STORE.format("volatile"),
+    ],
+)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        LOAD.format("acquire.gpu"),
+        ATOM.format("acquire.gpu"),
+        LOAD.format("relaxed.gpu") + "fence.acq_rel.gpu;",
+        LOAD.format("volatile") + "membar.gl;",
+    ],
+)
+def test_a_flag_that_is_released_and_acquired(publish, wait, mode):
+    assert handover(publish, wait) == set()
+
+
+@pytest.mark.parametrize(
+    ("publish", "wait"),
+    [
+        (STORE.format("relaxed.gpu"), AWAIT),
+        (STORE.format("volatile"), AWAIT),
+        (RED.format("relaxed.gpu"), AWAIT),
+        ("@%p0 st.global.u32 [%rd2], 1;", AWAIT),
+        (STORE.format("release.cta"), AWAIT),
+        (STORE.format("release.cluster"), AWAIT),
+        ("@%p0 fence.acq_rel.cta;" + STORE.format("relaxed.gpu"), AWAIT),
+        (PUBLISH, LOAD.format("relaxed.gpu")),
+        (PUBLISH, LOAD.format("volatile")),
+        (PUBLISH, "SPIN: @%p0 ld.global.u32 %r7, [%rd2];"),
+        (PUBLISH, LOAD.format("acquire.cta")),
+        (PUBLISH, ATOM.format("relaxed.gpu")),
+    ],
+)
+def test_a_flag_that_is_not(publish, wait):
+    assert handover(publish, wait) == {"global-race"}
+
+
+def test_barriers_around_a_flag():
+    """Thread 0 speaks for its CTA only after a barrier, and before one."""
+    for part in ("bar.sync 0;", "bar.sync 1;"):
+        assert handover(body=HANDOVER.replace(part, "")) == {"global-race"}
+
+
+def test_a_grid_barrier(mode):
+    """A counter that every CTA adds to with release and reads with acquire, twice."""
+    body = f"""
+    ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [counter]; mov.u32 %r30, 0;
+AGAIN:
+    mad.lo.s32 %r4, %r30, 256, %r0; mad.lo.s32 %r4, %r100, 64, %r4; mul.wide.u32 %rd3, %r4, 4;
+    add.s64 %rd3, %rd1, %rd3; st.global.u32 [%rd3], %r4; bar.sync 0;
+    add.s32 %r31, %r30, 1; shl.b32 %r31, %r31, 2; @!%p0 bra WAITED;
+    red.release.gpu.global.add.u32 [%rd2], 1;
+SPIN:
+    ld.acquire.gpu.global.u32 %r5, [%rd2]; setp.lt.u32 %p4, %r5, %r31; @%p4 bra SPIN;
+WAITED:
+    bar.sync 0; add.s32 %r6, %r100, 1; and.b32 %r6, %r6, 3; mad.lo.s32 %r7, %r30, 256, %r0;
+    mad.lo.s32 %r7, %r6, 64, %r7; mul.wide.u32 %rd4, %r7, 4; add.s64 %rd4, %rd1, %rd4;
+    ld.global.u32 %r8, [%rd4]; add.s32 %r30, %r30, 1; setp.lt.u32 %p5, %r30, 2; @%p5 bra AGAIN;
+    mad.lo.s32 %r9, %r100, 64, %r0;
+    {address("%rd5", "out", "%r9", 4)} st.global.u32 [%rd5], %r8;
+    """
+    x, counter, out = zeros(512), zeros(1), zeros(4, 64)
+    more = {"parameters": "u64 x, u64 counter, u64 out", "threads": 64, "ctas": 4}
+    assert hazards(body, x, counter, out, **more) == set()
+    assert torch.equal(out, torch.arange(256, 512).view(4, 64).roll(-1, 0).int())
+    broken = body.replace("red.release", "red.relaxed")
+    assert hazards(broken, zeros(512), zeros(1), zeros(4, 64), **more) == {"global-race"}
+
+
+def test_results_of_different_ctas_in_one_word():
+    """CTAs may write bytes side by side, not the same ones."""
+    body = "ld.param.u64 %rd1, [x]; cvt.u64.u32 %rd2, %r100; add.s64 %rd2, %rd1, %rd2;"
+    assert hazards(body + "@%p0 st.global.u8 [%rd2], %r100;", ctas=4) == set()
+    assert hazards(body + "@%p0 st.global.u32 [%rd1], %r100;", ctas=4) == {"global-race"}
+    assert hazards(body + "@%p0 red.global.add.u32 [%rd1], %r100;", ctas=4) == set()
+
+
+# --- the asynchronous proxy in global memory ----------------------------------------------------
+
+BULK_LOAD = f"""
+    @!%p0 bra LOADED; mbarrier.init.shared.b64 [%r20], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r21], [%rd1], 256, [%r20];
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+LOADED: bar.sync 2; ld.shared.u32 %r8, [%r22];
+"""
+TO_TMA = HANDOVER.replace("ld.global.u32 %r8, [%rd3];", BULK_LOAD)
+
+
+@pytest.mark.parametrize("fence", ["fence.proxy.async;", "fence.proxy.async.global;"])
+@pytest.mark.parametrize("side", ["writer", "reader"])
+def test_ordinary_stores_that_tma_reads(fence, side, mode):
+    """A proxy fence between the stores and the load, on either side of the flag."""
+    at = "bar.sync 0;" if side == "writer" else "bar.sync 1;"
+    assert handover(body=TO_TMA.replace(at, fence + at)) == set()
+    assert handover(body=TO_TMA) == {"missing-proxy-fence"}
+    elsewhere = TO_TMA.replace(at, "fence.proxy.async.shared::cta;" + at)
+    assert handover(body=elsewhere) == {"missing-proxy-fence"}
+
+
+def test_bulk_stores_that_others_read(mode):
+    """wait_group.read says that shared memory was read, not that global memory was written."""
+    bulk = """
+    st.shared.u32 [%r22], %r6; fence.proxy.async.shared::cta; bar.sync 3;
+    @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r21], 256;
+    @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;
+    """
+    body = HANDOVER.replace("st.global.u32 [%rd3], %r6;", bulk)
+    assert handover(body=body) == set()
+    more = {"parameters": "u64 x, u64 out", "threads": 64, "ctas": 2}
+    early = body.replace("bulk.wait_group 0", "bulk.wait_group.read 0")
+    assert "global-race" in hazards(early, zeros(65), zeros(64), **more)
+    both = early.replace(PUBLISH, "@%p0 cp.async.bulk.wait_group 0;" + PUBLISH)
+    assert handover(body=both) == set()
+
+
+def test_overwriting_what_another_cta_loads():
+    """CTA 1 loads a buffer by TMA; CTA 0 writes to it once CTA 1 says that it has it."""
+    body = MAP_ADDRESS.format("%rd9", "m") + f"""
+    ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [flag]; mul.wide.u32 %rd3, %r0, 4;
+    add.s64 %rd3, %rd1, %rd3; mov.u32 %r7, 1; setp.eq.u32 %p3, %r100, 0; @%p3 bra SPIN;
+    @!%p0 bra END; mbarrier.init.shared.b64 [%r20], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 128;
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+        [%r21], [%rd9, {{0, 0}}], [%r20];
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+    red.release.gpu.global.add.u32 [%rd2], 1; bra END;
+    {AWAIT} setp.eq.u32 %p4, %r7, 0; @%p4 bra SPIN; bar.sync 1;
+    st.global.u32 [%rd3], %r0;
+END:
+    """  # fmt: skip
+    x, flag = zeros(8, 4), zeros(1)
+    more = {"parameters": "map m, u64 x, u64 flag", "ctas": 2}
+    box = tensor_map(x, (8, 4))
+    assert hazards(body, box, x, flag, **more) == set()
+    waiting = WAIT.format(label="W", barrier="%r20", parity="0")
+    assert "global-race" in hazards(body.replace(waiting, ""), box, x, zeros(1), **more)
+    at_once = body.replace("setp.eq.u32 %p4, %r7, 0;", "setp.eq.u32 %p4, %r7, 77;")
+    assert hazards(at_once, box, x, zeros(1), **more) == {"global-race"}
