@@ -21,7 +21,7 @@ SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
-    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi"],
+    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
 }
 
 

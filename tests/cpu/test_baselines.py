@@ -52,11 +52,11 @@ TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermedia
 def nothing_kept() -> None:
     """What one test's stand-in said must not reach another."""
     flashinfer_moe.entry.cache_clear()
-    flashinfer_cutlass_moe.buffers.cache_clear()
-    deepgemm_moe.tables.cache_clear()
-    deepgemm_moe.masked_buffers.cache_clear()
-    deepgemm_mega_moe.held.cache_clear()
-    deepgemm_mega_moe.routed_tokens.cache_clear()
+    flashinfer_cutlass_moe.buffers.clear()
+    deepgemm_moe.tables.clear()
+    deepgemm_moe.masked_buffers.clear()
+    deepgemm_mega_moe.held.clear()
+    deepgemm_mega_moe.routed_tokens.clear()
 
 
 def arguments(tokens: int = 1) -> list:

@@ -265,7 +265,7 @@ TILES = {
 def layer_of(request, monkeypatch) -> Callable[[MoeShape], Callable]:
     """The layers that the baselines have, for any shape, on this machine."""
     module = triton_fused_moe_v2 if request.param == "v2" else triton_moe
-    module.buffers.cache_clear()
+    module.buffers.clear()
     monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
     if module is triton_moe:
         tile = TILES[request.param]

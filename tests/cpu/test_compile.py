@@ -1,6 +1,7 @@
 """Every kernel compiles for its target without a GPU, into the instructions it was written for;
 and the cache of compiled kernels trusts nothing it should not."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -8,17 +9,22 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from cutlass import Float32
 from elftools.elf.elffile import ELFFile
-from moe_fp8.core import compile as kernel_cache
-from moe_fp8.core import kernels
+from moe_fp8.core import compile as compiling
+from moe_fp8.core import kernel_cache, kernels
 from moe_fp8.core.config import SMEM_BYTES, GemmConfig
 from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
+from moe_fp8.core.segments import BATCHED, FLAT
 from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
+PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
+"""For processes of their own."""
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
 CHOSEN = [  # what the heuristic can pick
     *(config for _, config in (*FEW_ROWS, *UNEVEN, *EVEN)),
@@ -57,15 +63,15 @@ def compiled_code(monkeypatch, tmp_path):
     """Compile anew, without any cache, keeping what the compiler made: -> (ptx, cubin)."""
     monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
-    original = kernel_cache.cute.compile
+    original = compiling.cute.compile
 
     def keep(*args, options: str):
         return original(*args, options=f"{options} --keep-ptx --keep-cubin")
 
-    monkeypatch.setattr(kernel_cache.cute, "compile", keep)
+    monkeypatch.setattr(compiling.cute, "compile", keep)
 
     def run(function, *args) -> tuple[str, bytes]:
-        made = function.__wrapped__(*args)
+        made = function.make(*args)
         cubin = made.__cubin__
         cubin = Path(cubin).read_bytes() if isinstance(cubin, str) else cubin
         return made.__ptx__, cubin
@@ -105,6 +111,8 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     blocks = stages * config.stage_blocks  # of a turn of the main loop
     shape = f"m64n{columns}k32.f32.e4m3.e4m3"
     assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4 * blocks
+    # Registers written since the last group must be seen by the next one's WGMMAs.
+    assert ptx.count("wgmma.fence.sync.aligned") == blocks
     # One multiply-add a value and K block, none split in two roundings.
     assert len(re.findall(r"fma\.rn\.f32", ptx)) == values * blocks
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
@@ -119,6 +127,20 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     assert used["frame"] == 0, f"{config} spills"
     assert used["registers"] * config.threads <= 65536
     assert ("atom" in ptx) == config.dynamic
+    if config.dynamic:
+        check_queue(ptx)
+
+
+def check_queue(ptx: str) -> None:
+    """Tiles on demand: what keeps their one slot whole shows in no run of a single warp."""
+    # Both roles that take tiles: all lanes have read the slot before one of them frees it.
+    taken = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
+    assert len(taken) == ptx.count("bar.warp.sync") == 2
+    # Who serves waits for a free slot before every tile, and once more before it may exit.
+    served = ptx[: ptx.index("atom.global.add")]
+    empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]
+    waits = [m.start() for m in re.finditer(rf"try_wait\S* P1, \[{empty}\]", ptx)]
+    assert len(waits) == 2 and waits[0] < ptx.index("st.async") < waits[1]
 
 
 def test_swiglu_quant(compiled_code, tmp_path):
@@ -127,6 +149,9 @@ def test_swiglu_quant(compiled_code, tmp_path):
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     assert len(loads) == 4 and max(loads) < ptx.index("ex2.approx")
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    # Rows times columns pass 2**31: no product with a row's length is taken in 32 bits.
+    assert re.findall(r"mul\.wide\.s32[^;]*, 8192;", ptx)
+    assert not re.findall(r"(?:mul\.lo|mad\.lo|shl)\.[sub]32[^;]*, (?:2048|4096|8192|1[123]);", ptx)
     assert (
         sorted(re.findall(r"st\.global\S*", ptx))
         == ["st.global.b32"] * 2 + ["st.global.v4.b16"] * 2
@@ -212,19 +237,19 @@ def cache(monkeypatch, tmp_path):
     """An empty cache and the number of compilations so far."""
     monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     count = [0]
-    original = kernel_cache.cute.compile
+    original = compiling.cute.compile
 
     def counting(*args, **kwargs):
         count[0] += 1
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(kernel_cache.cute, "compile", counting)
+    monkeypatch.setattr(compiling.cute, "compile", counting)
     return tmp_path / "kernels", count
 
 
 def build(hidden: int = 512):
     """What a new process would do: nothing remembered in memory."""
-    return kernels.compile_combine.__wrapped__(hidden, 4, ARCH)
+    return kernels.compile_combine.make(hidden, 4, ARCH)
 
 
 def entries(directory: Path) -> list[Path]:
@@ -263,38 +288,119 @@ def test_damaged_entry_is_rebuilt(cache, damage):
     assert count == [2]
 
 
-def test_sources_and_versions_are_part_of_the_key(cache, monkeypatch):
-    _, count = cache
-    build()
-    monkeypatch.setattr(kernel_cache, "_source_digest", lambda module: "other sources")
-    build()
-    monkeypatch.setattr(kernel_cache, "_versions", lambda: ("other version",))
-    build()
-    assert count == [3]
+BASE = {"config": GemmConfig(), "n": 4096, "k": 7168, "experts": 32, "arch": ARCH}
+OTHER = {
+    "config": GemmConfig(stages=4),
+    "n": 7168,
+    "k": 2048,
+    "experts": 8,
+    "arch": "sm_100a",
+    "segments": FLAT,
+}
+KEYS = {  # compile function -> arguments, and for each another value
+    "grouped_gemm": ({**BASE, "segments": BATCHED}, OTHER),
+    "dispatch": (
+        {"hidden": 512, "top_k": 4, "arch": ARCH},
+        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
+    ),
+    "swiglu_quant": ({"intermediate": 512, "arch": ARCH}, {"intermediate": 256, "arch": "sm_100a"}),
+    "combine": (
+        {"hidden": 512, "top_k": 4, "arch": ARCH},
+        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
+    ),
+}
 
 
-def test_source_digest_follows_imports(tmp_path):
-    shutil.copytree(kernel_cache.PACKAGE_ROOT, tmp_path / "package")
-    module = tmp_path / "package" / "core" / "gemm_sm90.py"
+@pytest.fixture
+def key_of(monkeypatch, tmp_path):
+    """The names of the entries that a kernel is looked for under; nothing is compiled."""
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    looked_for: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        kernel_cache.KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of)
+    )
 
-    def digest() -> str:
+    def key(name: str, arguments: dict) -> str:
+        getattr(kernels, f"compile_{name}").make(*arguments.values())
+        return json.dumps(looked_for.pop(), sort_keys=True)
+
+    return key
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_argument_is_part_of_the_key(name, key_of):
+    arguments, others = KEYS[name]
+    first = key_of(name, arguments)
+    assert key_of(name, dict(arguments)) == first
+    assert list(others) == list(arguments)
+    found = {first}
+    for argument, value in others.items():
+        found.add(key_of(name, {**arguments, argument: value}))
+    assert len(found) == 1 + len(others)
+
+
+def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
+    """The alignment of an argument, the options, the environment, the versions, the sources."""
+    found = {key_of("combine", KEYS["combine"][0])}
+
+    def other(patch) -> None:
+        with monkeypatch.context() as context:
+            patch(context)
+            found.add(key_of("combine", KEYS["combine"][0]))
+
+    align = compiling.Tensor.__init__
+
+    def align_less(self, dtype, shape, **_) -> None:
+        align(self, dtype, shape, align=4)
+
+    other(lambda c: c.setattr(compiling.Tensor, "__init__", align_less))
+    other(lambda c: c.setattr(compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"))
+    other(lambda c: c.setenv("CUTE_DSL_ANYTHING", "1"))
+    other(lambda c: c.setattr(compiling, "_versions", lambda: ("other version",)))
+    other(lambda c: c.setattr(compiling, "_source_digest", lambda *modules: "other sources"))
+    assert len(found) == 6
+
+
+def test_extents_of_one_name_are_one_size(monkeypatch):
+    """And what divides it reaches the compiler."""
+    made = compiling.fakes(
+        [
+            compiling.Tensor(Float32, (compiling.Extent("a", 4), 8)),
+            compiling.Tensor(Float32, (8, compiling.Extent("a", 4)), align=4),
+            compiling.Tensor(Float32, (8, compiling.Extent("b"))),
+        ]
+    )
+    assert made[0].shape[0] is made[1].shape[1] and made[2].shape[1] is not made[0].shape[0]
+    assert "div=4" in repr(made[0].shape[0]) and "div=4" not in repr(made[2].shape[1])
+    assert [tensor._assumed_align for tensor in made] == [16, 4, 16]
+
+
+@pytest.mark.parametrize("edited", ["scheduler", "compile"])
+def test_source_digest_follows_imports(tmp_path, edited):
+    """Of the kernel, and of what turns its arguments into the compiler's."""
+    shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "package")
+    core = tmp_path / "package" / "core"
+
+    def made_of() -> str:
         code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-            "from package.core.compile import _source_digest as d; print(d(Path(sys.argv[2])))"
+            "import sys; sys.path.insert(0, sys.argv[1]);"
+            "from package.core.compile import made_of;"
+            "from package.core.gemm_sm90 import GroupedGemmSm90 as kernel;"
+            "print(made_of(kernel, (), (), 'sm_90a')['sources'])"
         )
-        command = [sys.executable, "-c", code, str(tmp_path), str(module)]
+        command = [sys.executable, "-c", code, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    first = digest()
-    unrelated = tmp_path / "package" / "core" / "combine.py"
+    first = made_of()
+    unrelated = core / "combine.py"
     unrelated.write_text(unrelated.read_text() + "\n")
-    assert digest() == first
-    imported = tmp_path / "package" / "core" / "scheduler.py"
+    assert made_of() == first
+    imported = core / f"{edited}.py"
     imported.write_text(imported.read_text() + "\n")
-    assert digest() != first
+    assert made_of() != first
 
 
-def test_unwritable_directory_still_compiles(cache, monkeypatch):
+def test_unwritable_directory_still_compiles(cache):
     directory, count = cache
     directory.parent.mkdir(exist_ok=True)
     directory.write_text("a file where the directory should be")
@@ -303,25 +409,189 @@ def test_unwritable_directory_still_compiles(cache, monkeypatch):
     assert count == [1]
 
 
-def test_default_directory(monkeypatch):
+def test_directory_is_one_for_all_solutions(monkeypatch):
+    """A packed solution's package has another name after every edit."""
     monkeypatch.delenv(kernel_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
     assert kernel_cache.cache_dir() == Path("/somewhere/moe_fp8/kernels")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert kernel_cache.cache_dir() == Path.home() / ".cache/moe_fp8/kernels"
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")
+    assert kernel_cache.cache_dir() is None
+
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+
+
+@posix_only
+def test_what_is_made_is_the_users_alone(cache):
+    directory, _ = cache
+    build()
+    (entry,) = entries(directory)
+    for path in (directory, entry, *entry.iterdir(), *directory.glob("lock-*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@posix_only
+@pytest.mark.parametrize("opened", ["parent", "directory", "entry", "object", "digest"])
+def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
+    """An entry with a digest that matches, where another user could have put it."""
+    directory, count = cache
+    build()
+    (entry,) = entries(directory)
+    path, mode = {
+        "parent": (directory.parent, 0o777),
+        "directory": (directory, 0o777),
+        "entry": (entry, 0o770),
+        "object": (entry / kernel_cache.OBJECT, 0o666),
+        "digest": (entry / kernel_cache.DIGEST, 0o620),
+    }[opened]
+    path.chmod(mode)
+    monkeypatch.setattr(compiling, "load_module", None)  # would be called to run it
+    with pytest.warns(RuntimeWarning, match=re.escape(str(path))):
+        assert build() is not None
+    assert count == [2]
+
+
+@posix_only
+@pytest.mark.parametrize("owned", ["directory", "entry", "object"])
+def test_what_another_user_owns_is_not_loaded(cache, owned, monkeypatch):
+    directory, count = cache
+    build()
+    (entry,) = entries(directory)
+    foreign = {"directory": directory, "entry": entry, "object": entry / kernel_cache.OBJECT}[owned]
+    original = Path.lstat
+
+    def lstat(self):
+        status = original(self)
+        if self == foreign:
+            status = os.stat_result([*status[:4], os.geteuid() + 1, *status[5:10]])
+        return status
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(compiling, "load_module", None)
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(foreign))} belongs to another user"):
+        assert build() is not None
+    assert count == [2]
+
+
+def test_the_cache_is_trimmed_to_its_limit(tmp_path):
+    """Least recently used first; what a killed process left goes as well, once it is old."""
+    made = kernel_cache.KernelCache(
+        tmp_path, lambda path: path.read_text(), lambda function, path: path.write_text(function)
+    )
+    for i in range(4):
+        assert made.get({"kernel": f"K{i}"}, lambda i=i: f"code {i}") == f"code {i}"
+        (tmp_path / next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST).touch()
+        os.utime(next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST, (1000 + i, 1000 + i))
+    assert made.get({"kernel": "K0"}, lambda: "never") == "code 0"  # used again
+    for name, age in (("old", 7200), ("young", 60)):
+        (tmp_path / f".{name}").mkdir()
+        now = time.time() - age
+        os.utime(tmp_path / f".{name}", (now, now))
+    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3", "K2", "K1"]
+    size = made.entries()[0].size
+    removed = made.trim(2 * size + 1)
+    assert [e.made_of["kernel"] for e in removed] == ["K2", "K1"]
+    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3"]
+    assert [path.name for path in tmp_path.glob(".*")] == [".young"]
+
+
+def test_storing_trims(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_cache.KernelCache.trim, "__defaults__", (1,))
+    made = kernel_cache.KernelCache(
+        tmp_path, lambda path: path.read_text(), lambda function, path: path.write_text(function)
+    )
+    made.get({"kernel": "K"}, lambda: "longer than the limit")
+    assert made.entries() == []
 
 
 def _compile_in_process(directory: str) -> int:
     os.environ[kernel_cache.CACHE_VARIABLE] = directory
     compilations = []
-    original = kernel_cache.cute.compile
-    kernel_cache.cute.compile = lambda *a, **k: compilations.append(1) or original(*a, **k)
+    original = compiling.cute.compile
+    compiling.cute.compile = lambda *a, **k: compilations.append(1) or original(*a, **k)
     build(768)
     return len(compilations)
 
 
-def test_processes_compile_once(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        compilations = pool.map(_compile_in_process, [str(tmp_path)] * 3)
+def test_eight_processes_compile_once(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(8) as pool:
+        compilations = pool.map(_compile_in_process, [str(tmp_path)] * 8)
     assert sum(compilations) == 1
     assert len(entries(tmp_path)) == 1
+
+
+COMPILE_IN_THREADS = """
+import sys, threading
+from moe_fp8.core import compile as compiling, kernels
+from moe_fp8.core.config import GemmConfig
+count, original = [], compiling.cute.compile
+compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
+start, made = threading.Barrier(8), []
+def work(i):
+    start.wait()
+    # Some the same kernel, some different ones.
+    made.append(kernels.compile_combine(256 * (1 + i % 3), 4, "sm_90a"))
+    made.append(kernels.compile_grouped_gemm(GemmConfig(stages=2), 256, 256, 2, "sm_90a"))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+print(len(made), len(set(map(id, made))), len(count))
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["cache", "no cache"])
+def test_eight_threads_compile_at_once(tmp_path, kept):
+    """The DSL's compiler ends a process in which two threads use it."""
+    directory = str(tmp_path / "kernels") if kept else ""
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE_IN_THREADS],
+        env={**os.environ, kernel_cache.CACHE_VARIABLE: directory, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["16", "4", "4"]
+
+
+DIE_WHILE_COMPILING = """
+import os, sys
+from moe_fp8.core import compile as compiling, kernels
+if sys.argv[1] == "build":  # nothing is written yet
+    compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
+else:  # the object is there, its digest is not
+    export = compiling._export
+    def write_and_die(function, path):
+        export(function, path)
+        os.kill(os.getpid(), 9)
+    compiling._export = write_and_die
+kernels.compile_combine(512, 4, "sm_90a")
+"""
+
+
+@posix_only
+@pytest.mark.parametrize("when", ["build", "store"])
+def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):
+    directory, count = cache
+    result = subprocess.run(
+        [sys.executable, "-c", DIE_WHILE_COMPILING, when],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+    )
+    assert result.returncode == -9, result.stderr[-2000:]
+    build()
+    build()
+    assert count == [1]
+
+
+def test_nothing_is_compiled_within_a_capture(monkeypatch):
+    compile_it = compiling.CompiledOnce(lambda size: f"code {size}")
+    monkeypatch.setattr(compiling.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert compile_it(1) == "code 1"
+    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert compile_it(1) == "code 1", "what is there serves a capture"
+    with pytest.raises(RuntimeError, match="warm up by a call with as many tokens"):
+        compile_it(2)

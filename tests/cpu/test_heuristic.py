@@ -5,7 +5,7 @@ import math
 
 import pytest
 from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.heuristic import MULTIPROCESSORS, choose
+from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, MULTIPROCESSORS, UNEVEN, choose
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
@@ -30,6 +30,25 @@ def test_few_rows_fit_one_tile(rows):
 @pytest.mark.parametrize("rows", ROWS)
 def test_uneven_experts_never_share_a_cluster_by_rows(rows):
     assert choose(rows, 4096, 7168).cluster_m == 1
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_thresholds(even):
+    """Up to and including a table's number of rows its config is taken, above it the next one."""
+    table = FEW_ROWS + (EVEN if even else UNEVEN)
+    limits = [rows for rows, _ in table]
+    assert limits == sorted(limits)
+    configs = [config for _, config in table] + [LARGEST]
+    for i, rows in enumerate(limits):
+        assert choose(rows, 4096, 7168, even=even) == configs[i]
+        assert choose(rows * 1.0001, 4096, 7168, even=even) == configs[i + 1]
+
+
+def test_thresholds_are_the_measured_ones():
+    """docs/notes/gemm_sm90.md has the runs; who changes one says there what was measured."""
+    assert [(rows, config.tile_m) for rows, config in FEW_ROWS] == [(2, 8), (10, 16), (20, 32)]
+    assert [(rows, config.tile_m) for rows, config in UNEVEN] == [(24, 64), (96, 128)]
+    assert [(rows, config.tile_m) for rows, config in EVEN] == [(64, 64), (128, 64), (640, 128)]
 
 
 def test_few_tiles_are_made_smaller_up_to_one_wave():

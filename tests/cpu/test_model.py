@@ -251,6 +251,34 @@ def test_rounding_is_to_nearest_even_and_saturates():
     assert q[0, : len(values)].float().tolist() == wanted
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("half", ["up", "gate"])
+def test_a_value_that_is_not_finite_stays_in_its_block(bad, half):
+    """A NaN takes no part in the scale; with an infinite one the block's other values vanish."""
+    generator = torch.Generator().manual_seed(3)
+    g = torch.randn(2, 512, generator=generator).to(BF16)
+    clean_q, clean_scale = quantise(g)
+    column = 5 + (256 if half == "gate" else 0)
+    g[1, column] = bad
+    q, q_scale = quantise(g)
+    silu_of_minus_infinity = half == "gate" and bad == -torch.inf  # -inf * 0: NaN
+    got, own = q.float(), torch.zeros(2, 256, dtype=torch.bool)
+    own[1, :128] = True
+    assert torch.equal(got[~own], clean_q.float()[~own])
+    assert got[1, 5].isnan(), "the next GEMM must not lose it"
+    others = torch.arange(128) != 5
+    if bad != bad or silu_of_minus_infinity:
+        without = g.clone()
+        without[1, column] = 0.0
+        expected_q, expected_scale = quantise(without)
+        assert torch.equal(got[1, :128][others], expected_q.float()[1, :128][others])
+        assert torch.equal(q_scale, expected_scale)
+    else:
+        assert q_scale[0, 1] == torch.inf and (got[1, :128][others] == 0).all()
+    q_scale[0, 1] = clean_scale[0, 1]
+    assert torch.equal(q_scale, clean_scale), "no other block has anything to do with it"
+
+
 def test_combine():
     generator = torch.Generator().manual_seed(2)
     o = torch.randn(9, 256, generator=generator).to(BF16)

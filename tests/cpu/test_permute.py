@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.heuristic import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.core.layout import AlignedRows, FlatRows
 from moe_fp8.core.pipeline import HostRows
 from moe_fp8.core.problem import DEEPSEEK_V3, MoeShape
@@ -10,7 +11,7 @@ from moe_fp8.core.routing import GroupedRows, group_rows
 from moe_fp8.parts.permute_loop import LoopPermutation
 from moe_fp8.parts.permute_vectorised import VectorisedPermutation
 from moe_fp8.parts.rows_aligned import place_aligned
-from moe_fp8.parts.rows_flat import place_flat
+from moe_fp8.parts.rows_flat import expected_rows, place_flat
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 PERMUTATIONS = [LoopPermutation, VectorisedPermutation]
@@ -50,7 +51,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 class TestBoth:
     def test_read(self, permutation, counts):
         host = permutation.read(grouped(counts))
-        assert host == HostRows(sum(counts), -(-max(counts) // 128) * 128)
+        ends = [sum(counts[: e + 1]) for e in range(len(counts))]
+        assert list(host.ends) == ends and host.total_rows == sum(counts)
+        assert host.max_rows == -(-max(counts) // 128) * 128
 
     def test_layout(self, permutation, counts):
         rows = grouped(counts)
@@ -139,7 +142,7 @@ def test_vectorised_reads_nothing_after_that():
             torch.empty(80, dtype=torch.int32), torch.empty(5, dtype=torch.int32),
             torch.empty(10, 8, dtype=torch.int32), torch.empty(10, 8),
         )  # fmt: skip
-        permutation = VectorisedPermutation(rows, HostRows(17, 128))
+        permutation = VectorisedPermutation(rows, HostRows([3, 9, 9, 17], 128))
         x = torch.empty(10, K, dtype=torch.float8_e4m3fn)
         a, a_scale = permutation.pad(x, torch.empty(K // 128, 10), rows.token_of_row[:17])
         flat = permutation.unpad(torch.empty(4 * 128, 64, dtype=torch.bfloat16))
@@ -160,10 +163,10 @@ class Choose:
 
     def __init__(self, tile1: int, tile2: int):
         self.configs = [GemmConfig(tile_m=tile, swap_ab=True) for tile in (tile1, tile2)]
-        self.asked: list[tuple[float, int, int]] = []
+        self.asked: list[tuple] = []
 
-    def __call__(self, rows_per_expert: float, n: int, k: int) -> GemmConfig:
-        self.asked.append((rows_per_expert, n, k))
+    def __call__(self, rows_per_expert: float, n: int, k: int, **known) -> GemmConfig:
+        self.asked.append((rows_per_expert, n, k, *known.items()))
         return self.configs[len(self.asked) - 1]
 
 
@@ -182,8 +185,13 @@ def test_aligned_places(counts, tiles):
     assert segments.dtype == torch.int32 and segments.is_contiguous()
     assert placed.rows == int(placed.m_indptr[-1]) == sum(padded) and placed.rows % 4 == 0
     assert [placed.config1, placed.config2] == choose.configs
-    active = sum(count > 0 for count in counts)
-    assert choose.asked == [(sum(counts) / active, 4096, 7168), (sum(counts) / active, 7168, 2048)]
+    active = [count for count in counts if count]
+    rows_per_expert, even = sum(counts) / len(active), len(set(active)) == 1
+    known = ("even", even), ("experts", len(active))
+    assert choose.asked == [
+        (rows_per_expert, 4096, 7168, *known),
+        (rows_per_expert, 7168, 2048, *known),
+    ]
     assert placed.weights is rows.weights
     wanted = torch.full_like(rows.pair_row, -1)
     for expert, count in enumerate(counts):
@@ -191,6 +199,30 @@ def test_aligned_places(counts, tiles):
         wanted[wanted.shape[0] - count :, expert] = own
     assert torch.equal(placed.pair_row, wanted) and placed.pair_row.dtype == torch.int32
     assert placed.pair_row.is_contiguous()
+
+
+def test_aligned_places_of_tiles_that_do_not_divide_each_other():
+    """A row of a tile of either GEMM must not be another expert's."""
+    choose = Choose(8, 8)
+    choose.configs = [GemmConfig(tile_m=192, cluster_n=2), GemmConfig()]
+    placed = place_aligned(grouped_tokens([5, 400]), DEEPSEEK_V3, choose)
+    assert placed.layout.segments[0].tolist() == [0, 384] and placed.rows == 3 * 384
+
+
+@pytest.mark.parametrize(
+    ("counts", "config"),
+    [
+        ([128, 0, 128], SMALLER[0]),
+        ([64, 0, 63], SMALLER[1]),
+        ([0, 30, 0], SMALLER[2]),
+        ([300] * 8, EVEN[-1][1]),
+        ([300] * 7 + [299], LARGEST),
+    ],
+    ids=str,
+)
+def test_aligned_uses_all_that_the_heuristic_knows(counts, config):
+    """Its host has the counts: nothing of the heuristic is for benchmarks alone."""
+    assert place_aligned(grouped_tokens(counts), DEEPSEEK_V3, choose).config1 == config
 
 
 def test_aligned_places_of_no_pair():
@@ -208,8 +240,12 @@ def test_aligned_reads_the_host_once():
     ]
 
 
-@pytest.mark.parametrize(("tokens", "rows", "mean"), [(1, 8, 1.0), (80, 640, 2.5), (3, 24, 1.0)])
-def test_flat_places(tokens, rows, mean):
+@pytest.mark.parametrize(
+    ("tokens", "rows", "expected"),
+    # With x = T / 32 rows an expert on average, x / (1 - exp(-x)) for those that have any.
+    [(1, 8, 1.0157), (80, 640, 2.7236), (3, 24, 1.0476), (4096, 32768, 128.0)],
+)
+def test_flat_places(tokens, rows, expected):
     """Everything the host says follows from the number of tokens."""
     with FakeTensorMode():
         grouped = GroupedRows(
@@ -223,7 +259,20 @@ def test_flat_places(tokens, rows, mean):
     assert placed.layout.m_indptr is placed.m_indptr is grouped.m_indptr
     assert placed.pair_row is grouped.pair_row and placed.weights is grouped.weights
     assert [placed.config1, placed.config2] == choose.configs
-    assert choose.asked == [(mean, 4096, 7168), (mean, 7168, 2048)]
+    (rows1, *shape1), (rows2, *shape2) = choose.asked
+    assert rows1 == rows2 == pytest.approx(expected, abs=1e-4)
+    assert (shape1, shape2) == ([4096, 7168], [7168, 2048])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32, 80])
+def test_flat_expects_the_rows_of_experts_that_have_any(tokens):
+    """Against the mean over drawn routings in which every expert is as likely."""
+    generator = torch.Generator().manual_seed(tokens)
+    scores = torch.rand(2000 // tokens, tokens, 256, generator=generator)
+    ids = scores.topk(8, dim=-1).indices.flatten(1)
+    counts = torch.stack([row.bincount(minlength=256) for row in ids]).double()
+    measured = float(counts.sum() / (counts > 0).sum())
+    assert expected_rows(tokens, DEEPSEEK_V3) == pytest.approx(measured, rel=0.02)
 
 
 def test_flat_rows_are_bounded_by_the_local_experts_and_a_multiple_of_4():

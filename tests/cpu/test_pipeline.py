@@ -1,5 +1,7 @@
 """Whole layers on the CPU: against brute force, the definition, and each other."""
 
+import types
+
 import bruteforce
 import pytest
 import torch
@@ -9,6 +11,7 @@ from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
 from moe_fp8.core import model, pipeline
 from moe_fp8.core.config import GemmConfig
+from moe_fp8.core.layout import AlignedRows
 from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
 from moe_fp8.core.pipeline import (
     STAGES,
@@ -27,6 +30,7 @@ from moe_fp8.parts.rows_aligned import place_aligned
 from moe_fp8.parts.rows_flat import place_flat
 from test_permute import new_poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
@@ -35,7 +39,7 @@ TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermedia
                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 
 
-def choose(rows_per_expert: float, n: int, k: int) -> GemmConfig:
+def choose(rows_per_expert: float, n: int, k: int, **known) -> GemmConfig:
     """Tiles of another height for either GEMM."""
     return GemmConfig(tile_m=8 if n == k else 32, swap_ab=True)
 
@@ -197,7 +201,7 @@ def test_compute_of_v2_reads_nothing_on_the_host(monkeypatch):
     with FakeTensorMode():
         inputs, out = fake_inputs()
         rows = VECTORISED.group(inputs)
-        VECTORISED.compute(inputs, out, rows, HostRows(21, 128))
+        VECTORISED.compute(inputs, out, rows, HostRows([0] * 31 + [21], 128))
 
 
 def test_flat_reads_nothing_on_the_host(monkeypatch):
@@ -212,8 +216,16 @@ def test_clustered_reads_nothing_after_its_rows_have_places(weights, monkeypatch
     inputs = bruteforce.random_inputs(SMALL, 9, 32, 12, weights, favourite=40)
     placed = place_aligned(CLUSTERED.group(inputs), SMALL, choose)
     monkeypatch.setattr(pipeline, "select", lambda device: NoKernels)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        CLUSTERED.compute(inputs, torch.empty(9, 256, dtype=torch.bfloat16), placed)
+    with FakeTensorMode() as fake:
+        # Nothing real is left: a real tensor would answer a read without a word.
+        faked = {
+            name: fake.from_tensor(value)
+            for name, value in placed._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        segments = AlignedRows(fake.from_tensor(placed.layout.segments))
+        inputs, out = fake_inputs()
+        CLUSTERED.compute(inputs, out, placed._replace(layout=segments, **faked))
 
 
 @pytest.mark.parametrize("offset", [32, 512], ids=["some_local", "none_local"])
@@ -237,7 +249,13 @@ def test_flat_rows_without_a_pair_are_not_written(offset, weights, monkeypatch):
         assert kept[0].o.isnan().all()
 
 
-@pytest.mark.parametrize("shape", [SMALL, TINY, DEEPSEEK_V3], ids=["small", "tiny", "v3"])
+WIDE = MoeShape(hidden_size=2048, intermediate_size=128)
+"""`o` is larger than `a`, `a_scale` and `g`, over which it lies."""
+
+
+@pytest.mark.parametrize(
+    "shape", [SMALL, TINY, WIDE, DEEPSEEK_V3], ids=["small", "tiny", "wide", "v3"]
+)
 @pytest.mark.parametrize("rows", [4, 132])
 def test_buffers_lie_apart(shape, rows):
     made = buffers(torch.empty(0), rows, shape)
@@ -342,4 +360,81 @@ def test_model_is_what_the_layer_uses_on_the_cpu(weights, monkeypatch):
 
 def test_rows_and_host_rows_are_what_they_say():
     assert GroupedRows._fields == ("token_of_row", "m_indptr", "pair_row", "weights")
-    assert HostRows._fields == ("total_rows", "max_rows")
+    assert HostRows._fields == ("ends", "max_rows")
+
+
+class CountReads(TorchFunctionMode):
+    """Counts the reads of values on the host, each of which stalls it on a GPU."""
+
+    READS = {"__int__", "__float__", "__bool__", "item", "tolist", "cpu", "numpy"}
+    reads = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.reads += getattr(func, "__name__", "") in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+def test_v1_waits_once_for_each_expert(weights, monkeypatch):
+    """Nothing in its loops asks for a boundary that is on the host already."""
+    monkeypatch.setattr(pipeline, "select", lambda device: NoKernels)
+    inputs = bruteforce.random_inputs(SMALL, 9, 32, 12, weights, favourite=40)
+    with CountReads() as count:
+        output_of(LOOP, inputs)
+    assert count.reads == SMALL.num_local_experts
+
+
+@every_layer
+@pytest.mark.parametrize("chunk", [1, 5, 13, 26])
+def test_chunks_of_tokens_change_nothing(layer, chunk, weights, monkeypatch):
+    inputs = bruteforce.random_inputs(SMALL, 27, 32, 8, weights, favourite=40)
+    whole = output_of(layer, inputs)
+    assert (whole != 0).any(dim=1).all()
+    most = 0
+
+    def count_rows(self, tokens: MoeInputs) -> GroupedRows:
+        nonlocal most
+        most = max(most, tokens.routing_logits.shape[0])
+        return group(self, tokens)
+
+    group = Layer.group
+    monkeypatch.setattr(Layer, "group", count_rows)
+    monkeypatch.setattr(pipeline, "CHUNK_TOKENS", chunk)
+    assert torch.equal(output_of(layer, inputs), whole)
+    assert most == chunk
+    marks: list[str] = []
+    layer(inputs, torch.empty(27, 256, dtype=torch.bfloat16), mark=marks.append)
+    assert tuple(marks) == STAGES * -(-27 // chunk)
+
+
+def test_memory_of_many_tokens_is_bounded():
+    """What a chunk takes at the true geometry, were all experts of all its tokens local."""
+    with FakeTensorMode():
+        made = buffers(torch.empty(0), pipeline.CHUNK_TOKENS * DEEPSEEK_V3.top_k, DEEPSEEK_V3)
+    assert made.a.untyped_storage().nbytes() < 2.5e9
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_device_of_the_tensors_is_made_the_current_one(name, monkeypatch):
+    """Launches, allocations and streams go by the current device."""
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.append("left")
+
+    layer = MODULES[name].LAYER
+    device = torch.device("cuda", 1)
+    output = types.SimpleNamespace(device=device, shape=(3, 7168))
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(pipeline, "validate", lambda inputs, output, shape: 3)
+    monkeypatch.setattr(pipeline, "select", lambda device: NoKernels)
+    monkeypatch.setattr(type(layer), "group", lambda self, inputs: entered.append("group"))
+    monkeypatch.setattr(type(layer), "finish", lambda self, *arguments: entered.append("finish"))
+    layer(None, output)
+    assert entered == [device, "group", "finish", "left"]

@@ -63,7 +63,7 @@ def nothing_kept() -> Iterator[None]:
         deepgemm_mega_moe.routed_tokens,
         flashinfer_cutlass_moe.buffers,
     ):
-        cache.cache_clear()
+        cache.clear()
 
 
 def check(module, got: torch.Tensor, wanted: torch.Tensor, worst: Worst) -> None:

@@ -22,7 +22,7 @@ ROUTINGS = ["random", "all_to_one", "all_local", "none_local"]
 def module(request):
     if importlib.util.find_spec(REQUIRED[request.param]) is None:
         pytest.skip(f"{REQUIRED[request.param]} is not installed")
-    request.param.buffers.cache_clear()
+    request.param.buffers.clear()
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_the_routing_changes_between_calls_of_as_many_tokens(module, tokens, mak
     cases = [make_inputs(tokens, routing, seed=3) for routing in ROUTINGS]
     alone = []
     for inputs in cases:
-        module.buffers.cache_clear()
+        module.buffers.clear()
         alone.append(output_of(module, inputs))
     assert (alone[-1] == 0).all()
     for _ in range(3):
@@ -114,5 +114,5 @@ def test_tiles(make_inputs, monkeypatch):
         Tile(128, 128, group_m=2, warps=8, stages=3),
     ):
         monkeypatch.setattr(triton_moe, "tiles", lambda tokens, tile=tile: (tile, tile))
-        triton_moe.buffers.cache_clear()
+        triton_moe.buffers.clear()
         check(output_of(triton_moe, inputs), wanted)

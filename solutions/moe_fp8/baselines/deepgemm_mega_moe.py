@@ -13,7 +13,6 @@ anew in every call, so here it is part of every call: 0.94 GB read and written, 
 Whoever compares kernels must take that off.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,8 +20,10 @@ import torch
 
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from .deepgemm_device import require_first_device
+from .held import HeldPerStream
 from .requirement import require
-from .supported import HOPPER, require_gpu
+from .supported import HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -70,9 +71,9 @@ def capacity(tokens: int) -> int:
     return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def held(room: int, shape: MoeShape, device: torch.device) -> Held:
-    """Kept until a call needs another capacity."""
+    """For a capacity."""
     deep_gemm = require("deep_gemm", REQUIREMENT)
     library = deep_gemm._C  # its class for Hopper knows symmetric memory only
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
@@ -105,7 +106,7 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     )
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def routed_tokens(tokens: int, shape: MoeShape, device: torch.device) -> "Routed":
     from .triton_stages import new_routed
 
@@ -128,12 +129,14 @@ def take_turns(
 
 
 @torch.inference_mode()
+@on_its_device
 def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     """Write the layer's output.
 
     Raises:
         ValueError: an argument is wrong.
-        RuntimeError: the GPU is not supported, or a package is not installed.
+        RuntimeError: the GPU is not supported or not the one that the library was first used on,
+            or a package is not installed.
     """
     tokens = validate(inputs, output, SHAPE)
     require_gpu(output.device, HOPPER)
@@ -141,6 +144,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     require("triton", "triton")
     if tokens == 0:
         return
+    require_first_device(output.device)
     from .triton_stages import route
 
     offset = bounded_offset(int(inputs.local_expert_offset), SHAPE.num_local_experts)

@@ -21,8 +21,10 @@ import torch
 
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .deepgemm_device import require_first_device
+from .held import HeldPerStream
 from .requirement import require
-from .supported import HOPPER, require_gpu
+from .supported import HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_stages import Routed, Rows
@@ -61,7 +63,7 @@ class Buffers(NamedTuple):
     o: torch.Tensor  # [..., H] bfloat16
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Tables:
     """For the masked layout, or the contiguous one without `max_rows`."""
     from .triton_stages import new_routed, new_rows, row_bound
@@ -87,7 +89,7 @@ def new_buffers(lead: tuple[int, ...], shape: MoeShape, device: torch.device) ->
     )
 
 
-masked_buffers = functools.lru_cache(maxsize=1)(new_buffers)
+masked_buffers = HeldPerStream(new_buffers)
 
 
 class DeepGemmLayer:
@@ -96,6 +98,7 @@ class DeepGemmLayer:
     shape = DEEPSEEK_V3
 
     @torch.inference_mode()
+    @on_its_device
     def __call__(
         self,
         inputs: MoeInputs,
@@ -106,7 +109,8 @@ class DeepGemmLayer:
 
         Raises:
             ValueError: an argument is wrong.
-            RuntimeError: the GPU is not supported, or a package is not installed.
+            RuntimeError: the GPU is not supported or not the one that the library was first used
+                on, or a package is not installed.
         """
         shape, device = self.shape, output.device
         tokens = validate(inputs, output, shape)
@@ -115,6 +119,7 @@ class DeepGemmLayer:
         require("triton", "triton")
         if tokens == 0:
             return
+        require_first_device(device)
         from . import triton_stages as stages
 
         offset = int(inputs.local_expert_offset)

@@ -13,14 +13,14 @@ FlashInfer builds its module `fused_moe_90` when first called, unless a prebuilt
 and compiles a GEMM for each shape and tile with nvcc when it first meets them.
 """
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from .held import HeldPerStream
 from .requirement import require
-from .supported import HOPPER, require_gpu
+from .supported import HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -44,9 +44,9 @@ class Buffers(NamedTuple):
     workspace: torch.Tensor  # uint8
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """Kept until a call has another number of tokens."""
+    """For a number of tokens."""
     from .triton_stages import new_routed
 
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
@@ -80,6 +80,7 @@ def local_ids(ids: torch.Tensor, offset: int, shape: MoeShape) -> tuple[torch.Te
 
 
 @torch.inference_mode()
+@on_its_device
 def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     """Write the layer's output.
 

@@ -19,7 +19,7 @@ import torch
 
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .requirement import require
-from .supported import BLACKWELL, require_gpu
+from .supported import BLACKWELL, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_moe",
@@ -63,6 +63,7 @@ def tile_tokens(tokens: int, shape: MoeShape) -> int:
 
 
 @torch.inference_mode()
+@on_its_device
 def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     """Write the layer's output.
 

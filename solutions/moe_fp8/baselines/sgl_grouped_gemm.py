@@ -1,11 +1,11 @@
-"""sgl_kernel's FP8 block-scaled grouped GEMM, with what it wants to be given allocated once."""
+"""sgl_kernel's FP8 block-scaled grouped GEMM, with what it wants to be given kept between calls."""
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from ..core.problem import MoeShape
+from .held import HeldPerStream
 from .requirement import require
 
 REQUIREMENT = "sglang-kernel==0.4.3"
@@ -13,7 +13,7 @@ WORKSPACE_BYTES = 32 * 2**20
 
 
 class Scratch(NamedTuple):
-    """What the library writes on its way, allocated once a device."""
+    """What the library writes on its way."""
 
     pointers: list[torch.Tensor]  # 5 of [E] int64: A, B, output and both scales of each expert
     layouts: list[torch.Tensor]  # 2 of [E, 5] int32, of the scales
@@ -21,7 +21,7 @@ class Scratch(NamedTuple):
     workspace: torch.Tensor
 
 
-@functools.cache
+@HeldPerStream
 def scratch(device: torch.device, experts: int, widths: tuple[int, ...]) -> Scratch:
     """For GEMMs whose rows, of A and of the output, have these numbers of elements."""
 

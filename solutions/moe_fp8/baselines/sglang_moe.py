@@ -4,7 +4,7 @@ What: `moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `s
 tokens and scales to their rows, `fp8_blockwise_scaled_grouped_mm` multiplies, `silu_and_mul` and
 the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. The order
 and the arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of
-the input, which is FP8 here. No host sync; pointer arrays and the like are allocated once.
+the input, which is FP8 here. No host sync; pointer arrays and the like are kept between calls.
 
 Expert parallelism: ids become local ones and pairs of other ranks get ids that no local expert
 has, which `prepare_moe_input` skips. What it then leaves unset in its two maps is set beforehand:
@@ -18,7 +18,6 @@ the rows in use only; its time counts as part of the activation's. The routing w
 to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,9 +25,10 @@ import torch
 
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, bounded_offset, validate
+from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
-from .supported import BLACKWELL, HOPPER, require_gpu
+from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "sglang_moe",
@@ -43,14 +43,14 @@ SMALLEST_AMAX = 1e-10
 
 
 class Tables(NamedTuple):
-    """What `prepare_moe_input` says of the experts, allocated once a device."""
+    """What `prepare_moe_input` says of the experts."""
 
     offsets: torch.Tensor  # [E+1] int32, first row of each expert
     sizes1: torch.Tensor  # [E, 3] int32: rows, n, k of GEMM1
     sizes2: torch.Tensor  # [E, 3] int32
 
 
-@functools.cache
+@HeldPerStream
 def tables(device: torch.device, experts: int) -> Tables:
     dims = ((experts + 1,), (experts, 3), (experts, 3))
     return Tables(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
@@ -62,6 +62,7 @@ class SglangLayer:
     shape = DEEPSEEK_V3
 
     @torch.inference_mode()
+    @on_its_device
     def __call__(
         self,
         inputs: MoeInputs,

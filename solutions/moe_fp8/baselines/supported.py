@@ -1,10 +1,15 @@
 """The GPUs that a baseline's library has kernels for."""
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from ..core.device import on_device
+
 Capability = tuple[int, int]
+Call = TypeVar("Call", bound=Callable[..., None])
 
 HOPPER: tuple[Capability, ...] = ((9, 0),)
 BLACKWELL: tuple[Capability, ...] = ((10, 0), (10, 3))
@@ -30,3 +35,17 @@ def require_gpu(device: torch.device, capabilities: tuple[Capability, ...]) -> N
         given = f"sm_{number(capability)}"
     needed = "/".join(map(number, capabilities))
     raise RuntimeError(f"unsupported on {given} (needs sm_{needed})")
+
+
+def on_its_device(call: Call) -> Call:
+    """Makes the output's device the current one for the call: the libraries launch on that."""
+
+    @functools.wraps(call)
+    def guarded(*arguments, **named) -> None:
+        output = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
+        if output is None:  # the call says what is wrong
+            return call(*arguments, **named)
+        with on_device(output.device):
+            call(*arguments, **named)
+
+    return guarded  # type: ignore[return-value]

@@ -11,7 +11,6 @@ swapped operands up to 2048 rows, 128-row tiles above). Its own callers pass 8 r
 is shown as many as even routing gives this rank.
 """
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,9 +18,10 @@ import torch
 
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
-from .supported import HOPPER, require_gpu
+from .supported import HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_stages import Routed, Rows
@@ -48,15 +48,17 @@ class Buffers(NamedTuple):
     o: torch.Tensor  # [R, H] bfloat16
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """Kept until a call has another number of tokens."""
+    """For a number of tokens."""
     from .triton_stages import new_routed, new_rows, row_bound
 
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     bound = row_bound(tokens, shape)
-    sizes = torch.tensor([[0, 2 * i, h], [0, h, i]], dtype=torch.int32).to(device)
-    sizes = sizes.unsqueeze(1).repeat(1, experts, 1)
+    sizes = torch.empty((2, experts, 3), dtype=torch.int32, device=device)
+    for gemm, (n, k) in enumerate(((2 * i, h), (h, i))):  # no copy from the host: may be captured
+        sizes[gemm, :, 1] = n
+        sizes[gemm, :, 2] = k
 
     def new(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((bound, width), dtype=dtype, device=device)
@@ -81,6 +83,7 @@ class FusedMoeV2Layer:
     shape = DEEPSEEK_V3
 
     @torch.inference_mode()
+    @on_its_device
     def __call__(
         self,
         inputs: MoeInputs,

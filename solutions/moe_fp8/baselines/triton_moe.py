@@ -11,6 +11,7 @@ side of the tensor cores.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,8 +19,9 @@ import torch
 
 from ..core.config import BLOCK
 from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .held import HeldPerStream
 from .requirement import require
-from .supported import BLACKWELL, HOPPER, require_gpu
+from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_gemm import Tile
@@ -34,24 +36,33 @@ SOLUTION = {
 
 
 @functools.cache
-def tiles(tokens: int) -> "tuple[Tile, Tile]":
-    """Tiles of the two GEMMs for a number of tokens; their rows are the same."""
+def tile_table() -> "tuple[tuple[float, tuple[Tile, Tile]], ...]":
+    """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
+
+    The winners of `run.py tune_triton` at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21:
+    47, 155, 302, 401 and 1951 us for the two GEMMs.
+    """
     from .triton_gemm import Tile
 
-    # The winners of `run.py tune_triton` at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21:
-    # 47, 155, 302, 401 and 1951 us for the two GEMMs.
-    if tokens <= 8:
-        return Tile(16, 128, stages=6, swap_ab=True), Tile(16, 128, swap_ab=True)
-    if tokens <= 48:
-        return Tile(16, 128, stages=6, swap_ab=True), Tile(16, 64, stages=5, swap_ab=True)
-    if tokens <= 256:
-        return Tile(16, 128, stages=6, swap_ab=True, tma=True), Tile(16, 128, swap_ab=True)
-    if tokens <= 1024:
-        return Tile(64, 128, swap_ab=True, tma=True), Tile(64, 128, warps=8, programs=2)
+    few = Tile(16, 128, stages=6, swap_ab=True)
     return (
-        Tile(64, 128, group_m=4, stages=3, programs=2),
-        Tile(64, 128, group_m=4, tma=True, programs=2),
+        (8, (few, Tile(16, 128, swap_ab=True))),
+        (48, (few, Tile(16, 64, stages=5, swap_ab=True))),
+        (256, (Tile(16, 128, stages=6, swap_ab=True, tma=True), Tile(16, 128, swap_ab=True))),
+        (1024, (Tile(64, 128, swap_ab=True, tma=True), Tile(64, 128, warps=8, programs=2))),
+        (
+            math.inf,
+            (
+                Tile(64, 128, group_m=4, stages=3, programs=2),
+                Tile(64, 128, group_m=4, tma=True, programs=2),
+            ),
+        ),
     )
+
+
+def tiles(tokens: int) -> "tuple[Tile, Tile]":
+    """Tiles of the two GEMMs for a number of tokens."""
+    return next(tiles for most, tiles in tile_table() if tokens <= most)
 
 
 class Buffers(NamedTuple):
@@ -65,9 +76,9 @@ class Buffers(NamedTuple):
     o: torch.Tensor  # [R, H] bfloat16
 
 
-@functools.lru_cache(maxsize=1)
+@HeldPerStream
 def buffers(tokens: int, align: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """Kept until a call has another number of tokens."""
+    """For a number of tokens."""
     from .triton_stages import new_routed, new_rows, row_bound
 
     h, i = shape.hidden_size, shape.intermediate_size
@@ -92,6 +103,7 @@ class TritonLayer:
     shape = DEEPSEEK_V3
 
     @torch.inference_mode()
+    @on_its_device
     def __call__(
         self,
         inputs: MoeInputs,

@@ -17,6 +17,9 @@ EPILOGUE_COLUMNS = 64
 TMA_ROWS = 4
 """float32 values of 16 bytes: TMA reads a row of scales from a multiple of 16 bytes only."""
 
+MAX_CONSUMER_WARPGROUPS = 3
+"""Of a CTA, with 64 rows of the MMA each."""
+
 REGISTERS = 64 * 1024 // WARPGROUP
 """Registers that a thread of every warpgroup of a CTA has together."""
 

@@ -4,6 +4,7 @@ Owns the kernel of one CTA. What a tile is comes from `scheduler`, where its row
 `segments`, which operand takes WGMMA's rows from `orientation`, what can be tuned from `config`.
 """
 
+import enum
 import math
 
 import cutlass
@@ -19,6 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from .config import (
     BLOCK,
     EPILOGUE_COLUMNS,
+    MAX_CONSUMER_WARPGROUPS,
     PRODUCER_REGISTERS,
     TMA_ROWS,
     WARPGROUP,
@@ -33,9 +35,14 @@ ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
-# Named barriers, one a consumer warpgroup; barrier 0 is the CTA's.
-STAGING_BARRIER = 1
-ORDER_BARRIER = 3
+
+
+class Barriers(enum.IntEnum):
+    """First id of each kind of named barrier, which has one a consumer warpgroup."""
+
+    CTA = 0
+    STAGING = 1
+    ORDER = STAGING + MAX_CONSUMER_WARPGROUPS
 
 
 class GroupedGemmSm90:
@@ -481,7 +488,9 @@ class GroupedGemmSm90:
         The stages' barriers alone do not do: they tell a phase from the one before, not from the
         one before that, and a warpgroup that skips a tile can be two behind.
         """
-        return pipeline.NamedBarrier(barrier_id=ORDER_BARRIER + consumer, num_threads=2 * WARPGROUP)
+        return pipeline.NamedBarrier(
+            barrier_id=Barriers.ORDER + consumer, num_threads=2 * WARPGROUP
+        )
 
     def _skip_tile(self, state):
         """The pipeline state after a tile that the other warpgroup consumes."""
@@ -674,7 +683,7 @@ class GroupedGemmSm90:
         rows = self.orientation.staged_rows
         local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(
-            barrier_id=STAGING_BARRIER + consumer, num_threads=WARPGROUP
+            barrier_id=Barriers.STAGING + consumer, num_threads=WARPGROUP
         )
         if local == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

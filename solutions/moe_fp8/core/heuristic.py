@@ -1,6 +1,5 @@
 """Which GEMM config for how many rows an expert has."""
 
-import functools
 import math
 
 from .config import GemmConfig
@@ -43,17 +42,16 @@ SMALLER = (
 """From larger to smaller; docs/notes/gemm_sm90.md has what each gave."""
 
 
-@functools.cache
 def choose(
     rows_per_expert: float, n: int, k: int, even: bool = False, experts: int | None = None
 ) -> GemmConfig:
-    """The config for experts with about `rows_per_expert` rows each and weights `[n, k]`.
+    """The config for active experts with about `rows_per_expert` rows each and weights `[n, k]`.
 
-    The number is an expectation: every config computes any number of rows. `even` says that the
-    experts do have the same number, or none; `experts`, how many have any: where their tiles would
-    leave most of the GPU idle, smaller ones are taken.
+    The number is an expectation: every config computes any number of rows. Who knows more says so:
+    `even`, that the active experts have the same number of rows; `experts`, how many are active:
+    where their tiles would leave most of the GPU idle, smaller ones are taken.
     """
-    table = (*FEW_ROWS, *(EVEN if even else UNEVEN))
+    table = FEW_ROWS + (EVEN if even else UNEVEN)
     config = next((config for rows, config in table if rows_per_expert <= rows), LARGEST)
     if experts is None or config.swap_ab:
         return config

@@ -3,14 +3,12 @@
 import functools
 from typing import Any
 
-import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.utils import HardwareInfo
 
 from .combine import Combine
-from .compile import compiled
+from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .config import BLOCK, GemmConfig
 from .dispatch import Dispatch
 from .gemm_sm90 import GroupedGemmSm90
@@ -53,8 +51,9 @@ def grouped_gemm(
     clusters = min(m_tiles * n_tiles, _max_clusters(config.cluster_size, a.device))
     if a.shape[0]:
         ctas = clusters * config.cluster_size
-        # Of its own for every launch: launches may overlap, and a captured one is replayed.
-        counter = table.new_zeros(1) if config.dynamic else _unused_counter(a.device)
+        # Of its own for every launch: launches may overlap, and a captured one is replayed. With
+        # tiles in turns nobody looks at it.
+        counter = table.new_zeros(1) if config.dynamic else table.view(-1)
         function(a, a_scale, b, b_scale, out, table, counter, max_rows, ctas)
 
 
@@ -116,84 +115,66 @@ def combine(
         compile_combine(hidden, pair_row.shape[1], _arch(o.device))(o, pair_row, weights, out)
 
 
-@functools.cache
+@CompiledOnce
 def compile_grouped_gemm(
-    config: GemmConfig,
-    n: int,
-    k: int,
-    experts: int,
-    arch: str,
-    segments: Segments = BATCHED,
+    config: GemmConfig, n: int, k: int, experts: int, arch: str, segments: Segments = BATCHED
 ) -> Any:
     """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
-
-    def arguments() -> tuple:
-        rows = cute.sym_int64(divisibility=4)  # TMA: strides of 16 bytes, the scales' included
-        blocks = k // BLOCK
-        return (
-            _row_major(Float8E4M3FN, rows, k),
-            _row_major(Float32, blocks, rows),
-            _row_major(Float8E4M3FN, experts, n, k),
-            _row_major(Float32, experts, n // BLOCK, blocks, align=4),
-            _row_major(BFloat16, rows, n),
-            _row_major(Int32, *segments.table_shape(experts), align=4),
-            _row_major(Int32, cute.sym_int64(), align=4),
-            Int32(0),
-            Int32(0),
-        )
-
-    kernel = GroupedGemmSm90(config, n, k, experts, segments)
-    return compiled(kernel, (config, n, k, experts, type(segments).__name__), arguments, arch)
+    rows = Extent("rows", 4)  # TMA: strides of 16 bytes, the scales' included
+    blocks = k // BLOCK
+    arguments = (
+        Tensor(Float8E4M3FN, (rows, k)),
+        Tensor(Float32, (blocks, rows)),
+        Tensor(Float8E4M3FN, (experts, n, k)),
+        Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
+        Tensor(BFloat16, (rows, n)),
+        Tensor(Int32, segments.table_shape(experts), align=4),
+        Tensor(Int32, (Extent("counters"),), align=4),
+        Scalar(Int32),
+        Scalar(Int32),
+    )
+    return compiled(GroupedGemmSm90, (config, n, k, experts, segments), arguments, arch)
 
 
-@functools.cache
+@CompiledOnce
 def compile_dispatch(hidden: int, top_k: int, arch: str) -> Any:
     """The dispatch for one width and any number of tokens and rows; needs no GPU."""
-
-    def arguments() -> tuple:
-        rows, tokens = cute.sym_int64(), cute.sym_int64()
-        return (
-            _row_major(Float8E4M3FN, tokens, hidden),
-            _row_major(Float32, hidden // BLOCK, tokens, align=4),
-            _row_major(Int32, tokens, top_k, align=4),
-            _row_major(Float8E4M3FN, rows, hidden),
-            _row_major(Float32, hidden // BLOCK, rows, align=4),
-        )
-
-    return compiled(Dispatch(hidden, top_k), (hidden, top_k), arguments, arch)
+    rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
+    arguments = (
+        Tensor(Float8E4M3FN, (tokens, hidden)),
+        Tensor(Float32, (blocks, tokens), align=4),
+        Tensor(Int32, (tokens, top_k), align=4),
+        Tensor(Float8E4M3FN, (rows, hidden)),
+        Tensor(Float32, (blocks, rows), align=4),
+    )
+    return compiled(Dispatch, (hidden, top_k), arguments, arch)
 
 
-@functools.cache
+@CompiledOnce
 def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
     """SwiGLU and requantisation for one width and any number of rows; needs no GPU."""
-
-    def arguments() -> tuple:
-        rows = cute.sym_int64()
-        return (
-            _row_major(BFloat16, rows, 2 * intermediate),
-            _row_major(Float8E4M3FN, rows, intermediate),
-            _row_major(Float32, intermediate // BLOCK, rows, align=4),
-            _row_major(Int32, cute.sym_int64(), align=4),
-            Int32(0),
-        )
-
-    return compiled(SwigluQuant(intermediate), (intermediate,), arguments, arch)
+    rows = Extent("rows")
+    arguments = (
+        Tensor(BFloat16, (rows, 2 * intermediate)),
+        Tensor(Float8E4M3FN, (rows, intermediate)),
+        Tensor(Float32, (intermediate // BLOCK, rows), align=4),
+        Tensor(Int32, (Extent("boundaries"),), align=4),
+        Scalar(Int32),
+    )
+    return compiled(SwigluQuant, (intermediate,), arguments, arch)
 
 
-@functools.cache
+@CompiledOnce
 def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
     """The combine for one width and any number of rows and tokens; needs no GPU."""
-
-    def arguments() -> tuple:
-        rows, tokens = cute.sym_int64(), cute.sym_int64()
-        return (
-            _row_major(BFloat16, rows, hidden),
-            _row_major(Int32, tokens, top_k, align=4),
-            _row_major(Float32, tokens, top_k, align=4),
-            _row_major(BFloat16, tokens, hidden),
-        )
-
-    return compiled(Combine(hidden, top_k), (hidden, top_k), arguments, arch)
+    rows, tokens = Extent("rows"), Extent("tokens")
+    arguments = (
+        Tensor(BFloat16, (rows, hidden)),
+        Tensor(Int32, (tokens, top_k), align=4),
+        Tensor(Float32, (tokens, top_k), align=4),
+        Tensor(BFloat16, (tokens, hidden)),
+    )
+    return compiled(Combine, (hidden, top_k), arguments, arch)
 
 
 def _segments(layout: RowLayout) -> tuple[Segments, torch.Tensor, int]:
@@ -203,20 +184,6 @@ def _segments(layout: RowLayout) -> tuple[Segments, torch.Tensor, int]:
     if isinstance(layout, AlignedRows):
         return ALIGNED, layout.segments, 0
     return FLAT, layout.m_indptr, 0
-
-
-def _row_major(dtype: Any, *shape: Any, align: int = 16) -> Any:
-    """A symbolic row-major tensor; every use of one symbol is the same size."""
-    stride: list[Any] = [1]
-    for extent in reversed(shape[1:]):
-        stride.insert(0, extent if stride[0] == 1 else stride[0] * extent)
-    return make_fake_tensor(dtype, shape, tuple(stride), assumed_align=align)
-
-
-@functools.cache
-def _unused_counter(device: torch.device) -> torch.Tensor:
-    """What kernels get that take their tiles in turns: they never look at it."""
-    return torch.empty(1, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -93,11 +93,15 @@ def swiglu_quant(
 
     The scale maps the largest magnitude to the largest FP8 value. Where that is zero, or so small
     that the scale would underflow to zero, the scale is 1 and no 0/0 can arise.
+
+    A NaN takes no part in the maximum: it stays the one NaN of its block, and the GEMM that
+    follows spreads it over its row of the output. Where the largest magnitude is infinite, so is
+    the scale: infinite values become NaN and the others of the block 0.
     """
     rows, intermediate = int(m_indptr[-1]), q.shape[1]
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
-    scale = c.abs().amax(dim=-1) / FP8_MAX
+    scale = c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.

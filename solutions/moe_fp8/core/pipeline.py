@@ -1,6 +1,6 @@
 """The layers: what the generations call, out of interchangeable parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -8,22 +8,39 @@ import torch
 
 from .backend import select
 from .config import BLOCK, GemmConfig
+from .device import on_device
 from .layout import BatchedRows, RowLayout
 from .problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .routing import GroupedRows, group_rows, route
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
-"""What `mark` is called with, in this order, each after its stage has been enqueued.
+"""What `mark` is called with, in this order, each after its stage has been enqueued; once more for
+every further chunk of tokens.
 
 A call without a token or without a local pair marks them all too: its later stages are empty.
 """
+
+CHUNK_TOKENS = 16384
+"""Tokens that are computed at once. What a call computes on its way takes up to 141 KB a token (all
+of its experts local): 2.3 GB. A token's result does not depend on the others beside it."""
 
 
 class HostRows(NamedTuple):
     """What the host must know of the routing to allocate padded buffers: reading it is a sync."""
 
-    total_rows: int  # P
+    ends: Sequence[int]  # where each expert's rows end; the last is P, the number of pairs
     max_rows: int  # rows reserved per expert: those of the fullest one, rounded up
+
+    @property
+    def total_rows(self) -> int:
+        """P."""
+        return self.ends[-1]
+
+
+def host_rows(ends: Sequence[int]) -> HostRows:
+    """Of the experts' ends, which the caller has waited for."""
+    counts = (end - start for start, end in zip((0, *ends), ends, strict=False))
+    return HostRows(ends, round_up(max(counts)))
 
 
 def round_up(rows: int, multiple: int = BLOCK) -> int:
@@ -71,8 +88,9 @@ class PlacedRows(NamedTuple):
     config2: GemmConfig | None
 
 
-Choose = Callable[[float, int, int], GemmConfig]
-"""Picks a GEMM's config from the rows per active expert, n and k."""
+Choose = Callable[..., GemmConfig]
+"""Picks a GEMM's config from the rows per active expert, n and k, and, by name, what else the
+placement knows: see `heuristic.choose`."""
 
 Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
@@ -85,6 +103,24 @@ def _unmarked(stage: str) -> None:
 def _mark_empty(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
     for stage in stages:
         mark(stage)
+
+
+def _chunks(inputs: MoeInputs, output: torch.Tensor) -> Iterator[tuple[MoeInputs, torch.Tensor]]:
+    """The tokens in as few parts as `CHUNK_TOKENS` allows, with their rows of the output."""
+    tokens = output.shape[0]
+    if tokens <= CHUNK_TOKENS:
+        yield inputs, output
+        return
+    for first in range(0, tokens, CHUNK_TOKENS):
+        part = slice(first, first + CHUNK_TOKENS)
+        yield (
+            inputs._replace(
+                routing_logits=inputs.routing_logits[part],
+                hidden_states=inputs.hidden_states[part],
+                hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
+            ),
+            output[part],
+        )
 
 
 class Layer:
@@ -102,16 +138,22 @@ class Layer:
     ) -> None:
         """Write the layer's output; `mark` is told of each stage once it is enqueued.
 
+        Works on the current stream of the tensors' device, whichever device is the current one.
+
         Raises:
             ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
+            RuntimeError: the stream is being captured and no call with as many tokens came before.
         """
         tokens = validate(inputs, output, self.shape)
-        select(output.device)  # refuse an unsupported GPU before anything is launched
+        device = output.device
+        select(device)  # refuse an unsupported GPU before anything is launched
         if tokens == 0:
             return _mark_empty(STAGES, mark)
-        rows = self.group(inputs)
-        mark("routing")
-        self.finish(inputs, output, rows, mark)
+        with on_device(device):
+            for part, part_output in _chunks(inputs, output):
+                rows = self.group(part)
+                mark("routing")
+                self.finish(part, part_output, rows, mark)
 
     def group(self, inputs: MoeInputs) -> GroupedRows:
         """Route the tokens and number the pairs of this rank. Reads nothing on the host."""

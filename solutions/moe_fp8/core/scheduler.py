@@ -82,13 +82,14 @@ class ExpertTiles:
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.end, WARP - 1))
 
     def locate(self, linear: Int32) -> Tile:
-        """The tile at position `linear`, which must be below `total()`."""
+        """The tile at position `linear`, below `total()`; one without rows where there are none."""
         before = cute.arch.vote_ballot_sync(Boolean(self.end <= linear))
         expert = cute.arch.make_warp_uniform(cute.arch.popc(before))
         begin = cute.arch.shuffle_sync(self.begin, expert)
         row = cute.arch.shuffle_sync(self.row, expert)
         count = cute.arch.shuffle_sync(self.count, expert)
-        m_tiles = (count + (self.tile_m - 1)) // self.tile_m
+        # At least one, for the division, where no expert has rows.
+        m_tiles = cutlass.max((count + (self.tile_m - 1)) // self.tile_m, 1)
         local = linear - begin
         n_tile = local // m_tiles
         m_tile = (local - n_tile * (m_tiles - 1)) % m_tiles

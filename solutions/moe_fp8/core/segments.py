@@ -11,6 +11,9 @@ class Segments:
 
     layout: type
 
+    def __repr__(self) -> str:  # names it in the key of a compiled kernel
+        return type(self).__name__
+
     @staticmethod
     def table_shape(experts: int) -> tuple[int, ...]:
         raise NotImplementedError

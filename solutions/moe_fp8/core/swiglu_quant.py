@@ -30,7 +30,7 @@ class SwigluQuant:
 
     Half a warp owns the 128 columns of one scale block of one row: each thread 8 columns, the
     maximum by shuffles, so nothing is staged. A block whose scale would be zero (all its
-    values are, or nearly) has scale 1.
+    values are, or nearly) has scale 1. A NaN takes no part in the maximum and stays NaN.
 
     A CTA covers 8 scale blocks of a row. Only the device knows how many rows there are, and where
     they are allocated by their bound, 7 of 8 may not exist: the CTAs walk over the real ones.

@@ -5,31 +5,26 @@ from collections.abc import Iterator
 import torch
 
 from ..core.layout import BatchedRows
-from ..core.pipeline import HostRows, round_up
+from ..core.pipeline import HostRows, host_rows
 from ..core.routing import GroupedRows
 
 
 class LoopPermutation:
-    """Copies one slice per expert, asking the GPU for each boundary as it goes.
+    """Copies one slice per expert; asks the GPU for the experts' boundaries one by one.
 
     Simple, and slow for two reasons: every `int(m_indptr[e])` stalls the host until the GPU has
-    caught up, and every expert costs a few launches however few rows it has.
+    caught up, and every expert costs a few launches a tensor however few rows it has.
     """
 
     def __init__(self, rows: GroupedRows, host: HostRows) -> None:
-        self.m_indptr = rows.m_indptr
-        self.experts = rows.m_indptr.numel() - 1
         self.host = host
+        self.experts = len(host.ends)
         self.layout = BatchedRows(rows.m_indptr.diff(), host.max_rows)
 
     @staticmethod
     def read(rows: GroupedRows) -> HostRows:
-        fullest = start = 0
-        for expert in range(rows.m_indptr.numel() - 1):
-            end = int(rows.m_indptr[expert + 1])
-            fullest = max(fullest, end - start)
-            start = end
-        return HostRows(start, round_up(fullest))
+        ends = tuple(int(rows.m_indptr[e + 1]) for e in range(rows.m_indptr.numel() - 1))
+        return host_rows(ends)
 
     def pad(
         self, x: torch.Tensor, x_scale: torch.Tensor, source_row: torch.Tensor | None
@@ -54,8 +49,7 @@ class LoopPermutation:
     def _slices(self) -> Iterator[tuple[slice, slice]]:
         """Each expert's rows in flat and in padded order."""
         start = 0
-        for expert in range(self.experts):
-            end = int(self.m_indptr[expert + 1])
+        for expert, end in enumerate(self.host.ends):
             first = expert * self.host.max_rows
             yield slice(start, end), slice(first, first + end - start)
             start = end

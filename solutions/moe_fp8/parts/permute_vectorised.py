@@ -3,7 +3,7 @@
 import torch
 
 from ..core.layout import BatchedRows
-from ..core.pipeline import HostRows, round_up
+from ..core.pipeline import HostRows, host_rows
 from ..core.routing import GroupedRows
 
 
@@ -25,9 +25,7 @@ class VectorisedPermutation:
 
     @staticmethod
     def read(rows: GroupedRows) -> HostRows:
-        m_indptr = rows.m_indptr.tolist()  # the one host sync: E+1 numbers in one copy
-        counts = (end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False))
-        return HostRows(m_indptr[-1], round_up(max(counts)))
+        return host_rows(rows.m_indptr.tolist()[1:])  # the one host sync, in one copy
 
     def pad(
         self, x: torch.Tensor, x_scale: torch.Tensor, source_row: torch.Tensor | None

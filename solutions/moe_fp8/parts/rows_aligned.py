@@ -1,6 +1,7 @@
 """Rows padded to the GEMM's M tile, after one host sync that shows how many there are."""
 
 from itertools import accumulate
+from math import lcm
 
 import torch
 
@@ -21,11 +22,13 @@ def place_aligned(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> Plac
     expert = torch.searchsorted(grouped.m_indptr[1:], grouped.pair_row, right=True)
     m_indptr = grouped.m_indptr.tolist()  # the one host sync
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
-    active = sum(count > 0 for count in counts)
-    rows_per_expert = m_indptr[-1] / max(active, 1)
+    active = [count for count in counts if count]
+    known = {"even": len(set(active)) <= 1, "experts": len(active)}
+    rows_per_expert = m_indptr[-1] / max(len(active), 1)
     h, i = shape.hidden_size, shape.intermediate_size
-    config1, config2 = choose(rows_per_expert, 2 * i, h), choose(rows_per_expert, h, i)
-    tile = max(config1.tile_m, config2.tile_m)  # powers of two: a multiple of both
+    config1 = choose(rows_per_expert, 2 * i, h, **known)
+    config2 = choose(rows_per_expert, h, i, **known)
+    tile = lcm(config1.tile_m, config2.tile_m)
     *starts, rows = accumulate((round_up(count, tile) for count in counts), initial=0)
 
     shifts = [start - flat for start, flat in zip(starts, m_indptr, strict=False)]

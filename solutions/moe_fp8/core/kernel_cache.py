@@ -1,0 +1,203 @@
+"""Compiled kernels on disk: one directory for all solutions, that no other user can write to.
+
+An entry is a directory named by a digest of everything that decides its machine code. It holds the
+object file, the object's digest and what it was made of, and appears by one atomic rename, so it is
+whole or absent; one whose digest does not match is dropped and built again. Machine code from here
+is loaded and run, so nothing is read that is another user's or that others could have written.
+
+Beyond `LIMIT_BYTES` the entries that were used longest ago go.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+CACHE_VARIABLE = "MOE_FP8_CACHE_DIR"
+NAME = "moe_fp8"
+"""Of the directory: the package's own name differs from one packed solution to the next."""
+
+OBJECT, DIGEST, DESCRIPTION = "kernel.o", "sha256", "made_of.json"
+LIMIT_BYTES = 256 * 2**20
+STALE_SECONDS = 3600.0
+"""After which what a killed process was writing is nobody's any more."""
+
+
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept: `$MOE_FP8_CACHE_DIR`, else under the user's cache directory.
+
+    None (nothing is kept) when the variable is set to the empty string.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / NAME / "kernels"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled kernel of the cache.
+
+    Attributes:
+        path: its directory.
+        made_of: what decided its machine code, by name; empty where that cannot be read.
+        size: bytes on disk.
+        used: when it was stored or last loaded, seconds since the epoch.
+    """
+
+    path: Path
+    made_of: dict[str, Any]
+    size: int
+    used: float
+
+
+class KernelCache:
+    """The compiled kernels in one directory, shared by processes and threads.
+
+    Args:
+        directory: made, for this user alone, when the first kernel is stored.
+        load: makes a function of an object file.
+        export: writes a function's object file.
+    """
+
+    def __init__(
+        self, directory: Path, load: Callable[[Path], Any], export: Callable[[Any, Path], None]
+    ):
+        self.directory = directory
+        self._load, self._export = load, export
+
+    def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
+        """The kernel that is made of this: from the directory, or built and kept there.
+
+        Of several processes one builds, the others wait and load. Where nothing can be kept the
+        kernel is built all the same, with a warning that says why.
+        """
+        text = json.dumps(made_of, indent=1, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        entry = self.directory / f"{made_of['kernel']}-{digest}"
+        function = None
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in (self.directory, entry):
+                if path.exists() and (why := why_untrusted(path)):
+                    _warn(f"{why}: it is not used")
+                    return build()
+            # A file for many entries: they would stay behind when the entries go.
+            with FileLock(self.directory / f"lock-{digest[:2]}", mode=0o600):
+                function = self._read(entry)
+                if function is None:
+                    function = build()
+                    self._store(function, entry, text)
+        except OSError as error:
+            _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
+        return build() if function is None else function
+
+    def entries(self) -> list[Entry]:
+        """What is kept, the last used first."""
+        found = []
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            try:
+                digest = path / DIGEST
+                used = digest.stat().st_mtime
+                size = sum(file.stat().st_size for file in path.iterdir())
+            except OSError:  # a lock, a draft, or gone meanwhile
+                continue
+            try:
+                made_of = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                made_of = {}
+            found.append(Entry(path, made_of, size, used))
+        return sorted(found, key=lambda entry: -entry.used)
+
+    def trim(self, limit: int = LIMIT_BYTES) -> list[Entry]:
+        """Remove the entries used longest ago until the rest fits, and what killed processes left.
+
+        Returns:
+            The entries that were removed.
+        """
+        removed, total = [], 0
+        for entry in self.entries():
+            total += entry.size
+            if total > limit:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                removed.append(entry)
+        for draft in self.directory.glob(".*"):
+            try:
+                abandoned = time.time() - draft.stat().st_mtime > STALE_SECONDS
+            except OSError:
+                continue
+            if abandoned:
+                shutil.rmtree(draft, ignore_errors=True)
+        return removed
+
+    def _read(self, entry: Path) -> Any | None:
+        """The function in an entry; None when there is none, or it is damaged (then dropped)."""
+        kernel, digest = entry / OBJECT, entry / DIGEST
+        try:
+            foreign = why_untrusted(kernel) or why_untrusted(digest)
+            if foreign:
+                _warn(f"{foreign}: the kernel is compiled anew")
+            expected = "" if foreign else digest.read_text("ascii")
+            if hashlib.sha256(kernel.read_bytes()).hexdigest() == expected:
+                os.utime(digest)  # when it was last used
+                return self._load(kernel)
+        except (OSError, UnicodeDecodeError):
+            pass
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+    def _store(self, function: Any, entry: Path, made_of: str) -> None:
+        """Put a function where `_read` finds it."""
+        draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=self.directory))
+        try:
+            self._export(function, draft / OBJECT)
+            content = (draft / OBJECT).read_bytes()
+            (draft / DIGEST).write_text(hashlib.sha256(content).hexdigest(), encoding="ascii")
+            (draft / DESCRIPTION).write_text(made_of, encoding="utf-8")
+            for path in draft.iterdir():
+                path.chmod(0o600)
+            os.rename(draft, entry)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        self.trim()
+
+
+def why_untrusted(path: Path) -> str | None:
+    """Why another user may have made or changed this path, naming what it is about; None if not.
+
+    The directories above it count as well: who can write to one of them can put another in its
+    place, unless its sticky bit (/tmp) forbids that.
+    """
+    if os.name != "posix":
+        return None
+    user = os.geteuid()
+    status = path.lstat()
+    if status.st_uid != user:
+        return f"{path} belongs to another user (uid {status.st_uid})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+        return f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
+    for parent in path.resolve().parents:
+        status = parent.stat()
+        replaceable = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if replaceable or status.st_uid not in (user, 0):
+            return f"{path} lies in {parent}, which other users can write to"
+    return None
+
+
+def _warn(message: str) -> None:
+    warnings.warn(
+        f"{message}; set {CACHE_VARIABLE} to a directory of your own",
+        RuntimeWarning,
+        stacklevel=2,
+    )

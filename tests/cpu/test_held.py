@@ -1,0 +1,145 @@
+"""The buffers of the baselines: kept for the next call, never shared by two calls at once."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moe_fp8.baselines import (
+    deepgemm_device,
+    deepgemm_mega_moe,
+    deepgemm_moe,
+    flashinfer_cutlass_moe,
+    sgl_grouped_gemm,
+    sglang_moe,
+    triton_fused_moe_v2,
+    triton_moe,
+)
+from moe_fp8.baselines.held import STREAMS, HeldPerStream
+from moe_fp8.baselines.supported import on_its_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def held() -> HeldPerStream:
+    """Makes a new object at every call."""
+    return HeldPerStream(lambda tokens, device: SimpleNamespace(tokens=tokens))
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> SimpleNamespace:
+    """A GPU whose current stream and whether it is captured can be set."""
+    state = SimpleNamespace(stream=1, capturing=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream)
+    )
+    return state
+
+
+def test_kept_until_the_arguments_change(held):
+    first = held(80, CPU)
+    assert held(80, CPU) is first
+    other = held(81, CPU)
+    assert other is not first and other.tokens == 81
+    assert held(80, CPU) is not first, "one set a stream is kept: they are large"
+
+
+def test_each_stream_has_its_own(held, gpu):
+    first = held(80, GPU)
+    gpu.stream = 2
+    second = held(80, GPU)
+    assert second is not first
+    gpu.stream = 1
+    assert held(80, GPU) is first
+
+
+def test_the_stream_used_longest_ago_is_forgotten(held, gpu):
+    made = {}
+    for gpu.stream in range(STREAMS + 1):
+        made[gpu.stream] = held(80, GPU)
+    gpu.stream = STREAMS
+    assert held(80, GPU) is made[STREAMS]
+    gpu.stream = 0
+    assert held(80, GPU) is not made[0]
+
+
+def test_a_capture_gets_its_own(held, gpu):
+    """The graph outlives what is kept: a call of another size would free it under the graph."""
+    first = held(80, GPU)
+    gpu.capturing = True
+    captured = held(80, GPU)
+    assert captured is not first and held(80, GPU) is not captured
+    gpu.capturing = False
+    assert held(80, GPU) is first
+
+
+def test_each_thread_has_its_own(held):
+    found, together = [], threading.Barrier(4)
+
+    def call() -> None:
+        first = held(80, CPU)
+        together.wait()
+        found.append((first, held(80, CPU)))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(first is again for first, again in found)
+    assert len({id(first) for first, _ in found}) == 4
+
+
+def test_everything_that_a_baseline_writes_to_is_held_so():
+    modules = [
+        (triton_moe, ["buffers"]),
+        (triton_fused_moe_v2, ["buffers"]),
+        (deepgemm_moe, ["tables", "masked_buffers"]),
+        (deepgemm_mega_moe, ["held", "routed_tokens"]),
+        (flashinfer_cutlass_moe, ["buffers"]),
+        (sgl_grouped_gemm, ["scratch"]),
+        (sglang_moe, ["tables"]),
+    ]
+    for module, names in modules:
+        assert all(isinstance(getattr(module, name), HeldPerStream) for name in names)
+        cached = [name for name, value in vars(module).items() if hasattr(value, "cache_clear")]
+        assert set(cached) <= {"tile_table", "require_gpu"}, (
+            f"{module.__name__} keeps {cached} for everyone"
+        )
+
+
+def test_calls_run_on_the_device_of_the_output(monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, device):
+            entered.append(device)
+
+        __enter__ = __exit__ = lambda *_: None
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    seen = []
+    call = on_its_device(lambda inputs, output: seen.append(output))
+    output = torch.empty(3)
+    call(("inputs",), output)
+    assert seen == [output] and not entered, "nothing to do for the CPU"
+
+    class OnGpu(torch.Tensor):
+        device = GPU
+
+    call(("inputs",), output.as_subclass(OnGpu))
+    assert entered == [GPU] and len(seen) == 2
+    call(("inputs",), "no tensor")  # whose error is the call's own
+    assert seen[-1] == "no tensor"
+
+
+def test_deepgemm_serves_the_first_device_alone(monkeypatch):
+    monkeypatch.setattr(deepgemm_device, "_first", [])
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(2):
+        deepgemm_device.require_first_device(first)
+    with pytest.raises(RuntimeError, match="it was first used on cuda:0, not on cuda:1"):
+        deepgemm_device.require_first_device(second)
+    deepgemm_device.require_first_device(first)
