@@ -1,218 +1,176 @@
 """Accuracy of solutions against the reference: cosine, calc_diff and matched ratios, no timing.
 
 A light pass of its own beside flashinfer-bench's check, which records only the matched ratio at the
-one tolerance it decides by: each solution runs once a workload, on inputs drawn from a named seed.
-With --run, the solutions and workloads of that run are taken and the figures are added to its
-traces (correctness.extra).
+one tolerance it decides by: each solution runs once a workload, on copies of inputs drawn from a
+named seed. With --run, the solutions and workloads of that run are taken, as far as their sources
+and the hardware are the same as then, and the figures are added to its traces
+(correctness.extra). A solution that changes its inputs is reported, and fails in the ranking.
 """
 
 import json
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import files
 from common import (
     ACCURACY_TOLERANCES,
     DEFINITION,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_USAGE,
     ROOT,
     Progress,
     UsageError,
+    os_error,
     parser,
     run_main,
+    say,
     text_table,
+    whole,
 )
-from dataset import (
-    Inputs,
-    add_solutions,
-    load,
-    make_missing_workloads,
-    packed_solutions,
-    select_solutions,
-    select_workloads,
-    tokens,
-)
+from dataset import Inputs, tokens
+from evaluate import changed, fresh, metrics, run_solution, tolerance_name
+from pack import PackError
+from second_pass import Pass, choose
+from traces import INPUTS_CHANGED, finite
 
 if TYPE_CHECKING:
     import torch
-    from flashinfer_bench.data import Solution, Trace, TraceSet
 
-
-def tolerance_name(rtol: float, atol: float) -> str:
-    return f"{rtol:g}/{atol:g}"
-
-
-def metrics(output: "torch.Tensor", reference: "torch.Tensor") -> dict[str, Any]:
-    """The figures that go into a trace's correctness.extra."""
-    from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
-
-    return {
-        "cosine": float(cosine(output, reference)),
-        "calc_diff": float(calc_diff(output, reference)),
-        "matched_ratios": {
-            tolerance_name(rtol, atol): float(matched_ratio(output, reference, rtol, atol))
-            for rtol, atol in ACCURACY_TOLERANCES
-        },
-    }
-
-
-def run_solution(runnable: Any, inputs: list[Any], device: str) -> "torch.Tensor":
-    """The output of a built solution, whose memory is filled with NaN before: an element that is
-    not written shows."""
-    import torch
-    from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
-
-    definition = runnable.metadata.definition
-    with torch.no_grad():
-        if runnable.metadata.destination_passing_style:
-            outputs = allocate_outputs(definition, inputs, device)
-            for output in outputs:
-                output.fill_(float("nan"))
-            runnable(*inputs, *outputs)
-        else:
-            outputs = normalize_result(definition, runnable(*inputs), device)
-    return outputs[0]
+CPU_MAX_TOKENS = 16
 
 
 def measure(
-    trace_set: "TraceSet",
-    solutions: "Sequence[Solution]",
-    workloads: "Sequence[Trace]",
-    device: str,
-    seed: int,
-    report: Callable[[str, str, dict[str, Any]], None],
-    wanted: set[tuple[str, str]] | None = None,
+    what: Pass, device: str, seed: int, report: Callable[[str, str, dict[str, Any]], None]
 ) -> None:
     """Report the metrics, or the error, of each (uuid, solution) as it is known."""
     from flashinfer_bench.compile import BuilderRegistry
 
     registry = BuilderRegistry.get_instance()
-    definition = trace_set.definitions[DEFINITION]
+    definition = what.trace_set.definitions[DEFINITION]
     reference = registry.build_reference(definition)
-    inputs_of = Inputs(trace_set, device, seed)
-    progress = Progress(len(workloads), sum(20 + tokens(t.workload) for t in workloads))
-    for trace in workloads:
+    inputs_of = Inputs(what.trace_set, device, seed)
+    total = sum(_weight(tokens(t.workload)) for t in what.workloads)
+    progress = Progress(len(what.workloads), total)
+    for trace in what.workloads:
         workload = trace.workload
         progress.step(f"accuracy of T={tokens(workload)} ({workload.uuid[:8]})")
         inputs = inputs_of.of(workload)
         expected = reference(*inputs)
-        for solution in solutions:
-            if wanted is not None and (workload.uuid, solution.name) not in wanted:
+        for solution in what.solutions:
+            if (workload.uuid, solution.name) not in what.pairs:
                 continue
             try:
-                output = run_solution(registry.build(definition, solution), inputs, device)
-                result = {**metrics(output, expected), "seed": seed}
+                result = _figures(registry.build(definition, solution), inputs, expected, device)
+                result["seed"] = seed
             except Exception as error:
                 result = {"error": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             report(workload.uuid, solution.name, result)
-        progress.finish(20 + tokens(workload))
+        progress.finish(_weight(tokens(workload)))
 
 
-def merge_into_traces(path: Path, results: dict[tuple[str, str], dict[str, Any]]) -> int:
-    """Add the figures to the correctness of a run's traces; the number of traces they went to."""
-    lines, merged = [], 0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        result = results.get((record["workload"]["uuid"], record["solution"]))
-        correctness = (record.get("evaluation") or {}).get("correctness")
-        if result is not None and correctness is not None and "error" not in result:
-            correctness["extra"] = {**(correctness.get("extra") or {}), **result}
-            merged += 1
-        lines.append(json.dumps(record))
-    partial = path.with_suffix(".tmp")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return merged
+def _weight(length: int) -> float:
+    return 20 + length
 
 
-def passed_pairs(path: Path) -> set[tuple[str, str]]:
-    """(uuid, solution) of the traces that have a correctness record."""
-    pairs = set()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if (record.get("evaluation") or {}).get("correctness") is not None:
-            pairs.add((record["workload"]["uuid"], record["solution"]))
-    return pairs
+def _figures(
+    runnable: Any, inputs: list[Any], expected: "torch.Tensor", device: str
+) -> dict[str, Any]:
+    mine = fresh(inputs)
+    output = run_solution(runnable, mine, device)
+    result = metrics(output, expected)
+    if names := changed(runnable.metadata.definition, mine, inputs):
+        result[INPUTS_CHANGED] = names
+    return result
+
+
+def row(result: dict[str, Any]) -> list[str]:
+    """The cells of a solution on a workload."""
+    if "error" in result:
+        return [result["error"][:60], "", *[""] * len(ACCURACY_TOLERANCES), ""]
+    cells = [f"{result['cosine']:.6f}", f"{result['calc_diff']:.2e}"]
+    cells += [f"{v:.4f}" for v in result["matched_ratios"].values()]
+    return [*cells, ", ".join(result.get(INPUTS_CHANGED, []))]
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
+    arguments.add_argument("--run-foreign", action="store_true", help="run the data set's own, too")
     arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
-    arguments.add_argument("--max-tokens", type=int, metavar="T")
+    arguments.add_argument("--max-tokens", type=whole(1), metavar="T")
     arguments.add_argument("--run", type=Path, metavar="DIR", help="a run of benchmark.py")
-    arguments.add_argument("--seed", type=int, default=2026)
-    arguments.add_argument("--device", default=None, help="cuda where there is a GPU, else cpu")
+    arguments.add_argument("--seed", type=whole(0), default=2026)
+    arguments.add_argument(
+        "--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu"
+    )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = arguments.parse_args()
 
     import torch
-    from pack import PackError, write_packed
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not on_gpu:
+        raise UsageError("--device cuda: no GPU is visible")
+    device = "cuda:0" if on_gpu and args.device != "cpu" else "cpu"
     if device == "cpu" and args.max_tokens is None and not args.workloads and not args.run:
-        args.max_tokens = 16
+        args.max_tokens = CPU_MAX_TOKENS
     try:
-        mine = packed_solutions(write_packed())
+        what = choose(
+            args.local,
+            device,
+            args.run,
+            args.solutions,
+            args.workloads,
+            args.max_tokens,
+            args.run_foreign,
+        )
     except PackError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return EXIT_FAILED
-    trace_set, remarks = load(args.local)
-    remarks += add_solutions(trace_set, mine)
-    for remark in remarks:
-        print(remark, file=sys.stderr)
-    wanted = None
-    if args.run:
-        traces = args.run / "traces.jsonl"
-        if not traces.is_file():
-            raise UsageError(f"{args.run} has no traces.jsonl")
-        wanted = passed_pairs(traces)
-        args.workloads = sorted({uuid for uuid, _ in wanted})
-        args.solutions = sorted({name for _, name in wanted})
-        if not wanted:
-            print("no trace of this run has an output to compare", file=sys.stderr)
-            return EXIT_OK
-    solutions = select_solutions(trace_set.solutions[DEFINITION], args.solutions)
-    workloads = select_workloads(trace_set.workloads[DEFINITION], args.workloads, args.max_tokens)
-    make_missing_workloads(args.local, workloads)
+    if not what.pairs:
+        say("no trace of this run has an output to compare")
+        return EXIT_OK
 
     results: dict[tuple[str, str], dict[str, Any]] = {}
 
     def report(uuid: str, name: str, result: dict[str, Any]) -> None:
         results[uuid, name] = result
 
-    measure(trace_set, solutions, workloads, device, args.seed, report, wanted)
-    if args.run:
-        merged = merge_into_traces(args.run / "traces.jsonl", results)
+    status = EXIT_OK
+    try:
+        measure(what, device, args.seed, report)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        say("interrupted; the figures so far are kept")
+    shown = args.run is None
+    try:
+        merged = what.merge({pair: r for pair, r in results.items() if "error" not in r})
+    except OSError as error:
+        status, shown = EXIT_USAGE, True
+        say(f"error: {os_error(error)}; the traces are as they were, the figures are only here:")
+    lengths = {t.workload.uuid: tokens(t.workload) for t in what.workloads}
+    ordered = sorted(results.items(), key=lambda i: (lengths[i[0][0]], i[0]))
+    if not shown:
         print(f"accuracy of {merged} results added to {args.run / 'traces.jsonl'}")
-    lengths = {t.workload.uuid: tokens(t.workload) for t in workloads}
-    rows = [
-        [
-            str(lengths[uuid]),
-            uuid[:8],
-            name,
-            f"{r['cosine']:.6f}",
-            f"{r['calc_diff']:.2e}",
-            *(f"{v:.4f}" for v in r["matched_ratios"].values()),
-        ]
-        if "error" not in r
-        else [str(lengths[uuid]), uuid[:8], name, r["error"][:60], "", "", "", ""]
-        for (uuid, name), r in sorted(results.items(), key=lambda i: (lengths[i[0][0]], i[0]))
-    ]
-    names = [f"matched {tolerance_name(*t)}" for t in ACCURACY_TOLERANCES]
-    if not args.run:
-        print(text_table(["T", "uuid", "solution", "cosine", "calc_diff", *names], rows, left=3))
+    else:
+        named = [f"matched {tolerance_name(*t)}" for t in ACCURACY_TOLERANCES]
+        header = ["T", "uuid", "solution", "cosine", "calc_diff", *named, "changes its inputs"]
+        rows = [[str(lengths[u]), u[:8], name, *row(r)] for (u, name), r in ordered]
+        print(text_table(header, rows, left=3))
     if args.json:
-        flat = [
-            {"uuid": u, "solution": n, "tokens": lengths[u], **r} for (u, n), r in results.items()
-        ]
-        args.json.write_text(json.dumps(flat, indent=1) + "\n", encoding="utf-8")
-    return EXIT_FAILED if any("error" in r for r in results.values()) else EXIT_OK
+        flat = [{"uuid": u, "solution": n, "tokens": lengths[u], **r} for (u, n), r in ordered]
+        files.write(args.json, json.dumps(finite(flat), indent=1) + "\n")
+    bad = [(pair, r) for pair, r in ordered if "error" in r or INPUTS_CHANGED in r]
+    for (uuid, name), result in bad:
+        why = result.get("error") or f"changes its inputs: {', '.join(result[INPUTS_CHANGED])}"
+        say(f"error: {name} at T={lengths[uuid]} ({uuid[:8]}): {why}")
+    return status or (EXIT_FAILED if bad else EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Which config of the grouped GEMM is fastest on this GPU, and where the heuristic's is not.
 
 Times every legal candidate at each number of rows per expert, on the weight shapes of the layer's
-two GEMMs, and prints the best, the heuristic's choice and what that loses. A loss above 5 % is
+two GEMMs, and prints the best, the choice of the heuristic for who knows the rows (v3 does, flat
+knows the tokens alone: `gemm_bench --layers`) and what that loses. A loss above 5 % is
 timed again, best against choice alone and more often, before it is believed. Exit status 1 says
 that some loss is above 5 %.
 
@@ -22,6 +23,7 @@ from common import (
     run_main,
     text_table,
 )
+from gemm_shipped import solution_hashes
 from gemm_timing import (
     LAYER_SHAPES,
     LAYOUTS,
@@ -197,6 +199,7 @@ def main() -> int:
     with torch.no_grad():
         floors = measure_floors()
         how = {"even": not args.uneven, "layout": args.layout, "max_loss": MAX_LOSS}
+        how["solutions"] = solution_hashes()
         record = Record(args.json, hardware=hardware, method=str(timing), floors=floors, **how)
         progress = Progress(len(problems))
         for problem in problems:

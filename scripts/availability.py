@@ -8,11 +8,11 @@ can refuse a solution, a name that is not known never does.
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common import AUTHOR, BASELINES
+from common import BASELINES
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -25,6 +25,7 @@ Capability = tuple[int, int]
 NEEDS_GPU = "needs a GPU"
 UNSUPPORTED = "unsupported on"
 NOT_INSTALLED = "not installed: pip install"
+FOREIGN = "code of the data set, which runs only where --solutions names it or with --run-foreign"
 
 CAPABILITIES: dict[str, Capability] = {
     "v100": (7, 0),
@@ -147,24 +148,58 @@ def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[st
     return [f"{remark} by {', '.join(names)}" for remark, names in asked.items()]
 
 
-def is_peer(solution: "Solution") -> bool:
-    """Whether the solution is someone else's, or ours on someone else's kernels."""
-    return solution.author != AUTHOR or solution.spec.entry_point.startswith(f"{BASELINES}/")
+def own_hashes(packed: "Iterable[Solution]") -> frozenset[str]:
+    """Of what this checkout packs, the hashes of the solutions that are not on others' kernels."""
+    return frozenset(s.hash() for s in packed if not s.spec.entry_point.startswith(f"{BASELINES}/"))
+
+
+def is_peer(solution: "Solution", own: Collection[str]) -> bool:
+    """Whether the solution is someone else's, or ours on someone else's kernels: not among `own`,
+    whatever it says of its author."""
+    return solution.hash() not in own
 
 
 def split_available(
-    solutions: "Sequence[Solution]", machine: Machine
+    solutions: "Sequence[Solution]", machine: Machine, own: Collection[str]
 ) -> "tuple[list[Solution], dict[str, str]]":
     """The solutions that can run here, and for each of the others the reason.
 
-    On the CPU ours run as their torch model; others' solutions are GPU code.
+    On the CPU our `own` run as their torch model; the others are GPU code.
     """
-    reasons = {
-        s.name: why
-        for s in solutions
-        if (machine.capability or is_peer(s)) and (why := why_not(s, machine))
-    }
-    return [s for s in solutions if s.name not in reasons], reasons
+
+    def reason(s: "Solution") -> str | None:
+        return why_not(s, machine) if machine.capability or is_peer(s, own) else None
+
+    return _split(solutions, reason)
+
+
+def _split(
+    solutions: "Sequence[Solution]", reason: "Callable[[Solution], str | None]"
+) -> "tuple[list[Solution], dict[str, str]]":
+    """Those without a reason against them, and the reasons of the others."""
+    reasons = {s.name: why for s in solutions if (why := reason(s))}
+    return [s for s in solutions if not reason(s)], reasons
+
+
+def split_foreign(
+    solutions: "Sequence[Solution]",
+    packed: "Sequence[Solution]",
+    named: Collection[str],
+    run_foreign: bool,
+) -> "tuple[list[Solution], dict[str, str]]":
+    """The solutions whose code may run, and for each of the others the reason.
+
+    What this checkout packs may, known by its hash. To ask for a data set is not to ask for the
+    code of its solutions: these run only where their whole names are given, or all of them with
+    --run-foreign.
+    """
+    ours = {s.hash() for s in packed}
+
+    def reason(s: "Solution") -> str | None:
+        asked_for = run_foreign or s.name in named
+        return None if asked_for or s.hash() in ours else FOREIGN
+
+    return _split(solutions, reason)
 
 
 def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:

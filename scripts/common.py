@@ -1,9 +1,11 @@
-"""What the command-line programs share: paths, names, exit codes, errors and progress lines.
+"""What the command-line programs share: paths, names, exit codes, errors, options, text and tables.
 
 Imports nothing but the standard library at the top, so that `--help` answers at once.
 """
 
 import argparse
+import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 OP_TYPE = "moe"
-AUTHOR = "moe-fp8-cutedsl"
 BASELINES = "baselines"
-"""Our solutions are those by this author but for the ones in this directory, which are peers."""
+"""The directory of our solutions on others' kernels: they are peers of the others."""
 PACKAGE_DIR = ROOT / "solutions" / "moe_fp8"
 PACKED_DIR = ROOT / "solutions" / "packed"
 TRACES_DIR = ROOT / "traces"
@@ -37,20 +38,49 @@ class UsageError(Exception):
     """Something the user can put right: reported as one line, exit status 2."""
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal would act on or not show (ESC, newlines, marks of direction) as
+    visible escapes. Logs and names come from files that anyone may have written."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def markdown(text: str) -> str:
+    """The text for a line of Markdown: printable, without columns, HTML, links or formulas."""
+    return re.sub(r"([\\|<`\[$])", r"\\\1", printable(text))
+
+
+def say(text: str) -> None:
+    """Lines for the user beside the results: on stderr, printable."""
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
+
+
 def run_main(main: Callable[[], int]) -> None:
-    """Call `main` and exit with its status; a UsageError becomes one line and status 2."""
+    """Call `main` and exit with its status; a UsageError, or a file or directory that cannot be
+    read or written, becomes one line and status 2."""
     try:
         status = main()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         status = EXIT_USAGE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         status = EXIT_INTERRUPTED
     except BrokenPipeError:  # `... | head`
         sys.stderr.close()
         status = EXIT_OK
+    except OSError as error:
+        say(f"error: {os_error(error)}")
+        status = EXIT_USAGE
     sys.exit(status)
+
+
+def os_error(error: OSError) -> str:
+    """What the system said, and of which file."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -59,6 +89,45 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an option: a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of an option: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """The type of an option: a number above 0 and at most 1."""
+    if (value := positive(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: at most 1")
+    return value
+
+
+def names(text: str) -> list[str]:
+    """The type of an option: names with commas between them. Several words would take the paths
+    that follow for names."""
+    return [name for name in text.split(",") if name]
 
 
 def duration(seconds: float) -> str:
@@ -99,12 +168,12 @@ class Progress:
         if self.done_weight > 0:
             remaining = elapsed * (self.weight - self.done_weight) / self.done_weight
             line += f", remaining about {duration(remaining)}"
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
     def note(self, text: str) -> None:
         """A line about the step under way."""
         if not self.quiet:
-            print(" " * (2 * len(str(self.total)) + 4) + text, file=sys.stderr, flush=True)
+            say(" " * (2 * len(str(self.total)) + 4) + text)
 
     def finish(self, weight: float = 1.0) -> None:
         """The step announced last is over."""
@@ -112,31 +181,30 @@ class Progress:
         self.done_weight += weight
 
 
+def _lines(header: list[str], rows: list[list[str]], left: int, least: int) -> list[list[str]]:
+    """The cells of all lines, header first, padded to their columns' widths."""
+    lines = [header, *rows]
+    widths = [max(least, *(len(line[i]) for line in lines)) for i in range(len(header))]
+    return [
+        [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+
+
 def markdown_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns are left-aligned, the others right-aligned."""
-    widths = [max(len(str(r[i])) for r in [header, *rows]) for i in range(len(header))]
-    widths = [max(w, 3) for w in widths]
-
-    def line(cells: list[str]) -> str:
-        padded = (
-            str(c).ljust(w) if i < left else str(c).rjust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([line(header), "| " + " | ".join(rule) + " |", *map(line, rows)])
+    escaped = [[markdown(str(cell)) for cell in row] for row in [header, *rows]]
+    head, *body = _lines(escaped[0], escaped[1:], left, least=3)
+    rule = ["-" * len(c) if i < left else "-" * (len(c) - 1) + ":" for i, c in enumerate(head)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
 
 
 def text_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
     """The same table for a terminal: two blanks between the columns, no frame."""
-    widths = [max(len(str(r[i])) for r in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: list[str]) -> str:
-        padded = (
-            str(c).ljust(w) if i < left else str(c).rjust(w)
-            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, rows)])
+    escaped = [[printable(str(cell)) for cell in row] for row in [header, *rows]]
+    head, *body = _lines(escaped[0], escaped[1:], left, least=0)
+    rule = ["-" * len(cell) for cell in head]
+    return "\n".join("  ".join(cells).rstrip() for cells in [head, rule, *body])

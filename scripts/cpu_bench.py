@@ -2,7 +2,8 @@
 
 For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
 the times are those of the torch model on the CPU and say nothing about a GPU. The weights are drawn
-once and shared by the workloads (see dataset.Inputs), and one trial is run instead of three.
+once and shared by the workloads (see dataset.Inputs), every solution gets copies of the inputs, and
+one trial is run instead of three.
 """
 
 import os
@@ -13,9 +14,9 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from accuracy import metrics, run_solution
 from common import DEFINITION, Progress, UsageError
 from dataset import Inputs, tokens
+from evaluate import ChangedInputs, fresh, metrics, refuse_changed, run_solution
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
 # Further timed calls stop after this long; the first is always taken.
 SECONDS_PER_SOLUTION = 5.0
-# Weights 1.4 GB, their float32 copies in the reference 5.6 GB, what the libraries take, and slack.
+# Weights 1.4 GB, their float32 copies in the reference 5.6 GB (or a solution's own copy of the
+# weights, later), what the libraries take, and slack.
 MEMORY_NEEDED = 10 * 2**30
 
 
@@ -41,47 +43,55 @@ def available_memory() -> int | None:
 
 
 def _evaluate(
-    call: Callable[[], "torch.Tensor"],
+    runnable: Any,
+    inputs: list[Any],
     expected: "torch.Tensor",
     reference_ms: float,
     config: "BenchmarkConfig",
     evaluation: Callable[..., "Evaluation"],
     seed: int,
 ) -> "Evaluation":
-    """What flashinfer-bench's evaluator does with a solution, for CPU tensors."""
+    """What flashinfer-bench's evaluator does with a solution, for CPU tensors; `evaluation` makes
+    its record. The solution gets copies of the inputs and fails if it changes them."""
     import torch
     from flashinfer_bench.bench.utils import compute_error_stats
     from flashinfer_bench.data import Correctness, EvaluationStatus, Performance
 
+    definition = runnable.metadata.definition
+    mine = fresh(inputs)
+    times: list[float] = []
     try:
-        output = call()
+        output = run_solution(runnable, mine, "cpu")
+        refuse_changed(definition, mine, inputs)
+        if output.shape != expected.shape:
+            return evaluation(
+                EvaluationStatus.INCORRECT_SHAPE, log=f"{output.shape} is not {expected.shape}"
+            )
+        if output.dtype != expected.dtype:
+            return evaluation(
+                EvaluationStatus.INCORRECT_DTYPE, log=f"{output.dtype} is not {expected.dtype}"
+            )
+        if not bool(torch.isfinite(output).all()):
+            bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
+            correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
+            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+        max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
+        correctness = Correctness(
+            max_relative_error=max_rel,
+            max_absolute_error=max_abs,
+            extra={"matched_ratio": matched, **metrics(output, expected), "seed": seed},
+        )
+        if wrong:
+            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+        while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
+            start = time.perf_counter()
+            run_solution(runnable, mine, "cpu")
+            times.append(time.perf_counter() - start)
+        refuse_changed(definition, mine, inputs)
+    except ChangedInputs as error:
+        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=str(error))
     except Exception:
         return evaluation(EvaluationStatus.RUNTIME_ERROR, log=traceback.format_exc())
-    if output.shape != expected.shape:
-        return evaluation(
-            EvaluationStatus.INCORRECT_SHAPE, log=f"{output.shape} is not {expected.shape}"
-        )
-    if output.dtype != expected.dtype:
-        return evaluation(
-            EvaluationStatus.INCORRECT_DTYPE, log=f"{output.dtype} is not {expected.dtype}"
-        )
-    if not bool(torch.isfinite(output).all()):
-        bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
-        correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
-        return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
-    max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
-    correctness = Correctness(
-        max_relative_error=max_rel,
-        max_absolute_error=max_abs,
-        extra={"matched_ratio": matched, **metrics(output, expected), "seed": seed},
-    )
-    if wrong:
-        return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
-    times: list[float] = []
-    while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
     latency = 1e3 * statistics.median(times)
     performance = Performance(
         latency_ms=latency,
@@ -96,7 +106,6 @@ def run(
     pairs: "Sequence[tuple[Trace, list[Solution]]]",
     config: "BenchmarkConfig",
     seed: int,
-    libs: dict[str, str],
     store: Callable[[list["Trace"]], None],
     progress: Progress,
 ) -> None:
@@ -114,7 +123,7 @@ def run(
     snapshot = env_snapshot("cpu")
     environment = Environment(
         hardware=snapshot.hardware,
-        libs={**snapshot.libs, **libs, "device": "cpu", "threads": str(os.cpu_count())},
+        libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
     )
 
     def evaluation(status: "EvaluationStatus", **fields: Any) -> "Evaluation":
@@ -141,13 +150,9 @@ def run(
                 except BuildError:
                     result = evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
                 else:
-
-                    def call(
-                        runnable: Any = runnable, inputs: list[Any] = inputs
-                    ) -> "torch.Tensor":
-                        return run_solution(runnable, inputs, "cpu")
-
-                    result = _evaluate(call, expected, reference_ms, config, evaluation, seed)
+                    result = _evaluate(
+                        runnable, inputs, expected, reference_ms, config, evaluation, seed
+                    )
                 results.append(
                     Trace(
                         definition=DEFINITION,

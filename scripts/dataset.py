@@ -6,11 +6,11 @@ version of flashinfer-bench cannot parse does not matter, and a large data set o
 
 import fnmatch
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import DEFINITION, PACKED_DIR, ROOT, UsageError
+from common import DEFINITION, ROOT, UsageError, say
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +34,14 @@ def load(root: Path) -> "tuple[TraceSet, list[str]]":
     if not definitions:
         raise UsageError(f"{root} is no data set with the definition {DEFINITION}")
     trace_set = TraceSet(root=root)
-    trace_set.definitions[DEFINITION] = load_json_file(Definition, definitions[0])
-    trace_set.workloads[DEFINITION] = [
-        trace
-        for path in sorted((root / "workloads").rglob(f"{DEFINITION}.jsonl"))
-        for trace in load_jsonl_file(Trace, path)
-    ]
+    path = definitions[0]
+    try:
+        trace_set.definitions[DEFINITION] = load_json_file(Definition, path)
+        trace_set.workloads[DEFINITION] = []
+        for path in sorted((root / "workloads").rglob(f"{DEFINITION}.jsonl")):
+            trace_set.workloads[DEFINITION] += load_jsonl_file(Trace, path)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {_first_line(error)}") from None
     remarks = []
     solutions: dict[str, Solution] = {}
     for path in sorted((root / "solutions").rglob("*.json")):
@@ -48,12 +50,18 @@ def load(root: Path) -> "tuple[TraceSet, list[str]]":
         try:
             solution = load_json_file(Solution, path)
         except ValueError as error:
-            remarks.append(f"{path}: not a solution of this flashinfer-bench version: {error}")
+            remarks.append(
+                f"{path}: not a solution of this flashinfer-bench version: {_first_line(error)}"
+            )
             continue
         if solution.definition == DEFINITION:
             solutions[solution.name] = solution
     trace_set.solutions[DEFINITION] = list(solutions.values())
     return trace_set, remarks
+
+
+def _first_line(error: Exception) -> str:
+    return ", ".join(str(error).splitlines()[:2])
 
 
 def packed_solutions(packed: Sequence[Path]) -> "list[Solution]":
@@ -73,6 +81,24 @@ def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str
         merged[solution.name] = solution
     trace_set.solutions[DEFINITION] = list(merged.values())
     return remarks
+
+
+def load_with_ours(root: Path) -> "tuple[TraceSet, list[Solution]]":
+    """The data set with our solutions added in memory, and ours, packed anew. What is remarkable
+    goes to stderr. Raises PackError."""
+    from pack import write_packed
+
+    packed = packed_solutions(write_packed())
+    trace_set, remarks = load(root)
+    for remark in remarks + add_solutions(trace_set, packed):
+        say(remark)
+    return trace_set, packed
+
+
+def say_whose_reference(root: Path) -> None:
+    """A line where the reference that is going to run is not ours."""
+    if not ours(root):
+        say(f"{root}: the reference of its definition is run, which is code of that data set")
 
 
 def select_solutions(solutions: "Sequence[Solution]", patterns: Sequence[str]) -> "list[Solution]":
@@ -215,8 +241,3 @@ class Inputs:
 def ours(root: Path) -> bool:
     """Whether the data set is this repository."""
     return root.resolve() == ROOT
-
-
-def packed_names() -> Iterator[str]:
-    for path in sorted(PACKED_DIR.glob("*.json")):
-        yield path.stem

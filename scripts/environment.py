@@ -49,7 +49,7 @@ def source_hash() -> str:
     """A hash of the solutions and the programs as they are now, committed or not: it also names
     the sources where a copy without git is measured."""
     digest = hashlib.sha256()
-    for path in sorted([*PACKAGE_DIR.rglob("*.py"), *(ROOT / "scripts").glob("*.py")]):
+    for path in sorted([*PACKAGE_DIR.rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import files
 import numpy as np
 from make_workloads import (
     DEFINITION,
@@ -161,7 +162,7 @@ def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
 
 def write_spec(specs: Sequence[WorkloadSpec], path: Path) -> None:
     document = {"definition": DEFINITION, "workloads": [spec.to_json() for spec in specs]}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    files.write(path, json.dumps(document, indent=1) + "\n")
 
 
 def workload_line(spec: WorkloadSpec) -> str:
@@ -195,7 +196,7 @@ def workload_line(spec: WorkloadSpec) -> str:
 
 
 def write_index(specs: Sequence[WorkloadSpec], path: Path) -> None:
-    path.write_text("".join(workload_line(spec) + "\n" for spec in specs), encoding="utf-8")
+    files.write(path, "".join(workload_line(spec) + "\n" for spec in specs))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,16 +1,22 @@
 """The least time that a call of the whole layer can take on this GPU, for every workload.
 
-Floor = the larger of bytes over bandwidth and FLOPs over FP8 rate. Both rates are measured here, on
-this GPU (a large read or copy, whichever is faster; a dense FP8 matrix product), or taken from the
-JSON of another measurement on the same GPU with --rates. Bytes: the weights and scales of the
-experts that have rows, the tokens that have a local expert, the logits and the output, each once;
-nothing between the GEMMs. FLOPs: both GEMMs of every pair of token and local expert.
+Floor = the larger of the time that a kernel takes which only reads the weights of the experts that
+have rows, and FLOPs over FP8 rate. Both are measured here, on this GPU: the reading for every
+workload by itself, after the L2 cache was overwritten as the benchmark does it (weight_stream); the
+rate by a dense FP8 matrix product. Tokens, logits and output are left out: less than 2 % of the
+bytes up to T=901, and beyond that the FLOPs decide. FLOPs: both GEMMs of every pair of token and
+local expert.
+
+With --rates JSON the rates of another record of the same GPU are taken and nothing is measured; the
+reading then is bytes over the bandwidth of a large read or copy, which some kernels exceed.
 
 Written as floors.json into the run's directory by `bench`; `rank` does not need it, `report` draws
 the floor from it.
 """
 
 import json
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +25,15 @@ from common import EXIT_OK, ROOT, UsageError, parser, run_main, text_table
 from gemm_timing import (
     BLOCK,
     LAYER_SHAPES,
+    Histogram,
+    Reading,
     bandwidth,
+    gpu_arch,
     histograms,
     measure_floors,
     require_gpu,
     say_floors,
+    time_variants,
 )
 
 WEIGHT_BYTES = sum(n * k + 4 * n * k // BLOCK**2 for n, k in LAYER_SHAPES.values())
@@ -40,15 +50,51 @@ Rates = dict[str, float]
 
 
 def floor_ms(workload: dict[str, Any], rates: Rates) -> tuple[float, float]:
-    """Milliseconds that a workload's bytes take, and that its FLOPs take; the floor is the larger.
+    """Milliseconds that reading takes, and that a workload's FLOPs take; the floor is the larger.
 
     The workload has `tokens`, `hit` (tokens with a local expert), `active` (experts with rows) and
-    `pairs`.
+    `pairs`, and `read_ms` where reading the weights was measured.
     """
+    flops_ms = 1e3 * workload["pairs"] * PAIR_FLOPS / rates["fp8_flops_per_s"]
+    if "read_ms" in workload:
+        return workload["read_ms"], flops_ms
     size = workload["active"] * WEIGHT_BYTES + workload["hit"] * TOKEN_BYTES
     size += workload["tokens"] * (LOGIT_BYTES + OUTPUT_BYTES)
-    flops = workload["pairs"] * PAIR_FLOPS
-    return 1e3 * size / bandwidth(rates), 1e3 * flops / rates["fp8_flops_per_s"]
+    return 1e3 * size / bandwidth(rates), flops_ms
+
+
+def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float]:
+    """Milliseconds of reading both GEMMs' weights of a workload's active experts once, by uuid.
+
+    A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
+    faster of the orders that a tensor can be read in, median of the replays.
+    """
+    import torch
+    from weight_stream import readers
+
+    experts = len(found[0].rows)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    read = torch.empty(processors, dtype=torch.int64, device="cuda")
+    tensors = [
+        torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
+            torch.float8_e4m3fn
+        )
+        for n, k in LAYER_SHAPES.values()
+    ]
+    calls: dict[str, list[Reading]] = {}
+    for h in found:
+        active = [e for e, rows in enumerate(h.rows) if rows]
+        if active:
+            chosen = torch.tensor(active, dtype=torch.int32, device="cuda")
+            orders = zip(*(readers(t, chosen, read, gpu_arch()) for t in tensors), strict=True)
+            for number, launches in enumerate(orders):
+                calls[f"{h.uuid} {number}"] = [Reading(launch, read) for launch in launches]
+    best: dict[str, float] = {h.uuid: 0.0 for h in found}
+    for name, (samples, _) in time_variants(calls, repeats).items():
+        uuid, _, order = name.partition(" ")
+        ms = 1e-3 * statistics.median(samples) * len(tensors)  # a sample is of one launch
+        best[uuid] = ms if order == "0" else min(best[uuid], ms)
+    return best
 
 
 def read_floors(directory: Path) -> dict[str, Any] | None:
@@ -72,7 +118,7 @@ def by_workload(content: dict[str, Any] | None) -> dict[str, float]:
     return {w["uuid"]: max(floor_ms(w, content["floors"])) for w in content["workloads"]}
 
 
-def workloads(root: Path) -> list[dict[str, Any]]:
+def workloads(found: Sequence[Histogram]) -> list[dict[str, Any]]:
     """What the floors need to know of each workload, from its routing."""
     return [
         {
@@ -83,7 +129,7 @@ def workloads(root: Path) -> list[dict[str, Any]]:
             "pairs": sum(h.rows),
             "max": max(h.rows),
         }
-        for h in sorted(histograms(root), key=lambda h: (h.tokens, h.uuid))
+        for h in sorted(found, key=lambda h: (h.tokens, h.uuid))
     ]
 
 
@@ -96,8 +142,11 @@ def main() -> int:
         metavar="JSON",
         help="take the measured rates of this record of gemm_bench, ablation or floors",
     )
+    arguments.add_argument("--repeats", type=int, default=20, help="replays of a reading (20)")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write floors.json there")
     args = arguments.parse_args()
+    if args.repeats < 1:
+        raise UsageError("--repeats must be at least 1")
 
     if args.rates is None:
         source = {"hardware": require_gpu(), "environment": environment.capture()}
@@ -110,7 +159,11 @@ def main() -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{args.rates} has no measured rates ({error!r})") from None
         source["rates_from"] = args.rates.name
-    counted = workloads(args.local)
+    found = histograms(args.local)
+    counted = workloads(found)
+    if args.rates is None:
+        read_ms = measure_reading(found, args.repeats)
+        counted = [{**w, "read_ms": read_ms[w["uuid"]]} for w in counted]
     content = {**source, "floors": rates, "workloads": counted}
     rows = []
     for w in counted:
@@ -119,7 +172,7 @@ def main() -> int:
         counts = [str(w[key]) for key in ("tokens", "hit", "pairs", "active", "max")]
         rows.append([*counts, f"{memory:.4f}", f"{compute:.4f}", bound])
     print(f"{source['hardware']}: {say_floors(rates)}\n")
-    header = ["T", "hit", "pairs", "active", "max", "bytes ms", "FLOPs ms", "bound"]
+    header = ["T", "hit", "pairs", "active", "max", "read ms", "FLOPs ms", "bound"]
     print(text_table(header, rows, left=0))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,13 @@ figure is the replay's time over its launches, as median and 10th to 90th percen
 cannot be captured is timed by events around single launches and marked so.
 
 us are of kernel time as a caller pays it: sgl_kernel's own pointer set-up kernel is part of its
-call. The floor is the larger of bytes over bandwidth and FLOPs over FP8 rate, both measured in the
-same run: a large copy and a large read, and torch._scaled_mm of 8192^3. The ratio to the best peer
-is above 1 where our kernel is faster.
+call. The floor is the larger of the time that a kernel takes which only reads the active experts'
+weights, timed in turns with the others, and FLOPs over the rate of torch._scaled_mm of 8192^3. The
+ratio to the best peer is above 1 where our kernel is faster.
+
+With --layers our kernel has the configs that the solutions flat and v3 launch on these workloads,
+taken from their own code; beside flat stand the configs next to its own, and "best known" is the
+fastest of the three. Elsewhere the config is what the heuristic gives who knows the rows.
 
 Peers compile a kernel a shape, for seconds each: --compile-workers processes do that before the
 timing. The JSON is written anew after each problem.
@@ -38,12 +42,12 @@ from common import (
     run_main,
     text_table,
 )
+from gemm_peers import PEERS, peer_variants
+from gemm_shipped import SOLUTIONS, neighbours, solution_hashes, solution_variant
 from gemm_timing import (
     BLOCK,
     LAYER_SHAPES,
     LAYOUTS,
-    Call,
-    Operands,
     Problem,
     Record,
     Timing,
@@ -101,78 +105,6 @@ def parse_config(text: str, cls: type) -> Any:
         raise UsageError(f"--config {text}: {error}") from None
 
 
-def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
-    """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
-    run along the rows, which the block-major ones already do."""
-    import deep_gemm
-    import torch
-
-    options: dict[str, Any] = {"recipe": (1, BLOCK, BLOCK)}
-    if compiled_dims is not None:
-        options["compiled_dims"] = compiled_dims
-
-    def contiguous(x: Operands) -> Call:
-        rows = x.aligned
-        expert = torch.arange(x.problem.experts, dtype=torch.int32, device=x.a.device)
-        groups = torch.full((len(rows.a),), -1, dtype=torch.int32, device=x.a.device)  # padding
-        groups[rows.index] = expert.repeat_interleave(x.rows_per_expert.long())
-        a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
-
-        def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, **options)
-
-        return Call(launch, rows.out, rows.index)
-
-    def masked(x: Operands) -> Call:
-        p, rows = x.problem, x.batched
-        batched = rows.a.view(p.experts, p.max_rows, p.k)
-        # [E, rows, K/128] with the rows contiguous, one matrix an expert.
-        scale = rows.a_scale.view(-1, p.experts, p.max_rows).transpose(0, 1).contiguous()
-        a, b = (batched, scale.transpose(1, 2)), (x.b, x.b_scale)
-        out = rows.out.view(p.experts, p.max_rows, p.n)
-        expected = max(1, round(p.mean_rows))  # what our heuristic goes by, too
-
-        def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-                a, b, out, x.rows_per_expert, expected, **options
-            )
-
-        return Call(launch, rows.out, rows.index)
-
-    return [
-        Variant("deepgemm contiguous", contiguous, peer=True),
-        Variant("deepgemm masked", masked, peer=True),
-    ]
-
-
-def sgl_variants(compiled_dims: str | None = None) -> list[Variant]:
-    """sgl_kernel's CUTLASS grouped GEMM on flat rows, scales of A row by row, called as the
-    baselines on it do."""
-    import torch
-    from moe_fp8.baselines.requirement import require
-    from moe_fp8.baselines.sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
-
-    require("sgl_kernel", REQUIREMENT)
-
-    def flat(x: Operands) -> Call:
-        p, device = x.problem, x.a.device
-        a, out = x.a[: p.pairs], x.out[: p.pairs]
-        a_scale = x.a_scale[:, : p.pairs].t().contiguous()
-        held = scratch(device, p.experts, (p.k, p.n))
-        sizes = torch.tensor([[m, p.n, p.k] for m in p.rows], dtype=torch.int32, device=device)
-        offsets = x.m_indptr[:-1].contiguous()
-
-        def launch() -> None:
-            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
-
-        return Call(launch, x.out, x.index)
-
-    return [Variant("sgl_kernel", flat, peer=True)]
-
-
-PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants}
-
-
 def collect_variants(
     configs: Sequence[str],
     peers: Sequence[str],
@@ -180,19 +112,17 @@ def collect_variants(
     compiled_dims: str | None = None,
     quiet: bool = False,
 ) -> list[Variant]:
+    """Our kernel with these configs, or else as the solutions ship it, and the peers."""
     from moe_fp8.core.config import GemmConfig
 
     variants = []
-    for text in configs or ["default"]:
-        config = None if text == "default" else parse_config(text, GemmConfig)
-        variants.append(ours(f"ours {text}", config, layout))
-    for name in peers:
-        try:
-            variants += PEERS[name](compiled_dims)
-        except Exception as error:  # a peer's import compiles and loads its own libraries
-            if not quiet:
-                print(f"{name}: not measured, {type(error).__name__}: {error}", file=sys.stderr)
-    return variants
+    for text in configs:
+        if text in SOLUTIONS:
+            variants.append(solution_variant(text))
+        else:
+            config = None if text == "default" else parse_config(text, GemmConfig)
+            variants.append(ours(f"ours {text}", config, layout))
+    return variants + peer_variants(peers, compiled_dims, quiet)
 
 
 HEADER = ["T", "E", "rows", "N", "K", "variant", "us", "p10-p90", "TFLOP/s", "GB/s", "% of floor"]
@@ -252,9 +182,47 @@ def worst(rows: Sequence[dict[str, Any]], count: int = 5) -> list[dict[str, Any]
     return sorted(ratios, key=lambda row: row["vs_best_peer"])[:count]
 
 
+def best_known(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """For each problem what the solution ships, and the fastest of that and its neighbours."""
+    found: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["variant"].split(",")[0] == name and "us" in row:
+            problem = (row["n"], row["k"], row["tokens"], row["pairs"])
+            found.setdefault(problem, {})[row["variant"]] = row
+    said = []
+    for variants in found.values():
+        if name in variants:
+            best = min(variants.values(), key=lambda row: row["us"])
+            loss = 100 * (variants[name]["us"] / best["us"] - 1)
+            said.append({"shipped": variants[name], "best": best, "loss": loss})
+    return said
+
+
+def print_best_known(said: Sequence[dict[str, Any]], name: str, render: Any) -> None:
+    cells = []
+    for entry in said:
+        shipped, best = entry["shipped"], entry["best"]
+        same = "the same" if best is shipped else best["config"]
+        cells.append(
+            [
+                *(str(shipped[key]) for key in ("tokens", "n", "k")),
+                shipped["config"],
+                f"{shipped['us']:.1f}",
+                same,
+                f"{best['us']:.1f}",
+                f"{entry['loss']:.1f} %",
+            ]
+        )
+    print(f"\nWhat {name} ships, and the best known:\n")
+    print(render(["T", "N", "K", "shipped", "us", "best known", "us", "loss"], cells, 0))
+
+
 def print_report(rows: Sequence[dict[str, Any]], markdown: bool) -> None:
     render = markdown_table if markdown else text_table
     print(render(HEADER, [table_row(row) for row in rows], 0))
+    for name in SOLUTIONS:
+        if said := best_known(rows, name):
+            print_best_known(said, name, render)
     summary = summarise(rows)
     if not summary:
         return
@@ -316,7 +284,8 @@ def main() -> int:
         nargs="+",
         default=[],
         metavar="FIELD=VALUE,...",
-        help="configurations of our kernel to compare; 'default' is the heuristic's",
+        help="configurations of our kernel to compare; 'default' is the heuristic's, and with "
+        "--layers 'flat' and 'v3' are what these solutions ship",
     )
     arguments.add_argument(
         "--layout", choices=LAYOUTS, help="of our kernel's rows (batched; flat with --layers)"
@@ -337,6 +306,9 @@ def main() -> int:
         raise UsageError("--experts and --rows are those of the workloads with --layers")
     if args.tokens and not args.layers:
         raise UsageError("--tokens: only with --layers")
+    if not args.layers and set(args.config) & set(SOLUTIONS):
+        raise UsageError(f"--config {'/'.join(SOLUTIONS)}: only with --layers")
+    configs = args.config or (list(SOLUTIONS) if args.layers else ["default"])
     hardware = require_gpu()
 
     import torch
@@ -347,20 +319,25 @@ def main() -> int:
     else:
         problems = grid_problems(args.grid, args.experts, args.rows, shapes)
     layout = args.layout or ("flat" if args.layers else "batched")
-    collect = functools.partial(
-        collect_variants, args.config, args.peers, layout, args.compiled_dims
-    )
+    collect = functools.partial(collect_variants, configs, args.peers, layout, args.compiled_dims)
     variants = collect()
     quiet = functools.partial(collect, quiet=True)
     compile_ahead(functools.partial(compile_variants, quiet), problems, args.compile_workers)
     timing = Timing(args.launches, args.repeats, args.seed)
     with torch.no_grad():
         floors = measure_floors()
-        record = Record(args.json, hardware=hardware, method=str(timing), floors=floors)
+        record = Record(
+            args.json,
+            hardware=hardware,
+            method=str(timing),
+            floors=floors,
+            solutions=solution_hashes(),
+        )
         progress = Progress(len(problems))
         for problem in problems:
             progress.step(str(problem))
-            record.add(run_problem(problem, variants, floors, timing))
+            beside = neighbours("flat")(problem) if "flat" in configs else []
+            record.add(run_problem(problem, variants + beside, floors, timing))
             progress.finish()
     rows = record.rows
     record.finish(summary=summarise(rows))

@@ -6,12 +6,13 @@ layout that a kernel takes; weights are drawn once a shape and serve all of its 
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ MAX_CALC_DIFF = 1e-3
 FLUSH_BYTES = 256 * 2**20
 LAYER_SHAPES = {"gemm1": (4096, 7168), "gemm2": (7168, 2048)}
 """(N, K) of the layer's two GEMMs."""
-LAYOUTS = ("batched", "flat")
+LAYOUTS = ("batched", "aligned", "flat")
+READING = "reading"
+"""Beginning of the names under which the readings of the weights are timed with the variants."""
 
 Launch = Callable[[], Any]
 
@@ -256,11 +259,31 @@ class Operands:
     @functools.cached_property
     def aligned(self) -> Placed:
         """Every expert begins at a multiple of 128 rows, with no room for those without rows."""
-        starts, total = [], 0
-        for rows in self.problem.rows:
-            starts.append(total)
-            total += padded(rows, BLOCK)
+        starts = self.aligned_segments[0].tolist()
+        total = sum(padded(rows, BLOCK) for rows in self.problem.rows)
         return self.placed(starts, max(BLOCK, total))
+
+    @functools.cached_property
+    def aligned_segments(self) -> "torch.Tensor":
+        """[2, E] int32: first row and row count of every expert in `aligned`."""
+        import torch
+
+        padded_rows = [padded(rows, BLOCK) for rows in self.problem.rows]
+        starts = list(itertools.accumulate([0, *padded_rows[:-1]]))
+        segments = torch.tensor([starts, self.problem.rows], dtype=torch.int32)
+        return segments.to(self.a.device)
+
+    def readers(self) -> "list[Reading]":
+        """Launches that only read the active experts' weights, each in another order."""
+        import torch
+        from weight_stream import readers
+
+        device = self.a.device
+        active = [e for e, rows in enumerate(self.problem.rows) if rows]
+        experts = torch.tensor(active, dtype=torch.int32, device=device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        read = torch.empty(processors, dtype=torch.int64, device=device)
+        return [Reading(launch, read) for launch in readers(self.b, experts, read, gpu_arch())]
 
 
 @dataclass(frozen=True)
@@ -277,6 +300,26 @@ class Call:
     def result(self) -> "torch.Tensor":
         return self.out[self.rows]
 
+    def written(self) -> bool:
+        """Whether the launch has written its result, poisoned before."""
+        import torch
+
+        return bool(torch.isfinite(self.result()).all())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A launch that only reads, and says how much."""
+
+    launch: Launch
+    read: "torch.Tensor"  # [CTAs] int64
+
+    def poison(self) -> None:
+        self.read.fill_(-1)
+
+    def written(self) -> bool:
+        return int(self.read.min()) >= 0
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -289,6 +332,7 @@ class Variant:
 
 
 def heuristic(problem: Problem) -> Any:
+    """The config that the heuristic gives who knows the rows, as the solution v3 does."""
     from moe_fp8.core.heuristic import choose
 
     rows, active = problem.mean_rows, problem.active
@@ -296,27 +340,34 @@ def heuristic(problem: Problem) -> Any:
 
 
 def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
-    """Our kernel with a config, or the heuristic's."""
+    """Our kernel with a config, with that which a function gives for the problem, or, without
+    either, the heuristic's."""
     from moe_fp8.core import kernels
-    from moe_fp8.core.layout import BatchedRows, FlatRows
+    from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows, RowLayout
 
     def chosen(problem: Problem) -> Any:
-        return config or heuristic(problem)
+        if config is None:
+            return heuristic(problem)
+        return config(problem) if callable(config) else config
 
     def prepare(x: Operands) -> Call:
-        p = x.problem
+        p, picked = x.problem, chosen(x.problem)
+        rows: RowLayout
         if layout == "batched":
+            placed = x.batched
             rows = BatchedRows(x.rows_per_expert, p.max_rows)
-            arguments = (x.batched.a, x.batched.a_scale, x.b, x.b_scale, x.batched.out, rows)
-            out, index = x.batched.out, x.batched.index
+        elif layout == "aligned":
+            placed = x.aligned
+            rows = AlignedRows(x.aligned_segments)
         else:
-            arguments = (x.a, x.a_scale, x.b, x.b_scale, x.out, FlatRows(x.m_indptr))  # type: ignore[assignment]
-            out, index = x.out, x.index
+            placed = Placed(x.a, x.a_scale, x.out, x.index)
+            rows = FlatRows(x.m_indptr)
+        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
 
         def launch() -> None:
-            kernels.grouped_gemm(*arguments, config=chosen(p))
+            kernels.grouped_gemm(*arguments, config=picked)
 
-        return Call(launch, out, index)
+        return Call(launch, placed.out, placed.index)
 
     return Variant(name, prepare, False, chosen)
 
@@ -357,7 +408,7 @@ class Checker:
         return max(calc_diff(result[rows], expected) for rows, expected in self.expected)
 
 
-def capture(calls: Sequence[Call]) -> "torch.cuda.CUDAGraph | None":
+def capture(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph | None":
     """A graph of the launches, or None where one cannot be captured or was not recorded."""
     import torch
 
@@ -377,7 +428,7 @@ def capture(calls: Sequence[Call]) -> "torch.cuda.CUDAGraph | None":
     calls[-1].poison()
     graph.replay()
     torch.cuda.synchronize()
-    return graph if bool(torch.isfinite(calls[-1].result()).all()) else None
+    return graph if calls[-1].written() else None
 
 
 @functools.cache
@@ -387,7 +438,9 @@ def _flush_buffer() -> "torch.Tensor":
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
-def time_variants(calls: dict[str, list[Call]], repeats: int) -> dict[str, tuple[list[float], str]]:
+def time_variants(
+    calls: "Mapping[str, Sequence[Call | Reading]]", repeats: int
+) -> dict[str, tuple[list[float], str]]:
     """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
     import torch
 
@@ -469,9 +522,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def figures(problem: Problem, samples: Sequence[float], floors: dict[str, float]) -> dict[str, Any]:
-    """The columns of one timing, from its samples in us."""
-    floor = max(problem.bytes / bandwidth(floors), problem.flops / floors["fp8_flops_per_s"])
+def figures(
+    problem: Problem, samples: Sequence[float], floors: dict[str, float], read_us: float
+) -> dict[str, Any]:
+    """The columns of one timing, from its samples in us, beside what reading the weights took."""
+    floor = max(1e-6 * read_us, problem.flops / floors["fp8_flops_per_s"])
     seconds = 1e-6 * statistics.median(samples)
     return {
         "us": 1e6 * seconds,
@@ -479,6 +534,7 @@ def figures(problem: Problem, samples: Sequence[float], floors: dict[str, float]
         "us_p90": percentile(samples, 0.9),
         "tflops": problem.flops / seconds / 1e12,
         "gbytes": problem.bytes / seconds / 1e9,
+        "read_us": read_us,
         "floor_us": 1e6 * floor,
         "percent_of_floor": 100 * floor / seconds,
     }
@@ -522,7 +578,7 @@ def run_problem(
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
     rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, list[Call]] = {}
+    calls: dict[str, Sequence[Call | Reading]] = {}
     for variant in variants:
         row = {**problem.describe(), "variant": variant.name, "peer": variant.peer}
         rows[variant.name] = row
@@ -537,8 +593,12 @@ def run_problem(
             calls[variant.name] = [prepared[i % sets] for i in range(timing.launches)]
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    for name, (samples, method) in time_variants(calls, timing.repeats).items():
-        rows[name].update(figures(problem, samples, floors), method=method)
+    for order, readings in enumerate(zip(*(x.readers() for x in operands), strict=True)):
+        calls[f"{READING} {order}"] = [readings[i % sets] for i in range(timing.launches)]
+    timed = time_variants(calls, timing.repeats)
+    readings_us = [statistics.median(timed.pop(n)[0]) for n in calls if n.startswith(READING)]
+    for name, (samples, method) in timed.items():
+        rows[name].update(figures(problem, samples, floors, min(readings_us)), method=method)
     peers = [r["us"] for r in rows.values() if r["peer"] and "us" in r]
     for row in rows.values():
         if peers and "us" in row:
@@ -575,10 +635,10 @@ class Kernel:
 def compile_kernel(kernel: Kernel) -> None:
     """Leave our kernel in its cache on disk; needs no GPU."""
     from moe_fp8.core.kernels import compile_grouped_gemm
-    from moe_fp8.core.segments import BATCHED, FLAT
+    from moe_fp8.core.segments import ALIGNED, BATCHED, FLAT
 
     x = kernel
-    segments = BATCHED if x.layout == "batched" else FLAT
+    segments = {"batched": BATCHED, "aligned": ALIGNED, "flat": FLAT}[x.layout]
     compile_grouped_gemm(x.config, x.n, x.k, x.experts, x.arch, segments)
 
 

@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+import files
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NAME = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 PATH = Path("definitions") / "moe" / f"{NAME}.json"
@@ -120,8 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{path} is out of date: run scripts/make_definition.py", file=sys.stderr)
             return 1
         return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    files.write(path, text)
     print(path)
     return 0
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import files
 import numpy as np
 from routing_numpy import RoutingCounts, count_local
 from synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
@@ -118,19 +117,6 @@ def is_foreign(path: Path) -> bool:
     return complete and header.get("__metadata__") != BLOB_METADATA
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def _make_blob(spec: WorkloadSpec, path: Path) -> str:
     """Make one blob where it is needed; returns what was done."""
     if path.is_file():
@@ -144,7 +130,7 @@ def _make_blob(spec: WorkloadSpec, path: Path) -> str:
             f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
             f"{spec.sha256}; the generator and {SPEC.name} are out of step"
         )
-    _write_atomically(path, content)
+    files.write(path, content)
     return "made"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import files
 from common import (
     DEFINITION,
     DEFINITION_FILE,
@@ -195,15 +196,12 @@ def write_packed(
     found = generations(root)
     chosen = select(found, names)
     packed = {output / f"{g.name}.json": pack(g) for g in chosen}
-    output.mkdir(parents=True, exist_ok=True)
     for path, content in packed.items():
         if path.is_file() and path.read_bytes() == content:
             continue
         if build:
             validate(content)
-        partial = path.with_suffix(".tmp")
-        partial.write_bytes(content)
-        partial.replace(path)
+        files.write(path, content)
     if not names:
         for stale in set(output.glob("*.json")) - set(packed):
             stale.unlink()

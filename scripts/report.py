@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import files
 import plot_gemm
-import rank
+import rank_tables
 import report_data
-from common import EXIT_OK, TRACES_DIR, UsageError, parser, run_main
+from common import EXIT_OK, TRACES_DIR, UsageError, names, parser, run_main
+from ranking import CLOCKS, Clock, Ranking, short_name
 from report_data import Recorded
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -76,40 +78,73 @@ def svg_plot(figure: Any, name: str, caption: str) -> Plot:
     return Plot(Markup(inline_svg(figure, name, caption)), caption)
 
 
-def cards(ranking: rank.Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
+def cards(ranking: Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
     """The few figures that say most."""
     ours = [s for s in ranking.summaries if not s.peer and s.passed]
     best = (ours or ranking.summaries)[0]
-    found = [(rank.short_name(best.solution), "our best" if ours else "the best")]
+    found = [(short_name(best.solution), "our best" if ours else "the best")]
     found.append((f"{best.passed} of {len(ranking.workloads)}", "workloads passed"))
     if best.mean is not None:
         found.append((f"{best.mean:.1f}x", "mean speed-up over the reference"))
-    if best.mean_latency_ms is not None:
-        found.append((f"{best.mean_latency_ms:.3f} ms", "mean latency"))
-    if ranking.compares_peers and best.vs_peer is not None:
-        found.append((f"{best.vs_peer:.2f}x", "against each workload's best peer"))
-    shares = [
-        floor_ms[u] / ms
-        for _, u in ranking.workloads
-        if u in floor_ms and (ms := ranking.latency_ms(u, best.solution)) is not None
-    ]
-    if shares:
-        found.append(
-            (f"{100 * sum(shares) / len(shares):.0f} %", "of its time is floor, on average")
-        )
+    both = len(ranking.clocks) > 1
+    for clock in ranking.clocks:
+        of = f" ({clock})" if both else ""
+        times = best.times(clock)
+        if times.mean_ms is not None:
+            found.append((f"{times.mean_ms:.3f} ms", f"mean latency{of}"))
+        if ranking.compares_peers and times.vs_peer is not None:
+            found.append((f"{times.vs_peer:.2f}x", f"against each workload's best peer{of}"))
+        shares = [
+            floor_ms[u] / ms
+            for _, u in ranking.workloads
+            if u in floor_ms and (ms := ranking.latency_ms(u, best.solution, clock)) is not None
+        ]
+        if shares:
+            mean = rank_tables.percent(sum(shares) / len(shares))
+            found.append((mean, f"of its time is floor, on average{of}"))
     if best.cosine is not None:
         found.append((f"{best.cosine:.5f}", "lowest cosine to the reference"))
     return found
 
 
-def ranking_section(recorded: Recorded, ranking: rank.Ranking, number: int) -> Section:
-    """Everything about one machine and timing method."""
-    from report_plots import latency_figure, speedup_figure
+def latency_parts(
+    ranking: Ranking, floor_ms: dict[str, float], clock: Clock, key: str, bad: frozenset[str]
+) -> list[Part]:
+    """The figure and the table of one clock's latencies."""
+    from report_plots import latency_figure
+
+    title = rank_tables.latency_title(ranking, clock)
+    parts = []
+    if any(s.times(clock).count for s in ranking.summaries):
+        caption = "Workloads by their number of tokens; dashed lines and open markers: peers."
+        if floor_ms:
+            caption += (
+                " Floor: weights and activations over the measured bandwidth or FLOPs over the "
+                "measured FP8 rate, whichever takes longer."
+            )
+        no_floor: tuple[str, ...] = ()
+        if not floor_ms:
+            no_floor = (
+                "This record holds no rates measured on this GPU (floors.json), so no floor is "
+                "drawn.",
+            )
+        figure = latency_figure(ranking, floor_ms, clock)
+        plot = svg_plot(figure, f"{key}{clock}", caption)
+        parts.append(Part(f"{title}, over the workloads", no_floor, plot))
+    header, rows = report_data.latency_table(ranking, floor_ms, clock)
+    parts.append(Part(f"{title}, the fastest marked", table=Table(header, rows, 0, bad=bad)))
+    return parts
+
+
+def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Section:
+    """Everything about one machine, timing method and tolerance."""
+    from report_plots import speedup_figure
 
     floor_ms = recorded.floor_ms(ranking)
-    ours = frozenset(rank.short_name(s.solution) for s in ranking.summaries if not s.peer)
-    head, *text = rank.headline(ranking)
-    text.append(rank.notes(ranking))
+    ours = frozenset(short_name(s.solution) for s in ranking.summaries if not s.peer)
+    head, *text = rank_tables.headline(ranking)
+    text.append(rank_tables.notes(ranking))
+    text += filter(None, [report_data.changed_sources(ranking)])
     statuses = {r.status for r in ranking.failures()}
     bad = frozenset(BAD_CELLS | statuses)
 
@@ -120,35 +155,17 @@ def ranking_section(recorded: Recorded, ranking: rank.Ranking, number: int) -> S
     if any(s.mean is not None for s in ranking.summaries):
         caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
         parts.append(Part(plot=svg_plot(speedup_figure(ranking), f"{key}speedup", caption)))
-        caption = "Workloads by their number of tokens; dashed lines and open markers: peers."
-        if floor_ms:
-            caption += (
-                " Floor: weights and activations over the measured bandwidth or FLOPs over the "
-                "measured FP8 rate, whichever takes longer."
-            )
-        figure = latency_figure(ranking, floor_ms)
-        no_floor: tuple[str, ...] = ()
-        if not floor_ms:
-            no_floor = (
-                "This record holds no rates measured on this GPU (floors.json), so no floor is "
-                "drawn.",
-            )
-        plot = svg_plot(figure, f"{key}latency", caption)
-        parts.append(Part("Latency over the workloads", no_floor, plot))
-    header, rows = report_data.latency_table(ranking, floor_ms)
-    parts.append(Part("Latency in ms, the fastest marked", table=Table(header, rows, 0, bad=bad)))
-    for title, header, rows in rank.workload_tables(ranking)[1:]:
+    for clock in ranking.clocks:
+        parts += latency_parts(ranking, floor_ms, clock, key, bad)
+    for title, header, rows in rank_tables.workload_tables(ranking)[len(ranking.clocks) :]:
         table = Table(header, rows, 0, bad=bad)
         parts.append(Part(table=table, folded=f"{title}, workload by workload"))
-    header, rows = rank.accuracy_table(ranking)
+    header, rows = rank_tables.accuracy_table(ranking)
     if rows:
-        parts.append(Part("Accuracy", (rank.ACCURACY_NOTES,), table=Table(header, rows)))
-    failures = [
-        [r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()
-    ]
-    if failures:
-        header = ["solution", "T", "workload", "status", "reason"]
-        parts.append(Part("Failed", table=Table(header, failures, 5, wrap=(4,), bad=bad)))
+        parts.append(Part("Accuracy", (rank_tables.ACCURACY_NOTES,), table=Table(header, rows)))
+    header, rows = rank_tables.failures_table(ranking)
+    if rows:
+        parts.append(Part("Failed", table=Table(header, rows, 5, wrap=(4,), bad=bad)))
     return Section(f"ranking{number}", head, text, cards(ranking, floor_ms), parts)
 
 
@@ -159,6 +176,7 @@ def stages_section(recorded: Recorded) -> Section | None:
     if record is None or not record["results"]:
         return None
     text = [f"{record['hardware']}; {record['timing']}; medians of {record['iterations']} calls."]
+    text += filter(None, [report_data.changed_since(record)])
     caption = (
         "The black or white line is the whole call, timed without events between the stages; where "
         "the bar is longer, the events themselves cost the difference."
@@ -177,7 +195,8 @@ def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
 
     rows, hardware = report_data.timed(record), record["hardware"]
     kind = report_data.gemm_kind(record)
-    text = (f"{name}.json, {hardware}: {record['method']}.",)
+    said = [f"{name}.json, {hardware}: {record['method']}.", report_data.changed_since(record)]
+    text = tuple(filter(None, said))
     if not rows:
         return []
     if kind == "ablation":
@@ -215,11 +234,18 @@ def environment_section(recorded: Recorded) -> Section:
 
 def render(recorded: Recorded) -> str:
     """The page."""
+    from report_plots import plain_text
+
+    with plain_text():
+        return _render(recorded)
+
+
+def _render(recorded: Recorded) -> str:
     import jinja2
 
     sections = [ranking_section(recorded, r, i) for i, r in enumerate(recorded.rankings)]
     if len(recorded.rankings) > 1:
-        legend, header, rows = rank.side_by_side(recorded.rankings)
+        legend, header, rows = rank_tables.side_by_side(recorded.rankings)
         parts = [Part(table=Table(header, rows))]
         sections.append(Section("machines", "Side by side", legend, parts=parts))
     optional = (stages_section(recorded), gemm_section(recorded))
@@ -235,7 +261,9 @@ def render(recorded: Recorded) -> str:
     return template.render(title=title, subtitle=subtitle, sections=sections)
 
 
-def write(directory: Path, out: Path | None = None, peers: Sequence[str] = ()) -> Path:
+def write(
+    directory: Path, out: Path | None = None, peers: Sequence[str] = (), by: Clock = "harness"
+) -> Path:
     """Write the page of a run and return where it is."""
     missing = missing_packages()
     if missing:
@@ -243,23 +271,26 @@ def write(directory: Path, out: Path | None = None, peers: Sequence[str] = ()) -
             f"no report without {' and '.join(missing)}: pip install jinja2 matplotlib"
         )
     out = out or directory / "report.html"
-    page = render(report_data.read(directory, peers))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    files.write(out, render(report_data.read(directory, peers, by)))
     return out
 
 
 def write_pictures(recorded: Recorded, directory: Path, source: str = "") -> list[Path]:
-    """The pictures for a README: latency.png and speedup.png."""
-    from report_plots import latency_figure, save_png, speedup_figure
+    """The pictures for a README: latency.png and speedup.png, and latency_device.png where the
+    record has device times."""
+    from report_plots import latency_figure, plain_text, save_png, speedup_figure
 
     ranking = recorded.main
-    figures = {
-        "latency.png": latency_figure(ranking, recorded.floor_ms(ranking)),
-        "speedup.png": speedup_figure(ranking),
-    }
-    for name, figure in figures.items():
-        save_png(figure, directory / name, source)
+    floor_ms = recorded.floor_ms(ranking)
+    with plain_text():
+        figures = {
+            "latency.png": latency_figure(ranking, floor_ms),
+            "speedup.png": speedup_figure(ranking),
+        }
+        if "device" in ranking.clocks:
+            figures["latency_device.png"] = latency_figure(ranking, floor_ms, "device")
+        for name, figure in figures.items():
+            save_png(figure, directory / name, source)
     return [directory / name for name in figures]
 
 
@@ -278,10 +309,13 @@ def main() -> int:
     arguments.add_argument("run", nargs="?", type=Path, help="directory of a run; the latest run")
     arguments.add_argument("--out", type=Path, metavar="FILE", help="report.html of the directory")
     arguments.add_argument("--png", type=Path, metavar="DIR", help="also write PNGs there")
-    arguments.add_argument("--peers", nargs="+", default=[], metavar="PATTERN")
+    arguments.add_argument(
+        "--peers", action="extend", type=names, default=[], metavar="NAME,...", help="* allowed"
+    )
+    arguments.add_argument("--by", choices=CLOCKS, default="harness", help="clock that orders")
     args = arguments.parse_args()
     directory = find_directory(args.run)
-    out = write(directory, args.out, args.peers)
+    out = write(directory, args.out, args.peers, args.by)
     print(f"{out}  {out.stat().st_size / 1024:.0f} KiB")
     if args.png:
         for path in write_pictures(report_data.read(directory, args.peers), args.png):

@@ -4,18 +4,19 @@ A run of `bench` or a recorded result: traces.jsonl with run.json, and, where th
 floors.json, stages.json and the gemm*.json of gemm_bench and ablation.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import floors
-import rank
+import schemas
+import sources
 from common import UsageError
+from rank_tables import Table, number, percent, short_status, summary_table
+from ranking import Clock, Ranking, rankings, short_name
 from stages import TOTAL
-
-Table = tuple[list[str], list[list[str]]]
+from traces import read_records, read_run
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,20 @@ class Recorded:
     """A directory's contents."""
 
     directory: Path
-    info: dict[str, Any]
-    rankings: list[rank.Ranking]
+    info: schemas.RunInfo
+    rankings: list[Ranking]
     floors: dict[str, Any] | None = None
     stages: dict[str, Any] | None = None
     gemm: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By the file's stem."""
 
     @property
-    def main(self) -> rank.Ranking:
+    def main(self) -> Ranking:
         """The ranking of run.json's own timing method: the run that the directory records."""
         named = [r for r in self.rankings if r.timing == self.info.get("timing")]
         return (named or self.rankings)[0]
 
-    def floor_ms(self, ranking: rank.Ranking) -> dict[str, float]:
+    def floor_ms(self, ranking: Ranking) -> dict[str, float]:
         """The floor of every workload, if it was measured on the ranking's GPU."""
         if self.floors is None or self.floors.get("hardware") != ranking.hardware:
             return {}
@@ -56,70 +57,71 @@ def timed(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in record["results"] if "us" in row]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content["results"], list):
-            raise TypeError("results is no list")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no record of a measurement ({error!r})") from None
-    return content
-
-
-def read(directory: Path, peers: Sequence[str] = ()) -> Recorded:
+def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> Recorded:
     """Everything that the directory holds; UsageError without traces."""
     traces = directory / "traces.jsonl"
     if not traces.is_file():
         raise UsageError(f"{directory} has no traces.jsonl")
-    records = rank.read_records([traces])
-    rankings = rank.rankings(records, peers=peers)
-    if not rankings:
+    ranked = rankings(read_records([traces]), peers=peers, by=by)
+    if not ranked:
         raise UsageError(f"{traces} has no results")
     stages = directory / "stages.json"
     return Recorded(
         directory=directory,
-        info=rank.read_run(traces),
-        rankings=rankings,
+        info=read_run(traces),
+        rankings=ranked,
         floors=floors.read_floors(directory),
-        stages=_read(stages) if stages.is_file() else None,
-        gemm={path.stem: _read(path) for path in sorted(directory.glob("gemm*.json"))},
+        stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,
+        gemm={p.stem: schemas.read(p, schemas.Gemm) for p in sorted(directory.glob("gemm*.json"))},
     )
 
 
-def ranking_table(ranking: rank.Ranking) -> Table:
+def changed_sources(ranking: Ranking) -> str:
+    """A sentence on the solutions whose sources are not those that were ranked, or nothing."""
+    return sources.remark(sources.measured(ranking))
+
+
+def changed_since(record: dict[str, Any]) -> str:
+    """The same for stages.json or a gemm*.json."""
+    return sources.record_remark(record.get("solutions"), record.get("environment"))
+
+
+def ranking_table(ranking: Ranking) -> Table:
     """The overall ranking, names short, with a row for each solution that could not run."""
-    header, rows = rank.summary_table(ranking)
-    return header, [[row[0], rank.short_name(row[1]), *row[2:]] for row in rows]
+    header, rows = summary_table(ranking)
+    return header, [[row[0], short_name(row[1]), *row[2:]] for row in rows]
 
 
-def latency_table(ranking: rank.Ranking, floor_ms: dict[str, float]) -> Table:
+def latency_table(ranking: Ranking, floor_ms: dict[str, float], clock: Clock = "harness") -> Table:
     """Workloads down, solutions across in ms, the fastest marked with *; the floor where it is
-    known and its share of the fastest time, and the best peer's time over that of our best."""
+    known and its share of the fastest time, and the best peer's time over that of our best. The
+    reference stands beside the harness's times, by which it was measured."""
     names = [s.solution for s in ranking.summaries]
-    header = ["T", "workload", "reference"]
+    header = ["T", "workload"]
+    header += ["reference"] if clock == "harness" else []
     header += ["floor"] if floor_ms else []
-    header += [rank.short_name(name) for name in names]
+    header += [short_name(name) for name in names]
     header += ["floor / best"] if floor_ms else []
     header += ["best peer / ours"] if ranking.compares_peers else []
     rows = []
     for length, uuid in ranking.workloads:
-        best = ranking.best(uuid)
+        best = ranking.best(uuid, clock=clock)
         floor = floor_ms.get(uuid)
-        row = [str(length), uuid[:8], rank.number(ranking.reference_ms(uuid), ".2f")]
-        row += [rank.number(floor, ".3f")] if floor_ms else []
+        row = [str(length), uuid[:8]]
+        row += [number(ranking.reference_ms(uuid), ".2f")] if clock == "harness" else []
+        row += [number(floor, ".3f")] if floor_ms else []
         for name in names:
             record = ranking.records.get((uuid, name))
             if record is None or not record.passed:
-                row.append("not run" if record is None else rank.short_status(record))
+                row.append("not run" if record is None else short_status(record))
                 continue
             mark = "*" if best is not None and best[0] == name else ""
-            row.append(rank.number(record.latency_ms, ".3f") + mark)
+            row.append(number(ranking.latency_ms(uuid, name, clock), ".3f") + mark)
         if floor_ms:
-            share = 100 * floor / best[1] if floor is not None and best else None
-            row.append(rank.number(share, ".0f", " %"))
+            row.append(percent(floor / best[1] if floor is not None and best else None))
         if ranking.compares_peers:
-            peer, ours = ranking.best(uuid, peer=True), ranking.best(uuid, peer=False)
-            row.append(rank.number(peer[1] / ours[1] if peer and ours else None, ".2f", "x"))
+            ours = ranking.best(uuid, peer=False, clock=clock)
+            row.append(number(ranking.vs_peer(uuid, ours[0], clock) if ours else None, ".2f", "x"))
         rows.append(row)
     return header, rows
 
@@ -130,34 +132,64 @@ def stages_table(result: dict[str, Any]) -> Table:
     medians = [result["solutions"][name]["median_ms"] for name in names]
     stages = list(dict.fromkeys(stage for m in medians for stage in m))
     stages.sort(key=lambda stage: stage == TOTAL)
-    rows = [[stage, *(rank.number(m.get(stage), ".3f") for m in medians)] for stage in stages]
-    return ["stage", *map(rank.short_name, names)], rows
+    rows = [[stage, *(number(m.get(stage), ".3f") for m in medians)] for stage in stages]
+    return ["stage", *map(short_name, names)], rows
 
 
-def gemm_table(rows: list[dict[str, Any]]) -> Table:
-    """Problems down, the variants across in us, ours against the best peer, our TFLOP/s."""
+def is_neighbour(row: dict[str, Any]) -> bool:
+    """Whether a timing is of a config beside the shipped one, such as "flat, next larger": it only
+    says what would have been better."""
+    return ", next " in row["variant"]
+
+
+def first_of_ours(rows: list[dict[str, Any]]) -> str | None:
+    """The variant that a record is about: a solution as it ships, or the first config of ours."""
+    return next((r["variant"] for r in rows if not r["peer"] and not is_neighbour(r)), None)
+
+
+def best_known(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Of one problem's timings by variant the fastest of a solution's and of those beside it."""
+    known = [r for v, r in found.items() if v == name or v.startswith(f"{name}, next ")]
+    return min(known, key=lambda row: row["us"]) if known else None
+
+
+def by_problem(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
+    """The timed rows of each problem, by variant."""
     problems: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         tokens, active = row.get("tokens"), row.get("active", row["experts"])
         key = (tokens, active, row["rows"], row["n"], row["k"])
         problems.setdefault(key, {})[row["variant"]] = row
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    return problems
+
+
+def gemm_table(rows: list[dict[str, Any]]) -> Table:
+    """Problems down, the variants across in us, ours against the best peer, our TFLOP/s; where
+    configs beside the shipped one were timed, the best known one's time."""
+    problems = by_problem(rows)
+    first = first_of_ours(rows)
+    variants = list(dict.fromkeys(row["variant"] for row in rows if not is_neighbour(row)))
     by_tokens = any(key[0] is not None for key in problems)
+    neighbours = any(map(is_neighbour, rows))
     header = ["T"] if by_tokens else []
-    header += ["experts", "rows", "N", "K", *variants, "best peer / ours", "TFLOP/s", "TB/s"]
+    header += ["experts", "rows", "N", "K", *variants]
+    header += [f"{first}, best known"] if neighbours else []
+    header += ["best peer / ours", "TFLOP/s", "TB/s"]
     out = []
     for (tokens, active, count, n, k), found in problems.items():
-        best = min(found, key=lambda v: found[v]["us"])
-        ours = next((r for r in found.values() if not r["peer"]), None)
+        fastest = min((v for v in variants if v in found), key=lambda v: found[v]["us"], default="")
+        ours = found.get(first or "")
         cells = [str(tokens)] if by_tokens else []
         cells += [str(active), f"{count:g}", str(n), str(k)]
         for v in variants:
-            cells.append(
-                rank.number(found[v]["us"] if v in found else None, ".1f") + "*" * (v == best)
-            )
-        cells += [rank.number(ours.get("vs_best_peer") if ours else None, ".2f", "x")]
-        cells += [rank.number(ours["tflops"] if ours else None, ".0f")]
-        cells += [rank.number(ours["gbytes"] / 1e3 if ours else None, ".2f")]
+            mark = "*" * (v == fastest)
+            cells.append(number(found[v]["us"] if v in found else None, ".1f") + mark)
+        if neighbours:
+            known = best_known(found, first or "")
+            cells.append(number(known["us"] if known else None, ".1f"))
+        cells += [number(ours.get("vs_best_peer") if ours else None, ".2f", "x")]
+        cells += [number(ours["tflops"] if ours else None, ".0f")]
+        cells += [number(ours["gbytes"] / 1e3 if ours else None, ".2f")]
         out.append(cells)
     return header, out
 
@@ -167,10 +199,10 @@ def environment_table(recorded: Recorded) -> Table:
     info = recorded.info
     captured = info.get("environment", {})
     rows = []
-    for number, gpu in enumerate(captured.get("gpus", [])):
-        name = "GPU" if number == 0 else f"GPU {number + 1}"
+    for place, gpu in enumerate(captured.get("gpus", [])):
+        name = "GPU" if place == 0 else f"GPU {place + 1}"
         rows.append([name, f"{gpu.get('name')}, {gpu.get('memory')}, driver {gpu.get('driver')}"])
-        for when, seen in (("before", gpu), ("after", _after(info, number))):
+        for when, seen in (("before", gpu), ("after", _after(info, place))):
             if seen:
                 said = f"SM {seen.get('sm_clock')} of {seen.get('sm_clock_max')}, memory "
                 said += f"{seen.get('memory_clock')}, {seen.get('temperature_c')} C"
@@ -185,21 +217,23 @@ def environment_table(recorded: Recorded) -> Table:
     if source.get("hash"):
         rows.append(["source hash", source["hash"]])
     rows.append(["timing", info.get("timing") or recorded.main.timing or "unknown"])
-    rows.append(["tolerance", "; ".join(recorded.main.tolerances) or "unknown"])
-    for name, key in (("started", "time"), ("platform", "platform"), ("CUDA", "cuda")):
-        if captured.get(key):
-            rows.append([name, str(captured[key])])
-    if info.get("ended"):
-        rows.append(["ended", info["ended"]])
+    rows.append(["tolerance", recorded.main.tolerance or "unknown"])
+    facts = (
+        ("started", captured.get("time")),
+        ("platform", captured.get("platform")),
+        ("CUDA", captured.get("cuda")),
+        ("ended", info.get("ended")),
+    )
+    rows += [[name, value] for name, value in facts if value]
     for earlier in info.get("earlier", []):
         rows.append(["resumed; begun", str(earlier.get("environment", {}).get("time"))])
     rows += [[name, version] for name, version in captured.get("versions", {}).items()]
     if info.get("command") is not None:
         rows.append(["command", " ".join(["run.py bench", *info["command"]])])
-    rows += [[f"hash of {rank.short_name(n)}", h] for n, h in info.get("solutions", {}).items()]
+    rows += [[f"hash of {short_name(n)}", h] for n, h in info.get("solutions", {}).items()]
     return ["", ""], rows
 
 
-def _after(info: dict[str, Any], number: int) -> dict[str, Any]:
+def _after(info: schemas.RunInfo, place: int) -> dict[str, str | None]:
     after = info.get("gpus_after", [])
-    return after[number] if number < len(after) else {}
+    return after[place] if place < len(after) else {}

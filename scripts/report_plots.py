@@ -6,12 +6,14 @@ takes the colours of the page that it stands in, so that one figure serves light
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import files
 from plot_gemm import BACKGROUND, COLOURS, INK, new_figure
-from rank import Ranking, SolutionSummary, short_name
+from ranking import Clock, Ranking, SolutionSummary, short_name
 from stages import STAGES, TOTAL
 
 if TYPE_CHECKING:
@@ -49,15 +51,28 @@ def styles(summaries: Sequence[SolutionSummary]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def latency_figure(ranking: Ranking, floors: dict[str, float]) -> "Figure":
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Figures that are made and drawn inside show names as they are: matplotlib takes what stands
+    between dollar signs for a formula, and fails where it is none."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):
+        yield
+
+
+def latency_figure(
+    ranking: Ranking, floors: dict[str, float], clock: Clock = "harness"
+) -> "Figure":
     """Latency of every solution over the workloads by T, and the floor where it is known."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    figure, (ax,) = new_figure(1, f"Latency of the layer, {ranking.hardware}", 5.2)
+    what = {"harness": "Latency", "device": "Device time"}[clock]
+    figure, (ax,) = new_figure(1, f"{what} of the layer, {ranking.hardware}", 5.2)
     uuids = [uuid for _, uuid in ranking.workloads]
     look = styles(ranking.summaries)
     for s in ranking.summaries:
-        timed = [(i, ranking.latency_ms(u, s.solution)) for i, u in enumerate(uuids)]
+        timed = [(i, ranking.latency_ms(u, s.solution, clock)) for i, u in enumerate(uuids)]
         points = [(i, ms) for i, ms in timed if ms is not None]
         if points:
             x, y = zip(*points, strict=True)
@@ -224,6 +239,7 @@ def inline_svg(figure: "Figure", name: str, description: str) -> str:
 def save_png(figure: "Figure", path: Path, source: str = "") -> None:
     """The figure as a PNG that stands out on light and dark pages; `source` is kept in the file and
     says of which data it was made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Software": None, "Source": source} if source else {"Software": None}
-    figure.savefig(path, dpi=110, facecolor=BACKGROUND, metadata=metadata)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, facecolor=BACKGROUND, metadata=metadata)
+    files.write(path, out.getvalue())

@@ -13,14 +13,15 @@ independent draws from the seed.
 import importlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import environment
-from availability import is_peer, say_skipped, split_available, this_machine
+import files
+import sources
+from availability import is_peer, own_hashes, say_skipped, split_available, this_machine
 from common import (
     DEFINITION,
     EXIT_FAILED,
@@ -31,7 +32,9 @@ from common import (
     markdown_table,
     parser,
     run_main,
+    say,
     text_table,
+    whole,
 )
 from dataset import Inputs, draw, load, make_missing_workloads, tokens
 from pack import PackError, generations, pack, select
@@ -188,11 +191,12 @@ def load_layers(names: Sequence[str], use_gpu: bool = True) -> "dict[str, Callab
 
     found = {g.name: g for g in select(generations(), names)}
     solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
-    runnable, skipped = split_available(solutions, this_machine(use_gpu))
+    own = own_hashes(solutions)
+    runnable, skipped = split_available(solutions, this_machine(use_gpu), own)
     if skipped:
-        print(f"left out: {say_skipped(skipped)}", file=sys.stderr)
+        say(f"left out: {say_skipped(skipped)}")
     layers = {}
-    for solution in sorted(runnable, key=is_peer):
+    for solution in sorted(runnable, key=lambda s: is_peer(s, own)):
         generation = found[solution.name]
         relative = generation.path.relative_to(generation.root).with_suffix("")
         module = importlib.import_module(".".join(["moe_fp8", *relative.parts]))
@@ -225,18 +229,16 @@ def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
-    arguments.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048], metavar="T")
-    arguments.add_argument("--iterations", type=int, default=50)
-    arguments.add_argument("--warmup", type=int, default=5)
-    arguments.add_argument("--seed", type=int, default=2026)
+    arguments.add_argument("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T")
+    arguments.add_argument("--iterations", type=whole(1), default=50)
+    arguments.add_argument("--warmup", type=whole(0), default=5)
+    arguments.add_argument("--seed", type=whole(0), default=2026)
     arguments.add_argument("--offset", type=int, default=0, help="first local expert of draws (0)")
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set of the workloads")
     arguments.add_argument("--cpu", action="store_true", help="time the torch model on the CPU")
     arguments.add_argument("--markdown", action="store_true", help="print Markdown")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = arguments.parse_args()
-    if min(args.tokens) < 1 or args.iterations < 1 or args.warmup < 0:
-        raise UsageError("--tokens and --iterations must be at least 1, --warmup at least 0")
 
     import torch
     from flashinfer_bench.utils import hardware_from_device
@@ -250,6 +252,7 @@ def main() -> int:
         layers = load_layers(args.solutions, use_gpu=not args.cpu)
     except PackError as error:
         raise UsageError(str(error)) from None
+    hashes = sources.current()
     problems = Problems(args.local, device, args.seed, args.offset)
     progress = Progress(len(args.tokens), sum(4000 + t for t in args.tokens))
     results = []
@@ -298,12 +301,12 @@ def main() -> int:
             "iterations": args.iterations,
             "seed": args.seed,
             "environment": environment.capture(),
+            "solutions": {name: hashes[name] for name in layers},
             "results": results,
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        files.write(args.json, json.dumps(record, indent=1) + "\n")
     if wrong:
-        print("error: an output holds NaN or infinite values", file=sys.stderr)
+        say("error: an output holds NaN or infinite values")
     return EXIT_FAILED if wrong else EXIT_OK
 
 

@@ -6,7 +6,6 @@ least sum: both GEMMs work on the same rows, so their tiles are equally high. Wh
 `tiles` of solutions/moe_fp8/baselines/triton_moe.py, in the words that are printed here.
 """
 
-import functools
 import itertools
 import sys
 from collections.abc import Sequence
@@ -14,13 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common import ROOT, Progress, UsageError, markdown_table, parser, run_main, text_table
+from gemm_peers import triton_call
 from gemm_timing import (
     BLOCK,
     LAYER_SHAPES,
-    Call,
     Histogram,
-    Operands,
-    Placed,
     Problem,
     Record,
     Timing,
@@ -30,7 +27,6 @@ from gemm_timing import (
     histograms,
     layer_problems,
     measure_floors,
-    padded,
     require_gpu,
     run_problem,
     say_floors,
@@ -39,7 +35,6 @@ from gemm_timing import (
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
-    from moe_fp8.baselines.triton_stages import Rows
 
 TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
 GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
@@ -70,46 +65,8 @@ def candidates(rows: float) -> "list[Tile]":
     return list(dict.fromkeys(found))
 
 
-@functools.lru_cache(maxsize=32)
-def placement(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
-    """The operands with every expert padded to blocks, and the tables that say so.
-
-    The tables are as long as for any routing of the problem's tokens: what a grid is made for.
-    """
-    import torch
-    from moe_fp8.baselines.triton_stages import Rows, row_bound
-    from moe_fp8.core.problem import DEEPSEEK_V3
-
-    problem = x.problem
-    ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))
-    placed = x.placed([0, *ends[:-1]], ends[-1])
-    tokens = problem.tokens or problem.pairs
-    bound = max(row_bound(tokens, DEEPSEEK_V3, block_m), ends[-1])
-    device, i32 = x.a.device, torch.int32
-    token, expert = (torch.full((bound,), -1, dtype=i32, device=device) for _ in range(2))
-    token[placed.index] = x.index.int()
-    numbers = torch.arange(problem.experts, dtype=i32, device=device)
-    expert[placed.index] = numbers.repeat_interleave(x.rows_per_expert.long())
-    m_indptr = torch.tensor([0, *ends], dtype=i32, device=device)
-    pair_row = placed.index.int().unsqueeze(1)
-    return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
-
-
 def variant(tile: "Tile") -> Variant:
-    """GEMM1 gathers its rows from the flat ones, GEMM2 has them in place."""
-    from moe_fp8.baselines.triton_gemm import grouped_gemm
-
-    def prepare(x: Operands) -> Call:
-        placed, rows = placement(x, tile.block_m)
-        gather = GEMMS[x.problem.n, x.problem.k] == "gemm1"
-        a, a_scale = (x.a, x.a_scale) if gather else (placed.a, placed.a_scale)
-
-        def launch() -> None:
-            grouped_gemm(a, a_scale.t(), x.b, x.b_scale, placed.out, rows, tile, gather)
-
-        return Call(launch, placed.out, placed.index)
-
-    return Variant(str(tile), prepare)
+    return Variant(str(tile), lambda x: triton_call(x, tile))
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,26 @@
 """What can run on a machine: by the hardware and the packages that a solution names."""
 
+from collections.abc import Sequence
+
 import pytest
 from availability import (
+    FOREIGN,
     NEEDS_GPU,
     Machine,
     capability_of,
     installed_version,
     is_peer,
     other_versions,
+    own_hashes,
     say_skipped,
     split_available,
+    split_foreign,
     why_not,
 )
-from common import AUTHOR
 from flashinfer_bench.data import Solution
 from test_dataset import solution
 
+OUR_AUTHOR = "moe-fp8-cutedsl"
 INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}
 H200 = Machine((9, 0), INSTALLED.get)
 
@@ -89,26 +94,62 @@ def test_without_a_gpu_nothing_runs_and_nothing_else_is_looked_at() -> None:
 
 
 def by_us(entry_point: str) -> Solution:
-    ours = made(["NVIDIA H100"]).model_dump() | {"name": entry_point, "author": AUTHOR}
+    ours = made(["NVIDIA H100"]).model_dump() | {"name": entry_point, "author": OUR_AUTHOR}
     ours["spec"]["entry_point"] = f"{entry_point}.py::run"
     ours["sources"][0]["path"] = f"{entry_point}.py"
     return Solution.model_validate(ours)
 
 
+PACKED = [by_us("v4_flat"), by_us("baselines/x"), by_us("baselines_x")]
+OWN = own_hashes(PACKED)
+
+
+def with_content(solution: Solution, content: str) -> Solution:
+    changed = solution.model_dump()
+    changed["sources"][0]["content"] = content
+    return Solution.model_validate(changed)
+
+
 def test_peers_are_others_solutions_and_our_baselines() -> None:
-    assert is_peer(made(["cuda"])) and is_peer(by_us("baselines/x"))
-    assert not is_peer(by_us("v4_flat")) and not is_peer(by_us("baselines_x"))
+    assert is_peer(made(["cuda"]), OWN) and is_peer(by_us("baselines/x"), OWN)
+    assert not is_peer(by_us("v4_flat"), OWN) and not is_peer(by_us("baselines_x"), OWN)
+
+
+def test_ours_are_known_by_what_is_packed_here_and_not_by_a_name() -> None:
+    """On the CPU ours are run: a solution that only says it is ours is code of someone else."""
+    impostor = with_content(by_us("v4_flat"), "def run(): raise SystemExit\n")
+    assert impostor.author == OUR_AUTHOR and impostor.name == "v4_flat"
+    assert is_peer(impostor, OWN)
+    machine = Machine(None, INSTALLED.get)
+    assert split_available([impostor], machine, OWN) == ([], {"v4_flat": NEEDS_GPU})
+
+
+def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
+    theirs = [made(["cuda"]), with_content(by_us("v4_flat"), "def run(): pass  # theirs\n")]
+    every = [*PACKED, *theirs]
+
+    def may(named: Sequence[str] = (), run_foreign: bool = False) -> list[Solution]:
+        runnable, reasons = split_foreign(every, PACKED, named, run_foreign)
+        assert {s.name for s in every if s not in runnable} == set(reasons)
+        assert set(reasons.values()) <= {FOREIGN}
+        return runnable
+
+    assert may() == PACKED
+    assert may(["*", "?"]) == PACKED, "a pattern names nothing"
+    assert may(["x"]) == [*PACKED, theirs[0]]
+    assert may(run_foreign=True) == every
 
 
 def test_on_the_cpu_only_ours_run() -> None:
     every = [by_us("v4_flat"), by_us("baselines/x"), made(["cuda"])]
-    runnable, skipped = split_available(every, Machine(None, INSTALLED.get))
+    runnable, skipped = split_available(every, Machine(None, INSTALLED.get), OWN)
     assert [s.name for s in runnable] == ["v4_flat"]
     assert skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
     assert say_skipped(skipped) == f"baselines/x, x: {NEEDS_GPU}"
-    runnable, skipped = split_available(every, H200)
+    assert say_skipped(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
+    runnable, skipped = split_available(every, H200, OWN)
     assert len(runnable) == 3 and skipped == {}
-    _, skipped = split_available(every, Machine((8, 0), INSTALLED.get))
+    _, skipped = split_available(every, Machine((8, 0), INSTALLED.get), OWN)
     assert list(skipped) == ["v4_flat", "baselines/x"], "ours too are refused on another GPU"
 
 

@@ -3,20 +3,35 @@
 import json
 import logging
 import os
+import resource
+import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import availability
 import benchmark
 import dataset
 import flashinfer_bench.bench
+import gpu_bench
+import pack
 import pytest
-from common import DEFINITION, EXIT_INTERRUPTED, ROOT, Progress, UsageError
+from common import (
+    DEFINITION,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ROOT,
+    Progress,
+    UsageError,
+)
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 from test_dataset import solution
+from test_files import disk_of
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -43,12 +58,16 @@ class FakeBenchmark:
     instances: list["FakeBenchmark"] = []
     interrupt_at: int | None = None
     signal_at: int | None = None
+    before_results: Callable[[int], None] = staticmethod(lambda call: None)
     spawned_with: list[object]
+    ran: list[tuple[str, str]]
+    """(uuid, content of the source) of every evaluation."""
 
     def __init__(self, trace_set: TraceSet, config: BenchmarkConfig):
         self.trace_set, self.calls, self.closed = trace_set, 0, False
         self.log_dir = Path(config.log_dir)
         self.spawned_with = [signal.getsignal(signal.SIGINT)]
+        self.ran = []
         FakeBenchmark.instances.append(self)
 
     def run_all(self, dump_traces: bool = True, resume: bool = False) -> TraceSet:
@@ -57,13 +76,17 @@ class FakeBenchmark:
             raise KeyboardInterrupt
         if self.calls == self.signal_at:
             os.kill(os.getpid(), signal.SIGINT)
+        FakeBenchmark.before_results(self.calls)
         self.calls += 1
         (workload,) = self.trace_set.workloads[DEFINITION]
         traces = []
         for s in self.trace_set.solutions[DEFINITION]:
-            if s.name == "lost":
+            if s.name in ("lost", f"lost {self.calls}"):
                 logging.getLogger("flashinfer_bench.bench").error("worker died: out of memory")
                 continue
+            if s.name == "silent":
+                continue
+            self.ran.append((workload.workload.uuid, s.sources[0].content))
             status = "RUNTIME_ERROR" if s.name == "fails" else "PASSED"
             traces.append(
                 Trace(
@@ -84,18 +107,18 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     monkeypatch.setattr(FakeBenchmark, "instances", [])
     monkeypatch.setattr(FakeBenchmark, "interrupt_at", None)
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
+    monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
     monkeypatch.setattr(flashinfer_bench.bench, "Benchmark", FakeBenchmark)
     return FakeBenchmark
 
 
-def drive(names: list[str], stored: list[list[Trace]]) -> list[str]:
+def drive(names: list[str], stored: list[list[Trace]], quiet: bool = True) -> list[str]:
     trace_set, _ = dataset.load(ROOT)
     workloads = dataset.select_workloads(trace_set.workloads[DEFINITION], ["1", "7"])
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
-    progress = Progress(len(pairs), quiet=True)
-    config, libs = BenchmarkConfig(), {"timing": "test"}
-    return benchmark.run_on_gpu(trace_set, pairs, config, libs, stored.append, progress)
+    progress = Progress(len(pairs), quiet=quiet)
+    return gpu_bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress)
 
 
 def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> None:
@@ -105,8 +128,6 @@ def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> 
     assert instance.calls == 2 and instance.closed
     assert [[t.solution for t in traces] for traces in stored] == [["x", "fails"]] * 2
     assert {t.workload.axes["seq_len"] for traces in stored for t in traces} == {1, 7}
-    libs = stored[0][0].evaluation.environment.libs
-    assert libs == {"torch": "1", "timing": "test"}
 
 
 def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
@@ -115,57 +136,43 @@ def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
     assert "lost" in errors[0] and "out of memory" in errors[0]
 
 
+def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) -> None:
+    logger = logging.getLogger("flashinfer_bench")
+    before = (list(logger.handlers), logger.propagate)
+    errors = drive(["lost 1", "silent", "x"], [], quiet=False)
+    assert [e.split(": ", 1)[1] for e in errors] == [
+        "['lost 1', 'silent']: worker died: out of memory",
+        "['silent']: no result",
+    ]
+    said = capsys.readouterr().err
+    assert all(error in said for error in errors)
+    assert (logger.handlers, logger.propagate) == before
+
+
+def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
+    ended: list[int] = []
+    workers = [subprocess.Popen(["sleep", "60"])]
+    monkeypatch.setattr(gpu_bench.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(gpu_bench.os, "_exit", ended.append)
+    with gpu_bench.finish_before_interrupt() as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted.is_set() and ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [EXIT_INTERRUPTED]
+    assert workers[0].wait(timeout=10) != 0
+    assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
+
+
+def test_a_workload_weighs_its_fixed_cost_and_its_tokens() -> None:
+    assert gpu_bench.weight(0) == 1 and gpu_bench.weight(4000) == 2 and gpu_bench.weight(8000) == 3
+
+
 def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
     fake.interrupt_at = 1
     stored: list[list[Trace]] = []
     with pytest.raises(KeyboardInterrupt):
         drive(["x"], stored)
     assert len(stored) == 1 and fake.instances[0].closed
-
-
-def test_resume_skips_only_results_of_the_same_sources(tmp_path: Path) -> None:
-    run = benchmark.new_run(tmp_path, "NVIDIA H100 80GB HBM3")
-    assert run.directory.name.endswith("-nvidia-h100-80gb-hbm3")
-    run.save_info(solutions={"same": "1", "changed": "1"})
-    trace_set, _ = dataset.load(ROOT)
-    workload = trace_set.workloads[DEFINITION][0].workload
-    with run.traces.open("w") as file:
-        for name in ("same", "changed"):
-            trace = Trace(
-                definition=DEFINITION, workload=workload, solution=name, evaluation=evaluation()
-            )
-            file.write(trace.model_dump_json() + "\n")
-    found = benchmark.find_run(tmp_path, None)
-    assert found.directory == run.directory
-    assert found.done({"same": "1", "changed": "2"}) == {(workload.uuid, "same")}
-    assert benchmark.new_run(tmp_path, "NVIDIA H100 80GB HBM3").directory != run.directory
-    with pytest.raises(UsageError, match="no run to resume"):
-        benchmark.find_run(tmp_path / "absent", None)
-
-
-def test_accuracy_figures_are_merged_into_the_traces(tmp_path: Path) -> None:
-    import accuracy
-
-    trace_set, _ = dataset.load(ROOT)
-    workload = trace_set.workloads[DEFINITION][0].workload
-    path = tmp_path / "traces.jsonl"
-    lines = []
-    for name, status in (("good", "PASSED"), ("bad", "RUNTIME_ERROR")):
-        trace = Trace(
-            definition=DEFINITION,
-            workload=workload,
-            solution=name,
-            evaluation=evaluation(status),
-        )
-        lines.append(trace.model_dump_json())
-    path.write_text("\n".join(lines) + "\n")
-    assert accuracy.passed_pairs(path) == {(workload.uuid, "good")}
-    results = {(workload.uuid, n): {"cosine": 0.5, "seed": 1} for n in ("good", "bad")}
-    assert accuracy.merge_into_traces(path, results) == 1
-    good, bad = (json.loads(line) for line in path.read_text().splitlines())
-    assert good["evaluation"]["correctness"]["extra"] == {"cosine": 0.5, "seed": 1}
-    assert bad["evaluation"]["correctness"] is None
-    assert Trace.model_validate(good).is_successful()
 
 
 def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
@@ -185,7 +192,7 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
 
 def test_a_solution_is_announced_when_its_worker_opens_the_log(tmp_path: Path, capfd) -> None:
     (tmp_path / f"old_{time.time() - 60}.log").touch()
-    with benchmark.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
+    with gpu_bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
         (tmp_path / f"my_x_{time.time()}.log").touch()
         (tmp_path / f"other_{time.time()}.log").touch()
         deadline = time.monotonic() + 10
@@ -213,35 +220,60 @@ def needs_package(name: str) -> Solution:
     return Solution.model_validate(made)
 
 
-@pytest.fixture
-def h200(fake, monkeypatch, tmp_path: Path):
+class Program:
     """Runs the program with these arguments; the GPU, its Benchmark and the solutions are fakes."""
+
+    def __init__(self, monkeypatch, traces: Path):
+        self.monkeypatch, self.traces = monkeypatch, traces
+        self.solutions = [solution("fails"), solution("x"), blackwell_only("b"), needs_package("p")]
+
+    def __call__(self, *arguments: str) -> int:
+        options = ["--traces", str(self.traces), "--no-report"]
+        if "--solutions" not in arguments:
+            options += ["--solutions", *(s.name for s in self.solutions if s.name != "fails")]
+        return self.plain(*options, *arguments)
+
+    def plain(self, *arguments: str) -> int:
+        self.monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+        return benchmark.main()
+
+    def change(self, name: str, content: str) -> None:
+        """Give a solution another source."""
+        self.solutions = [solution(name, content) if s.name == name else s for s in self.solutions]
+
+
+@pytest.fixture
+def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     import flashinfer_bench.utils
     import torch
 
     machine = availability.Machine((9, 0), availability.installed_version)
-    made = [solution("fails"), solution("x"), blackwell_only("b"), needs_package("p")]
+    program = Program(monkeypatch, tmp_path / "traces")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(benchmark, "this_machine", lambda use_gpu: machine)
-    monkeypatch.setattr(benchmark, "write_packed", lambda: [])
-    monkeypatch.setattr(benchmark, "packed_solutions", lambda packed: made)
+    monkeypatch.setattr(pack, "write_packed", lambda: [])
+    monkeypatch.setattr(dataset, "packed_solutions", lambda packed: program.solutions)
     monkeypatch.setattr(benchmark, "make_missing_workloads", lambda root, traces: None)
-    monkeypatch.setattr(benchmark, "add_measurements", lambda run, args: None)
-
-    def run(*arguments: str) -> int:
-        options = ["--traces", str(tmp_path / "traces"), "--no-report"]
-        if "--solutions" not in arguments:
-            options += ["--solutions", *(s.name for s in made if s.name != "fails")]
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", *options, *arguments])
-        return benchmark.main()
-
-    return run
+    monkeypatch.setattr(benchmark, "add_measurements", lambda run, args, foreign: None)
+    return program
 
 
 def the_run(tmp_path: Path) -> Path:
     (run,) = (tmp_path / "traces").iterdir()
     return run
+
+
+def traces_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "traces.jsonl").read_text().splitlines()]
+
+
+def info_of(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+def libs_of(trace: dict) -> dict[str, str]:
+    return trace["evaluation"]["environment"]["libs"]
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(h200, fake, tmp_path, capsys) -> None:
@@ -283,6 +315,9 @@ def test_an_interrupted_run_is_ranked_and_resumed(h200, fake, tmp_path, capsys) 
     assert len((run / "traces.jsonl").read_text().splitlines()) == 3
     info = json.loads((run / "run.json").read_text())
     assert info["finished"] and len(info["earlier"]) == 1
+    earlier = info["earlier"][0]
+    assert set(earlier) == {"command", "environment", "seconds"}
+    assert "--resume" in info["command"] and "--resume" not in earlier["command"]
 
 
 @pytest.mark.parametrize(
@@ -312,3 +347,401 @@ def test_progress_shows_workload_elapsed_and_remaining(h200, capsys) -> None:
     lines = [line for line in capsys.readouterr().err.splitlines() if "elapsed" in line]
     assert lines[0].startswith("[1/2] T=7 (b8f4f012): 1 solutions   elapsed 0.0 s")
     assert lines[1].startswith("[2/2] T=1 (e05c6c03)") and "remaining about" in lines[1]
+
+
+def test_the_list_runs_nothing(h200, fake, tmp_path, capsys) -> None:
+    assert h200("--list") == 0
+    out = capsys.readouterr().out
+    rows = {tuple(line.split(maxsplit=2)) for line in out.splitlines() if line}
+    assert ("x", "x", "yes") in rows
+    assert ("b", "x", "unsupported on sm_90 (needs sm_100/103)") in rows
+    assert ("14107", "5e8dc11c-f2a9-42d5-8dce-9419cbf34d5d") in rows
+    assert fake.instances == [] and not (tmp_path / "traces").exists()
+
+
+def test_without_any_result_the_program_fails_and_says_so(h200, capsys) -> None:
+    h200.solutions.append(solution("lost"))
+    assert h200("--workloads", "1", "--solutions", "lost") == EXIT_FAILED
+    err = capsys.readouterr().err
+    assert "nothing was measured" in err and "error: T=1" in err and "traces:" not in err
+
+
+def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsys) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(benchmark, "add_measurements", lambda *_: done.append("passes"))
+    monkeypatch.setattr(benchmark, "write_report", lambda run, peers: done.append("report"))
+    arguments = ["--workloads", "1", "--solutions", "x", "--traces", str(tmp_path / "traces")]
+    assert h200.plain(*arguments) == 0
+    assert done == ["passes", "report"]
+    assert "left out" not in capsys.readouterr().err, "nothing is"
+    assert h200.plain(*arguments, "--no-report") == 0
+    assert done == ["passes", "report", "passes"]
+
+
+def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
+    outs = []
+
+    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
+        outs.append(stdout)
+        return subprocess.CompletedProcess(command, len(outs) - 1)
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py"])
+    with benchmark.new_run(tmp_path, "GPU") as run_:
+        benchmark.add_measurements(run_, benchmark.parse_arguments(), False)
+    assert outs == [subprocess.DEVNULL, None, None], "floors' own table is in the report"
+    assert capsys.readouterr().err.splitlines() == [
+        "accuracy.py failed; its figures are incomplete",
+        "device_time.py failed; its figures are incomplete",
+    ]
+
+
+@pytest.fixture
+def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
+    """The program on a machine without a GPU: token counts and settings that the runner gets."""
+    import cpu_bench
+    import torch
+
+    calls: list[tuple[list[int], BenchmarkConfig]] = []
+
+    def run(trace_set, pairs, config, seed, store, progress) -> None:
+        calls.append(([dataset.tokens(t.workload) for t, _ in pairs], config))
+        for trace, solutions in pairs:
+            for s in solutions:
+                made = trace.model_copy(update={"solution": s.name, "evaluation": evaluation()})
+                store([made])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(benchmark, "this_machine", lambda gpu: availability.Machine(None, str))
+    monkeypatch.setattr(benchmark, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
+    monkeypatch.setattr(cpu_bench, "run", run)
+    return calls
+
+
+def test_without_a_gpu_the_small_workloads_run_on_the_cpu(h200, cpu, tmp_path, capsys) -> None:
+    assert h200("--solutions", "x") == 0
+    (lengths, config) = cpu[-1]
+    assert sorted(lengths) == [1, 7, 14, 15, 16]
+    assert (config.iterations, config.num_trials) == (3, 1)
+    err = capsys.readouterr().err
+    assert "not run: 14 workloads (T=32, " in err
+    assert "no GPU is visible: the solutions run as their torch model on the CPU" in err
+    assert info_of(the_run(tmp_path))["skipped"] == {}
+    assert h200("--solutions", "x", "--workloads", "901", "--iterations", "5") == 0
+    assert cpu[-1][0] == [901] and cpu[-1][1].iterations == 5
+    assert h200("--solutions", "x", "--max-tokens", "7") == 0
+    assert sorted(cpu[-1][0]) == [1, 7]
+
+
+def test_the_cpu_is_taken_where_it_is_asked_for(h200, fake, cpu, monkeypatch, capsys) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert h200("--solutions", "x", "--cpu", "--workloads", "1") == 0
+    assert len(cpu) == 1 and fake.instances == []
+    assert "as asked (--cpu): the solutions run as" in capsys.readouterr().err
+
+
+# --- what a result is of --------------------------------------------------------------------------
+
+
+def test_every_trace_says_of_which_source_run_and_settings_it_is(h200, tmp_path) -> None:
+    assert h200("--workloads", "1", "7") == 0
+    traces = traces_of(the_run(tmp_path))
+    (x,) = [s for s in h200.solutions if s.name == "x"]
+    assert [libs_of(t)["solution_hash"] for t in traces] == [x.hash()] * 2
+    assert {libs_of(t)["tolerance"] for t in traces} == {"rtol 0.2, atol 0.1, matched ratio 0.85"}
+    assert "mean of 50 calls x 3 trials" in libs_of(traces[0])["timing"]
+    assert libs_of(traces[0])["run"] == f"{the_run(tmp_path).name}, part 1"
+    assert all(Trace.model_validate(t).is_successful() for t in traces)
+    settings = {libs_of(t)["settings"] for t in traces}
+    assert len(settings) == 1
+    shutil.rmtree(tmp_path / "traces")
+    assert h200("--workloads", "1", "--warmup", "3") == 0
+    assert libs_of(traces_of(the_run(tmp_path))[0])["settings"] not in settings
+
+
+def test_resume_does_not_certify_a_source_that_was_never_run(h200, fake, tmp_path) -> None:
+    assert h200("--workloads", "1") == 0
+    run, (uuid, old) = the_run(tmp_path), fake.instances[-1].ran[0]
+    h200.change("x", "def run(): return 'another'\n")
+    fake.interrupt_at = 0
+    assert h200("--workloads", "1", "--resume") == EXIT_INTERRUPTED
+    assert [libs_of(t)["solution_hash"] for t in traces_of(run)] == [solution("x").hash()]
+    fake.interrupt_at = None
+    assert h200("--workloads", "1", "--resume") == 0
+    assert fake.instances[-1].ran == [(uuid, "def run(): return 'another'\n")] != [(uuid, old)]
+    hashes = [libs_of(t)["solution_hash"] for t in traces_of(run)]
+    assert hashes == [solution("x").hash(), h200.solutions[1].hash()]
+    assert info_of(run)["solutions"] == {"x": hashes[1]}
+
+
+def test_run_json_names_the_sources_that_were_measured_and_no_others(h200, fake, tmp_path) -> None:
+    fake.interrupt_at = 0
+    assert h200("--workloads", "1", "7") == EXIT_INTERRUPTED
+    run = the_run(tmp_path)
+    assert not info_of(run).get("solutions")
+    fake.interrupt_at = 1
+    h200.solutions.append(solution("lost"))
+    assert h200("--workloads", "1", "7", "--resume") == EXIT_INTERRUPTED
+    assert info_of(run)["solutions"] == {"x": solution("x").hash()}, "lost gave no result"
+
+
+@pytest.mark.parametrize("key", ["solution_hash", "settings"])
+def test_a_trace_of_another_source_or_setting_is_measured_again(
+    h200, fake, tmp_path, key: str
+) -> None:
+    assert h200("--workloads", "1", "7") == 0
+    run = the_run(tmp_path)
+    first, second = traces_of(run)
+    libs_of(first)[key] = "0" * 16
+    (run / "traces.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    assert h200("--workloads", "1", "7", "--resume") == 0
+    assert [uuid for uuid, _ in fake.instances[-1].ran] == [first["workload"]["uuid"]]
+
+
+def test_a_run_without_what_resuming_needs_is_refused_in_one_line(h200, tmp_path) -> None:
+    assert h200("--workloads", "1") == 0
+    path = the_run(tmp_path) / "run.json"
+    for content, message in (
+        ("{}", r"run\.json lacks hardware, environment"),
+        ("{broken", r"run\.json is no JSON"),
+        ('{"environment": 5}', r"run\.json: environment: "),
+        ("[]", r"run\.json: the whole: "),
+    ):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            h200("--workloads", "1", "--resume")
+
+
+def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, capsys) -> None:
+    assert h200("--workloads", "1", "7") == 0
+    path = the_run(tmp_path) / "traces.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    assert h200("--workloads", "1", "7", "--resume") == 0
+    assert "the last line is cut short and left out" in capsys.readouterr().err
+    assert len(fake.instances[-1].ran) == 1
+    assert len(traces_of(the_run(tmp_path))) == 2
+
+
+def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
+    assert h200("--workloads", "1") == 0
+    code = "import runs, sys, pathlib; run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
+    code += "print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "traces")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError, match="another program is measuring for this run"):
+            h200("--workloads", "1", "--resume")
+    assert h200("--workloads", "1", "--resume") == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--rtol", "-1", "is no finite number above 0"),
+        ("--atol", "inf", "is no finite number above 0"),
+        ("--atol", "nan", "is no finite number above 0"),
+        ("--matched-ratio", "1.5", "is no share"),
+        ("--matched-ratio", "0", "is no finite number above 0"),
+        ("--iterations", "0", "is no whole number of at least 1"),
+        ("--warmup", "-1", "is no whole number of at least 0"),
+        ("--trials", "0", "is no whole number of at least 1"),
+        ("--timeout", "0", "is no whole number of at least 1"),
+        ("--max-tokens", "0", "is no whole number of at least 1"),
+        ("--seed", "9" * 30, "is no whole number of at least 0"),
+        ("--seed", "-1", "is no whole number of at least 0"),
+    ],
+)
+def test_options_that_would_measure_nothing_are_refused(
+    monkeypatch, capsys, option: str, value: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", f"{option}={value}"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.parse_arguments()
+    assert ended.value.code == EXIT_USAGE
+    assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
+
+
+def test_what_the_options_say_is_what_is_run(h200, tmp_path) -> None:
+    options = ["--iterations", "7", "--trials", "2", "--warmup", "0", "--rtol", "0.3", "--atol"]
+    options += ["0.4", "--matched-ratio", "0.5", "--timeout", "9", "--isolated", "--seed", "3"]
+    assert h200("--workloads", "1", *options) == 0
+    info = info_of(the_run(tmp_path))
+    wanted = {
+        "iterations": 7,
+        "num_trials": 2,
+        "warmup_runs": 0,
+        "rtol": 0.3,
+        "atol": 0.4,
+        "required_matched_ratio": 0.5,
+        "timeout_seconds": 9,
+        "use_isolated_runner": True,
+    }
+    assert {k: info["configuration"][k] for k in wanted} == wanted
+    assert info["seed"] == 3 and "mean of 7 calls x 2 trials" in info["timing"]
+    (trace,) = traces_of(the_run(tmp_path))
+    assert libs_of(trace)["tolerance"] == "rtol 0.3, atol 0.4, matched ratio 0.5"
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_no_result_that_was_kept_and_the_program_says_which(
+    h200, fake, tmp_path, capsys, monkeypatch
+) -> None:
+    def fill(call: int) -> None:
+        if call == 1:
+            kept = (the_run(tmp_path) / "traces.jsonl").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (kept + 100, before[1]))
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fake.before_results = staticmethod(fill)
+    try:
+        status = h200("--workloads", "1", "7", "14")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == EXIT_USAGE
+    run = the_run(tmp_path)
+    assert [t["workload"]["axes"]["seq_len"] for t in traces_of(run)] == [7]
+    assert sorted(p.name for p in run.iterdir() if not p.name.endswith(".lock")) == [
+        "run.json",
+        "traces.jsonl",
+    ]
+    out, err = capsys.readouterr()
+    assert f"kept: 1 results in {run / 'traces.jsonl'}; not kept: x at T=1" in err
+    assert "2 workloads, 1 solutions" in out, "what could not be kept is shown at least"
+    assert fake.instances[-1].closed
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_said(h200, fake, tmp_path, capsys) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = (100, before[1])
+    fake.before_results = staticmethod(
+        lambda call: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+    try:
+        status = h200("--workloads", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == EXIT_USAGE
+    path = the_run(tmp_path) / "traces.jsonl"
+    said = capsys.readouterr().err
+    assert f"{path}: File too large; kept: 0 results in {path}; not kept: x at T=1" in said
+    assert f"error: {the_run(tmp_path) / 'run.json'}: File too large" in said
+
+
+def test_a_ranking_that_cannot_be_written_leaves_the_old_one(h200, tmp_path) -> None:
+    target = tmp_path / "ranking.json"
+    target.write_text("old")
+    with disk_of(20_000), pytest.raises(OSError):
+        benchmark.files.write(target, "x" * 30_000)
+    assert target.read_text() == "old"
+    assert h200("--workloads", "1", "--json", str(target)) == 0
+    assert json.loads(target.read_text())[0]["hardware"] == "GPU"
+
+
+# --- other data sets ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_data_set(tmp_path: Path) -> Path:
+    """Another data set, with a solution of its own and one that takes our name."""
+    root = tmp_path / "official"
+    for part in ("definitions", "workloads"):
+        shutil.copytree(ROOT / part, root / part)
+    theirs = root / "solutions" / "them"
+    theirs.mkdir(parents=True)
+    for s in (solution("theirs"), solution("theirs_too"), solution("x", "raise SystemExit\n")):
+        (theirs / f"{s.name}.json").write_text(s.model_dump_json())
+    return root
+
+
+def tree(root: Path) -> dict[str, tuple[bytes, int]]:
+    found = (p for p in sorted(root.rglob("*")) if p.is_file())
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in found}
+
+
+def test_another_data_set_stays_as_it_is(h200, tmp_path, other_data_set, capsys) -> None:
+    before = tree(other_data_set)
+    arguments = ["--local", str(other_data_set), "--workloads", "1"]
+    assert h200(*arguments) == 0
+    assert tree(other_data_set) == before
+    assert len(traces_of(the_run(tmp_path))) == 1
+    assert "the reference of its definition is run" in capsys.readouterr().err
+    assert h200(*arguments, "--store-in-dataset") == 0
+    (added,) = set(tree(other_data_set)) - set(before)
+    (trace,) = (json.loads(line) for line in Path(added).read_text().splitlines())
+    assert trace["solution"] == "x" and libs_of(trace)["solution_hash"] == solution("x").hash()
+
+
+def test_solutions_of_another_data_set_run_only_where_asked_for(
+    h200, fake, tmp_path, other_data_set, capsys
+) -> None:
+    h200.solutions = [solution("x")]
+    arguments = ["--local", str(other_data_set), "--workloads", "1", "--no-report"]
+    arguments += ["--traces", str(tmp_path / "traces")]
+
+    def ran(*more: str) -> set[str]:
+        assert h200.plain(*arguments, *more) == 0
+        return {s.name for s in fake.instances[-1].trace_set.solutions[DEFINITION]}
+
+    assert ran() == {"x"}
+    assert fake.instances[-1].ran[0][1] == solution("x").sources[0].content, "ours, not theirs"
+    err = capsys.readouterr().err
+    assert "left out: theirs, theirs_too: code of the data set" in err
+    assert "x: the data set's copy differs; the current one is used" in err
+    assert ran("--solutions", "*") == {"x"}
+    assert ran("--solutions", "x", "theirs") == {"x", "theirs"}
+    assert ran("--run-foreign") == {"x", "theirs", "theirs_too"}
+
+
+def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_path) -> None:
+    commands = []
+
+    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+
+    def passes(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+        with benchmark.new_run(tmp_path, "GPU") as run:
+            benchmark.add_measurements(run, benchmark.parse_arguments(), foreign)
+        return {Path(c[1]).stem: c[2:] for c in commands}
+
+    every = passes("--seed", "7")
+    assert list(every) == ["floors", "accuracy", "device_time"]
+    for name in ("accuracy", "device_time"):
+        assert every[name][:2] == ["--local", str(ROOT)]
+        assert every[name][2] == "--run" and every[name][4:] == ["--seed", "7"]
+    assert passes(foreign=True)["device_time"][-1] == "--run-foreign"
+    assert list(passes("--no-accuracy")) == ["floors", "device_time"]
+    assert list(passes("--no-device-time")) == ["floors", "accuracy"]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:
+    import report
+
+    def write(directory: Path, peers: list[str]) -> Path:
+        raise PermissionError(13, "Permission denied", str(directory / "report.html"))
+
+    monkeypatch.setattr(report, "write", write)
+    with benchmark.new_run(tmp_path, "GPU") as run:
+        benchmark.write_report(run, [])
+        path = run.directory / "report.html"
+    assert capsys.readouterr().err == f"no report: {path}: Permission denied\n"
+
+
+def test_a_failure_sets_the_exit_status(h200) -> None:
+    assert h200("--workloads", "1", "--solutions", "fails", "x") == EXIT_FAILED
+    h200.solutions.append(solution("lost"))
+    assert h200("--workloads", "1", "--solutions", "lost", "x") == EXIT_FAILED

@@ -13,6 +13,7 @@ from common import DEFINITION, ROOT
 
 PROGRAMS = ["accuracy", "benchmark", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
 PROGRAMS += ["readme_tables", "report", "stages"]
+RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -39,14 +40,19 @@ def test_help(program: str) -> None:
         ("benchmark", ["--workloads", "T=3"], "no workload matches T=3"),
         ("benchmark", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
         ("benchmark", ["--local", "/absent"], "not a directory"),
-        ("benchmark", ["--rtol", "0"], "rtol/atol must be > 0"),
+        ("benchmark", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
+        ("benchmark", ["--atol", "nan"], "argument --atol: 'nan' is no finite number above 0"),
+        ("rank", [str(RECORD / "latency.png")], "latency.png:1 is no trace"),
+        ("rank", [str(RECORD), "--output", "/dev/null/x"], "error: /dev/null/x: "),
+        ("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: "),
         ("benchmark", ["--no-such-option"], "unrecognized arguments"),
         ("rank", ["/absent"], "does not exist"),
         ("report", ["/absent"], "no traces.jsonl"),
         ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
         ("floors", ["--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
-        ("stages", ["--tokens", "0"], "at least 1"),
+        ("stages", ["--tokens", "0"], "argument --tokens: '0' is no whole number of at least 1"),
+        ("stages", ["--iterations", "0"], "argument --iterations: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
     ],
 )
@@ -54,6 +60,15 @@ def test_usage_errors_have_status_2_and_one_line(program, arguments, message) ->
     result = call(program, *arguments)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@no_gpu
+def test_a_place_that_cannot_be_written_is_one_line() -> None:
+    """A read-only checkout, or `--traces` below a file: refused before anything is measured."""
+    arguments = ["--cpu", "--workloads", "1", "--traces", "/dev/null/traces"]
+    result = call("benchmark", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "error: /dev/null/traces: Not a directory"
 
 
 @no_gpu
@@ -104,6 +119,9 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     assert all(t.evaluation.environment.libs["device"] == "cpu" for t in traces)
     info = json.loads((run / "run.json").read_text())
     assert info["finished"] and info["configuration"]["required_matched_ratio"] == 0.85
+    assert info["solutions"] == {
+        t.solution: t.evaluation.environment.libs["solution_hash"] for t in traces
+    }
 
     # Nothing is left to do for the same sources, and nothing is measured twice.
     again = call("benchmark", *common, "--resume", **env)

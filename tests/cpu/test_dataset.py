@@ -85,6 +85,41 @@ def test_a_directory_without_the_definition_is_refused(tmp_path: Path) -> None:
         dataset.load(tmp_path / "absent")
 
 
+def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
+    shutil.copytree(ROOT / "workloads", tmp_path / "workloads")
+    (index,) = (tmp_path / "workloads").rglob("*.jsonl")
+    good = index.read_bytes()
+    for content in (good + b'{"definition": 5}\n', good + b"\xff\n", b"{broken\n"):
+        index.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{index.name} cannot be read: [^\n]*$"):
+            dataset.load(tmp_path)
+    index.write_bytes(good)
+    (definition,) = (tmp_path / "definitions").rglob("*.json")
+    definition.write_text("{}")
+    with pytest.raises(UsageError, match=rf"{definition.name} cannot be read: [^\n]*$"):
+        dataset.load(tmp_path)
+
+
+def test_only_tensors_that_are_missing_are_made(ours, tmp_path: Path, monkeypatch) -> None:
+    import make_workloads
+
+    made: list[list[str]] = []
+    monkeypatch.setattr(
+        make_workloads, "make_workloads", lambda root, uuids, progress: made.append(uuids)
+    )
+    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    first, second = ours.workloads[DEFINITION][:2]
+    for spec in first.workload.inputs.values():
+        if spec.type == "safetensors":
+            (tmp_path / spec.path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / spec.path).touch()
+    dataset.make_missing_workloads(tmp_path, [first])
+    assert made == []
+    dataset.make_missing_workloads(tmp_path, [first, second])
+    assert made == [[second.workload.uuid]]
+
+
 def test_missing_tensors_of_another_data_set_are_not_invented(ours, tmp_path: Path) -> None:
     traces = ours.workloads[DEFINITION][:1]
     with pytest.raises(UsageError, match="lacks the tensors of 1 workloads"):

@@ -39,6 +39,11 @@ def test_source_hash_follows_the_files(monkeypatch, tmp_path) -> None:
     changed = environment.source_hash()
     (package / "a.py").rename(package / "b.py")
     assert len({before, changed, environment.source_hash()}) == 3
+    for name in ("program.py", "folder/program.py"):  # what times is part of the source, too
+        before = environment.source_hash()
+        (tmp_path / "scripts" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "scripts" / name).write_text("1\n")
+        assert environment.source_hash() != before
 
 
 def test_without_git_nothing_is_said_about_modifications(monkeypatch) -> None:

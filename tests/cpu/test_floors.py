@@ -36,6 +36,54 @@ def test_floor_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> No
     assert floors.by_workload(None) == {}
 
 
+def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
+    few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3, "uuid": "a"}
+    without = floors.floor_ms(few, RATES)
+    assert floors.floor_ms({**few, "read_ms": 0.5}, RATES) == (0.5, without[1])
+    content = {"floors": RATES, "workloads": [{**few, "read_ms": 0.5}]}
+    assert floors.by_workload(content) == {"a": 0.5}
+
+
+def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
+    """Either tensor once a replay: the time of one launch counts twice."""
+    import gemm_timing
+    import torch
+    import weight_stream
+
+    monkeypatch.setattr(floors, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})
+    properties = type("Properties", (), {"multi_processor_count": 4})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in ("empty", "randint", "tensor"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, device=None, **k: real(*a, **k))
+    asked = []
+
+    def readers(weights, experts, read, arch):
+        asked.append((tuple(weights.shape), experts.tolist()))
+        return [lambda: None, lambda: None]
+
+    monkeypatch.setattr(weight_stream, "readers", readers)
+    spans = {"a 0": 30.0, "a 1": 20.0, "b 0": 50.0, "b 1": 60.0}
+
+    def clock(calls, repeats):
+        assert all(len(launches) == 2 for launches in calls.values())
+        return {name: ([1.0, spans[name], 1000.0], "graph") for name in calls}
+
+    monkeypatch.setattr(floors, "time_variants", clock)
+    found = [
+        gemm_timing.Histogram("a", 1, (0, 1, 2)),
+        gemm_timing.Histogram("b", 2, (1, 0, 0)),
+        gemm_timing.Histogram("none", 3, (0, 0, 0)),
+    ]
+    read = floors.measure_reading(found, 3)
+    assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})
+    assert asked == [
+        ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
+        ((3, 256, 128), [0]), ((3, 128, 256), [0]),
+    ]  # fmt: skip
+
+
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     assert floors.read_floors(tmp_path) is None
     (tmp_path / "floors.json").write_text('{"workloads": [{"tokens": 1}], "floors": {}}')

@@ -8,6 +8,8 @@ import sys
 import types
 
 import gemm_bench
+import gemm_peers
+import gemm_shipped
 import gemm_timing
 import make_workloads
 import pytest
@@ -127,7 +129,7 @@ def peers(monkeypatch):
     sgl_kernel.fp8_blockwise_scaled_grouped_mm = sgl_grouped_mm
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
-    return gemm_bench.deepgemm_variants() + gemm_bench.sgl_variants()
+    return gemm_peers.deepgemm_variants() + gemm_peers.sgl_variants()
 
 
 UNEVEN = (5, 0, 130, 1, 0)
@@ -162,8 +164,8 @@ def kernel(monkeypatch):
 def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) -> None:
     x = operands(rows)
     reference = expected(x)
-    variants = [*peers, gemm_timing.ours("flat"), gemm_timing.ours("batched", layout="batched")]
-    assert len(variants) == 5
+    variants = [*peers, *(gemm_timing.ours(name, layout=name) for name in gemm_timing.LAYOUTS)]
+    assert len(variants) == 6
     for variant in variants:
         call = variant.prepare(x)
         call.poison()
@@ -172,7 +174,7 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
         assert result.shape == (sum(rows), 256), variant.name
         assert calc_diff(result, reference) < 1e-5, variant.name
     chosen = gemm_timing.heuristic(x.problem)
-    assert kernel == [("FlatRows", chosen), ("BatchedRows", chosen)]
+    assert kernel == [(name, chosen) for name in ("BatchedRows", "AlignedRows", "FlatRows")]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
@@ -268,11 +270,13 @@ def test_the_summary_of_ratios(capsys) -> None:
 def test_figures_of_a_problem() -> None:
     problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = gemm_timing.figures(problem, [100.0, 300.0, 200.0], floors)
+    found = gemm_timing.figures(problem, [100.0, 300.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
-    assert found["floor_us"] == pytest.approx(max(problem.bytes / 4e6, problem.flops / 1e9))
-    assert found["percent_of_floor"] == pytest.approx(100 * found["floor_us"] / 200.0)
+    assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
+    assert found["percent_of_floor"] == pytest.approx(35.0)
+    found = gemm_timing.figures(problem, [100.0], floors, read_us=20.0)
+    assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
@@ -312,6 +316,8 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(
         gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
+    reading = gemm_timing.Reading(lambda: None, torch.zeros(1))
+    monkeypatch.setattr(gemm_timing.Operands, "readers", lambda self: [reading, reading])
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
@@ -323,6 +329,8 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
     assert rows[0]["config"] == str(gemm_timing.heuristic(problem))
     assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in rows)
+    # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
+    assert all(r["read_us"] == pytest.approx(14.0) for r in rows[:-1])
     assert "us" not in rows[-1] and rows[-1]["error"].startswith("wrong: calc_diff")
 
 
@@ -352,3 +360,105 @@ def test_shapes() -> None:
     for text in ("4096", "100x128", "0x128", "axb"):
         with pytest.raises(UsageError):
             gemm_bench.shape(text)
+
+
+WORKLOADS = [  # tokens, and rows that the routing could give
+    (1, (1, 0, 1) + (0,) * 28 + (1,)),
+    (53, (2, 0, 6, 1) * 8),
+    (80, (9, 0, 3, 4) * 8),
+    (901, (41, 20, 76, 30) * 8),
+    (14107, (500, 300, 1035, 200) * 8),
+]
+
+
+@pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
+@pytest.mark.parametrize("name", gemm_shipped.SOLUTIONS)
+def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
+    """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
+    import importlib
+
+    from moe_fp8.core import pipeline, routing
+    from moe_fp8.core.problem import DEEPSEEK_V3 as SHAPE
+
+    launched = []
+
+    class Backend:
+        dispatch = swiglu_quant = combine = staticmethod(lambda *arguments: None)
+
+        @staticmethod
+        def grouped_gemm(a, a_scale, b, b_scale, out, layout, config):
+            launched.append(config)
+
+    # A routing that gives these rows: expert e to the first rows[e] tokens.
+    table = torch.zeros(tokens, SHAPE.num_experts, dtype=torch.bool)
+    for expert, count in enumerate(rows):
+        table[:count, expert] = True
+    rows_of = torch.tensor([0, *rows]).cumsum(0).int()
+    layer = importlib.import_module(f"moe_fp8.{gemm_shipped.SOLUTIONS[name][0]}").LAYER
+    grouped = routing.GroupedRows(
+        None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
+    )
+    monkeypatch.setattr(pipeline, "select", lambda device: Backend)
+    with torch.device("meta"):
+        inputs = types.SimpleNamespace(
+            hidden_states=None, hidden_states_scale=None, gemm1_weights=None,
+            gemm1_weights_scale=None, gemm2_weights=None, gemm2_weights_scale=None,
+        )  # fmt: skip
+    output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
+    layer.finish(inputs, output, grouped, lambda stage: None)
+    shapes = gemm_timing.LAYER_SHAPES.values()
+    found = [gemm_shipped.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes]
+    assert found == launched
+
+
+def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() -> None:
+    few, many = (1,) * 32, (60,) * 32
+    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
+    problems = [gemm_bench.Problem(rows, n, k, tokens=32) for rows in (few, many)]
+    flat = [gemm_shipped.shipped("flat", p) for p in problems]
+    v3 = [gemm_shipped.shipped("v3", p) for p in problems]
+    assert flat[0] == flat[1] and flat[0].tile_m == 8
+    assert v3[0].tile_m == 8 and v3[1].tile_m == 64
+    assert v3 == [gemm_timing.heuristic(p) for p in problems]
+
+
+def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours() -> None:
+    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
+    beside = gemm_shipped.neighbours("flat")
+    names = {t: [v.name for v in beside(gemm_bench.Problem((1,) * 32, n, k, t))] for t in (1, 80)}
+    assert names == {1: ["flat, next larger"], 80: ["flat, next smaller", "flat, next larger"]}
+    rungs = gemm_shipped.ladder()
+    problem = gemm_bench.Problem((1,) * 32, n, k, 80)
+    around = [variant.config(problem) for variant in beside(problem)]
+    assert [
+        rungs.index(c) - rungs.index(gemm_shipped.shipped("flat", problem)) for c in around
+    ] == [
+        -1,
+        1,
+    ]
+    rows = [row_of(1.0, tokens=7) for _ in range(4)]
+    names = ("flat", "flat, next smaller", "flat, next larger", "v3")
+    for row, name, us in zip(rows, names, (10.0, 11.0, 8.0, 1.0), strict=True):
+        row.update(variant=name, us=us)
+    (said,) = gemm_bench.best_known(rows, "flat")
+    assert said["best"]["variant"] == "flat, next larger" and said["loss"] == pytest.approx(25.0)
+
+
+def test_records_name_the_solutions_that_they_measured() -> None:
+    hashes = gemm_shipped.solution_hashes()
+    assert list(hashes) == ["cutedsl_moe_fp8_v3", "cutedsl_moe_fp8_flat"]
+    assert all(len(value) == 40 for value in hashes.values())
+
+
+def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from moe_fp8.baselines import triton_moe
+
+    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
+    for tokens in (1, 80, 14107):
+        pair = triton_moe.tiles(tokens)
+        assert gemm_peers.shipped_tile(gemm_bench.Problem((1,) * 32, n, k, tokens)) == pair[0]
+        assert gemm_peers.shipped_tile(gemm_bench.Problem((1,) * 32, k, n, tokens)) == pair[1]
+    even = gemm_bench.Problem((64,) * 8, n, k)
+    assert gemm_peers.shipped_tile(even) == triton_moe.tiles(2048)[0]
+    assert [v.name for v in gemm_peers.peer_variants(["triton"])] == ["triton_moe"]

@@ -69,6 +69,15 @@ def test_packing_twice_gives_the_same_bytes() -> None:
         assert generation.path.relative_to(PACKAGE_DIR).as_posix() in sources
 
 
+def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> None:
+    (path,) = write(package)
+    unix = path.read_bytes()
+    for source in package.iterdir():
+        source.write_bytes(source.read_bytes().replace(b"\n", b"\r\n"))
+    (path,) = write(package)
+    assert path.read_bytes() == unix and b"\\r" not in unix
+
+
 def test_a_generation_packs_no_other_generation() -> None:
     entries = {g.path.relative_to(PACKAGE_DIR).as_posix() for g in pack.generations()}
     for generation in pack.generations():
@@ -128,10 +137,31 @@ def test_a_bad_generation_is_refused_with_the_reason(package, change, message) -
         write(package)
 
 
+def test_an_annotated_solution_is_a_generation_too(package: Path) -> None:
+    (package / "gen.py").write_text(GENERATION.replace("SOLUTION =", "SOLUTION: dict ="))
+    assert [g.name for g in pack.generations(package)] == ["sample"]
+
+
 def test_two_generations_of_one_name_are_refused(package: Path) -> None:
     (package / "twin.py").write_text(GENERATION)
     with pytest.raises(pack.PackError, match=r"gen\.py and twin\.py"):
         write(package)
+
+
+def test_what_is_current_is_not_written_and_a_failed_pack_leaves_the_old(package: Path) -> None:
+    (path,) = write(package)
+    before = path.stat().st_mtime_ns
+    assert write(package) == [path] and path.stat().st_mtime_ns == before
+    content = path.read_bytes()
+    (package / "helper.py").write_text("\n")
+    with pytest.raises(pack.PackError, match="empty source files are not allowed: .*helper"):
+        write(package)
+    assert path.read_bytes() == content and list(path.parent.iterdir()) == [path]
+    # Packing one by name leaves the others alone.
+    (package / "helper.py").write_text("def fill(x): pass\n")
+    (path.parent / "other.json").write_text("{}")
+    write(package, "sample")
+    assert {p.name for p in path.parent.iterdir()} == {"sample.json", "other.json"}
 
 
 def test_an_unknown_name_is_a_usage_error(package: Path) -> None:

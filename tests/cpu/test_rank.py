@@ -2,12 +2,17 @@
 
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rank
+import rank_tables
 from common import DEFINITION, UsageError
+from ranking import Ranking, rankings
+from traces import read_records
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 
@@ -52,9 +57,9 @@ def write(path: Path, traces: list[dict]) -> Path:
     return path
 
 
-def ranked(tmp_path: Path, traces: list[dict], **options: Any) -> list[rank.Ranking]:
+def ranked(tmp_path: Path, traces: list[dict], **options: Any) -> list[Ranking]:
     path = write(tmp_path / "traces.jsonl", traces)
-    return rank.rankings(rank.read_records([path]), **options)
+    return rankings(read_records([path]), **options)
 
 
 def test_statistics_wins_and_order(tmp_path: Path) -> None:
@@ -73,8 +78,9 @@ def test_statistics_wins_and_order(tmp_path: Path) -> None:
     assert fast.mean == pytest.approx((10 + 1 + 4) / 3)
     assert fast.geomean == pytest.approx(40 ** (1 / 3))
     assert (fast.median, fast.lowest, fast.highest) == (4.0, 1.0, 10.0)
-    assert (fast.wins, slow.wins) == (2, 1)
-    assert fast.mean_latency_ms == pytest.approx(13.5 / 3)
+    assert (fast.harness.wins, slow.harness.wins) == (2, 1)
+    assert fast.harness.mean_ms == pytest.approx(13.5 / 3)
+    assert fast.harness.geomean_ms == pytest.approx((1.0 * 10.0 * 2.5) ** (1 / 3))
 
 
 def test_machines_and_timing_methods_get_a_table_each(tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_the_latest_result_of_a_pair_counts_and_the_rest_is_mentioned(tmp_path: 
     new = trace("x", 7, 4.0, timestamp="2026-02-01T00:00:00")
     (ranking,) = ranked(tmp_path, [new, old])
     assert ranking.summaries[0].mean == 2.5
-    assert "1 older results" in rank.to_text(ranking)
+    assert "1 older results" in rank_tables.to_text(ranking)
 
 
 def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
@@ -122,22 +128,22 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
         "wrong": "matched ratio 0.5000 is too low (largest error 0.5)",
         "late": "Evaluation timeout after 300 seconds",
     }
-    text, markdown = rank.to_text(ranking), rank.to_markdown(ranking)
+    text, markdown = rank_tables.to_text(ranking), rank_tables.to_markdown(ranking)
     for reason in reasons.values():
         assert reason in text and reason in markdown
-    for cell in ("unsupported", "not installed", "TIMEOUT", "not run"):
-        assert cell in text
-
-
-def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:
-    nan = {"status": "INCORRECT_NUMERICAL", "correctness": {"max_absolute_error": "NaN"}}
-    assert rank.failure_reason(nan) == "NaN or infinite values in the output"
-    skipped = {
-        "status": "RUNTIME_ERROR",
-        "log": "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n",
+    header, rows = rank_tables.workload_tables(ranking)[0][1:]
+    cells = {name: [row[header.index(name)].strip() for row in rows] for name in header[3:]}
+    assert cells == {
+        "ok": ["5.0000", "5.0000*"],
+        "half": ["0.1000*", "unsupported"],
+        "absent": ["not installed", "not run"],
+        "late": ["TIMEOUT", "not run"],
+        "wrong": ["INCORRECT_NUMERICAL", "not run"],
     }
-    assert rank.failure_reason(skipped) == "KeyError: 'x'"
-    assert rank.failure_reason({"status": "RUNTIME_ERROR", "log": ""}) == "no reason recorded"
+    assert "| solution | " in markdown and "Failed:" in text
+    (good,) = ranked(tmp_path, traces[:2])
+    assert "Failed:" not in rank_tables.to_text(good)
+    assert rank_tables.accuracy_table(good)[1] == [], "nothing is known of it"
 
 
 def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
@@ -155,55 +161,32 @@ def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
     assert (summary.matched_ratio, summary.cosine) == (0.9, 0.9)
     assert summary.calc_diff == pytest.approx(0.1)
     assert summary.matched_ratios == {"0.2/0.1": 0.9, "0.3/1": 0.9, "0.01/0.01": 0.9}
-    assert "0.900000" in rank.to_text(ranking)
+    assert "0.900000" in rank_tables.to_text(ranking)
 
 
 def test_against_is_the_geometric_mean_of_latency_ratios(tmp_path: Path) -> None:
     traces = [trace("a", 7, 1.0), trace("b", 7, 2.0), trace("a", 80, 1.0), trace("b", 80, 8.0)]
     (ranking,) = ranked(tmp_path, traces, against="b")
     by_name = {s.solution: s for s in ranking.summaries}
-    assert by_name["a"].against == pytest.approx(math.sqrt(2 * 8))
-    assert by_name["b"].against == pytest.approx(1.0)
+    assert by_name["a"].harness.against == pytest.approx(math.sqrt(2 * 8))
+    assert by_name["b"].harness.against == pytest.approx(1.0)
     with pytest.raises(UsageError, match="no trace"):
         ranked(tmp_path, traces, against="c")
 
 
 def test_cpu_results_are_called_so(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0, hardware="Xeon", libs={"device": "cpu"})])
-    assert rank.to_text(ranking).startswith("CPU (Xeon)")
-    assert "nothing about a GPU" in rank.to_markdown(ranking).replace("say nothing", "nothing")
+    assert rank_tables.to_text(ranking).startswith("CPU (Xeon)")
+    assert "nothing about a GPU" in rank_tables.to_markdown(ranking).replace(
+        "say nothing", "nothing"
+    )
 
 
 def test_json_is_complete(tmp_path: Path) -> None:
     found = ranked(tmp_path, [trace("x", 7, 2.0), trace("y", 7, None, status="TIMEOUT")])
-    (data,) = json.loads(rank.print_rankings(found, "json"))
+    (data,) = json.loads(rank_tables.print_rankings(found, "json"))
     assert data["summary"][0]["mean"] == 5.0
     assert data["workloads"][0]["results"]["y"]["status"] == "TIMEOUT"
-
-
-def test_reads_directories_and_data_sets_and_skips_other_definitions(tmp_path: Path) -> None:
-    other = trace("x", 7, 1.0) | {"definition": "gemm"}
-    only_workload = trace("x", 7, 1.0) | {"solution": None, "evaluation": None}
-    write(tmp_path / "set" / "traces" / "moe" / "a.jsonl", [trace("x", 7, 1.0), other])
-    write(tmp_path / "set" / "workloads" / "moe" / "a.jsonl", [only_workload])
-    assert len(rank.read_records([tmp_path / "set"])) == 1
-    assert len(rank.read_records([tmp_path / "set" / "traces"])) == 1
-    assert rank.parse_record(only_workload, "") is None
-
-
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
-    path.write_text(path.read_text() + "{broken\n")
-    with pytest.raises(UsageError, match=r"t\.jsonl:2"):
-        rank.read_records([path])
-
-
-def test_hand_made_traces_are_traces_of_flashinfer_bench() -> None:
-    from flashinfer_bench.data import Trace
-
-    made = Trace.model_validate(trace("x", 7, 1.0, extra={"matched_ratio": 1.0}))
-    record = rank.parse_record(json.loads(made.model_dump_json()), "")
-    assert record is not None and record.speedup == 10.0 and record.tokens == 7
 
 
 def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
@@ -215,14 +198,14 @@ def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"skipped": reasons}))
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0)])
     assert list(ranking.skipped) == ["flashinfer_moe", "sglang_moe"]
-    header, rows = rank.summary_table(ranking)
+    header, rows = rank_tables.summary_table(ranking)
     assert header[-1] == "why" and len(rows) == 3
     assert rows[1][:3] == ["-", "flashinfer_moe", "unsupported"]
     assert rows[2][:3] + rows[2][-1:] == ["-", "sglang_moe", "not installed", reasons["sglang_moe"]]
-    for said in (rank.to_text(ranking), rank.to_markdown(ranking)):
+    for said in (rank_tables.to_text(ranking), rank_tables.to_markdown(ranking)):
         assert reasons["flashinfer_moe"] in said and "has results now" not in said
     assert ranking.failures() == [], "what cannot run is no failure"
-    assert rank.to_json(ranking)["skipped"] == ranking.skipped
+    assert rank_tables.to_json(ranking)["skipped"] == ranking.skipped
     assert ranked(tmp_path, [trace("x", 7, 1.0)], solutions=["x"])[0].skipped == {}
 
 
@@ -231,7 +214,7 @@ def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
     traces = [trace("x", 7, 1.0)]
     traces += [trace("bad", t, None, status="RUNTIME_ERROR", log=log) for t in (7, 80, 901)]
     (ranking,) = ranked(tmp_path, traces)
-    _, rows = rank.summary_table(ranking)
+    _, rows = rank_tables.summary_table(ranking)
     assert [r[2] for r in rows] == ["1/1", "0/3"]
     assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
 
@@ -252,16 +235,18 @@ def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     assert ranking.best("bbbb0000", peer=True) == ("peer_b", 2.0)
     assert ranking.vs_peer("aaaa0000", "ours") == 2.0
     assert ranking.vs_peer("bbbb0000", "ours") == 0.5
-    overall = {s.solution: s.vs_peer for s in ranking.summaries}
+    overall = {s.solution: s.harness.vs_peer for s in ranking.summaries}
     assert overall["ours"] == pytest.approx(1.0)
     assert overall["peer_a"] == pytest.approx(math.sqrt(1 * 2 / 8))
     assert overall["peer_b"] == pytest.approx(math.sqrt(2 / 4 * 1))
-    header, rows = rank.summary_table(ranking)
+    header, rows = rank_tables.summary_table(ranking)
     assert "vs best peer" in header
-    title, header, rows = rank.workload_tables(ranking)[2]
+    title, header, rows = rank_tables.workload_tables(ranking)[2]
     assert "best peer" in title
     assert [(r[0], r[-1]) for r in rows] == [("7", "peer_a"), ("80", "peer_b")]
-    assert rank.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == 2.0
+    assert rank_tables.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == {
+        "harness": 2.0
+    }
 
 
 def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> None:
@@ -275,12 +260,12 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
     (by_run,) = ranked(tmp_path, PEER_TRACES)
     assert {s.solution: s.peer for s in by_run.summaries} == peers
     (alone,) = ranked(tmp_path, [trace("ours", 7, 1.0)])
-    assert not alone.compares_peers and "best peer" not in rank.to_text(alone)
+    assert not alone.compares_peers and "best peer" not in rank_tables.to_text(alone)
 
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("a", 7, 1.0), trace("b", 7, 2.0)])
-    _, header, rows = rank.workload_tables(ranking)[0]
+    _, header, rows = rank_tables.workload_tables(ranking)[0]
     assert header[3:] == ["a", "b"]
     assert [cell.strip() for cell in rows[0][3:]] == ["1.0000*", "2.0000"]
 
@@ -294,15 +279,15 @@ def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) ->
         trace("x", 80, None, hardware="GPU B", status="TIMEOUT", timestamp="2026-02-01"),
     ]
     found = ranked(tmp_path, traces)
-    legend, header, rows = rank.side_by_side(found)
+    legend, header, rows = rank_tables.side_by_side(found)
     assert legend == ["A: GPU A, 1 workloads", "B: GPU B, 2 workloads"]
     assert header == ["solution", "A geomean", "A ms", "B geomean", "B ms"]
     assert rows == [
         ["x", "10.00x", "1.0000", "2.50x (1)", "4.0000"],
         ["y", "5.00x", "2.0000", "not run", "-"],
     ]
-    assert "Side by side" in rank.print_rankings(found)
-    assert "Side by side" not in rank.print_rankings(found[:1])
+    assert "Side by side" in rank_tables.print_rankings(found)
+    assert "Side by side" not in rank_tables.print_rankings(found[:1])
 
 
 def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
@@ -312,5 +297,346 @@ def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
     ]
     (ranking,) = ranked(tmp_path, traces)
     assert ranking.remarks == ["Measured with different versions of torch: 2.11.0, 2.12.0."]
-    assert ranking.remarks[0] in rank.to_text(ranking)
-    assert ranking.remarks[0] in rank.to_markdown(ranking)
+    assert ranking.remarks[0] in rank_tables.to_text(ranking)
+    assert ranking.remarks[0] in rank_tables.to_markdown(ranking)
+
+
+# --- what does not compare is kept apart ----------------------------------------------------------
+
+
+def test_a_pass_at_another_tolerance_replaces_no_failure(tmp_path: Path) -> None:
+    strict = {"tolerance": "rtol 0.2, atol 0.1, matched ratio 0.85"}
+    loose = {"tolerance": "rtol 9, atol 9, matched ratio 0.1"}
+    failed = {"status": "INCORRECT_NUMERICAL", "timestamp": "2026-01-01", "libs": strict}
+    traces = [trace("x", 7, None, **failed), trace("x", 7, 1.0, timestamp="2026-02-01", libs=loose)]
+    found = ranked(tmp_path, traces)
+    assert {r.tolerance: len(r.failures()) for r in found} == {
+        strict["tolerance"]: 1,
+        loose["tolerance"]: 0,
+    }
+    legend, _, rows = rank_tables.side_by_side(found)
+    assert legend[0] == "A: GPU A, rtol 0.2, atol 0.1, matched ratio 0.85, 1 workloads"
+    assert rows == [["x", "- (0)", "-", "10.00x", "1.0000"]]
+
+
+def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_path: Path) -> None:
+    def of(source: str, length: int, latency: float, day: int) -> dict:
+        libs = {"solution_hash": source} if source else {}
+        return trace("x", length, latency, libs=libs, timestamp=f"2026-01-{day:02}")
+
+    traces = [of("a" * 40, 7, 1.0, 1), of("a" * 40, 80, 1.0, 1), of("", 901, 1.0, 2)]
+    traces += [of("b" * 40, 7, 2.0, 4), of("b" * 40, 7, 5.0, 3), trace("y", 80, 1.0)]
+    (ranking,) = ranked(tmp_path, traces)
+    x = next(s for s in ranking.summaries if s.solution == "x")
+    assert (x.passed, x.missing, x.mean) == (1, 1, 5.0), "no figure of source a is taken for b's"
+    assert ranking.superseded == 1
+    assert ranking.remarks == [
+        "x is ranked with its source bbbbbbbb; 3 results of other sources (aaaaaaaa, unknown) are "
+        "left out."
+    ]
+    assert ranking.remarks[0] in rank_tables.to_text(ranking)
+    assert ranking.remarks[0] in rank_tables.to_markdown(ranking)
+
+
+def test_ratios_are_formed_within_a_run_and_mixed_runs_are_named(tmp_path: Path) -> None:
+    def of(run: str, solution: str, length: int, latency: float, reference: float) -> dict:
+        return trace(solution, length, latency, reference, libs={"run": run})
+
+    traces = [
+        of("1", "ours", 7, 1.0, 10.0),
+        of("1", "peer", 7, 2.0, 10.0),
+        of("2", "late", 7, 1.0, 20.0),
+        of("1", "ours", 80, 1.0, 10.0),
+        of("2", "late", 80, 1.0, 20.0),
+        of("2", "peer", 80, 4.0, 20.0),
+    ]
+    (ranking,) = ranked(tmp_path, traces, peers=["peer"], against="ours")
+    u7, u80 = UUIDS[7], UUIDS[80]
+    assert ranking.vs_peer(u7, "ours") == 2.0 and ranking.vs_peer(u7, "late") is None
+    assert ranking.vs_peer(u80, "ours") is None and ranking.vs_peer(u80, "late") == 4.0
+    by_name = {s.solution: s for s in ranking.summaries}
+    assert by_name["late"].harness.vs_peer == 4.0 and by_name["ours"].harness.vs_peer == 2.0
+    assert by_name["late"].harness.against is None and by_name["ours"].harness.against == 1.0
+    (remark,) = ranking.remarks
+    assert "at T=7 (10.00 to 20.00 ms), T=80 (10.00 to 20.00 ms)" in remark
+    assert "ratios between solutions are formed within a run" in remark
+    (one_run,) = ranked(tmp_path, [t | {} for t in traces[:2]])
+    assert one_run.remarks == []
+
+
+def test_files_without_a_run_are_a_run_each(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / "a.jsonl", [trace("ours", 7, 1.0)]),
+        write(tmp_path / "b.jsonl", [trace("peer", 7, 2.0, reference=20.0)]),
+    ]
+    (ranking,) = rankings(read_records(files), peers=["peer"])
+    assert ranking.vs_peer(UUIDS[7], "ours") is None
+    assert "Results of several runs stand side by side at T=7" in ranking.remarks[0]
+
+
+# --- failed, missing and impossible figures -------------------------------------------------------
+
+
+def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
+    fast = trace("fast", 7, 0.1)
+    fast["evaluation"] |= {"status": "INCORRECT_NUMERICAL"}  # with the figures of a pass
+    zero = trace("zero", 7, 1.0)
+    zero["evaluation"]["performance"] |= {"latency_ms": 0.0, "speedup_factor": 1e9}
+    (ranking,) = ranked(tmp_path, [fast, zero, trace("slow", 7, 5.0)])
+    assert [s.solution for s in ranking.summaries] == ["slow", "fast", "zero"]
+    slow, failed, impossible = ranking.summaries
+    assert slow.harness.wins == 1
+    for s in (failed, impossible):
+        assert (s.mean, s.harness.mean_ms, s.harness.wins, s.passed, s.failed) == (
+            None,
+            None,
+            0,
+            0,
+            1,
+        )
+    assert ranking.best(UUIDS[7]) == ("slow", 5.0)
+    assert ranking.latency_ms(UUIDS[7], "fast") is None
+    assert "INVALID: a latency of 0.0 ms is no measurement" in rank_tables.to_text(ranking)
+
+
+def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -> None:
+    nan = {"cosine": float("nan"), "calc_diff": "NaN", "matched_ratios": {"0.2/0.1": float("nan")}}
+    right = {"matched_ratio": 0.9, "cosine": 0.99, "calc_diff": 0.01}
+    right["matched_ratios"] = {"0.2/0.1": 0.9, "0.3/1": 2}
+    wrong = {"matched_ratio": 0.4, "matched_ratios": {"0.2/0.1": 0.8}}
+    traces = [
+        trace("x", 7, 1.0, extra=nan),  # min() and max() keep a NaN that comes first
+        trace("x", 80, 1.0, extra=right),
+        trace("x", 901, None, status="INCORRECT_NUMERICAL", extra=wrong),
+    ]
+    (ranking,) = ranked(tmp_path, traces)
+    (x,) = ranking.summaries
+    assert (x.matched_ratio, x.cosine, x.calc_diff) == (0.4, 0.99, 0.01)
+    assert x.matched_ratios == {"0.2/0.1": 0.8, "0.3/1": 2.0}
+    assert "nan" not in rank_tables.to_text(ranking).lower().replace("nan or", "")
+    json.loads(rank_tables.print_rankings([ranking], "json"), parse_constant=pytest.fail)
+
+
+def test_ratios_need_both_and_one_failure_is_one(tmp_path: Path) -> None:
+    traces = [
+        trace("a", 7, 1.0),
+        trace("b", 7, 2.0),
+        trace("a", 80, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds"),
+        trace("b", 80, 2.0),
+        trace("a", 901, 1.0),
+        trace("b", 901, None, status="TIMEOUT"),
+    ]
+    (ranking,) = ranked(tmp_path, traces, against="b", peers=["b"])
+    by_name = {s.solution: s for s in ranking.summaries}
+    assert by_name["a"].harness.against == 2.0 and by_name["a"].harness.vs_peer == 2.0
+    assert by_name["a"].note == "T=80: Evaluation timeout after 1 seconds"
+    assert rank_tables.to_json(ranking)["sources"] == [str(tmp_path / "traces.jsonl")]
+
+
+def test_mixed_runs_without_a_reference_are_named_too(tmp_path: Path) -> None:
+    failed = {"status": "TIMEOUT"}
+    traces = [trace("a", 7, None, libs={"run": "1"}, **failed)]
+    traces.append(trace("b", 7, None, libs={"run": "2"}, **failed))
+    (ranking,) = ranked(tmp_path, traces)
+    assert ranking.remarks[0].startswith("Results of several runs stand side by side at T=7 (in")
+
+
+def test_the_reference_of_a_workload_is_the_median_of_its_timings(tmp_path: Path) -> None:
+    references = {"a": 10.0, "b": 30.0, "c": 11.0}
+    traces = [trace(name, 7, 1.0, reference=ms) for name, ms in references.items()]
+    traces.append(trace("d", 7, None, status="TIMEOUT"))
+    (ranking,) = ranked(tmp_path, traces)
+    assert ranking.reference_ms(UUIDS[7]) == 11.0
+    assert ranking.reference_ms("absent") is None
+    _, _, rows = rank_tables.workload_tables(ranking)[0]
+    assert rows[0][2] == "11.000"
+
+
+# --- two clocks -----------------------------------------------------------------------------------
+
+
+def clocked(solution: str, length: int, harness: float, device: float, **options: Any) -> dict:
+    method = options.pop("method", "graph")
+
+    def figures(ms: float, share: float) -> dict:
+        return {"ms": ms, "p10": ms * (1 - share / 4), "p90": ms * (1 + 3 * share / 4), "calls": 9}
+
+    extra = {"device": {"method": method, **figures(device, 0.02)}, "harness": figures(9.0, 0.2)}
+    return trace(solution, length, harness, extra=extra, **options)
+
+
+CLOCKED = [
+    clocked("ours", 7, 1.0, 0.1),
+    clocked("ours", 80, 4.0, 2.0),
+    clocked("peer", 7, 0.5, 0.2),
+    clocked("peer", 80, 2.0, 1.6),
+]
+
+
+def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
+    (ranking,) = ranked(tmp_path, CLOCKED, peers=["peer"])
+    assert ranking.clocks == ("harness", "device")
+    peer, ours = ranking.summaries
+    assert (ours.solution, ours.device.count) == ("ours", 2)
+    assert ours.device.mean_ms == pytest.approx(1.05)
+    assert ours.device.geomean_ms == pytest.approx(math.sqrt(0.2))
+    assert (ours.harness.wins, ours.device.wins) == (0, 1)
+    assert (peer.harness.wins, peer.device.wins) == (2, 1)
+    assert ours.harness.vs_peer == pytest.approx(0.5)
+    assert ours.device.vs_peer == pytest.approx(math.sqrt(2.0 * 0.8))
+    assert ours.device.spread == pytest.approx(0.02)
+    assert ours.harness.spread == pytest.approx(0.2)
+    header, rows = rank_tables.summary_table(ranking)
+    assert header[8:] == [
+        "wins",
+        "harness ms",
+        "harness spread",
+        "vs best peer",
+        "device ms",
+        "device geomean ms",
+        "device spread",
+        "device wins",
+        "device vs best peer",
+    ]
+    assert rows[1][9:] == ["2.5000", "20 %", "0.50x", "1.0500", "0.4472", "2 %", "1", "1.26x"]
+    titles = [title for title, _, _ in rank_tables.workload_tables(ranking)]
+    assert titles == [
+        "Harness time in ms, host included, * the fastest",
+        "Device time in ms, * the fastest",
+        "Speed-up over the reference",
+        "Harness time of the workload's best peer over the solution's",
+        "Device time of the workload's best peer over the solution's",
+        "Spread of the calls, harness / device",
+    ]
+    _, header, rows = rank_tables.workload_tables(ranking)[1]
+    assert header[3:] == ["peer", "ours"]
+    assert [cell.strip() for cell in rows[0][3:]] == ["0.2000", "0.1000*"]
+    assert [cell.strip() for cell in rows[1][3:]] == ["1.6000*", "2.0000"]
+    _, _, rows = rank_tables.workload_tables(ranking)[4]
+    assert rows[0][3:] == ["1.00x", "2.00x", "peer"]
+    _, _, rows = rank_tables.workload_tables(ranking)[5]
+    assert rows[0][3:] == ["20 % / 2 %"] * 2
+    text = rank_tables.to_text(ranking)
+    assert "replay of a CUDA graph" in text and "Ordered by the mean speed-up." in text
+    results = rank_tables.to_json(ranking)["workloads"][0]["results"]["ours"]
+    assert results["device"]["ms"] == 0.1 and results["vs_best_peer"]["device"] == 2.0
+
+
+def test_a_ranking_is_ordered_by_either_clock(tmp_path: Path) -> None:
+    def order(by: Any, traces: list[dict]) -> list[str]:
+        (ranking,) = ranked(tmp_path, traces, by=by)
+        assert ranking.by == by
+        return [s.solution for s in ranking.summaries]
+
+    assert order("harness", CLOCKED) == ["peer", "ours"]
+    assert order("device", CLOCKED) == ["ours", "peer"]
+    partly = [*CLOCKED, clocked("half", 7, 1.0, 0.01), trace("half", 80, 1.0)]
+    assert order("device", partly) == ["ours", "peer", "half"], "times of fewer workloads"
+    failed = [*CLOCKED, clocked("failed", 7, 1.0, 0.01)]
+    assert order("device", failed) == ["ours", "peer", "failed"]
+    without = [*CLOCKED, trace("none", 7, 1.0), trace("none", 80, 1.0)]
+    assert order("device", without) == ["ours", "peer", "none"]
+    with pytest.raises(UsageError, match="--by device: no trace has a device time"):
+        ranked(tmp_path, [trace("x", 7, 1.0)], by="device")
+
+
+def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> None:
+    other = trace("x", 7, 1.0, hardware="GPU B")
+    found = ranked(tmp_path, [*CLOCKED, other], by="device")
+    assert [(r.hardware, r.clocks, r.by) for r in found] == [
+        ("GPU A", ("harness", "device"), "device"),
+        ("GPU B", ("harness",), "harness"),
+    ]
+    header, _ = rank_tables.summary_table(found[1])
+    assert header[-2:] == ["wins", "mean ms"]
+    assert "device" not in rank_tables.to_text(found[1])
+    failed = clocked("x", 7, 1.0, 0.1, status="INCORRECT_NUMERICAL")
+    (ranking,) = ranked(tmp_path, [failed, trace("y", 7, 1.0)])
+    assert ranking.clocks == ("harness",), "a failure has no time"
+
+
+def test_different_ways_of_taking_device_times_are_said(tmp_path: Path) -> None:
+    other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernels")
+    (ranking,) = ranked(tmp_path, [*CLOCKED, other])
+    assert ranking.remarks == ["Device times are by graph, but by kernels for v1."]
+    assert "its kernels' times" in rank_tables.notes(ranking)
+    (partly,) = ranked(tmp_path, [*CLOCKED, trace("x", 7, 1.0)])
+    assert partly.remarks == [] and rank_tables.device_methods(partly) == ["graph"]
+
+
+def test_a_workload_that_no_peer_passed_has_no_best_peer(tmp_path: Path) -> None:
+    traces = [trace("ours", 7, 1.0), trace("peer", 7, None, status="TIMEOUT")]
+    traces += [trace("ours", 80, 1.0), trace("peer", 80, 2.0)]
+    (ranking,) = ranked(tmp_path, traces, peers=["peer"])
+    _, _, rows = rank_tables.workload_tables(ranking)[2]
+    assert [row[-1] for row in rows] == ["-", "peer"]
+
+
+# --- what names and logs hold ---------------------------------------------------------------------
+
+EVIL = "a|b\x1b[31m`<img src=x>\n$x$ [c](d)\\"
+
+
+def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
+    log = f"RuntimeError: {EVIL.splitlines()[0]}\n"
+    traces = [
+        trace(EVIL, 7, 1.0, hardware=f"GPU {EVIL}", libs={"timing": EVIL, "tolerance": EVIL}),
+        trace("y", 7, None, status="RUNTIME_ERROR", log=log, hardware=f"GPU {EVIL}"),
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"skipped": {f"z{EVIL}": EVIL}}))
+    found = ranked(tmp_path, traces)
+    for style in ("text", "markdown"):
+        text = rank_tables.print_rankings(found, style)
+        assert all(line.isprintable() for line in text.split("\n")), style
+        assert "\\x1b[31m" in text or "\\x1b\\[31m" in text
+    lines = rank_tables.print_rankings(found, "markdown").split("\n")
+    for line in lines:
+        assert not re.search(r"(?<!\\)(\\\\)*[<`$\[]", line), line
+    for number, line in enumerate(lines):
+        if line.startswith("| --"):  # header and rule have as many columns as the rows
+            columns = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", x)) for x in lines[number - 1 :]]
+            count = next(i for i, n in enumerate(columns) if n == 0) if 0 in columns else None
+            assert len(set(columns[:count])) == 1
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def call(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["rank.py", *arguments])
+    assert rank.main() == 0
+    return capsys.readouterr().out
+
+
+def test_names_with_commas_leave_the_paths_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    path = str(write(tmp_path / "t.jsonl", [trace(n, 7, 1.0) for n in ("a", "b", "c")]))
+
+    def ranked_names(*arguments: str) -> list[str]:
+        data = json.loads(call(monkeypatch, capsys, "--json", *arguments))
+        return [s["solution"] for s in data[0]["summary"]]
+
+    assert ranked_names("--solutions", "a", path) == ["a"]
+    assert ranked_names("--solutions", "a,b", path) == ["a", "b"]
+    assert ranked_names("--solutions", "a", "--solutions", "c", path) == ["a", "c"]
+    data = json.loads(call(monkeypatch, capsys, "--json", "--peers", "b,c", path))
+    assert {s["solution"]: s["peer"] for s in data[0]["summary"]} == {
+        "a": False,
+        "b": True,
+        "c": True,
+    }
+
+
+def test_the_order_and_the_output_are_chosen(tmp_path: Path, monkeypatch, capsys) -> None:
+    path, out = str(write(tmp_path / "t.jsonl", CLOCKED)), tmp_path / "new" / "ranking.md"
+    text = call(monkeypatch, capsys, path)
+    assert text.index("peer ") < text.index("ours ")
+    arguments = ["--by", "device", "--markdown", "--output", str(out)]
+    assert call(monkeypatch, capsys, path, *arguments) == ""
+    text = out.read_text()
+    assert text.index("| ours") < text.index("| peer") and "Ordered by the geometric mean" in text
+    monkeypatch.setattr(sys, "argv", ["rank.py", path, "--solutions", "absent"])
+    with pytest.raises(UsageError, match="no results in"):
+        rank.main()
+    write(Path(path), [trace("x", 7, None, status="TIMEOUT")])
+    monkeypatch.setattr(sys, "argv", ["rank.py", path])
+    assert rank.main() == 1

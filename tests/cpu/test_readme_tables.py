@@ -1,6 +1,8 @@
 """The README's figures are those of the record that it names."""
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from common import ROOT, UsageError
 from report_data import Recorded
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,8 @@ def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Pat
     source = readme_tables.data_hash(tmp_path).encode()
     assert all(source in p.read_bytes() for p in written)
     assert source.decode() == readme_tables.data_hash(recorded.directory), "not of the place"
+    (tmp_path / ".traces.jsonl.lock").touch()
+    assert source.decode() == readme_tables.data_hash(tmp_path), "of the data alone"
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
@@ -79,3 +86,126 @@ def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path)
         with pytest.raises(UsageError, match=missing):
             text = f"<!-- generated: {name} -->\n<!-- /generated -->\n"
             readme_tables.generate(text, only_traces)
+
+
+# --- what is said of sources and clocks -----------------------------------------------------------
+
+
+@pytest.fixture
+def copy(recorded: Recorded, tmp_path: Path) -> Path:
+    """The record's data, to be changed."""
+    for path in recorded.directory.glob("*.json*"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def change_json(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def sources_are(monkeypatch, copy: Path, **changed: str) -> Recorded:
+    """The record with its sources as those of now, but for the changed ones."""
+    measured = json.loads((copy / "run.json").read_text())["solutions"]
+    now = measured | {f"cutedsl_moe_fp8_{name}": value for name, value in changed.items()}
+    monkeypatch.setattr(report_data.sources, "current", lambda: now)
+    for path in [copy / "stages.json", *copy.glob("gemm*.json")]:
+        change_json(path, solutions=measured)
+    return report_data.read(copy)
+
+
+def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
+    monkeypatch, copy: Path, capsys
+) -> None:
+    same = sources_are(monkeypatch, copy)
+    text = f"<!-- record: {copy} -->\n" + "".join(
+        BLOCK.format(n) for n in ("ranking", "stages", "speed_of_v2", "gemm", "gemm_study")
+    )
+    silent = readme_tables.generate(text, same)
+    assert "changed" not in silent and readme_tables.changes(same) == []
+    changed = sources_are(monkeypatch, copy, v3="x", flat="x")
+    said = readme_tables.generate(text, changed)
+    sentence = "the sources of flat and v3 have changed."
+    assert " ".join(said.split()).count(f"Since this run {sentence}") == 1
+    # v2 against v1 is of neither.
+    assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 3
+
+    monkeypatch.setattr(readme_tables, "README", copy / "README.md")
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    (copy / "README.md").write_text(silent)
+    for name in ("latency.png", "speedup.png", "gemm_layers.png", "gemm_grid.png"):
+        (copy / name).unlink(missing_ok=True)
+    assert readme_tables.main() == 1
+    out = capsys.readouterr().out
+    assert f"traces.jsonl: Since this run {sentence}" in out
+    assert "README.md, block ranking: not what" in out
+    (copy / "README.md").write_text(said)
+    assert readme_tables.main() == 0
+    out = capsys.readouterr().out
+    assert f"traces.jsonl: Since this run {sentence}" in out, "said though it passes"
+    assert f"gemm_study.json: Since this measurement {sentence}" in out
+
+
+def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -> None:
+    path = copy / "traces.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    text = BLOCK.format("ranking") + BLOCK.format("latency") + BLOCK.format("latency_plot")
+    without = readme_tables.generate(text, report_data.read(copy))
+    assert "Latency in ms, the fastest in bold" in without and "evice" not in without
+    for trace in lines:
+        figures = {"ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 100}
+        extra = trace["evaluation"]["correctness"]["extra"]
+        extra |= {"device": {"method": "graph", **figures}, "harness": figures}
+    path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
+    recorded = report_data.read(copy)
+    made = readme_tables.generate(text, recorded)
+    assert "Harness time in ms, host included, the fastest in bold" in made
+    assert "Device time in ms, the fastest in bold" in made
+    assert "| device ms |" in made and "| harness ms |" in made
+    assert "(replay of a CUDA graph)" in made
+    assert f"{copy}/latency_device.png" in made
+    assert made.count("| 0.500 |") > 19 or made.count("0.500") > 19
+
+
+def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
+    """The configs beside them only say what would have been better."""
+    path = copy / "gemm_layers.json"
+    record = json.loads(path.read_text())
+    mine = [r for r in record["results"] if r["variant"] == "ours default"]
+    for row in mine:
+        row |= {"variant": "flat", "vs_best_peer": 0.5, "read_us": 1.0}
+    mine[0]["vs_best_peer"] = 0.25
+    beside = [r | {"variant": "flat, next larger", "us": r["us"] / 2} for r in mine[:2]]
+    for row in beside:
+        row["vs_best_peer"] = 2.0
+    other = [r | {"variant": "v3", "vs_best_peer": 0.01} for r in mine]
+    peers = [r for r in record["results"] if r["peer"]]
+    path.write_text(json.dumps(record | {"results": mine + beside + other + peers}))
+    text = readme_tables.gemm_layers(report_data.read(copy)).replace("\n", " ")
+    first = f"GEMM1 at T={mine[0]['tokens']}"
+    assert (
+        "the two GEMMs of flat, with the configs that it ships, are 0.50x the best peer in the "
+        f"median, 0.25x at the least ({first}) (0.50x the best peer in the median, 0.50x at the "
+        "least with the best configs known)"
+    ) in text
+    assert "% of the rate of a kernel that only reads them" in text
+    path.write_text(json.dumps(record | {"results": peers}))
+    with pytest.raises(UsageError, match="no timing of ours"):
+        readme_tables.gemm_layers(report_data.read(copy))
+
+
+def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
+    stages = json.loads((copy / "stages.json").read_text())
+    for result in stages["results"]:
+        del result["solutions"]["cutedsl_moe_fp8_v1"]
+    (copy / "stages.json").write_text(json.dumps(stages))
+    with pytest.raises(UsageError, match="stages.json does not have 'cutedsl_moe_fp8_v1'"):
+        readme_tables.generate(BLOCK.format("speed_of_v2"), report_data.read(copy))
+    change_json(copy / "stages.json", results=[])
+    with pytest.raises(UsageError, match="has no stages.json"):
+        readme_tables.generate(BLOCK.format("stages"), report_data.read(copy))
+
+
+def test_configurations_below_the_best_peer_are_counted(recorded: Recorded) -> None:
+    rows = recorded.gemm["gemm_study"]["results"]
+    below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
+    assert f"{below} of them are below 1.0x" in readme_tables.gemm_study(recorded)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank
+import ranking
 import report
 import report_data
 from common import ROOT, UsageError
-from test_rank import trace, write
+from test_rank import clocked, trace, write
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -250,6 +250,23 @@ def test_gemm_table_compares_the_variants_of_a_problem() -> None:
     ]
 
 
+def test_gemm_table_shows_the_shipped_config_and_the_best_known() -> None:
+    same = {"experts": 8, "rows": 1, "n": 4096, "k": 7168, "tokens": 7}
+    same |= {"tflops": 9.0, "gbytes": 3500.0}
+    rows = [
+        same | {"variant": "flat", "peer": False, "us": 50.0, "vs_best_peer": 0.9},
+        same | {"variant": "v3", "peer": False, "us": 60.0, "vs_best_peer": 0.75},
+        same | {"variant": "flat, next smaller", "peer": False, "us": 40.0, "vs_best_peer": 1.1},
+        same | {"variant": "flat, next larger", "peer": False, "us": 70.0, "vs_best_peer": 0.6},
+        same | {"variant": "p", "peer": True, "us": 45.0},
+    ]
+    header, cells = report_data.gemm_table(rows)
+    assert header[5:] == [
+        *("flat", "v3", "p", "flat, best known", "best peer / ours", "TFLOP/s", "TB/s")
+    ]
+    assert cells[0][5:] == ["50.0", "60.0", "45.0*", "40.0", "0.90x", "9", "3.50"]
+
+
 def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
     gpu = {"name": "GPU A", "driver": "580.1", "memory": "1 MiB", "sm_clock": "345 MHz"}
     source = {"commit": "abc", "modified": True, "hash": "0123"}
@@ -294,5 +311,120 @@ def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_short_names_are_told() -> None:
-    assert rank.short_name("cutedsl_moe_fp8_flat") == "flat"
-    assert rank.short_name("triton_moe") == "triton_moe"
+    assert ranking.short_name("cutedsl_moe_fp8_flat") == "flat"
+    assert ranking.short_name("triton_moe") == "triton_moe"
+
+
+# --- two clocks, sources, and the floor -----------------------------------------------------------
+
+
+def clocked_run(path: Path, **files: Any) -> Path:
+    flat = "cutedsl_moe_fp8_flat"
+    traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
+    traces += [clocked("peer_a", 7, 2.0, 0.05), clocked("peer_a", 80, 1.0, 2.0)]
+    return directory(path, traces, **files)
+
+
+def test_device_times_have_their_figure_table_and_cards(tmp_path: Path) -> None:
+    text, page = page_of(clocked_run(tmp_path, floors=FLOORS))
+    assert text.count("<svg") == 3, "speed-ups, and latencies by each clock"
+    assert "Harness time in ms, host included, over the workloads" in page.words
+    assert "Device time in ms, over the workloads" in page.words
+    assert "device ms" in page.tables[0][0] and "harness ms" in page.tables[0][0]
+    by_clock = [t for t in page.tables if "best peer / ours" in t[0]]
+    assert [t[0][2] for t in by_clock] == ["reference", "floor"]
+    assert [row[-1] for row in by_clock[0][1:]] == ["2.00x", "0.50x"]
+    assert [row[-1] for row in by_clock[1][1:]] == ["0.50x", "2.00x"]
+    device = by_clock[1]
+    assert [row[device[0].index("flat")] for row in device[1:]] == ["0.100", "1.000"]
+    assert "mean latency (device)" in page.words and "0.550 ms" in page.words
+    _, without = page_of(some_run(tmp_path / "without"))
+    assert "device" not in without.words.lower()
+
+
+def test_the_cards_share_of_the_floor_is_the_mean_of_the_workloads(tmp_path: Path) -> None:
+    recorded = report_data.read(clocked_run(tmp_path, floors=FLOORS))
+    floor_ms = {"aaaa0000": 0.05, "bbbb0000": 0.5}  # 5 and 25 % of 1.0 and 2.0 ms
+    found = dict((what, value) for value, what in report.cards(recorded.main, floor_ms))
+    assert found["of its time is floor, on average (harness)"] == "15 %"
+    assert found["of its time is floor, on average (device)"] == "50 %"
+    assert found["against each workload's best peer (harness)"] == "1.00x"
+    assert found["mean latency (harness)"] == "1.500 ms"
+    assert found["mean speed-up over the reference"] == "7.5x"
+    assert found["workloads passed"] == "2 of 2"
+    only = dict((what, value) for value, what in report.cards(recorded.main, {"bbbb0000": 1.0}))
+    assert only["of its time is floor, on average (harness)"] == "50 %", "where it is known"
+    assert not any("floor" in what for _, what in report.cards(recorded.main, {}))
+
+
+def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -> None:
+    stages = {
+        "hardware": "GPU A",
+        "timing": "t",
+        "iterations": 1,
+        "environment": {"source": {"hash": "old"}},
+        "results": [
+            {"tokens": 7, "routing": "r", "solutions": {"x": {"median_ms": {"routing": 1.0}}}}
+        ],
+    }
+    info = {"solutions": {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}}
+    now = {"cutedsl_moe_fp8_flat": "2"}
+    monkeypatch.setattr(report_data.sources, "current", lambda: now)
+    _, page = page_of(some_run(tmp_path, run=info, stages=stages))
+    assert "Since this run the source of flat has changed." in page.words
+    assert "Since this measurement the project's sources have changed." in page.words
+    now["cutedsl_moe_fp8_flat"] = "1"
+    stages["solutions"] = {"cutedsl_moe_fp8_flat": "1"}
+    _, page = page_of(some_run(tmp_path, run=info, stages=stages))
+    assert "changed." not in page.words and "not known" not in page.words
+
+
+def test_pictures_of_both_clocks(tmp_path: Path) -> None:
+    recorded = report_data.read(clocked_run(tmp_path, floors=FLOORS))
+    written = report.write_pictures(recorded, tmp_path / "png")
+    assert [p.name for p in written] == ["latency.png", "speedup.png", "latency_device.png"]
+
+
+# --- names and files that are not as they should be -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a$b$c", "\\alpha_{", "x\x1b[31m"])
+def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
+    run = directory(tmp_path, [trace(name, 7, 1.0, hardware=f"GPU {name}")])
+    text, page = page_of(run)
+    shown = name.replace("\x1b", "\\x1b")
+    assert shown in page.words and "\x1b" not in text
+    assert report.write_pictures(report_data.read(run), tmp_path / "png")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("stages", {"results": 5}, r"stages\.json: "),
+        ("stages", {"hardware": "G", "timing": "t", "iterations": 1, "results": [{}]}, "tokens"),
+        ("gemm_layers", {"results": [{"us": 1.0}]}, r"gemm_layers\.json: "),
+        ("gemm", [], r"gemm\.json: the whole"),
+        ("run", {"environment": {"gpus": ["H200"]}}, r"run\.json: environment\.gpus\.0"),
+        ("run", {"environment": None}, r"run\.json: environment"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(tmp_path: Path, file, content, said) -> None:
+    run = some_run(tmp_path)
+    (run / f"{file}.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=rf"{said}[^\n]*$"):
+        report.write(run)
+    (run / f"{file}.json").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=rf"{file}\.json is no JSON"):
+        report.write(run)
+
+
+def test_an_empty_run_json_still_makes_a_page(tmp_path: Path) -> None:
+    _, page = page_of(some_run(tmp_path, run={}))
+    assert "flat" in page.words
+
+
+def test_the_run_after_the_peers_is_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    run = some_run(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["report.py", "--peers", "peer_a,peer_b", str(run)])
+    assert report.main() == 0
+    assert (run / "report.html").is_file()

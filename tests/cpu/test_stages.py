@@ -1,8 +1,11 @@
 """The per-stage timing: every stage and the whole call, in turns, and wrong outputs are noticed."""
 
+import sys
 import time
 
 import pytest
+import schemas
+import sources
 import stages
 import torch
 from moe_fp8.core.metrics import calc_diff
@@ -73,6 +76,23 @@ def test_layers_are_those_of_the_generations() -> None:
     assert set(stages.load_layers([])) >= {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
     without_gpu = stages.load_layers([], use_gpu=False)
     assert all(name.startswith("cutedsl_moe_fp8_") for name in without_gpu), "peers need a GPU"
+
+
+def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> None:
+    def problem(self, length: int):
+        inputs = type("Inputs", (), {"hidden_states": torch.zeros(length, 8)})()
+        return inputs, "drawn"
+
+    monkeypatch.setattr(stages, "load_layers", lambda names, use_gpu: {"triton_moe": Layer(1.0, 0)})
+    monkeypatch.setattr(stages.Problems, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(stages.Problems, "of", problem)
+    out = tmp_path / "stages.json"
+    arguments = ["--cpu", "--tokens", "4", "--iterations", "2", "--warmup", "0"]
+    monkeypatch.setattr(sys, "argv", ["stages.py", *arguments, "--json", str(out)])
+    assert stages.main() == 0
+    record = schemas.read(out, schemas.Stages)
+    assert record["solutions"] == {"triton_moe": sources.current()["triton_moe"]}
+    assert record["results"][0]["solutions"]["triton_moe"]["output"] == "first"
 
 
 @pytest.mark.large_memory

@@ -1,5 +1,6 @@
 """The tuning of the Triton GEMM off the GPU: its candidates, their operands and the choice."""
 
+import gemm_peers
 import gemm_timing
 import pytest
 import torch
@@ -34,12 +35,13 @@ def test_a_tile_is_printed_as_the_call_that_makes_it():
     "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
 )
 def test_a_variant_computes_its_problem(gemm, tile, monkeypatch):
-    monkeypatch.setattr(tune_triton, "GEMMS", {(256, 384): gemm})
+    shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
+    monkeypatch.setattr(gemm_peers, "LAYER_SHAPES", shapes)
     problem = gemm_timing.Problem(ROWS, 256, 384, tokens=40)
     source = gemm_timing.Weights(len(ROWS), 256, 384, DEVICE, seed=0)
     operands = gemm_timing.Operands(problem, source)
     assert gemm_timing.Checker(operands).calc_diff(tune_triton.variant(tile)) < 1e-5
-    _, rows = tune_triton.placement(operands, tile.block_m)
+    _, rows = gemm_peers.triton_rows(operands, tile.block_m)
     assert rows.m_indptr[-1] % tile.block_m == 0
     assert (rows.token_of_row >= 0).sum() == problem.pairs
     assert len(rows.token_of_row) >= int(rows.m_indptr[-1])

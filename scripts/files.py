@@ -1,0 +1,30 @@
+"""Writing a file whole or not at all: a full disk or a crash leaves the one that was there."""
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write beside the path, then rename; directories are made. What is no regular file, such as
+    /dev/stdout, is written to as it is. Raises OSError, with nothing left behind."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    target = path.resolve()  # a link stays a link
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise

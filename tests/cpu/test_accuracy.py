@@ -1,0 +1,299 @@
+"""The accuracy pass: fresh inputs for everyone, and figures only for what was really measured."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import dataset
+import pack
+import pytest
+import second_pass
+import small
+import traces
+from common import (
+    DEFINITION,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    ROOT,
+    UsageError,
+)
+from second_pass import Pass
+from test_files import disk_of
+from test_rank import trace, write
+
+VANDAL = small.RIGHT + "    x.zero_()\n"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+
+
+def measured(solutions: list, **options: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    trace_set = small.trace_set(lengths=(3,))
+    (workloads,) = trace_set.workloads.values()
+    pairs = {(w.workload.uuid, s.name) for w in workloads for s in solutions}
+    pairs = options.pop("pairs", pairs)
+    what = Pass(trace_set, solutions, workloads, pairs, "GPU A", None)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    accuracy.measure(what, "cpu", 5, lambda u, n, r: found.__setitem__((u, n), r))
+    return found
+
+
+def test_figures_of_right_and_wrong_solutions() -> None:
+    wrong = small.RIGHT + "    output.mul_(-1)\n"
+    fails = "def run(x, w, factor, output): raise KeyError('a')\n"
+    solutions = [small.solution("right"), small.solution("wrong", wrong)]
+    found = measured([*solutions, small.solution("fails", fails)])
+    by_name = {name: result for (_, name), result in found.items()}
+    assert by_name["right"]["cosine"] > 0.9999 and by_name["right"]["seed"] == 5
+    assert by_name["wrong"]["cosine"] < -0.9999
+    assert by_name["fails"] == {"error": "KeyError: 'a'"}
+    only = measured(solutions, pairs={("uuid-3-0", "wrong")})
+    assert list(only) == [("uuid-3-0", "wrong")]
+
+
+def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> None:
+    found = measured([small.solution("vandal", VANDAL), small.solution("right")])
+    by_name = {name: result for (_, name), result in found.items()}
+    assert by_name["vandal"]["inputs_changed"] == ["x"]
+    assert "inputs_changed" not in by_name["right"] and by_name["right"]["cosine"] > 0.9999
+
+
+# --- the program on a run -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path: Path):
+    """accuracy.main on a small data set with three solutions of ours, on the CPU 'GPU A'."""
+    import flashinfer_bench.utils
+
+    fails = "def run(x, w, factor, output): raise KeyError('a')\n"
+    solutions = [small.solution("right"), small.solution("vandal", VANDAL)]
+    solutions.append(small.solution("fails", fails))
+    own = frozenset(s.hash() for s in solutions)
+    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
+
+    def load(root: Path):
+        trace_set = small.trace_set(lengths=(3, 40))
+        trace_set.solutions[DEFINITION] = [*solutions, small.solution("theirs", small.RIGHT + "#")]
+        return trace_set, list(solutions)
+
+    monkeypatch.setattr(second_pass, "load_with_ours", load)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", *arguments])
+        return accuracy.main()
+
+    run.hashes = {
+        s.name: s.hash() for s in (*solutions, small.solution("theirs", small.RIGHT + "#"))
+    }
+    return run
+
+
+def table_of(out: str) -> dict[tuple[str, str], list[str]]:
+    """The cells behind T and solution of every line of a printed table."""
+    lines = [line.split() for line in out.splitlines()[2:]]
+    return {(cells[0], cells[2]): cells[3:] for cells in lines}
+
+
+def traces_of(directory: Path, *hashes: tuple[str, str], hardware: str = "GPU A") -> Path:
+    made = []
+    for name, source in hashes:
+        made.append(trace(name, 7, 1.0, hardware=hardware, libs={"solution_hash": source}))
+        made[-1]["workload"] |= {"uuid": "uuid-3-0", "axes": {"seq_len": 3}}
+    return write(directory / "traces.jsonl", made)
+
+
+def figures(path: Path) -> dict[str, dict[str, Any]]:
+    return {r.solution: r.extra for r in traces.read_records([path])}
+
+
+def test_a_run_gets_the_figures_and_a_vandal_fails_in_its_ranking(
+    program, tmp_path: Path, capsys
+) -> None:
+    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "vandal")))
+    assert program("--run", str(tmp_path), "--seed", "9") == EXIT_FAILED
+    out, err = capsys.readouterr()
+    assert f"accuracy of 2 results added to {path}" in out
+    assert "error: vandal at T=3 (uuid-3-0): changes its inputs: x" in err
+    found = figures(path)
+    assert found["right"]["seed"] == 9 and found["right"]["cosine"] > 0.9999
+    status = {r.solution: r.status for r in traces.read_records([path])}
+    assert status == {"right": "PASSED", "vandal": "CHANGED_INPUTS"}
+
+
+def test_results_of_other_sources_or_hardware_are_left_alone_and_named(
+    program, tmp_path: Path, capsys
+) -> None:
+    path = traces_of(tmp_path, ("right", "0" * 40), ("right", "0" * 40), ("absent", "1"))
+    before = path.read_bytes()
+    assert program("--run", str(tmp_path)) == EXIT_OK
+    err = capsys.readouterr().err
+    now = program.hashes["right"][:8]
+    assert (
+        f"left out: right: measured with source 00000000, the present one is {now} (2 results)"
+        in err
+    )
+    assert "left out: absent: not among the present solutions (1 results)" in err
+    assert path.read_bytes() == before
+    path = traces_of(tmp_path, ("right", program.hashes["right"]), hardware="GPU B")
+    assert program("--run", str(tmp_path)) == EXIT_OK
+    assert "left out: right: measured on GPU B, this is GPU A" in capsys.readouterr().err
+    assert figures(path) == {"right": {}}
+
+
+def test_code_of_the_data_set_is_run_again_only_where_asked_for(
+    program, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "theirs")))
+    assert program("--run", str(tmp_path)) == EXIT_OK
+    assert "left out: theirs: code of the data set" in capsys.readouterr().err
+    assert "cosine" in figures(path)["right"] and "cosine" not in figures(path)["theirs"]
+    # As on a machine with a GPU, where others' code can run.
+    monkeypatch.setattr(second_pass, "split_available", lambda may, *_: (list(may), {}))
+    assert program("--run", str(tmp_path), "--run-foreign") == EXIT_OK
+    assert "cosine" in figures(path)["theirs"]
+
+
+def test_figures_that_cannot_be_kept_are_shown(program, tmp_path: Path, capsys) -> None:
+    path = traces_of(tmp_path, ("right", program.hashes["right"]))
+    before = path.read_bytes()
+    with disk_of(100):
+        assert program("--run", str(tmp_path)) == EXIT_USAGE
+    out, err = capsys.readouterr()
+    assert f"error: {path}: File too large; the traces are as they were" in err
+    assert "right" in out and "added to" not in out
+    assert path.read_bytes() == before
+
+
+def test_an_interrupt_keeps_the_figures_so_far(
+    program, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "vandal")))
+    real = accuracy.run_solution
+
+    def stop(runnable, inputs, device):
+        if runnable.metadata.solution_name == "vandal":
+            raise KeyboardInterrupt
+        return real(runnable, inputs, device)
+
+    monkeypatch.setattr(accuracy, "run_solution", stop)
+    assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
+    assert "accuracy of 1 results added" in capsys.readouterr().out
+    assert "cosine" in figures(path)["right"] and figures(path)["vandal"] == {}
+
+
+def test_without_a_run_the_figures_are_printed_and_written(program, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "figures.json"
+    assert program("--json", str(out)) == EXIT_FAILED
+    printed, err = capsys.readouterr()
+    assert printed.splitlines()[0].split()[:5] == ["T", "uuid", "solution", "cosine", "calc_diff"]
+    found = table_of(printed)
+    assert list(found) == [("3", "fails"), ("3", "right"), ("3", "vandal")], "small ones on the CPU"
+    assert found["3", "fails"] == ["KeyError:", "'a'"]
+    assert len(found["3", "right"]) == 5 and found["3", "vandal"][5:] == ["x"]
+    assert "error: fails at T=3 (uuid-3-0): KeyError: 'a'" in err
+    data = {entry["solution"]: entry for entry in json.loads(out.read_text())}
+    assert data["vandal"]["inputs_changed"] == ["x"]
+    assert data["right"]["tokens"] == 3 and data["right"]["seed"] == 2026
+    assert program("--solutions", "right") == EXIT_OK
+
+
+def test_workloads_are_chosen(program, capsys) -> None:
+    def lengths(*arguments: str) -> set[str]:
+        assert program("--solutions", "right", *arguments) == EXIT_OK
+        return {length for length, _ in table_of(capsys.readouterr().out)}
+
+    assert lengths("--workloads", "40") == {"40"}
+    assert lengths("--max-tokens", "100") == {"3", "40"}
+    assert lengths() == {"3"}
+
+
+def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path, capsys) -> None:
+    """The workloads and the pairs that it has, whatever their size, and no others."""
+    path = traces_of(tmp_path, ("right", program.hashes["right"]))
+    first = json.loads(path.read_text())
+    other = trace("fails", 7, 1.0, libs={"solution_hash": program.hashes["fails"]})
+    other["workload"] |= {"uuid": "uuid-40-1", "axes": {"seq_len": 40}}
+    write(path, [first])
+    out = tmp_path / "figures.json"
+    assert program("--run", str(tmp_path), "--json", str(out)) == EXIT_OK
+    assert [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())] == [(3, "right")]
+    write(path, [first, other])
+    assert program("--run", str(tmp_path), "--json", str(out)) == EXIT_FAILED
+    entries = [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())]
+    assert entries == [(3, "right"), (40, "fails")]
+    assert "accuracy of 1 results added" in capsys.readouterr().out
+    assert figures(path)["fails"] == {}, "an error is no figure"
+    chosen = ["--workloads", "3", "--json", str(out)]
+    assert program("--run", str(tmp_path), *chosen) == EXIT_OK
+    assert [e["tokens"] for e in json.loads(out.read_text())] == [3]
+
+
+def test_a_run_without_outputs_or_traces_has_nothing_to_measure(
+    program, tmp_path: Path, capsys
+) -> None:
+    write(tmp_path / "traces.jsonl", [trace("right", 7, None, status="TIMEOUT")])
+    assert program("--run", str(tmp_path)) == EXIT_OK
+    assert "no trace of this run has an output to compare" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="has no traces.jsonl"):
+        program("--run", str(tmp_path / "absent"))
+
+
+def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> None:
+    def load(root: Path):
+        raise pack.PackError("gen.py: no docstring")
+
+    monkeypatch.setattr(second_pass, "load_with_ours", load)
+    assert program() == EXIT_FAILED
+    assert capsys.readouterr().err == "error: gen.py: no docstring\n"
+
+
+def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(second_pass, "this_machine", lambda use_gpu: asked.append(use_gpu))
+    monkeypatch.setattr(second_pass, "split_available", lambda may, *_: (list(may), {}))
+    found = second_pass.choose(ROOT, "cuda:0")
+    second_pass.choose(ROOT, "cpu")
+    assert asked == [True, False]
+    assert "theirs" not in {s.name for s in found.solutions}, "not asked for"
+
+
+def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
+    """Our own solutions as they are packed: the peers are GPU code."""
+    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
+    what = second_pass.choose(ROOT, "cpu", workloads=["1"])
+    names = {s.name for s in what.solutions}
+    assert names == {g.name for g in pack.generations() if g.path.parent == pack.PACKAGE_DIR}
+    assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
+    assert "left out: triton_moe: needs a GPU" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no solution can run here"):
+        second_pass.choose(ROOT, "cpu", solutions=["triton_moe"])
+
+
+def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cuda"])
+    with pytest.raises(UsageError, match="--device cuda: no GPU is visible"):
+        accuracy.main()
+
+
+def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(pack, "write_packed", lambda: [])
+    monkeypatch.setattr(dataset, "packed_solutions", lambda packed: [small.solution("a")])
+    trace_set, packed = dataset.load_with_ours(ROOT)
+    assert [s.name for s in packed] == ["a"]
+    assert "a" in {s.name for s in trace_set.solutions[DEFINITION]}
+    dataset.say_whose_reference(ROOT)
+    assert "reference" not in capsys.readouterr().err
+    dataset.say_whose_reference(tmp_path)
+    assert f"{tmp_path}: the reference of its definition is run" in capsys.readouterr().err

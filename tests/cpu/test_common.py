@@ -1,0 +1,89 @@
+"""What the programs share: text that cannot act, tables, options, and errors in one line."""
+
+import argparse
+
+import common
+import pytest
+
+
+def test_text_that_a_terminal_would_act_on_is_made_visible() -> None:
+    assert common.printable("a\x1b[31m\r\n\u202e\x00é 漢") == "a\\x1b[31m\\r\\n\\u202e\\x00é 漢"
+    assert common.printable("\ud800") == "\\ud800", "half of a letter, from a broken file"
+
+
+def test_markdown_is_shown_as_it_is() -> None:
+    assert common.markdown("a|b\\|c<i>`$[d](e)\n") == "a\\|b\\\\\\|c\\<i>\\`\\$\\[d](e)\\\\n"
+    assert common.markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
+
+
+def test_lines_on_stderr_are_printable(capsys) -> None:
+    common.say("a\x1b\nb")
+    assert capsys.readouterr().err == "a\\x1b\nb\n"
+
+
+def test_tables() -> None:
+    header, rows = ["name", "x"], [["a|b", "1"], ["c\n", "22"]]
+    assert common.text_table(header, rows).split("\n") == [
+        "name   x",
+        "----  --",
+        "a|b    1",
+        "c\\n   22",
+    ]
+    assert common.markdown_table(header, rows).split("\n") == [
+        "| name |   x |",
+        "| ---- | --: |",
+        "| a\\|b |   1 |",
+        "| c\\\\n |  22 |",
+    ]
+    assert common.text_table(["a"], []) == "a\n-"
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (common.whole(1), {"1": 1, "50": 50}, ["0", "-1", "1.5", "x", "", "nan", str(2**63)]),
+        (common.whole(0), {"0": 0}, ["-1"]),
+        (common.positive, {"0.1": 0.1, "1e3": 1000.0}, ["0", "-1", "nan", "inf", "-inf", "x", ""]),
+        (common.share, {"0.85": 0.85, "1": 1.0}, ["0", "1.01", "nan", "x"]),
+    ],
+)
+def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> None:
+    assert {text: kind(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="is no"):
+            kind(text)
+
+
+def test_names_are_separated_by_commas() -> None:
+    assert common.names("a,b*,,c") == ["a", "b*", "c"] and common.names("") == []
+
+
+def failing(error: BaseException):
+    def main() -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (common.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied\n"),
+        (OSError("no more"), 2, "error: no more\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(error, status: int, said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        common.run_main(failing(error))
+    assert ended.value.code == status and capsys.readouterr().err == said
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        common.run_main(failing(ZeroDivisionError()))
+
+
+def test_durations() -> None:
+    assert [common.duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]

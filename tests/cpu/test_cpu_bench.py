@@ -1,0 +1,273 @@
+"""The CPU runner on a small definition: what passes, what fails and why, and what is timed."""
+
+import os
+from pathlib import Path
+
+import cpu_bench
+import dataset
+import pytest
+import small
+import torch
+from common import DEFINITION, Progress, UsageError
+from flashinfer_bench.bench import BenchmarkConfig
+from flashinfer_bench.data import Evaluation, Solution, Trace
+from traces import failure_reason
+
+CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_bench, "MEMORY_NEEDED", 0)
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+
+
+def run(
+    solutions: list[Solution],
+    lengths: tuple[int, ...] = (3,),
+    reference: str = small.REFERENCE,
+    config: BenchmarkConfig = CONFIG,
+) -> dict[tuple[str, str], Evaluation]:
+    """The evaluation of every (workload, solution)."""
+    trace_set = small.trace_set(reference, lengths)
+    (workloads,) = trace_set.workloads.values()
+    stored: list[list[Trace]] = []
+    pairs = [(w, solutions) for w in workloads]
+    progress = Progress(len(pairs), quiet=True)
+    cpu_bench.run(trace_set, pairs, config, 5, stored.append, progress)
+    assert [len(traces) for traces in stored] == [len(solutions)] * len(workloads)
+    return {(t.workload.uuid, str(t.solution)): t.evaluation for s in stored for t in s}
+
+
+def outcome(content: str, **options) -> tuple[str, str]:
+    """Status and reason of one solution, which a right one follows and passes."""
+    found = run([small.solution("it", content), small.solution("right")], **options)
+    status = {name: e.status.value for (_, name), e in found.items()}
+    assert status["right"] == "PASSED"
+    (it,) = [e for (_, name), e in found.items() if name == "it"]
+    passed = status["it"] == "PASSED"
+    return status["it"], "" if passed else failure_reason(it.model_dump(mode="json"))
+
+
+def test_a_right_solution_passes_with_its_figures() -> None:
+    found = run([small.solution("right")], lengths=(1, 3))
+    assert list(found) == [("uuid-1-0", "right"), ("uuid-3-1", "right")]
+    for e in found.values():
+        assert e.status.value == "PASSED"
+        extra = e.correctness.extra
+        assert extra["matched_ratio"] == 1.0 and extra["cosine"] > 0.9999 and extra["seed"] == 5
+        assert set(extra["matched_ratios"]) == {"0.2/0.1", "0.3/1", "0.01/0.01"}
+        assert e.environment.libs["device"] == "cpu" and int(e.environment.libs["threads"]) >= 1
+
+
+class Clock:
+    """Seconds pass only where the reference or a solution says so."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.calls = 100.0, 0
+        monkeypatch.setattr(cpu_bench.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("builtins.CLOCK", self, raising=False)
+
+    def spend(self, *seconds: float) -> None:
+        """The n-th call takes the n-th time, the later ones the last."""
+        self.now += seconds[min(self.calls, len(seconds) - 1)]
+        self.calls += 1
+
+
+def taking(*seconds: float) -> str:
+    """A right solution whose calls take so long."""
+    return small.RIGHT.replace("    output", f"    CLOCK.spend(*{seconds})\n    output")
+
+
+def test_the_speedup_is_the_references_time_over_the_solutions(monkeypatch) -> None:
+    Clock(monkeypatch)
+    slow = small.REFERENCE.replace("    return", "    CLOCK.now += 0.25\n    return")
+    (e,) = run([small.solution("right", taking(0.0625))], reference=slow).values()
+    assert e.performance.reference_latency_ms == 250.0
+    assert e.performance.latency_ms == 62.5 and e.performance.speedup_factor == 4.0
+
+
+def test_the_latency_is_the_median_of_the_timed_calls(monkeypatch) -> None:
+    """Not their mean, the least or the longest; the first call is not timed."""
+    clock = Clock(monkeypatch)
+    config = BenchmarkConfig(iterations=3, rtol=0.01, atol=0.01)
+    found = run([small.solution("it", taking(8.0, 0.5, 2.0, 1.0))], config=config)
+    assert clock.calls == 4
+    assert [e.performance.latency_ms for e in found.values()] == [1000.0]
+
+
+def test_further_calls_stop_after_a_while(monkeypatch) -> None:
+    clock = Clock(monkeypatch)
+    config = BenchmarkConfig(iterations=1000, rtol=0.01, atol=0.01)
+    monkeypatch.setattr(cpu_bench, "SECONDS_PER_SOLUTION", 6.0)
+    assert run([small.solution("it", taking(2.0))], config=config)
+    assert clock.calls == 1 + 3, "three of 2 s are enough for 6 s"
+
+
+def test_progress_and_results_are_told(capsys) -> None:
+    trace_set = small.trace_set(lengths=(1, 3))
+    (workloads,) = trace_set.workloads.values()
+    pairs = [(w, [small.solution("right")]) for w in workloads]
+    cpu_bench.run(trace_set, pairs, CONFIG, 5, lambda traces: None, Progress(2))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("[1/2] T=1 (uuid-1-0): right   elapsed")
+    assert lines[1].strip() == "right: PASSED"
+    assert lines[2].startswith("[2/2] T=3 (uuid-3-1): right   elapsed")
+
+
+def test_available_memory_is_what_the_system_says() -> None:
+    available = cpu_bench.available_memory()
+    assert available is not None
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert total / 1000 < available < total and available % 1024 == 0
+
+
+def test_an_output_that_is_not_finite_fails() -> None:
+    """flashinfer-bench's error statistics alone count NaN as matched."""
+    for value, said in (("nan", "nan"), ("inf", "inf")):
+        content = small.RIGHT + f"    output[-1, -1] = float('{value}')\n"
+        status, reason = outcome(content)
+        assert (status, reason) == (
+            "INCORRECT_NUMERICAL",
+            "NaN or infinite values in the output",
+        )
+        (e, _) = run([small.solution("it", content), small.solution("right")]).values()
+        assert str(e.correctness.max_absolute_error) == said
+
+
+def test_an_element_that_is_not_written_shows(monkeypatch) -> None:
+    """The memory of the output may hold what an earlier call left there: the right values."""
+    import flashinfer_bench.bench.evaluators.utils as utils
+
+    def allocated(definition, inputs, device):
+        x, w, factor = inputs
+        return [(x.float() @ w.float() * factor).to(torch.bfloat16)]
+
+    monkeypatch.setattr(utils, "allocate_outputs", allocated)
+    status, reason = outcome("def run(x, w, factor, output): pass\n")
+    assert (status, reason) == ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
+
+
+def test_wrong_values_fail_by_the_tolerance() -> None:
+    content = small.RIGHT + "    output[:1] *= 2\n"
+    status, reason = outcome(content)
+    assert status == "INCORRECT_NUMERICAL" and reason.startswith("matched ratio 0.6667 is too low")
+    assert outcome(content, config=BenchmarkConfig(required_matched_ratio=0.6))[0] == "PASSED"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "reason"),
+    [
+        ("def run(x, w, factor, output): raise KeyError('a')\n", "RUNTIME_ERROR", "KeyError: 'a'"),
+        ("raise ImportError('no')\n", "COMPILE_ERROR", "Failed importing module"),
+    ],
+)
+def test_errors_have_their_reason(content: str, status: str, reason: str) -> None:
+    found = outcome(content)
+    assert found[0] == status and reason in found[1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "status"),
+    [
+        ("torch.zeros(1, 2, dtype=torch.bfloat16)", "INCORRECT_SHAPE"),
+        ("x @ w.float() * factor", "INCORRECT_DTYPE"),
+        ("(x @ w.float() * factor).to(torch.bfloat16)", "PASSED"),
+    ],
+)
+def test_returned_outputs_are_checked_too(returned: str, status: str) -> None:
+    content = f"import torch\n\ndef run(x, w, factor):\n    return {returned}\n"
+    (e,) = run([small.solution("it", content, dps=False)]).values()
+    assert e.status.value == status
+
+
+def test_an_error_in_a_timed_call_is_that_solutions_alone() -> None:
+    content = """
+CALLS = []
+
+def run(x, w, factor, output):
+    CALLS.append(1)
+    if len(CALLS) > 1:
+        raise RuntimeError("the second time")
+    output.copy_(x.float() @ w.float() * factor)
+"""
+    assert outcome(content) == ("RUNTIME_ERROR", "the second time")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ("x.zero_()", "x"),
+        ("x[0, 0] += 1; w.mul_(2)", "x, w"),
+        ("x[0, 0] = -x[0, 0] if x[0, 0] == 0 else float('nan')", "x"),
+        ("w.resize_(2, 2)", "w"),
+    ],
+)
+def test_a_solution_that_changes_its_inputs_fails_and_harms_no_other(change, names) -> None:
+    content = small.RIGHT + f"    {change}\n"
+    status, reason = outcome(content)
+    assert (status, reason) == ("RUNTIME_ERROR", f"the solution changes its inputs: {names}")
+
+
+def test_inputs_that_a_later_call_changes_are_found_too() -> None:
+    content = """
+CALLS = []
+
+def run(x, w, factor, output):
+    output.copy_(x.float() @ w.float() * factor)
+    CALLS.append(1)
+    if len(CALLS) == 3:
+        x.zero_()
+"""
+    assert outcome(content)[1] == "the solution changes its inputs: x"
+
+
+def test_every_solution_and_workload_has_its_own_copies(monkeypatch) -> None:
+    """The same values, in other memory; NaN in an input is no change."""
+    content = small.RIGHT.replace(
+        "    output", "    SEEN.append((x.data_ptr(), x.clone(), w.data_ptr()))\n    output"
+    )
+    seen: list = []
+    monkeypatch.setattr("builtins.SEEN", seen, raising=False)
+    run([small.solution("a", content), small.solution("b", content)], lengths=(3, 3))
+    calls = [seen[i : i + 3] for i in range(0, len(seen), 3)]  # one checked, two timed
+    assert len(calls) == 4
+    assert torch.equal(calls[0][0][1], calls[1][0][1])
+    assert not torch.equal(calls[0][0][1], calls[2][0][1]), "another workload, other tokens"
+
+
+def test_inputs_are_drawn_by_seed_and_workload_and_weights_by_the_seed_alone() -> None:
+    trace_set = small.trace_set(lengths=(3, 3))
+    first, second = (t.workload for t in trace_set.workloads[DEFINITION])
+    inputs = dataset.Inputs(trace_set, "cpu", 5)
+    a, b = inputs.of(first), inputs.of(second)
+    assert not torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1]) and a[2] == b[2] == 2.0
+    again = dataset.Inputs(trace_set, "cpu", 5).of(first)
+    assert torch.equal(a[0], again[0]) and torch.equal(a[1], again[1])
+    other = dataset.Inputs(trace_set, "cpu", 6).of(first)
+    assert not torch.equal(a[0], other[0]) and not torch.equal(a[1], other[1])
+
+
+def test_an_interrupted_workload_keeps_what_it_has(monkeypatch) -> None:
+    stored: list[list[Trace]] = []
+    trace_set = small.trace_set(lengths=(3,))
+    (workloads,) = trace_set.workloads.values()
+    stops = small.solution("stops", "def run(*a): raise KeyboardInterrupt\n")
+    pairs = [(workloads[0], [small.solution("right"), stops])]
+    with pytest.raises(KeyboardInterrupt):
+        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1, quiet=True))
+    assert [[t.solution for t in traces] for traces in stored] == [["right"]]
+    with pytest.raises(KeyboardInterrupt):
+        only = [(workloads[0], [stops])]
+        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1, quiet=True))
+    assert len(stored) == 1, "nothing is no result"
+
+
+def test_too_little_memory_is_said_before_anything_runs(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_bench, "MEMORY_NEEDED", 10 * 2**30)
+    monkeypatch.setattr(cpu_bench, "available_memory", lambda: 2**30)
+    with pytest.raises(UsageError, match="needs about 10 GiB of memory and 1.0 GiB are available"):
+        run([small.solution("right")])
+    monkeypatch.setattr(cpu_bench, "available_memory", lambda: None)
+    assert run([small.solution("right")])

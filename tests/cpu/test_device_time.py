@@ -1,0 +1,139 @@
+"""The pass that measures device time, off the GPU: what it captures, traces, keeps and refuses."""
+
+import sys
+import types
+
+import device_time
+import pytest
+import torch
+from common import UsageError
+
+
+def test_a_summary_has_the_spread() -> None:
+    samples = [5.0, 1.0, 3.0, 2.0, 4.0, 6.0, 9.0, 7.0, 8.0, 10.0]
+    assert device_time.summary(samples, method="graph") == {
+        "method": "graph", "ms": 5.5, "p10": 2.0, "p90": 10.0, "calls": 10,
+    }  # fmt: skip
+
+
+class Event:
+    """The n-th pair of events lies n ms apart."""
+
+    pairs = 0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "Event") -> float:
+        Event.pairs += 1
+        return float(Event.pairs)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What device_times asks of torch.cuda; the calls that were made, by name."""
+    made: list[str] = []
+    monkeypatch.setattr(Event, "pairs", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: real(*[1 for _ in a], **k))
+    return made
+
+
+def timed(name: str, made: list[str]) -> device_time.Timed:
+    return device_time.Timed(lambda *arguments: made.append(name), [1, torch.zeros(2)])
+
+
+def test_calls_that_wait_are_traced_and_others_replayed_in_turns(gpu, monkeypatch) -> None:
+    made = gpu
+    calls = {name: timed(name, made) for name in ("a", "waits", "b", "broken")}
+    monkeypatch.setattr(device_time, "waits", lambda call: call is calls["waits"])
+
+    def captured(call, output):
+        assert output is call.arguments[-1]
+        if call is calls["broken"]:
+            raise RuntimeError("a replay gives another output\nand more")
+        return lambda: call.runnable(*call.arguments)
+
+    monkeypatch.setattr(device_time, "captured", captured)
+    monkeypatch.setattr(device_time, "traced_ms", lambda call: 0.25)
+    found = device_time.device_times(calls, repeats=3)
+    assert found["waits"] == device_time.summary([0.25] * 3, method="kernels")
+    assert found["broken"] == {"error": "RuntimeError: a replay gives another output"}
+    assert found["a"] == device_time.summary([1.0, 3.0, 5.0], method="graph")
+    assert found["b"] == device_time.summary([2.0, 4.0, 6.0], method="graph")
+    assert made[-10:] == ["a", "b"] * 5, "two rounds of warm-up and three that count, in turns"
+
+
+@pytest.mark.parametrize(
+    ("error", "waiting"),
+    [(None, False), ("called a synchronizing CUDA operation", True), ("out of memory", None)],
+)
+def test_a_call_waits_if_torch_says_so(error, waiting, monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call() -> None:
+        assert modes == ["error"]
+        if error is not None:
+            raise RuntimeError(error)
+
+    if waiting is None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            device_time.waits(call)
+    else:
+        assert device_time.waits(call) == waiting
+    assert modes == ["error", "default"]
+
+
+def test_a_traced_call_lasts_from_the_first_kernel_to_the_last(monkeypatch) -> None:
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    spans = [(cpu, 0, 900), (cuda, 100, 150), (cuda, 300, 420), (cuda, 120, 130)]
+
+    class Profile:
+        def __init__(self, activities): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def events(self):
+            return [
+                types.SimpleNamespace(
+                    device_type=device, time_range=types.SimpleNamespace(start=start, end=end)
+                )
+                for device, start, end in spans
+            ]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert device_time.traced_ms(lambda: None) == pytest.approx(0.32)
+    del spans[1:]
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        device_time.traced_ms(lambda: None)
+
+
+def test_the_table_shows_times_and_errors() -> None:
+    figures = {"ms": 0.5, "p10": 0.4, "p90": 0.6, "calls": 3}
+    results = {
+        ("b" * 8, "x"): {"device": {**figures, "method": "graph"}, "harness": figures},
+        ("a" * 8, "x"): {"error": "RuntimeError: no"},
+    }
+    header, rows = device_time.table(results, {"a" * 8: 7, "b" * 8: 80})
+    assert [len(row) for row in rows] == [len(header)] * 2
+    assert rows[0][:4] == ["7", "a" * 8, "x", "RuntimeError: no"]
+    assert rows[1][3:] == ["0.5000", "0.4000-0.6000", "graph", "0.5000", "0.4000-0.6000"]
+
+
+def test_it_needs_a_gpu_and_at_least_one_repeat(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["device_time.py", "--repeats", "0"])
+    with pytest.raises(UsageError, match="at least 1"):
+        device_time.main()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", ["device_time.py"])
+        with pytest.raises(UsageError, match="no GPU is visible"):
+            device_time.main()

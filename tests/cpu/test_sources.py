@@ -1,0 +1,95 @@
+"""Whether the sources of what was measured are those of now."""
+
+import environment
+import pack
+import pytest
+import sources
+from common import UsageError
+from test_rank import ranked, trace
+
+NOW = {"cutedsl_moe_fp8_v1": "1", "cutedsl_moe_fp8_v2": "2", "triton_moe": "3"}
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "current", lambda: NOW)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ({"cutedsl_moe_fp8_v1": {"1"}, "triton_moe": {"3"}}, ""),
+        ({}, ""),
+        (
+            {"cutedsl_moe_fp8_v1": {"0"}, "triton_moe": {"3"}},
+            "Since this run the source of v1 has changed.",
+        ),
+        ({"cutedsl_moe_fp8_v1": {"0"}}, "Since this run the source of v1 has changed."),
+        (
+            {"cutedsl_moe_fp8_v1": {"0"}, "cutedsl_moe_fp8_v2": {"2"}, "triton_moe": {"0"}},
+            "Since this run the sources of v1 and triton_moe have changed.",
+        ),
+        (
+            {"cutedsl_moe_fp8_v1": {"0"}, "cutedsl_moe_fp8_v2": {"0"}, "triton_moe": {"0"}},
+            "Since this run the sources of all 3 solutions have changed.",
+        ),
+        # A generation that is no more, and someone else's solution, whose source is not here.
+        (
+            {"cutedsl_moe_fp8_v0": {"0"}, "cutedsl_moe_fp8_v1": {"1"}, "theirs": {"0"}},
+            "Since this run the source of v0 has changed.",
+        ),
+        (
+            {"cutedsl_moe_fp8_v1": {""}, "cutedsl_moe_fp8_v2": {"0"}, "triton_moe": {"3"}},
+            "Since this run the source of v2 has changed. It is not known which sources of v1 were "
+            "measured.",
+        ),
+        (
+            {"cutedsl_moe_fp8_v1": {"1", "0"}, "x": {""}},
+            "Since this run the source of v1 has changed.",
+        ),
+    ],
+)
+def test_changed_sources_in_a_sentence(measured: dict[str, set[str]], said: str) -> None:
+    assert sources.remark(measured) == said
+
+
+def test_a_rankings_sources_are_those_of_its_records(tmp_path) -> None:
+    made = [trace("x", length, 1.0, libs={"solution_hash": "1"}) for length in (7, 80)]
+    made += [trace("y", 7, 1.0, libs={"solution_hash": "2"}), trace("z", 7, 1.0)]
+    (ranking,) = ranked(tmp_path, made)
+    assert sources.measured(ranking) == {"x": {"1"}, "y": {"2"}, "z": {""}}
+
+
+def test_records_of_stages_and_gemms(monkeypatch) -> None:
+    monkeypatch.setattr(environment, "source_hash", lambda: "now")
+    assert sources.record_remark({"cutedsl_moe_fp8_v1": "1"}, {"source": {"hash": "old"}}) == ""
+    assert sources.record_remark({"cutedsl_moe_fp8_v1": "0", "triton_moe": "3"}, None) == (
+        "Since this measurement the source of v1 has changed."
+    )
+    assert sources.record_remark(None, {"source": {"hash": "now"}}) == ""
+    assert sources.record_remark(None, {"source": {"hash": "old"}}) == (
+        "Since this measurement the project's sources have changed."
+    )
+    for nothing in (None, {}, {"source": {}}):
+        said = sources.record_remark(None, nothing)
+        assert said == "It is not known which sources were measured."
+
+
+def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
+    monkeypatch.undo()
+    from flashinfer_bench.data import Solution
+
+    packed = {g.name: Solution.model_validate_json(pack.pack(g)) for g in pack.generations()}
+    assert sources.current() == {name: s.hash() for name, s in packed.items()}
+    assert len(set(sources.current().values())) == len(packed) > 4
+
+
+def test_sources_that_cannot_be_packed_are_one_line(monkeypatch) -> None:
+    monkeypatch.undo()
+
+    def generations() -> list[pack.Generation]:
+        raise pack.PackError("gen.py: no docstring")
+
+    monkeypatch.setattr(sources, "generations", generations)
+    with pytest.raises(UsageError, match="cannot be packed: gen.py: no docstring"):
+        sources.current.__wrapped__()

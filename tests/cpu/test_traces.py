@@ -1,0 +1,365 @@
+"""Trace files: what is no trace is refused, what is no measurement is marked, and writing keeps
+what was there."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+from common import UsageError
+from flashinfer_bench.data import Trace
+from test_rank import UUIDS, trace, write
+from traces import failure_reason, merge_into_traces, parse_record, read_records
+
+
+def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:
+    nan = {"status": "INCORRECT_NUMERICAL", "correctness": {"max_absolute_error": "NaN"}}
+    assert failure_reason(nan) == "NaN or infinite values in the output"
+    skipped = {
+        "status": "RUNTIME_ERROR",
+        "log": "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n",
+    }
+    assert failure_reason(skipped) == "KeyError: 'x'"
+    assert failure_reason({"status": "RUNTIME_ERROR", "log": ""}) == "no reason recorded"
+
+
+def test_the_reason_is_the_logs_last_line_where_no_exception_is_named() -> None:
+    log = "compiling\nkilled by the system\n\n"
+    assert failure_reason({"status": "RUNTIME_ERROR", "log": log}) == "killed by the system"
+    passed = parse_record(trace("x", 7, 1.0, log="some output\n"), "")
+    assert passed is not None and passed.reason == ""
+
+
+def test_a_path_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="absent does not exist"):
+        read_records([tmp_path / "absent"])
+
+
+def test_lines_without_a_result_are_passed_over(tmp_path: Path) -> None:
+    """A data set's workloads have the form of traces."""
+    workload = trace("x", 7, 1.0) | {"solution": None, "evaluation": None}
+    path = write(tmp_path / "t.jsonl", [workload, trace("y", 7, 1.0, libs={"solution_hash": "1"})])
+    assert [r.solution for r in read_records([path])] == ["y"]
+    assert merge_into_traces(path, {(UUIDS[7], "y"): {"cosine": 0.5}}, {"y": "1"}, "GPU A") == 1
+    assert json.loads(path.read_text().splitlines()[0]) == workload
+
+
+def test_reads_directories_and_data_sets_and_skips_other_definitions(tmp_path: Path) -> None:
+    other = trace("x", 7, 1.0) | {"definition": "gemm"}
+    only_workload = trace("x", 7, 1.0) | {"solution": None, "evaluation": None}
+    write(tmp_path / "set" / "traces" / "moe" / "a.jsonl", [trace("x", 7, 1.0), other])
+    write(tmp_path / "set" / "workloads" / "moe" / "a.jsonl", [only_workload])
+    assert len(read_records([tmp_path / "set"])) == 1
+    assert len(read_records([tmp_path / "set" / "traces"])) == 1
+    assert parse_record(only_workload, "") is None
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(UsageError, match=r"t\.jsonl:2"):
+        read_records([path])
+
+
+def test_hand_made_traces_are_traces_of_flashinfer_bench() -> None:
+    from flashinfer_bench.data import Trace
+
+    made = Trace.model_validate(trace("x", 7, 1.0, extra={"matched_ratio": 1.0}))
+    record = parse_record(json.loads(made.model_dump_json()), "")
+    assert record is not None and record.speedup == 10.0 and record.tokens == 7
+
+
+INF = float("inf")
+
+
+# --- files that are not as they should be ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [5, -1, -30])
+def test_a_last_line_that_was_cut_short_is_left_out_with_a_remark(
+    tmp_path: Path, capsys, keep: int
+) -> None:
+    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
+    line = json.dumps(trace("y", 7, 1.0)).encode()
+    whole = path.read_bytes()
+    path.write_bytes(whole + line[:keep])
+    assert [r.solution for r in read_records([path])] == ["x"]
+    assert capsys.readouterr().err == f"{path}: the last line is cut short and left out\n"
+    path.write_bytes(whole + line)  # only the end of the line is missing
+    assert [r.solution for r in read_records([path])] == ["x", "y"]
+    path.write_bytes(whole)
+    assert [r.solution for r in read_records([path])] == ["x"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_cut_inside_a_letter_is_left_out_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
+    path.write_bytes(path.read_bytes() + '{"definition": "é'.encode()[:-1])
+    assert len(read_records([path])) == 1
+
+
+def changed(**fields: Any) -> dict:
+    return trace("x", 7, 1.0) | fields
+
+
+def changed_evaluation(**fields: Any) -> dict:
+    made = trace("x", 7, 1.0)
+    return made | {"evaluation": made["evaluation"] | fields}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [1, 2],
+        changed(workload=None),
+        changed(workload=[]),
+        changed(workload={"axes": {"seq_len": "many"}, "uuid": "u"}),
+        changed(workload={"axes": {"seq_len": [7]}, "uuid": "u"}),
+        changed(workload={"axes": {"seq_len": 7}, "uuid": 5}),
+        changed(workload={"axes": 7, "uuid": "u"}),
+        changed(solution=["x"]),
+        changed(evaluation=[1]),
+        changed_evaluation(status=5),
+        changed_evaluation(status="TIMEOUT", log=5),
+        changed_evaluation(timestamp=5),
+        changed_evaluation(environment="GPU"),
+        changed_evaluation(environment={"hardware": 5}),
+        changed_evaluation(environment={"hardware": "GPU", "libs": []}),
+        changed_evaluation(environment={"hardware": "GPU", "libs": {"timing": 5}}),
+        changed_evaluation(performance=[1.0]),
+        changed_evaluation(correctness={"extra": [1]}),
+        changed_evaluation(correctness={"extra": {"device": 5}}),
+        changed_evaluation(correctness={"extra": {"device": {"ms": 1.0, "method": 5}}}),
+    ],
+)
+def test_what_is_no_trace_is_named_in_one_line(tmp_path: Path, made: Any) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(trace("x", 7, 1.0)) + "\n\n" + json.dumps(made) + "\n")
+    with pytest.raises(UsageError, match=r"t\.jsonl:3 is no trace: [^\n]*$"):
+        read_records([path])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}\n", b"[" * 100_000 + b"\n", b"\x00\n"])
+def test_bytes_that_are_no_text_or_no_json_are_named_too(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"t\.jsonl:1 is no trace"):
+        read_records([path])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{broken", "is no JSON"),
+        ("[]", "the whole"),
+        ('{"peers": []}', "peers"),
+        ('{"peers": {"x": "maybe"}}', "peers.x"),
+        ('{"skipped": {"x": 5}}', "skipped.x"),
+        ('{"solutions": ["x"]}', "solutions"),
+        ('{"earlier": 5}', "earlier"),
+        ('{"environment": {"gpus": 5}}', "environment.gpus"),
+    ],
+)
+def test_a_broken_run_json_is_named_in_one_line(tmp_path: Path, content: str, said: str) -> None:
+    path = write(tmp_path / "traces.jsonl", [trace("x", 7, 1.0)])
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UsageError, match=rf"run\.json:? {said}[^\n]*$"):
+        read_records([path])
+    (tmp_path / "run.json").write_text("{}")
+    assert len(read_records([path])) == 1
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ({"latency_ms": 0.0}, "a latency of 0.0 ms is no measurement"),
+        ({"latency_ms": -1.0}, "a latency of -1.0 ms is no measurement"),
+        ({"latency_ms": "NaN"}, "a latency of NaN ms is no measurement"),
+        ({"latency_ms": float("nan")}, "a latency of nan ms is no measurement"),
+        ({"latency_ms": float("inf")}, "a latency of inf ms is no measurement"),
+        ({"latency_ms": None}, "a latency of None ms is no measurement"),
+        ({"latency_ms": True}, "a latency of True ms is no measurement"),
+        ({"latency_ms": 10**400}, "a latency of 1000"),
+        ({"speedup_factor": -5.0}, "a speed-up of -5.0 is no measurement"),
+        ({"speedup_factor": float("inf")}, "a speed-up of inf is no measurement"),
+        ({"reference_latency_ms": -5.0}, "a reference's latency of -5.0 is no measurement"),
+    ],
+)
+def test_what_is_no_measurement_is_a_failure(figures: dict, reason: str) -> None:
+    made = trace("x", 7, 1.0)
+    made["evaluation"]["performance"] |= figures
+    record = parse_record(made, "")
+    assert record is not None and not record.passed
+    assert record.status == traces.INVALID and record.reason.startswith(reason)
+
+
+def test_a_speedup_is_formed_of_the_latencies_of_its_trace() -> None:
+    made = trace("x", 7, 2.0, reference=10.0)
+    made["evaluation"]["performance"]["speedup_factor"] = 77.0
+    record = parse_record(made, "")
+    assert record is not None and record.speedup == 5.0
+    made["evaluation"]["performance"] |= {"reference_latency_ms": 0.0, "speedup_factor": 0.0}
+    record = parse_record(made, "")
+    assert record is not None and record.passed and record.speedup is None, "was not timed"
+
+
+def test_a_solution_that_changed_its_inputs_has_failed() -> None:
+    made = trace("x", 7, 1.0, extra={"inputs_changed": ["hidden_states", "gemm1_weights"]})
+    record = parse_record(made, "")
+    assert record is not None and record.status == "CHANGED_INPUTS"
+    assert record.reason == "the solution changes its inputs: hidden_states, gemm1_weights"
+
+
+def test_texts_cannot_act_on_a_terminal() -> None:
+    evil = "\x1b[2J\u202e\n"
+    made = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=f"RuntimeError: a{evil[:-1]}b\n")
+    libs = {"timing": evil, "tolerance": evil, "torch": evil}
+    made["evaluation"]["environment"] |= {"hardware": f"GPU{evil}", "libs": libs}
+    made["evaluation"]["status"] += evil
+    made["workload"]["uuid"] += evil
+    record = parse_record(made, "")
+    assert record is not None
+    texts = (record.solution, record.hardware, record.timing, record.tolerance, record.reason)
+    for text in (*texts, record.status, record.uuid, record.software[0][1]):
+        assert text.isprintable() and "\\x1b[2J\\u202e" in text
+
+
+def test_a_long_line_of_a_log_is_cut() -> None:
+    reason = failure_reason({"status": "RUNTIME_ERROR", "log": "ValueError: " + "x" * 10_000})
+    assert len(reason) == traces.MAX_REASON and reason.endswith("x...")
+    made = trace("x", 7, 1.0)
+    made["evaluation"]["performance"]["latency_ms"] = 10**400
+    record = parse_record(made, "")
+    assert record is not None and len(record.reason) == traces.MAX_REASON
+
+
+def test_times_with_their_spread() -> None:
+    figures = {"method": "graph", "ms": 2.0, "p10": 1.9, "p90": 2.3, "calls": 100}
+    record = parse_record(trace("x", 7, 1.0, extra={"device": figures, "harness": {"ms": 0}}), "")
+    assert record is not None and record.harness is None, "0 ms is no time"
+    assert record.device == traces.Timed("graph", 2.0, 1.9, 2.3, 100)
+    assert record.device.spread == pytest.approx(0.2)
+    assert traces.Timed("graph", 2.0, None, 2.3, 100).spread is None
+    assert traces.Timed("graph", 2.0, 1.9, None, 100).spread is None
+    for key in ("p10", "p90"):
+        record = parse_record(trace("x", 7, 1.0, extra={"device": figures | {key: -1.0}}), "")
+        assert record is not None and record.device is not None
+        assert record.device.spread is None, "a negative time is none"
+
+
+# --- hashes ---------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_the_traces_own_and_else_that_of_run_json(tmp_path: Path) -> None:
+    own = trace("x", 7, 1.0, libs={"solution_hash": "own"})
+    path = write(tmp_path / "traces.jsonl", [own, trace("x", 80, 1.0), trace("y", 7, 1.0)])
+    info = {"solutions": {"x": "of the run"}}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    assert [r.hash for r in read_records([path])] == ["own", "of the run", ""]
+    # A resumed run's run.json may name sources that older traces are not of.
+    (tmp_path / "run.json").write_text(json.dumps(info | {"earlier": [{}]}))
+    assert [r.hash for r in read_records([path])] == ["own", "", ""]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def made_trace(name: str, length: int = 7, **options: Any) -> Trace:
+    return Trace.model_validate(trace(name, length, 1.0, **options))
+
+
+def test_appending_drops_a_cut_line_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "traces.jsonl"
+    traces.append(path, [made_trace("a")])
+    path.write_bytes(path.read_bytes() + b'{"definition": "cut sh')
+    traces.append(path, [made_trace("b"), made_trace("c")])
+    assert [r.solution for r in read_records([path])] == ["a", "b", "c"]
+    assert path.read_bytes().endswith(b"}\n") and path.read_bytes().count(b"\n") == 3
+
+
+def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    pair = (UUIDS[7], "0")
+    traces.append(path, [made_trace("0", libs={"solution_hash": "h"})])
+    begin = threading.Barrier(9)
+
+    def work(number: int) -> None:
+        begin.wait()
+        for i in range(5):
+            traces.append(path, [made_trace(f"{number}.{i}")])
+            merge_into_traces(path, {pair: {f"figure {number}.{i}": 1.0}}, {"0": "h"}, "GPU A")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    for thread in threads:
+        thread.join()
+    records = read_records([path])
+    assert len({r.solution for r in records}) == len(records) == 41
+    assert len(records[0].extra) == 40
+
+
+def merged(tmp_path: Path, made: list[dict], hashes: dict[str, str], hardware: str) -> list[Any]:
+    """What merging a figure into these traces leaves in each of them."""
+    path = write(tmp_path / "traces.jsonl", made)
+    figures = {(UUIDS[length], name): {"cosine": 0.5} for length in UUIDS for name in "xyz"}
+    count = merge_into_traces(path, figures, hashes, hardware)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [((t["evaluation"]["correctness"] or {}).get("extra") or {}) for t in lines]
+    assert count == sum("cosine" in extra for extra in found)
+    assert all(Trace.model_validate(t) for t in lines)
+    return [extra.get("cosine") for extra in found]
+
+
+def test_figures_go_only_to_results_of_the_same_source_and_hardware(tmp_path: Path) -> None:
+    made = [
+        trace("x", 7, 1.0, libs={"solution_hash": "1"}),
+        trace("x", 80, 1.0, libs={"solution_hash": "2"}),
+        trace("x", 901, 1.0, libs={"solution_hash": "1"}, hardware="GPU B"),
+        trace("x", 901, 1.0),
+        trace("y", 7, 1.0, libs={"solution_hash": "1"}),
+        trace("z", 7, None, status="RUNTIME_ERROR", libs={"solution_hash": "1"}),
+        trace("z", 80, None, status="INCORRECT_NUMERICAL", libs={"solution_hash": "1"}),
+    ]
+    found = merged(tmp_path, made, {"x": "1", "z": "1"}, "GPU A")
+    assert found == [0.5, None, None, None, None, None, 0.5]
+
+
+def test_why_figures_of_now_do_not_belong_to_a_result() -> None:
+    record = parse_record(trace("x", 7, 1.0, libs={"solution_hash": "1" * 40}), "")
+    assert record is not None
+    same = traces.why_not_same
+    assert same(record, {"x": "1" * 40}, "GPU A") is None
+    assert same(record, {"x": "2" * 40}, "GPU A") == (
+        "x: measured with source 11111111, the present one is 22222222"
+    )
+    assert same(record, {}, "GPU A") == "x: not among the present solutions"
+    assert same(record, {"x": "1" * 40}, "GPU B") == "x: measured on GPU A, this is GPU B"
+    unknown = parse_record(trace("x", 7, 1.0), "")
+    assert unknown is not None
+    assert "an unknown source" in str(same(unknown, {"x": "2" * 40}, "GPU A"))
+
+
+def test_figures_that_are_no_numbers_are_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "traces.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": "1"})])
+    figures = {(UUIDS[7], "x"): {"cosine": float("nan"), "more": {"a": [INF, 1.0, -INF]}}}
+    assert merge_into_traces(path, figures, {"x": "1"}, "GPU A") == 1
+    (line,) = path.read_text().splitlines()
+    extra = json.loads(line, parse_constant=pytest.fail)["evaluation"]["correctness"]["extra"]
+    assert extra == {"cosine": "NaN", "more": {"a": ["Infinity", 1.0, "-Infinity"]}}
+
+
+def test_nothing_is_merged_into_what_is_no_file_of_traces(tmp_path: Path) -> None:
+    made = trace("x", 7, 1.0)
+    made["workload"]["uuid"] = 5
+    path = write(tmp_path / "traces.jsonl", [trace("x", 7, 1.0), made])
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"traces\.jsonl:2 is no trace"):
+        merge_into_traces(path, {(UUIDS[7], "x"): {"cosine": 0.5}}, {"x": ""}, "GPU A")
+    assert path.read_bytes() == before
