@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..core.config import BLOCK
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from ..numerics import BLOCK
 from .deepgemm_device import require_first_device
 from .held import HeldPerStream
 from .requirement import require

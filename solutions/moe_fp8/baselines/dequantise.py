@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.config import BLOCK
+from ..numerics import BLOCK
 
 COLUMNS = 1024
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
 from .held import HeldPerStream
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu

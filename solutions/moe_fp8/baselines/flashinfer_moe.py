@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from .requirement import require
 from .supported import BLACKWELL, on_its_device, require_gpu
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..core.config import BLOCK
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..numerics import BLOCK
 from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch

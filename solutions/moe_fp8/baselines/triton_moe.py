@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..core.config import BLOCK
-from ..core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..numerics import BLOCK
 from .held import HeldPerStream
 from .requirement import require
 from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu

@@ -33,8 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.config import BLOCK, TMA_ROWS
-from ..core.problem import MoeShape, bounded_offset
+from ..kernels.sm90.config import BLOCK, TMA_ROWS
+from ..layer.problem import MoeShape, bounded_offset
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)

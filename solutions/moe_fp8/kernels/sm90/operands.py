@@ -10,10 +10,8 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from .config import BLOCK, EPILOGUE_COLUMNS, GemmConfig
-from .scheduler import WARP
-
-WGMMA_M = 64
+from ..tiles import WARP
+from .config import EPILOGUE_COLUMNS, WGMMA_M, GemmConfig
 
 
 def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
@@ -30,24 +28,19 @@ def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
 
 
 class TokensAsRows:
-    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales.
-
-    A tile of 192 columns begins in the middle of every other weight block, so it has a weight
-    scale of its own for each 64 columns; narrower tiles lie within one block.
-    """
+    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
 
     def __init__(self, config: GemmConfig):
         self.config = config
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
         self.token_scales = 2
-        self.column_scales = self.parts if config.tile_n > BLOCK else 1
 
     def tiled_mma(self) -> cute.TiledMma:
-        return _tiled_mma(self.config.mma_warpgroups, self.config.tile_n)
+        return _tiled_mma(self.config.consumer_warpgroups, self.config.tile_n)
 
     def accumulator_shape(self) -> tuple[int, int]:
-        return WGMMA_M * self.config.mma_warpgroups, self.config.tile_n
+        return self.config.tile_m, self.config.tile_n
 
     def operands(self, tokens, weights):
         """(A, B) of the MMA."""
@@ -57,9 +50,9 @@ class TokensAsRows:
         """Token in the tile whose scale is this thread's token scale `i`."""
         return thread // WARP * 16 + thread % WARP // 4 + 8 * i
 
-    def scale_of_value(self, v: int) -> tuple[int, int]:
-        """(token, column) scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
-        return v // 2 % 2, v // 4 * 8 // EPILOGUE_COLUMNS % self.column_scales
+    def scale_of_value(self, v: int) -> int:
+        """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
+        return v // 2 % 2
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""
@@ -73,12 +66,9 @@ class TokensAsRows:
         return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
 
     def staging_layout(self):
-        """Staging buffer of the tiles computed at once, in accumulator coordinates."""
+        """Staging buffer of a tile, in accumulator coordinates."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        rows = WGMMA_M * self.config.mma_warpgroups
-        return cute.tile_to_shape(
-            atom, (rows, self.config.tile_n, self.config.tiles_at_once), (0, 1, 2)
-        )
+        return cute.tile_to_shape(atom, self.accumulator_shape(), (0, 1))
 
 
 class TokensAsColumns:
@@ -89,13 +79,12 @@ class TokensAsColumns:
         self.staged_rows = config.tile_m
         self.parts = 1
         self.token_scales = config.tile_m // 4
-        self.column_scales = 1
 
     def tiled_mma(self) -> cute.TiledMma:
-        return _tiled_mma(self.config.mma_warpgroups, self.config.tile_m)
+        return _tiled_mma(self.config.consumer_warpgroups, self.config.tile_m)
 
     def accumulator_shape(self) -> tuple[int, int]:
-        return WGMMA_M * self.config.mma_warpgroups, self.config.tile_m
+        return self.config.tile_n, self.config.tile_m
 
     def operands(self, tokens, weights):
         """(A, B) of the MMA."""
@@ -105,9 +94,9 @@ class TokensAsColumns:
         """Token in the tile whose scale is this thread's token scale `i`."""
         return thread % 4 * 2 + i // 2 * 8 + i % 2
 
-    def scale_of_value(self, v: int) -> tuple[int, int]:
-        """(token, column) scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
-        return v // 4 * 2 + v % 2, 0
+    def scale_of_value(self, v: int) -> int:
+        """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
+        return v // 4 * 2 + v % 2
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""
@@ -123,14 +112,14 @@ class TokensAsColumns:
         return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), BFloat16)
 
     def staging_layout(self):
-        """Staging buffer of the tiles computed at once, in accumulator coordinates."""
+        """Staging buffer of a tile, in accumulator coordinates."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, BFloat16)
-        rows = WGMMA_M * self.config.mma_warpgroups
-        return cute.tile_to_shape(
-            atom, (rows, self.config.tile_m, self.config.tiles_at_once), (1, 0, 2)
-        )
+        return cute.tile_to_shape(atom, self.accumulator_shape(), (1, 0))
 
 
-def orientation(config: GemmConfig) -> TokensAsRows | TokensAsColumns:
-    """The orientation that a config asks for."""
+Operands = TokensAsRows | TokensAsColumns
+
+
+def operands_of(config: GemmConfig) -> Operands:
+    """The operand order that a config asks for."""
     return TokensAsColumns(config) if config.swap_ab else TokensAsRows(config)

@@ -5,10 +5,8 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from .config import BLOCK
+from ..numerics import BLOCK, FP8_MAX
 
-FP8_MAX = 448.0
-"""Largest finite e4m3 value."""
 LOG2_E = 1.4426950408889634
 VECTOR = 8
 """bfloat16 elements of a 16-byte load."""

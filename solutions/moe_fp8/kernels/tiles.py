@@ -9,8 +9,8 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
 WARP = 32
-MAX_EXPERTS = WARP
-"""One lane holds one expert."""
+MAX_EXPERTS = WARP * WARP
+"""A lane answers for one expert, or for as many consecutive ones as a warp has lanes."""
 
 
 class Tile(NamedTuple):
@@ -31,63 +31,76 @@ class ExpertTiles:
 
     Lane e of every warp keeps expert e's first row, row count and tile range, computed once by a
     warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
-    shuffles, so no warp waits for shared memory or for another warp. Experts come in order; within
-    one, row tiles run fastest, so that the CTAs at work together share their weight tiles in L2.
-    Each column starts one row tile later than the one before: an expert's last row tile is often
-    cheaper, and where the grid is a multiple of its row tiles the same CTAs would get it each time.
+    shuffles, so no warp waits for shared memory or for another warp. With more experts than lanes
+    a lane answers for several that follow each other and keeps their common tile range; a lookup
+    that found the lane reads its experts' rows anew, one a lane, and scans them in the same way.
+
+    Experts come in order; within one, row tiles run fastest, so that the CTAs at work together
+    share their weight tiles in L2. Each column starts one row tile later than the one before: an
+    expert's last row tile is often cheaper, and where the grid is a multiple of its row tiles the
+    same CTAs would get it each time.
 
     An expert's rows are divided among its row tiles evenly, in steps of `step` rows, the part of a
     tile that one warpgroup computes: of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
     warpgroup alone on a tile, as 3, 3 and 1 would.
 
     Every lane of a warp must call `create` and `locate`.
+
+    Args:
+        expert_rows: (2, experts) i32, first row and end of each expert.
+        tile_m: rows of a cluster's tile.
+        n_tiles: column tiles of a cluster in the output.
+        step: a divisor of `tile_m`, of which every tile but an expert's last has a multiple.
+        lane: what this lane keeps; made by `create`.
     """
 
-    def __init__(self, row: Int32, count: Int32, begin: Int32, end: Int32, tile_m: int, step: int):
-        self.row = row
-        self.count = count
-        self.begin = begin
-        self.end = end
+    def __init__(
+        self, expert_rows: cute.Tensor, tile_m: int, n_tiles: int, step: int, lane: "LaneTiles"
+    ):
+        self.expert_rows = expert_rows
+        self.experts = cute.size(expert_rows, mode=[1])
         self.tile_m = tile_m
+        self.n_tiles = n_tiles
         self.step = step
+        self.lane = lane
 
     # The two methods that let the compiler carry the object through its loops.
     def __extract_mlir_values__(self):
-        return [v.ir_value() for v in (self.row, self.count, self.begin, self.end)]
+        return [v.ir_value() for v in self.lane]
 
     def __new_from_mlir_values__(self, values):
-        return ExpertTiles(*(Int32(v) for v in values), self.tile_m, self.step)
+        lane = LaneTiles(*(Int32(v) for v in values))
+        return ExpertTiles(self.expert_rows, self.tile_m, self.n_tiles, self.step, lane)
 
     @staticmethod
-    def create(row: Int32, count: Int32, tile_m: int, n_tiles: int, step: int) -> "ExpertTiles":
-        """Scan the experts' tile counts.
-
-        Args:
-            row: first row of this lane's expert.
-            count: rows of this lane's expert; 0 in lanes past the last expert.
-            tile_m: rows of a cluster's tile.
-            n_tiles: column tiles of a cluster in the output.
-            step: a divisor of `tile_m`, of which every tile but an expert's last has a multiple.
-        """
-        lane = cute.arch.lane_idx()
-        tiles = (count + (tile_m - 1)) // tile_m * n_tiles
-        end = tiles
-        for distance in (1, 2, 4, 8, 16):
-            below = cute.arch.shuffle_sync_up(end, distance)
-            end = end + cutlass.select_(lane >= distance, below, Int32(0))
-        return ExpertTiles(row, count, end - tiles, end, tile_m, step)
+    def create(
+        rows: tuple[Int32, Int32], expert_rows: cute.Tensor, tile_m: int, n_tiles: int, step: int
+    ) -> "ExpertTiles":
+        """Scan the experts' tile counts; `rows` is what `rows_of_lane` gave."""
+        row, count = rows
+        experts = cute.size(expert_rows, mode=[1])
+        tiles = _tiles_of(count, tile_m, n_tiles)
+        if experts > WARP:
+            tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
+        end = _inclusive_sum(tiles)
+        lane = LaneTiles(row, count, end - tiles, end)
+        return ExpertTiles(expert_rows, tile_m, n_tiles, step, lane)
 
     def total(self) -> Int32:
         """Tiles of all experts."""
-        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.end, WARP - 1))
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.lane.end, WARP - 1))
 
     def locate(self, linear: Int32) -> Tile:
         """The tile at position `linear`, below `total()`; one without rows where there are none."""
-        before = cute.arch.vote_ballot_sync(Boolean(self.end <= linear))
-        expert = cute.arch.make_warp_uniform(cute.arch.popc(before))
-        begin = cute.arch.shuffle_sync(self.begin, expert)
-        row = cute.arch.shuffle_sync(self.row, expert)
-        count = cute.arch.shuffle_sync(self.count, expert)
+        lane, first = self.lane, Int32(0)
+        if self.experts > WARP:
+            lane, first = self._experts_of_a_lane(linear)
+        before = cute.arch.vote_ballot_sync(Boolean(lane.end <= linear))
+        owner = cute.arch.make_warp_uniform(cute.arch.popc(before))
+        begin = cute.arch.shuffle_sync(lane.begin, owner)
+        row = cute.arch.shuffle_sync(lane.row, owner)
+        count = cute.arch.shuffle_sync(lane.count, owner)
+        expert = owner + first if self.experts > WARP else owner
         # At least one, for the division, where no expert has rows.
         m_tiles = cutlass.max((count + (self.tile_m - 1)) // self.tile_m, 1)
         local = linear - begin
@@ -105,6 +118,78 @@ class ExpertTiles:
             cute.arch.make_warp_uniform(row + begin_row),
             cute.arch.make_warp_uniform(end_row - begin_row),
         )
+
+    def _experts_of_a_lane(self, linear: Int32) -> tuple["LaneTiles", Int32]:
+        """(the experts of the lane that has tile `linear`, one a lane; the first one's number)."""
+        share = experts_per_lane(self.experts)
+        before = cute.arch.vote_ballot_sync(Boolean(self.lane.end <= linear))
+        owner = cute.arch.make_warp_uniform(cute.arch.popc(before))
+        first = owner * share
+        row, count = _rows_of(self.expert_rows, cute.arch.lane_idx(), first, share)
+        tiles = _tiles_of(count, self.tile_m, self.n_tiles)
+        end = cute.arch.shuffle_sync(self.lane.begin, owner) + _inclusive_sum(tiles)
+        return LaneTiles(row, count, end - tiles, end), first
+
+
+class LaneTiles(NamedTuple):
+    """What a lane keeps: of its expert, or (the last two) of all its experts."""
+
+    row: Int32
+    count: Int32
+    begin: Int32
+    end: Int32
+
+
+def experts_per_lane(experts: int) -> int:
+    """Consecutive experts that a lane answers for."""
+    return -(-experts // WARP)
+
+
+def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
+    """(first row, row count) of this lane's expert, if it has only one; 0 rows where it has none.
+
+    A load from global memory, apart from `ExpertTiles.create` so that it can be begun early.
+    """
+    return _rows_of(expert_rows, cute.arch.lane_idx(), Int32(0), WARP)
+
+
+@cute.jit
+def _rows_of(
+    expert_rows: cute.Tensor, lane: Int32, first: Int32, lanes: int
+) -> tuple[Int32, Int32]:
+    """(first row, row count) of expert `first + lane`; 0 rows in lanes past `lanes` or the last."""
+    row, count = Int32(0), Int32(0)
+    expert = first + lane
+    if lane < lanes and expert < cute.size(expert_rows, mode=[1]):
+        row = expert_rows[0, expert]
+        count = expert_rows[1, expert] - row
+    return row, count
+
+
+def _tiles_of(count: Int32, tile_m: int, n_tiles: int) -> Int32:
+    return (count + (tile_m - 1)) // tile_m * n_tiles
+
+
+@cute.jit
+def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32:
+    """Tiles of all experts that this lane answers for."""
+    experts = cute.size(expert_rows, mode=[1])
+    share = experts_per_lane(experts)
+    tiles = Int32(0)
+    for i in cutlass.range_constexpr(share):
+        expert = cute.arch.lane_idx() * share + i
+        if expert < experts:
+            tiles += _tiles_of(expert_rows[1, expert] - expert_rows[0, expert], tile_m, n_tiles)
+    return tiles
+
+
+def _inclusive_sum(value: Int32) -> Int32:
+    """Of this lane's value and those of the lanes below."""
+    lane = cute.arch.lane_idx()
+    for distance in (1, 2, 4, 8, 16):
+        below = cute.arch.shuffle_sync_up(value, distance)
+        value = value + cutlass.select_(lane >= distance, below, Int32(0))
+    return value
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
-from .closure import import_closure
-from .kernel_cache import KernelCache, cache_dir
+from ..closure import import_closure
+from .cache import KernelCache, cache_dir
 
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -35,14 +35,23 @@ class Extent:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A row-major tensor argument: element type, shape, bytes that its address is a multiple of."""
+    """A row-major tensor argument.
+
+    Attributes:
+        dtype: element type.
+        shape: its sizes.
+        align: bytes that its address is a multiple of.
+        row_stride: of a matrix, elements from one row to the next where that is not the width.
+    """
 
     dtype: Any
     shape: tuple[int | Extent, ...]
     align: int = 16
+    row_stride: Extent | None = None
 
     def __repr__(self) -> str:
-        return f"Tensor({self.dtype.__name__}, {self.shape}, align={self.align})"
+        of = f"{self.dtype.__name__}, {self.shape}, align={self.align}"
+        return f"Tensor({of}, row_stride={self.row_stride})"
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ def compiled(
     Args:
         kernel: class whose `__call__` is the jitted host function; its last argument is the
             stream, which the compiled function takes from the caller's environment.
-        parameters: the constructor's arguments; their `repr` must identify them.
+        parameters: the constructor's arguments; their `repr` must identify them, but for classes,
+            whose sources count.
         arguments: those of the host function before the stream.
         arch: target, `sm_90a` for example.
 
@@ -121,11 +131,12 @@ def made_of(
     kernel: type, parameters: tuple, arguments: Sequence[Tensor | Scalar], arch: str
 ) -> dict[str, str]:
     """Everything that the machine code of a kernel depends on, by name."""
-    source = sys.modules[kernel.__module__].__file__
-    assert source is not None
+    classes = [kernel, *(p for p in parameters if isinstance(p, type))]
+    # By name alone: the package's own name differs from one packed solution to the next.
+    named = tuple(p.__name__ if isinstance(p, type) else p for p in parameters)
     return {
         "kernel": kernel.__name__,
-        "parameters": repr(parameters),
+        "parameters": repr(named),
         "arguments": repr(tuple(arguments)),
         "options": OPTIONS.format(arch=arch),
         "environment": repr(
@@ -133,7 +144,7 @@ def made_of(
         ),
         "versions": ", ".join(_versions()),
         # This file too: it makes the arguments that the compiler sees of their descriptions.
-        "sources": _source_digest(Path(source), Path(__file__)),
+        "sources": _source_digest(*map(_source, classes), Path(__file__)),
     }
 
 
@@ -141,18 +152,24 @@ def fakes(arguments: Sequence[Tensor | Scalar]) -> list[Any]:
     """What the compiler is given in place of real arguments."""
     extents: dict[Extent, Any] = {}
     made: list[Any] = []
+
+    def size_of(size: int | Extent) -> Any:
+        if isinstance(size, int):
+            return size
+        if size not in extents:
+            extents[size] = cute.sym_int64(divisibility=size.divisor)
+        return extents[size]
+
     for argument in arguments:
         if isinstance(argument, Scalar):
             made.append(argument.dtype(0))
             continue
-        shape = []
-        for size in argument.shape:
-            if isinstance(size, Extent) and size not in extents:
-                extents[size] = cute.sym_int64(divisibility=size.divisor)
-            shape.append(extents[size] if isinstance(size, Extent) else size)
+        shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]
         for size in reversed(shape[1:]):
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
+        if argument.row_stride is not None:
+            stride[0] = size_of(argument.row_stride)
         made.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align
@@ -175,6 +192,13 @@ def _export(function: Any, path: Path) -> None:
 def _versions() -> tuple[str, ...]:
     packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     return tuple(f"{package}=={importlib.metadata.version(package)}" for package in packages)
+
+
+def _source(of: type) -> Path:
+    """The file that defines a class."""
+    file = sys.modules[of.__module__].__file__
+    assert file is not None
+    return Path(file)
 
 
 @functools.cache

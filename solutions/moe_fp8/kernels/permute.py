@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from .config import BLOCK
+from ..numerics import BLOCK
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
@@ -13,7 +13,7 @@ THREADS = 64
 """A row of 7168 is then 7 vectors a thread, none left over."""
 
 
-class Dispatch:
+class Permute:
     """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]` where local.
 
     By token rather than by row: a token's values are read once for all its rows, the grid follows

@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from .config import BLOCK
+from ..numerics import BLOCK
 
 ALIGNMENT = 16
 """Bytes of the widest load or store, and what TMA asks of a base address."""

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from ..kernels import architectures
+from ..numerics import BLOCK
 from .backend import select
-from .config import BLOCK, GemmConfig
 from .device import on_device
-from .layout import BatchedRows, RowLayout
 from .problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
-from .routing import GroupedRows, group_rows, route
+from .routing import GroupedRows
+from .workspace import workspace
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
 """What `mark` is called with, in this order, each after its stage has been enqueued; once more for
@@ -48,12 +49,12 @@ def round_up(rows: int, multiple: int = BLOCK) -> int:
 
 
 class Permutation(Protocol):
-    """Moves rows between the flat order of `GroupedRows` and the padded `BatchedRows`.
+    """Moves rows between the flat order of `GroupedRows` and batched rows, padded to `max_rows`.
 
     One object serves one call of the layer. The padding is never initialised.
     """
 
-    layout: BatchedRows
+    expert_rows: torch.Tensor  # [2, E] int32: the batched rows, see `rows`
 
     def __init__(self, rows: GroupedRows, host: HostRows) -> None: ...
 
@@ -80,17 +81,17 @@ class PlacedRows(NamedTuple):
     """Where the rows of the pairs lie in the GEMMs' row operand, which they share."""
 
     rows: int  # rows to allocate, a multiple of 4 (TMA strides); 0: there is no pair
-    layout: RowLayout
+    expert_rows: torch.Tensor  # [2, E] int32, see `rows`
     pair_row: torch.Tensor  # [T, top_k] int32 in these rows, -1 where the expert is not local
     weights: torch.Tensor  # [T, top_k] float32
     m_indptr: torch.Tensor  # [*] int32, the last element is where the rows in use end
-    config1: GemmConfig | None
-    config2: GemmConfig | None
+    config1: Any  # of the two GEMMs
+    config2: Any
 
 
-Choose = Callable[..., GemmConfig]
+Choose = Callable[..., Any]
 """Picks a GEMM's config from the rows per active expert, n and k, and, by name, what else the
-placement knows: see `heuristic.choose`."""
+placement knows: see `sm90.heuristic.choose`."""
 
 Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
@@ -157,16 +158,8 @@ class Layer:
 
     def group(self, inputs: MoeInputs) -> GroupedRows:
         """Route the tokens and number the pairs of this rank. Reads nothing on the host."""
-        shape = self.shape
-        ids, weights = route(
-            inputs.routing_logits,
-            inputs.routing_bias,
-            float(inputs.routed_scaling_factor),
-            shape,
-            index_dtype=torch.int64,
-        )
-        offset = int(inputs.local_expert_offset)
-        return group_rows(ids, weights, offset, shape.num_local_experts, self.names_tokens)
+        backend = select(inputs.routing_logits.device)
+        return backend.route(inputs, self.shape, self.names_tokens)
 
     def finish(
         self,
@@ -189,7 +182,7 @@ class PaddedLayer(Layer):
     """
 
     permutation: type[Permutation]
-    config: GemmConfig | None = None
+    config: Any = None
     shape: MoeShape = DEEPSEEK_V3
     names_tokens = True
 
@@ -219,7 +212,7 @@ class PaddedLayer(Layer):
         intermediate = self.shape.intermediate_size
         new = output.new_empty
         permutation = self.permutation(rows, host)
-        layout = permutation.layout
+        expert_rows = permutation.expert_rows
 
         assert rows.token_of_row is not None
         a, a_scale = permutation.pad(
@@ -227,7 +220,7 @@ class PaddedLayer(Layer):
         )
         padded = new((a.shape[0], 2 * intermediate))
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
-        backend.grouped_gemm(a, a_scale, w13, w13_scale, padded, layout, self.config)
+        backend.grouped_gemm(a, a_scale, w13, w13_scale, padded, expert_rows, self.config)
         g = permutation.unpad(padded)
         mark("gemm1")
 
@@ -239,7 +232,7 @@ class PaddedLayer(Layer):
         a, a_scale = permutation.pad(q, q_scale, None)
         padded = new((a.shape[0], self.shape.hidden_size))
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-        backend.grouped_gemm(a, a_scale, w2, w2_scale, padded, layout, self.config)
+        backend.grouped_gemm(a, a_scale, w2, w2_scale, padded, expert_rows, self.config)
         o = permutation.unpad(padded)
         mark("gemm2")
 
@@ -248,17 +241,17 @@ class PaddedLayer(Layer):
 
 
 @dataclass(frozen=True)
-class DispatchLayer(Layer):
+class PlacedLayer(Layer):
     """The MoE layer with rows where the GEMMs want them from the first copy to the last.
 
-    Every token is copied to the rows of its pairs (`dispatch`), both GEMMs and the activation
+    Every token is copied to the rows of its pairs (`permute`), both GEMMs and the activation
     between them work on these rows, and the combine reads them where they lie. If the placement
     does not wait for the routing, neither does anything else: the host knows T only, and the
     whole call can be captured in a CUDA graph that serves any routing of T tokens.
     """
 
     place: Placement
-    choose: Choose
+    choose: Choose | None = None  # the architecture's heuristic
     shape: MoeShape = DEEPSEEK_V3
     names_tokens = False
 
@@ -269,7 +262,8 @@ class DispatchLayer(Layer):
         rows: GroupedRows,
         mark: Callable[[str], None],
     ) -> None:
-        placed = self.place(rows, self.shape, self.choose)
+        choose = self.choose or architectures.of_device(output.device).choose
+        placed = self.place(rows, self.shape, choose)
         if placed.rows == 0:
             output.zero_()
             return _mark_empty(STAGES[1:], mark)
@@ -284,56 +278,20 @@ class DispatchLayer(Layer):
     ) -> None:
         """Everything after the rows have their places. Reads nothing on the host."""
         backend = select(output.device)
-        layout, pair_row = placed.layout, placed.pair_row
-        a, a_scale, g, q, q_scale, o = buffers(output, placed.rows, self.shape)
+        expert_rows, pair_row = placed.expert_rows, placed.pair_row
+        a, a_scale, g, q, q_scale, o = workspace(output, placed.rows, self.shape)
 
-        backend.dispatch(inputs.hidden_states, inputs.hidden_states_scale, pair_row, a, a_scale)
+        backend.permute(inputs.hidden_states, inputs.hidden_states_scale, pair_row, a, a_scale)
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
-        backend.grouped_gemm(a, a_scale, w13, w13_scale, g, layout, placed.config1)
+        backend.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, placed.config1)
         mark("gemm1")
 
         backend.swiglu_quant(g, q, q_scale, placed.m_indptr)
         mark("swiglu_quant")
 
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-        backend.grouped_gemm(q, q_scale, w2, w2_scale, o, layout, placed.config2)
+        backend.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, placed.config2)
         mark("gemm2")
 
         backend.combine(o, pair_row, placed.weights, output)
         mark("combine")
-
-
-class Buffers(NamedTuple):
-    """What a `DispatchLayer` computes on the way, for R rows."""
-
-    a: torch.Tensor  # [R, H] float8_e4m3fn
-    a_scale: torch.Tensor  # [H/128, R] float32
-    g: torch.Tensor  # [R, 2I] bfloat16
-    q: torch.Tensor  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor  # [I/128, R] float32
-    o: torch.Tensor  # [R, H] bfloat16
-
-
-def buffers(like: torch.Tensor, rows: int, shape: MoeShape) -> Buffers:
-    """Uninitialised buffers on `like`'s device, as views of one allocation.
-
-    An allocation costs the host several times as much as a view. `o` lies over `a`, `a_scale` and
-    `g`, none of which is needed any more when the second GEMM writes it: rows are many where
-    they are allocated by their bound, 2 GB rather than 3.6 GB of them at T=14107.
-    """
-    h, i = shape.hidden_size, shape.intermediate_size
-    h_blocks, i_blocks = h // BLOCK, i // BLOCK
-    # Bytes of a row in each buffer. A multiple of 4 rows keeps all of them 16-byte aligned.
-    a, a_scale, g, q, q_scale, o = h, 4 * h_blocks, 4 * i, i, 4 * i_blocks, 2 * h
-    second = max(a + a_scale + g, o)
-    memory = like.new_empty(rows * (second + q + q_scale), dtype=torch.uint8)
-    fp8, f32 = memory.view(torch.float8_e4m3fn), memory.view(torch.float32)
-    bf16 = memory.view(torch.bfloat16)
-    return Buffers(
-        a=fp8.as_strided((rows, h), (h, 1)),
-        a_scale=f32.as_strided((h_blocks, rows), (rows, 1), rows * a // 4),
-        g=bf16.as_strided((rows, 2 * i), (2 * i, 1), rows * (a + a_scale) // 2),
-        q=fp8.as_strided((rows, i), (i, 1), rows * second),
-        q_scale=f32.as_strided((i_blocks, rows), (rows, 1), rows * (second + q) // 4),
-        o=bf16.as_strided((rows, h), (h, 1)),
-    )

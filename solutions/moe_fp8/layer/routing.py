@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .problem import MoeShape, bounded_offset
+from .problem import MoeInputs, MoeShape, bounded_offset
 
 EPSILON = 1e-20
 """Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
@@ -28,7 +28,26 @@ class GroupedRows(NamedTuple):
     weights: torch.Tensor  # [T, top_k] float32
 
 
-def route(
+def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
+    """Choose the experts of every token and number the pairs of this rank.
+
+    Args:
+        inputs: the layer's, of which the logits, the bias and the two scalars count.
+        shape: its geometry.
+        with_tokens: whether `GroupedRows.token_of_row` is wanted.
+    """
+    ids, weights = choose_experts(
+        inputs.routing_logits,
+        inputs.routing_bias,
+        float(inputs.routed_scaling_factor),
+        shape,
+        index_dtype=torch.int64,
+    )
+    offset = int(inputs.local_expert_offset)
+    return group_rows(ids, weights, offset, shape.num_local_experts, with_tokens)
+
+
+def choose_experts(
     logits: torch.Tensor,  # [T, num_experts] float32
     bias: torch.Tensor,  # [num_experts] bfloat16
     scaling: float,

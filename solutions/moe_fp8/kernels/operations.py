@@ -7,17 +7,13 @@ import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.utils import HardwareInfo
 
+from ..layer.routing import route as route  # in torch operations
+from ..numerics import BLOCK
+from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
-from .config import BLOCK, GemmConfig
-from .dispatch import Dispatch
-from .gemm_sm90 import GroupedGemmSm90
-from .layout import AlignedRows, BatchedRows, RowLayout
-from .segments import ALIGNED, BATCHED, FLAT, Segments
+from .permute import Permute
 from .swiglu_quant import SwigluQuant
-
-ARCHS = {(9, 0): "sm_90a"}
-"""Compute capability to compilation target."""
 
 
 def grouped_gemm(
@@ -26,10 +22,10 @@ def grouped_gemm(
     b: torch.Tensor,
     b_scale: torch.Tensor,
     out: torch.Tensor,
-    layout: RowLayout,
-    config: GemmConfig | None = None,
+    expert_rows: torch.Tensor,
+    config: Any = None,
 ) -> None:
-    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows that `layout` names.
+    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows of every expert.
 
     Args:
         a: `[rows, k]` e4m3; `rows` a multiple of 4.
@@ -37,13 +33,13 @@ def grouped_gemm(
         b: `[experts, n, k]` e4m3.
         b_scale: `[experts, n / 128, k / 128]` float32, one scale per 128x128 block of `b`.
         out: `[rows, n]` bfloat16; rows that belong to no expert are left as they are.
-        layout: where the experts' rows lie.
+        expert_rows: `[2, experts]` int32, rows `[expert_rows[0, e], expert_rows[1, e])` are expert
+            e's, see `layer.rows`; the two parts may lie any distance apart.
         config: tile shape and schedule; None takes the default.
     """
     experts, n, k = b.shape
-    config = config or GemmConfig()
-    segments, table, max_rows = _segments(layout)
-    function = compile_grouped_gemm(config, n, k, experts, _arch(a.device), segments)
+    config = config or of_device(a.device).config()
+    function = compile_grouped_gemm(config, n, k, experts, _target(a.device))
     # Bounds of what only the device knows: every expert may end with a part of a tile.
     cluster_rows = config.tile_m * config.cluster_m
     m_tiles = a.shape[0] // cluster_rows + experts
@@ -53,11 +49,11 @@ def grouped_gemm(
         ctas = clusters * config.cluster_size
         # Of its own for every launch: launches may overlap, and a captured one is replayed. With
         # tiles in turns nobody looks at it.
-        counter = table.new_zeros(1) if config.dynamic else table.view(-1)
-        function(a, a_scale, b, b_scale, out, table, counter, max_rows, ctas)
+        counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
+        function(a, a_scale, b, b_scale, out, expert_rows, counter, ctas)
 
 
-def dispatch(
+def permute(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     pair_row: torch.Tensor,
@@ -75,7 +71,7 @@ def dispatch(
     """
     tokens, hidden = x.shape
     if tokens:
-        function = compile_dispatch(hidden, pair_row.shape[1], _arch(x.device))
+        function = compile_permute(hidden, pair_row.shape[1], _target(x.device))
         function(x, x_scale, pair_row, a, a_scale)
 
 
@@ -94,7 +90,7 @@ def swiglu_quant(
     """
     rows, intermediate = q.shape
     if rows:
-        function = compile_swiglu_quant(intermediate, _arch(g.device))
+        function = compile_swiglu_quant(intermediate, _target(g.device))
         ctas = SwigluQuant(intermediate).ctas(rows, _multiprocessors(g.device))
         function(g, q, q_scale, m_indptr, ctas)
 
@@ -112,14 +108,16 @@ def combine(
     """
     tokens, hidden = out.shape
     if tokens:
-        compile_combine(hidden, pair_row.shape[1], _arch(o.device))(o, pair_row, weights, out)
+        compile_combine(hidden, pair_row.shape[1], _target(o.device))(o, pair_row, weights, out)
 
 
 @CompiledOnce
-def compile_grouped_gemm(
-    config: GemmConfig, n: int, k: int, experts: int, arch: str, segments: Segments = BATCHED
-) -> Any:
-    """The grouped GEMM for one weight shape and any number of rows; needs no GPU."""
+def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
+    """The grouped GEMM for one weight shape and any number of rows; needs no GPU.
+
+    Raises:
+        ValueError: there are no kernels for the target, or none for the shape; see its class.
+    """
     rows = Extent("rows", 4)  # TMA: strides of 16 bytes, the scales' included
     blocks = k // BLOCK
     arguments = (
@@ -128,17 +126,16 @@ def compile_grouped_gemm(
         Tensor(Float8E4M3FN, (experts, n, k)),
         Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
         Tensor(BFloat16, (rows, n)),
-        Tensor(Int32, segments.table_shape(experts), align=4),
+        Tensor(Int32, (2, experts), align=4, row_stride=Extent("boundaries apart")),
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
-        Scalar(Int32),
     )
-    return compiled(GroupedGemmSm90, (config, n, k, experts, segments), arguments, arch)
+    return compiled(of_target(target).gemm(), (config, n, k, experts), arguments, target)
 
 
 @CompiledOnce
-def compile_dispatch(hidden: int, top_k: int, arch: str) -> Any:
-    """The dispatch for one width and any number of tokens and rows; needs no GPU."""
+def compile_permute(hidden: int, top_k: int, target: str) -> Any:
+    """The permute for one width and any number of tokens and rows; needs no GPU."""
     rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
     arguments = (
         Tensor(Float8E4M3FN, (tokens, hidden)),
@@ -147,11 +144,11 @@ def compile_dispatch(hidden: int, top_k: int, arch: str) -> Any:
         Tensor(Float8E4M3FN, (rows, hidden)),
         Tensor(Float32, (blocks, rows), align=4),
     )
-    return compiled(Dispatch, (hidden, top_k), arguments, arch)
+    return compiled(Permute, (hidden, top_k), arguments, target)
 
 
 @CompiledOnce
-def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
+def compile_swiglu_quant(intermediate: int, target: str) -> Any:
     """SwiGLU and requantisation for one width and any number of rows; needs no GPU."""
     rows = Extent("rows")
     arguments = (
@@ -161,11 +158,11 @@ def compile_swiglu_quant(intermediate: int, arch: str) -> Any:
         Tensor(Int32, (Extent("boundaries"),), align=4),
         Scalar(Int32),
     )
-    return compiled(SwigluQuant, (intermediate,), arguments, arch)
+    return compiled(SwigluQuant, (intermediate,), arguments, target)
 
 
 @CompiledOnce
-def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
+def compile_combine(hidden: int, top_k: int, target: str) -> Any:
     """The combine for one width and any number of rows and tokens; needs no GPU."""
     rows, tokens = Extent("rows"), Extent("tokens")
     arguments = (
@@ -174,21 +171,12 @@ def compile_combine(hidden: int, top_k: int, arch: str) -> Any:
         Tensor(Float32, (tokens, top_k), align=4),
         Tensor(BFloat16, (tokens, hidden)),
     )
-    return compiled(Combine, (hidden, top_k), arguments, arch)
-
-
-def _segments(layout: RowLayout) -> tuple[Segments, torch.Tensor, int]:
-    """(device side, table, max_rows) of a row layout."""
-    if isinstance(layout, BatchedRows):
-        return BATCHED, layout.rows_per_expert, layout.max_rows
-    if isinstance(layout, AlignedRows):
-        return ALIGNED, layout.segments, 0
-    return FLAT, layout.m_indptr, 0
+    return compiled(Combine, (hidden, top_k), arguments, target)
 
 
 @functools.cache
-def _arch(device: torch.device) -> str:
-    return ARCHS[torch.cuda.get_device_capability(device)]
+def _target(device: torch.device) -> str:
+    return of_device(device).target
 
 
 @functools.cache

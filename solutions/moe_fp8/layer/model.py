@@ -5,13 +5,12 @@ for clarity and for memory, touches active experts only and, unlike the kernels,
 on the host.
 """
 
+from typing import Any
+
 import torch
 
-from .config import BLOCK, GemmConfig
-from .layout import AlignedRows, BatchedRows, RowLayout
-
-FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn value."""
+from ..numerics import BLOCK, FP8_MAX
+from .routing import route as route  # torch on every device: an operation of this backend too
 
 COLUMNS = 1024
 """Output columns computed at once: their weights in float32 stay within a few MB per expert."""
@@ -26,36 +25,24 @@ def grouped_gemm(
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16
-    layout: RowLayout,
-    config: GemmConfig | None = None,
+    expert_rows: torch.Tensor,  # [2, E] int32, see `rows`
+    config: Any = None,
 ) -> None:
-    """`out = a @ b[expert].T` with block scales, for the rows that `layout` gives each expert.
+    """`out = a @ b[expert].T` with block scales, for the rows of each expert.
 
     Over K blocks ascending: `acc += (a_scale * b_scale) * (products of the block, summed)`, all
     in float32, rounded to bfloat16 at the end. Other rows of `out` are not written. `config` only
     shapes kernels and is ignored.
     """
-    for expert, (first, count) in enumerate(_segments(layout)):
-        for start in range(first, first + count, ROWS):
-            rows = slice(start, min(start + ROWS, first + count))
+    for expert, (first, end) in enumerate(expert_rows.t().tolist()):
+        for start in range(first, end, ROWS):
+            rows = slice(start, min(start + ROWS, end))
             for n in range(0, b.shape[1], COLUMNS):
                 columns = slice(n, n + COLUMNS)
                 blocks = slice(n // BLOCK, (n + COLUMNS) // BLOCK)
                 out[rows, columns] = _scaled_product(
                     a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
                 )
-
-
-def _segments(layout: RowLayout) -> list[tuple[int, int]]:
-    """First row and row count of every expert."""
-    if isinstance(layout, BatchedRows):
-        counts = layout.rows_per_expert.tolist()
-        return [(expert * layout.max_rows, count) for expert, count in enumerate(counts)]
-    if isinstance(layout, AlignedRows):
-        firsts, counts = layout.segments.tolist()
-        return list(zip(firsts, counts, strict=True))
-    ends = layout.m_indptr.tolist()
-    return [(first, end - first) for first, end in zip(ends, ends[1:], strict=False)]
 
 
 def _scaled_product(
@@ -110,7 +97,7 @@ def swiglu_quant(
     q_scale[:, :rows] = scale.t()
 
 
-def dispatch(
+def permute(
     x: torch.Tensor,  # [T, H] float8_e4m3fn
     x_scale: torch.Tensor,  # [H/128, T] float32
     pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local

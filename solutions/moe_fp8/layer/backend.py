@@ -1,18 +1,28 @@
 """Which implementation of the layer's operations serves a device."""
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from .config import GemmConfig
-from .layout import RowLayout
-
-SUPPORTED = "compute capability 9.0 (H100, H200, H800, H20, GH200)"
+from ..kernels.architectures import ARCHITECTURES
+from .problem import MoeInputs, MoeShape
+from .routing import GroupedRows
 
 
 class Backend(Protocol):
     """The operations, destination passing; `model` documents what each computes."""
+
+    def route(self, inputs: MoeInputs, shape: MoeShape, with_tokens: bool) -> GroupedRows: ...
+
+    def permute(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        pair_row: torch.Tensor,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+    ) -> None: ...
 
     def grouped_gemm(
         self,
@@ -21,21 +31,12 @@ class Backend(Protocol):
         b: torch.Tensor,
         b_scale: torch.Tensor,
         out: torch.Tensor,
-        layout: RowLayout,
-        config: GemmConfig | None = None,
+        expert_rows: torch.Tensor,
+        config: Any = None,
     ) -> None: ...
 
     def swiglu_quant(
         self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
-    ) -> None: ...
-
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        x_scale: torch.Tensor,
-        pair_row: torch.Tensor,
-        a: torch.Tensor,
-        a_scale: torch.Tensor,
     ) -> None: ...
 
     def combine(
@@ -56,11 +57,12 @@ def select(device: torch.device) -> Backend:
         return model
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-        if capability == (9, 0):
-            from . import kernels  # compiles through the DSL, which the CPU path does without
+        if capability in ARCHITECTURES:
+            from ..kernels import operations  # compiles through the DSL, which the CPU does without
 
-            return kernels
+            return operations
         given = f"{torch.cuda.get_device_name(device)}, compute capability %d.%d" % capability
     else:
         given = f"device type {device.type}"
-    raise ValueError(f"unsupported device {device} ({given}): expected a GPU of {SUPPORTED}")
+    supported = ", ".join(architecture.gpus for architecture in ARCHITECTURES.values())
+    raise ValueError(f"unsupported device {device} ({given}): expected a GPU of {supported}")

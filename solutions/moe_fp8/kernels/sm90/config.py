@@ -2,20 +2,22 @@
 
 from dataclasses import dataclass
 
-BLOCK = 128
-"""Width of a scale block, which is also the depth of one pipeline stage along K."""
+from ...numerics import BLOCK
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
 SMEM_BYTES = 227 * 1024
-"""Shared memory one CTA can have on sm_90 and sm_100."""
+"""Shared memory that one CTA can have."""
 
 EPILOGUE_COLUMNS = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
 
 TMA_ROWS = 4
 """float32 values of 16 bytes: TMA reads a row of scales from a multiple of 16 bytes only."""
+
+WGMMA_M = 64
+"""Rows of one WGMMA, which a warpgroup issues."""
 
 MAX_CONSUMER_WARPGROUPS = 3
 """Of a CTA, with 64 rows of the MMA each."""
@@ -39,13 +41,11 @@ class GemmConfig:
 
     Attributes:
         tile_m: rows (tokens) of a CTA tile: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
-        tile_n: output columns of a CTA tile: 64, 128 or 192; with `swap_ab` 64 or 128.
+        tile_n: output columns of a CTA tile: 64 or 128.
         cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
-        stages: depth of the TMA pipeline; 0 takes all the shared memory.
-        stage_blocks: 128-wide K blocks of a stage, which share its two barriers: 1 or 2.
+        stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
-        pingpong: two consumer warpgroups work on alternate tiles instead of sharing one.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
         unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
@@ -60,9 +60,7 @@ class GemmConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     stages: int = 0
-    stage_blocks: int = 1
     swap_ab: bool = False
-    pingpong: bool = False
     overlap: bool = False
     dynamic: bool = False
     unroll: bool = False
@@ -72,19 +70,11 @@ class GemmConfig:
         side = "with swap_ab" if self.swap_ab else "without swap_ab"
         if self.tile_m not in rows:
             raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
-        columns = (64, 128) if self.swap_ab else (64, 128, 192)
-        if self.tile_n not in columns:
-            raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
-        if self.tile_n == 192 and self.tile_m != 128:
-            raise ValueError(f"tile_n=192: expected tile_m=128, got {self.tile_m}")
-        if self.cluster_m not in (1, 2) or self.cluster_n not in (1, 2):
+        if self.tile_n not in (64, 128):
+            raise ValueError(f"tile_n={self.tile_n}: expected 64 or 128")
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
             raise ValueError(
-                f"cluster ({self.cluster_m}, {self.cluster_n}): expected 1 or 2 CTAs each way"
-            )
-        if self.pingpong and self.mma_warpgroups != 1:
-            raise ValueError(
-                f"pingpong: one warpgroup must cover a tile, "
-                f"but {self.tile_m}x{self.tile_n} takes {self.mma_warpgroups}"
+                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
             )
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
@@ -92,8 +82,6 @@ class GemmConfig:
                 f"{self}: {self.accumulator_registers} accumulator registers a thread, "
                 f"expected at most {most}"
             )
-        if self.stage_blocks not in (1, 2):
-            raise ValueError(f"stage_blocks={self.stage_blocks}: expected 1 or 2")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -103,19 +91,9 @@ class GemmConfig:
             )
 
     @property
-    def mma_warpgroups(self) -> int:
-        """Warpgroups that share a tile, each with 64 rows of the MMA."""
-        return (self.tile_n if self.swap_ab else self.tile_m) // 64
-
-    @property
-    def tiles_at_once(self) -> int:
-        """Tiles of a CTA that warpgroups compute at the same time."""
-        return 2 if self.pingpong else 1
-
-    @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that issue WGMMA."""
-        return self.mma_warpgroups * self.tiles_at_once
+        """Warpgroups that issue WGMMA, each with 64 rows of a tile's MMA."""
+        return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
 
     @property
     def threads(self) -> int:
@@ -131,18 +109,13 @@ class GemmConfig:
     @property
     def accumulator_registers(self) -> int:
         """Registers of a consumer thread for the sum and one or two K blocks."""
-        values = self.tile_m * self.tile_n // (self.mma_warpgroups * WARPGROUP)
+        values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
         return values * (3 if self.overlap else 2)
 
     @property
     def cluster_size(self) -> int:
         """CTAs of a cluster."""
         return self.cluster_m * self.cluster_n
-
-    @property
-    def tx_bytes(self) -> int:
-        """Bytes that TMA brings into one stage: A tile, B tile, A scales of its K blocks."""
-        return self.stage_blocks * ((self.tile_m + self.tile_n) * BLOCK + self.scale_rows * 4)
 
     @property
     def scale_rows(self) -> int:
@@ -157,12 +130,12 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
-        return self.stage_blocks * ((self.tile_m + self.tile_n) * BLOCK + self.scale_block_bytes)
+        return (self.tile_m + self.tile_n) * BLOCK + self.scale_block_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, barriers and alignment."""
-        return self.tiles_at_once * self.tile_m * self.tile_n * 2 + 2048
+        return self.tile_m * self.tile_n * 2 + 2048
 
     @property
     def num_stages(self) -> int:
@@ -170,21 +143,12 @@ class GemmConfig:
         return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
 
     @property
-    def buffers(self) -> int:
-        """K blocks that the pipeline holds."""
-        return self.num_stages * self.stage_blocks
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     def __str__(self) -> str:
-        flags = [
-            flag
-            for flag in ("swap_ab", "pingpong", "overlap", "dynamic", "unroll")
-            if getattr(self, flag)
-        ]
+        flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        tile = f"{self.tile_m}x{self.tile_n}x{self.stage_blocks * BLOCK}"
+        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

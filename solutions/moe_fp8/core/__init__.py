@@ -1,1 +1,0 @@
-"""What every generation uses: problem, routing, torch model, kernels, compilation."""

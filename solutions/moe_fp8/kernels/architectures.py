@@ -1,0 +1,71 @@
+"""The GPU architectures that there are kernels for: the one list of them.
+
+An architecture is a folder with its GEMM kernel, that kernel's config with its rules, and the
+heuristic that picks one; everything outside of these folders is neutral.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .sm90 import heuristic as sm90
+from .sm90.config import GemmConfig as Sm90Config
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the rest of the package asks of an architecture.
+
+    Attributes:
+        gpus: whom it serves, for messages.
+        target: what the compiler calls it.
+        config: class of its GEMM configs; made without arguments it suits every problem.
+        choose: picks a config, see `sm90.heuristic.choose`.
+        gemm: loads the kernel class: the DSL is not imported before it is needed.
+    """
+
+    gpus: str
+    target: str
+    config: Callable[[], Any]
+    choose: Callable[..., Any]
+    gemm: Callable[[], type]
+
+
+def _sm90_gemm() -> type:
+    from .sm90.gemm import GroupedGemmSm90
+
+    return GroupedGemmSm90
+
+
+HOPPER = Architecture(
+    gpus="compute capability 9.0 (H100, H200, H800, H20, GH200)",
+    target="sm_90a",
+    config=Sm90Config,
+    choose=sm90.choose,
+    gemm=_sm90_gemm,
+)
+
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}
+"""By compute capability."""
+
+
+def of_device(device: torch.device) -> Architecture:
+    """A supported GPU's; on the CPU, where the torch model pads as a kernel would, Hopper."""
+    if device.type == "cpu":
+        return HOPPER
+    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
+
+
+def of_target(target: str) -> Architecture:
+    """The architecture that the compiler calls `target`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for architecture in ARCHITECTURES.values():
+        if architecture.target == target:
+            return architecture
+    known = ", ".join(architecture.target for architecture in ARCHITECTURES.values())
+    raise ValueError(f"no kernels for {target!r}: expected one of {known}")

@@ -1,0 +1,124 @@
+"""How the rows of A and their scales come into a pipeline stage: a strategy of the GEMM.
+
+A strategy names its shared memory, what it adds to a stage's `full` barrier, what the host function
+makes of the tensors, and the copies of one K block. The producer warp calls it for every tile.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float8E4M3FN, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from ...numerics import BLOCK
+from ..tiles import Tile
+from .config import TMA_ROWS, GemmConfig
+from .tma import multicast_mask, tma_load, tma_partition
+
+
+class TmaOperand(NamedTuple):
+    """A kernel's view of A and its scales: TMA atoms and coordinate tensors."""
+
+    rows: cute.CopyAtom
+    rows_tensor: cute.Tensor  # (rows, k)
+    scales: cute.CopyAtom
+    scales_tensor: cute.Tensor  # (rows, k / 128)
+
+
+class TileCopies(NamedTuple):
+    """The copies of one tile: sources by K block, destinations by stage."""
+
+    rows_from: cute.Tensor
+    rows_to: cute.Tensor
+    scales_from: cute.Tensor
+    scales_to: cute.Tensor
+    mask: Any
+
+
+class ContiguousRows:
+    """A tile's rows lie one after the other: one TMA copy for them, one for their scales.
+
+    The CTAs of a cluster's row share the rows, each loads a part for all; the scales are too few
+    for that. TMA reads a row of scales from a multiple of 16 bytes on, so a tile's begin up to
+    `TMA_ROWS - 1` places into what is loaded.
+    """
+
+    arrivals = 0  # on a stage's `full` barrier, beside the bytes
+
+    def __init__(self, config: GemmConfig):
+        self.config = config
+        self.bytes = config.tile_m * BLOCK + config.scale_rows * 4
+
+    def rows_layout(self):
+        """Shared memory of the rows: (tile_m, 128, stages), swizzled."""
+        c = self.config
+        tile = (c.tile_m, c.tile_n, BLOCK)
+        return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, c.num_stages)
+
+    def scales_layout(self) -> cute.Layout:
+        """Shared memory of the scales: (scale_rows, 1, stages)."""
+        c = self.config
+        shape = (c.scale_rows, 1, c.num_stages)
+        return cute.make_layout(shape, stride=(1, 0, c.scale_block_bytes // 4))
+
+    def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
+        """In the host function: `a` (rows, k) e4m3, `a_scale` (k / 128, rows) f32."""
+        c = self.config
+        by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
+        return TmaOperand(
+            *tma_load(a, self.rows_layout(), (c.tile_m, BLOCK), c.cluster_n),
+            *tma_load(by_row, self.scales_layout(), (c.scale_rows, 1), 1),
+        )
+
+    def prefetch(self, operand: TmaOperand) -> None:
+        """By one warp, ahead of the first copy."""
+        cpasync.prefetch_descriptor(operand.rows)
+        cpasync.prefetch_descriptor(operand.scales)
+
+    def tile_copies(
+        self,
+        operand: TmaOperand,
+        s_a: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        tile: Tile,
+        cta: tuple[Int32, Int32],
+    ) -> TileCopies:
+        """What `copy` needs of a tile."""
+        c = self.config
+        # (tile_m, 128, k_blocks), (scale_rows, 1, k_blocks)
+        rows = cute.local_tile(
+            cute.domain_offset((tile.row, 0), operand.rows_tensor), (c.tile_m, BLOCK), (0, None)
+        )
+        scales = cute.local_tile(
+            cute.domain_offset((tile.row // TMA_ROWS * TMA_ROWS, 0), operand.scales_tensor),
+            (c.scale_rows, 1),
+            (0, None),
+        )
+        rows_to, rows_from = tma_partition(operand.rows, s_a, rows, cta[1], c.cluster_n)
+        scales_to, scales_from = tma_partition(operand.scales, s_a_scale, scales, 0, 1)
+        mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 1)
+        return TileCopies(rows_from, rows_to, scales_from, scales_to, mask)
+
+    def copy(
+        self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, stage: Int32, full: cute.Pointer
+    ) -> None:
+        """Start the copies of K block `kb` into a stage, whose `full` barrier gets the bytes."""
+        cute.copy(
+            operand.rows,
+            of_tile.rows_from[None, kb],
+            of_tile.rows_to[None, stage],
+            tma_bar_ptr=full,
+            mcast_mask=of_tile.mask,
+        )
+        cute.copy(
+            operand.scales,
+            of_tile.scales_from[None, kb],
+            of_tile.scales_to[None, stage],
+            tma_bar_ptr=full,
+        )
+
+    def first_scale(self, tile: Tile, s_a_scale: cute.Tensor) -> cute.Tensor:
+        """The scales in shared memory from the tile's first row on."""
+        return cute.domain_offset((tile.row % TMA_ROWS, 0, 0), s_a_scale)

@@ -1,0 +1,46 @@
+"""The GEMM's barriers: ids of the named ones, arrivals and bytes of the pipeline's mbarriers."""
+
+import enum
+from typing import NamedTuple
+
+from ..tiles import WARP
+from .config import MAX_CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig
+
+HARDWARE_BARRIERS = 16
+"""Named barriers of a CTA."""
+
+
+class Barriers(enum.IntEnum):
+    """First id of each kind of named barrier."""
+
+    CTA = 0  # of __syncthreads
+    STAGING = 1  # one a consumer warpgroup: its part of the epilogue's staging buffer
+    END = STAGING + MAX_CONSUMER_WARPGROUPS
+
+
+assert Barriers.END <= HARDWARE_BARRIERS
+
+
+class StageCounts(NamedTuple):
+    """What completes a phase of a pipeline stage's two mbarriers.
+
+    Attributes:
+        full_arrivals: on `full`: the producer's expect-tx, and what of A does not come by TMA.
+        full_bytes: TMA's, of A, its scales and B.
+        empty_arrivals: on `empty`: every consumer warp of every CTA that the stage's copies are
+            multicast to: those of its row and of its column of the cluster, itself counted once.
+    """
+
+    full_arrivals: int
+    full_bytes: int
+    empty_arrivals: int
+
+
+def stage_counts(config: GemmConfig, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
+    """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
+    warps = config.consumer_warpgroups * WARPGROUP // WARP
+    return StageCounts(
+        full_arrivals=1 + a_arrivals,
+        full_bytes=a_bytes + b_bytes,
+        empty_arrivals=warps * (config.cluster_m + config.cluster_n - 1),
+    )

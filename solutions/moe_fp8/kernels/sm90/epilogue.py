@@ -1,0 +1,188 @@
+"""What becomes of a tile's float32 sums: a strategy of the GEMM.
+
+A strategy names its shared memory, what the host function makes of the output, and how a consumer
+warpgroup writes its part of a tile.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from ..tiles import Tile
+from .barriers import Barriers
+from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
+from .operands import Operands
+
+VECTOR = 8
+"""bfloat16 elements of a 16-byte access."""
+
+
+class Output(NamedTuple):
+    """A kernel's view of the output: the TMA atom with its coordinate tensor, the tensor."""
+
+    tma: cute.CopyAtom
+    tma_tensor: cute.Tensor  # (rows, n)
+    tensor: cute.Tensor  # (rows, n) bf16
+
+
+class Staging(NamedTuple):
+    """The staging buffer of a CTA: written as the accumulator lies, read as rows of the output."""
+
+    accumulator: cute.Tensor
+    rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
+
+
+class StoreBFloat16:
+    """Rounds the sums to bfloat16 and stores the rows of the tile's expert.
+
+    A warpgroup's part goes through shared memory (stmatrix). With all its rows it goes out by TMA
+    while the warpgroup goes on to its next tile; one that its expert ends in, row by row.
+    """
+
+    def __init__(self, config: GemmConfig, operands: Operands, n: int):
+        self.config = config
+        self.operands = operands
+        self.n = n
+        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+
+    def staging_elements(self) -> int:
+        """bfloat16 elements of the staging buffer."""
+        return cute.cosize(self.operands.staging_layout())
+
+    def staging(self, buffer) -> Staging:
+        """The views of the staging buffer, a member of the kernel's shared memory."""
+        layout = self.operands.staging_layout()
+        rows, parts = self.operands.staged_rows, self.operands.parts
+        warpgroups, part = self.config.consumer_warpgroups, rows * EPILOGUE_COLUMNS
+        by_rows = cute.make_layout(
+            (warpgroups, parts, rows, EPILOGUE_COLUMNS),
+            stride=(part, warpgroups * part, EPILOGUE_COLUMNS, 1),
+        )
+        return Staging(
+            buffer.get_tensor(layout.outer, swizzle=layout.inner),
+            buffer.get_tensor(by_rows, swizzle=layout.inner),
+        )
+
+    def output(self, out: cute.Tensor) -> Output:
+        """In the host function: `out` (rows, n) bf16."""
+        box = (self.operands.staged_rows, EPILOGUE_COLUMNS)
+        smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
+        one = cute.slice_(smem, (None, None, 0))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        return Output(*cpasync.make_tiled_tma_atom(store, out, one, box), out)
+
+    def prefetch(self, output: Output) -> None:
+        """By one warp, ahead of the first store."""
+        cpasync.prefetch_descriptor(output.tma)
+
+    @cute.jit
+    def store(
+        self,
+        output: Output,
+        staging: Staging,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tile: Tile,
+        warpgroup: Int32,
+        thread: Int32,
+    ):
+        """Write the valid rows of this warpgroup's part of a tile.
+
+        Args:
+            output: of `output`.
+            staging: of `staging`.
+            tiled_mma: whose accumulator the sums are.
+            acc: this thread's float32 sums.
+            tile: with at least one row in the warpgroup's part.
+            warpgroup: index among the consumer warpgroups.
+            thread: index among the consumer threads. Handed on rather than read again: with the
+                latter ptxas spilled 144 bytes of 192x128 tiles' sums.
+        """
+        local = thread % WARPGROUP
+        barrier = pipeline.NamedBarrier(
+            barrier_id=Barriers.STAGING + warpgroup, num_threads=WARPGROUP
+        )
+        if local == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        stmatrix = self.operands.stmatrix()
+        to_smem = cute.make_tiled_copy_S(
+            stmatrix, cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
+        ).get_slice(thread)
+        shape = cute.shape(to_smem.partition_S(staging.accumulator))
+        rounded = cute.make_rmem_tensor(shape, BFloat16)
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        for i in cutlass.range(cute.size(acc), unroll_full=True):
+            rounded[i] = BFloat16(flat_acc[i])
+        barrier.arrive_and_wait()  # what this warpgroup staged last has been read
+        cute.copy(to_smem, rounded, to_smem.partition_D(staging.accumulator))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier.arrive_and_wait()
+
+        first_token = self.operands.first_token(warpgroup)
+        valid = tile.rows - first_token
+        row = tile.row + first_token
+        if valid >= self.operands.staged_rows:
+            if local == 0:
+                self._store_by_tma(output, staging, tile, row, warpgroup)
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            self._store_by_row(output, staging, tile, row, valid, warpgroup, local)
+
+    def finish(self) -> None:
+        """After a warpgroup's last tile: its staging must outlive TMA's reading of it."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _store_by_tma(
+        self, output: Output, staging: Staging, tile: Tile, row: Int32, warpgroup: Int32
+    ) -> None:
+        c = self.config
+        g_rows = cute.domain_offset((row, 0), output.tma_tensor)
+        box = (self.operands.staged_rows, EPILOGUE_COLUMNS)
+        for part in range(self.operands.parts):
+            column = tile.n_tile * c.tile_n + self.operands.first_column(warpgroup, part)
+            there = cute.local_tile(g_rows, box, (0, column // EPILOGUE_COLUMNS))
+            source, target = cpasync.tma_partition(
+                output.tma,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(staging.rows[warpgroup, part, None, None], 0, 2),
+                cute.group_modes(there, 0, 2),
+            )
+            cute.copy(output.tma, source, target)
+
+    @cute.jit
+    def _store_by_row(
+        self,
+        output: Output,
+        staging: Staging,
+        tile: Tile,
+        row: Int32,
+        valid: Int32,
+        warpgroup: Int32,
+        local: Int32,
+    ):
+        """8 threads store the 128 bytes of a row, 16 rows at a time."""
+        vector = cute.make_layout(VECTOR)
+        tile_n = self.config.tile_n
+        # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
+        first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
+        for part in cutlass.range_constexpr(self.operands.parts):
+            column = self.operands.first_column(warpgroup, part) + local % 8 * VECTOR
+            inside = Boolean(True)
+            if cutlass.const_expr(self.ragged_n):
+                inside = tile.n_tile * tile_n + column < self.n
+            for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
+                if inside:
+                    source = cute.local_tile(
+                        staging.rows[warpgroup, part, r, None], (VECTOR,), (local % 8,)
+                    )
+                    # Not visible to the compiler, which would store two bytes at a time.
+                    target = (first + Int64(r) * self.n + column).align(VECTOR * 2)
+                    cute.autovec_copy(source, cute.make_tensor(target, vector))

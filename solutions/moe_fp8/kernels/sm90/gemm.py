@@ -1,0 +1,524 @@
+"""Grouped FP8 GEMM with 128-wide block scales for Hopper: TMA, mbarrier pipeline, WGMMA.
+
+Owns the kernel of one CTA. What a tile is comes from `tiles`, how A arrives from `a_load`, what
+becomes of the sums from `epilogue`, which operand takes WGMMA's rows from `operands`, what can be
+tuned from `config`.
+"""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cuda.bindings import driver as cuda
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from ...numerics import BLOCK
+from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
+from .a_load import ContiguousRows, TmaOperand
+from .barriers import stage_counts
+from .config import PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
+from .epilogue import Output, Staging, StoreBFloat16
+from .operands import operands_of
+from .tma import multicast_mask, tma_load, tma_partition
+
+WGMMA_K = 32
+ALIGN = 1024
+"""Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
+
+
+class Weights(NamedTuple):
+    """A kernel's view of B: TMA atom and coordinate tensor, and the scales."""
+
+    tma: cute.CopyAtom
+    tma_tensor: cute.Tensor  # (n, k, experts)
+    scales: cute.Tensor  # (experts, n / 128, k / 128) f32
+
+
+class Work(NamedTuple):
+    """What a warp takes its tiles from."""
+
+    tiles: ExpertTiles
+    queue: TileQueue | None  # with `dynamic`
+
+
+class Shared(NamedTuple):
+    """The operands in shared memory, a stage after the other."""
+
+    a: cute.Tensor  # (tile_m, 128, stages)
+    b: cute.Tensor  # (tile_n, 128, stages)
+    a_scale: cute.Tensor  # (scale_rows, 1, stages)
+
+
+class Fragments(NamedTuple):
+    """What a consumer thread multiplies: descriptors of the stages' operands, its scales of B."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    b_scale: cute.Tensor  # (ceil(k_blocks / 32)) registers: lane l holds K blocks l, l + 32, ...
+
+
+class GroupedGemmSm90:
+    """`out[r, :] = sum_kb (a_scale[kb, r] * b_scale[e, :, kb]) * (a[r, kb] @ b[e, :, kb]^T)`.
+
+    Roles of a CTA:
+      producer   warp 0 of warpgroup 0: the copies of a K block's A rows and scales (`a_load`) and
+                 one TMA of its B tile; the warpgroup gives its registers away.
+      server     warp 1 of warpgroup 0, with `dynamic`: fetches the cluster's next tile.
+      consumers  warpgroups 1..: together on one tile, 64 rows of the MMA each. Per K block: wait,
+                 four WGMMA (k = 32) into a fresh accumulator, release the stage, promote (multiply
+                 by both scales and add to the float32 sum). While one warpgroup promotes, the
+                 others keep the tensor cores busy; with `overlap` a warpgroup promotes one K block
+                 while its next one runs. At the tile's end the sums go to the `epilogue`.
+
+    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
+    the B tile for those below it (cluster_m), and multicast writes it to all of them.
+
+    Pipeline `load` (producer -> consumers), `num_stages` deep, a K block each; `barriers.StageCounts`
+    says what completes its barriers.
+
+    The consumers' B scales never touch shared memory: at the start of a tile lane l of every warp
+    reads those of K blocks l, l + 32, ..., and the main loop broadcasts them by shuffle.
+
+    Rows of other experts or of padding that a tile reads past its expert's end reach only
+    accumulator values that are not stored.
+
+    Args:
+        config: what can be tuned.
+        n, k: of the weights, multiples of 128.
+        experts: up to `MAX_EXPERTS`.
+        a_load: strategy for A, made of the config.
+        epilogue: strategy for the sums, made of the config, the operand order and n.
+
+    Raises:
+        ValueError: a size is not supported.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        n: int,
+        k: int,
+        experts: int,
+        a_load: type = ContiguousRows,
+        epilogue: type = StoreBFloat16,
+    ):
+        if n % BLOCK:
+            raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
+        if k % BLOCK:
+            raise ValueError(f"k={k}: expected a multiple of {BLOCK}")
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}")
+        self.config = config
+        self.n, self.k, self.experts = n, k, experts
+        self.operands = operands_of(config)
+        self.a_load = a_load(config)
+        self.epilogue = epilogue(config, self.operands, n)
+        self.counts = stage_counts(
+            config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
+        )
+        self.k_blocks = k // BLOCK
+        # K blocks of a turn of the main loop.
+        if config.unroll and self.k_blocks % config.num_stages == 0:
+            self.turn = config.num_stages
+        else:
+            self.turn = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
+        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+        width = config.tile_n * config.cluster_n
+        self.n_tiles = (n + width - 1) // width
+        self.ragged_n = n % width != 0
+        # In a cluster with several row tiles each has a fixed share of the cluster's rows.
+        even = config.cluster_m == 1 and not config.swap_ab
+        self.row_step = WGMMA_M if even else config.tile_m * config.cluster_m
+
+    def _setup_attributes(self) -> None:
+        """Layouts and the tiled MMA; made anew in the host function and in the kernel, because a
+        value of the compiler lives only in the function that made it."""
+        c = self.config
+        self.tiled_mma = self.operands.tiled_mma()
+        tile_mnk = (c.tile_m, c.tile_n, BLOCK)
+        self.a_smem = self.a_load.rows_layout()
+        self.a_scale_smem = self.a_load.scales_layout()
+        self.b_smem = hopper.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, tile_mnk, Float8E4M3FN, c.num_stages
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (rows, k) e4m3
+        a_scale: cute.Tensor,  # (k / 128, rows) f32
+        b: cute.Tensor,  # (experts, n, k) e4m3
+        b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
+        out: cute.Tensor,  # (rows, n) bf16
+        expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
+        counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        self._setup_attributes()
+        c = self.config
+        b_nke = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+        tma_b = tma_load(b_nke, self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
+
+        @cute.struct
+        class SharedStorage:
+            barriers: cute.struct.MemRange[Int64, 2 * c.num_stages]
+            a: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.a_smem)], ALIGN
+            ]
+            b: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN
+            ]
+            out: cute.struct.Align[
+                cute.struct.MemRange[BFloat16, self.epilogue.staging_elements()], ALIGN
+            ]
+            a_scale: cute.struct.Align[
+                cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
+            ]
+            queue_barriers: cute.struct.MemRange[Int64, 2]
+            queue_slot: Int32
+
+        self.shared_storage = SharedStorage
+        self.kernel(
+            self.a_load.operand(a, a_scale),
+            Weights(*tma_b, b_scale),
+            self.epilogue.output(out),
+            expert_rows,
+            counter,
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: TmaOperand,
+        b: Weights,
+        output: Output,
+        expert_rows: cute.Tensor,
+        counter: cute.Tensor,
+    ):
+        self._setup_attributes()
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
+        # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+        rows = rows_of_lane(expert_rows)
+        if warp_idx == 0:
+            self.a_load.prefetch(a)
+            cpasync.prefetch_descriptor(b.tma)
+            self.epilogue.prefetch(output)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+        shared = Shared(
+            storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
+            storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
+            storage.a_scale.get_tensor(self.a_scale_smem),
+        )
+        staging = self.epilogue.staging(storage.out)
+        queue = None
+        if cutlass.const_expr(c.dynamic):
+            reading_warps = 1 + c.consumer_warpgroups * WARPGROUP // WARP
+            queue = TileQueue.create(
+                storage.queue_barriers.data_ptr(),
+                storage.queue_slot.ptr,
+                reading_warps,
+                c.cluster_size,
+            )
+        load = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=c.num_stages,
+            producer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, self.counts.full_arrivals
+            ),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, self.counts.empty_arrivals
+            ),
+            tx_count=self.counts.full_bytes,
+            cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
+        )
+
+        tiles = ExpertTiles.create(
+            rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
+        )
+        work = Work(tiles, queue)
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_idx == 0:
+                self._load_warp(load, work, a, b, shared)
+            if cutlass.const_expr(c.dynamic):
+                if warp_idx == 1 and cute.arch.block_idx_in_cluster() == 0:
+                    first, clusters = self._first_tile()
+                    queue.serve(counter.iterator, first, clusters, tiles.total())
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self._mma_warpgroup(load, work, group - 1, shared, b, staging, output)
+
+    def _cta_in_cluster(self) -> tuple[Int32, Int32]:
+        """(row, column) of this CTA in its cluster."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank % self.config.cluster_m, rank // self.config.cluster_m
+
+    def _first_tile(self) -> tuple[Int32, Int32]:
+        """First tile of this cluster and the distance to its next one."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // self.config.cluster_size, blocks // self.config.cluster_size
+
+    def _next_tile(self, work: Work, queue_state, linear: Int32, clusters: Int32):
+        """This cluster's tile after `linear`, and the state of the queue after it."""
+        if cutlass.const_expr(self.config.dynamic):
+            return work.queue.take(queue_state)
+        return linear + clusters, queue_state
+
+    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
+        """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
+        c = self.config
+        m_row = cta[0] * c.tile_m
+        n_tile = tile.n_tile * c.cluster_n + cta[1]
+        rows = tile.rows - m_row
+        if self.ragged_n:
+            rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
+        return Tile(tile.expert, n_tile, tile.row + m_row, rows)
+
+    @cute.jit
+    def _load_warp(self, load, work: Work, a: TmaOperand, b: Weights, shared: Shared):
+        """Keep the pipeline full: the copies of every K block of every tile of this CTA."""
+        c = self.config
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        cta = self._cta_in_cluster()
+        # B is shared by the CTAs of one column of the cluster.
+        mask_b = multicast_mask((c.cluster_m, c.cluster_n), cta, 0)
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            a_copies = self.a_load.tile_copies(a, shared.a, shared.a_scale, tile, cta)
+            # (tile_n, 128, k_blocks)
+            g_b = cute.local_tile(b.tma_tensor, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
+            b_to, b_from = tma_partition(b.tma, shared.b, g_b, cta[0], c.cluster_m)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                load.producer_acquire(state)
+                full = load.producer_get_barrier(state)
+                cute.copy(
+                    b.tma,
+                    b_from[None, kb],
+                    b_to[None, state.index],
+                    tma_bar_ptr=full,
+                    mcast_mask=mask_b,
+                )
+                self.a_load.copy(a, a_copies, kb, state.index, full)
+                load.producer_commit(state)
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        load.producer_tail(state)
+
+    @cute.jit
+    def _mma_warpgroup(
+        self,
+        load,
+        work: Work,
+        consumer: Int32,
+        shared: Shared,
+        b: Weights,
+        staging: Staging,
+        output: Output,
+    ):
+        """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
+        c = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        thread = tidx % WARPGROUP + consumer * WARPGROUP
+        thr_mma = self.tiled_mma.get_slice(
+            cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
+        )
+        operand_a, operand_b = self.operands.operands(shared.a, shared.b)
+        fragments = Fragments(
+            self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
+            self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
+            cute.make_rmem_tensor((self.k_blocks + WARP - 1) // WARP, Float32),
+        )
+        acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
+        total_acc = cute.make_rmem_tensor(acc_shape, Float32)
+
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        cta = self._cta_in_cluster()
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        if linear < total:
+            self._load_b_scale(fragments.b_scale, b.scales, tile)
+        while linear < total:
+            valid = tile.rows > self.operands.first_token(consumer)
+            if valid:
+                mainloop = (
+                    self._overlapped_mainloop if cutlass.const_expr(c.overlap) else self._mainloop
+                )
+                scales = self.a_load.first_scale(tile, shared.a_scale)
+                state = mainloop(load, state, fragments, total_acc, scales, thread)
+            else:
+                # No row to compute: leave the tensor cores to the other warpgroups.
+                for _ in cutlass.range(self.k_blocks, unroll=1):
+                    load.consumer_wait(state)
+                    load.consumer_release(state)
+                    state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+            # Find the next tile and ask for its B scales now: both take long, the store hides it.
+            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+            self._load_b_scale(fragments.b_scale, b.scales, following)
+            if valid:
+                self.epilogue.store(output, staging, self.tiled_mma, total_acc, tile, consumer, thread)
+            tile = following
+        if thread % WARPGROUP == 0:
+            self.epilogue.finish()
+
+    @cute.jit
+    def _mainloop(
+        self,
+        load,
+        state,
+        fragments: Fragments,
+        total_acc: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        thread: Int32,
+    ):
+        """total_acc = the tile's sum over K; returns the state after its last block."""
+        acc = cute.make_rmem_tensor(total_acc.shape, Float32)
+        scales = self._make_scales()
+        total_acc.fill(0.0)
+        arrived = load.consumer_try_wait(state)
+        for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
+            for i in cutlass.range_constexpr(self.turn):
+                now = self._stage(state, i)
+                load.consumer_wait(now, arrived)
+                # Read before the WGMMAs start, so that their latency hides behind them.
+                self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
+                self._issue_wgmma(acc, fragments, now.index)
+                warpgroup.wait_group(0)
+                load.consumer_release(now)
+                # Ask for the next stage now: the answer comes while this block is promoted.
+                arrived = Boolean(True)
+                if cutlass.const_expr(i + 1 < self.turn):
+                    arrived = load.consumer_try_wait(self._stage(state, i + 1))
+                else:
+                    state = self._stage(state, self.turn)
+                    if first + self.turn < self.k_blocks:
+                        arrived = load.consumer_try_wait(state)
+                self._promote(total_acc, acc, scales)
+        return state
+
+    def _stage(self, state, i: int):
+        """The state `i` stages after `state`, which begins a turn of the main loop."""
+        stages = self.config.num_stages
+        if self.turn == stages:  # every turn begins at stage 0
+            return pipeline.PipelineState(
+                stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
+            )
+        after = state.clone()
+        for _ in range(i):
+            after.advance()
+        return after
+
+    @cute.jit
+    def _overlapped_mainloop(
+        self,
+        load,
+        state,
+        fragments: Fragments,
+        total_acc: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        thread: Int32,
+    ):
+        """The same sum in the same order, K blocks promoted while the next one runs.
+
+        ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
+        every single one, so each turn of the loop ends with nothing in flight.
+        """
+        accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
+        scales = [self._make_scales() for _ in range(2)]
+        total_acc.fill(0.0)
+        for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
+            for i in cutlass.range_constexpr(self.turn + 1):
+                if cutlass.const_expr(i < self.turn):
+                    now = self._stage(state, i)
+                    load.consumer_wait(now)
+                    self._load_scales(
+                        scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
+                    )
+                    self._issue_wgmma(accs[i % 2], fragments, now.index)
+                if cutlass.const_expr(i > 0):
+                    warpgroup.wait_group(1 if i < self.turn else 0)
+                    load.consumer_release(self._stage(state, i - 1))
+                    self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
+            state = self._stage(state, self.turn)
+        return state
+
+    @cute.jit
+    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
+        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
+        atom = cute.make_mma_atom(self.tiled_mma.op)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
+            of_a, of_b = fragments.a[None, None, k, stage], fragments.b[None, None, k, stage]
+            cute.gemm(atom, acc, of_a, of_b, acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile):
+        """Read a tile's B scales into the registers of `Fragments.b_scale`."""
+        column = tile.n_tile * self.config.tile_n
+        if cutlass.const_expr(self.ragged_n):
+            column = cutlass.min(column, self.n - 1)
+        row = b_scale[tile.expert, column // BLOCK, None]
+        for i in cutlass.range_constexpr(cute.size(held)):
+            kb = i * WARP + cute.arch.lane_idx()
+            if kb < self.k_blocks:
+                held[i] = row[kb]
+
+    def _make_scales(self) -> cute.Tensor:
+        """Registers for the factors of one K block, one for each of a thread's tokens."""
+        return cute.make_rmem_tensor(self.operands.token_scales, Float32)
+
+    @cute.jit
+    def _load_scales(
+        self,
+        scales: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        fragments: Fragments,
+        kb: Int32,
+        stage: Int32,
+        thread: Int32,
+    ):
+        """scales[i] = this thread's token scale i times the column scale of K block kb."""
+        mine = fragments.b_scale[0]
+        for i in cutlass.range_constexpr(1, cute.size(fragments.b_scale)):
+            if kb >= i * WARP:
+                mine = fragments.b_scale[i]
+        scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            token = self.operands.scale_token(i, thread)
+            scales[i] = s_a_scale[token, 0, stage] * scale_b
+
+    @cute.jit
+    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
+        """total += scale * acc, with the scale of each value's token."""
+        flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        for v in cutlass.range(cute.size(acc), unroll_full=True):
+            scale = scales[self.operands.scale_of_value(v)]
+            flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])

@@ -1,0 +1,7 @@
+"""The FP8 format and its block scales, which the torch model, the layer and every kernel share."""
+
+BLOCK = 128
+"""Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
+
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn value."""

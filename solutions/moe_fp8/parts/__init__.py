@@ -1,1 +1,0 @@
-"""Interchangeable pieces of a generation, one file each."""
