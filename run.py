@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """One command to benchmark, one to test; each does its own set-up.
 
-    python3 run.py bench [args]     rank the solutions on this machine (scripts/benchmark.py)
+    python3 run.py bench [args]     check and rank the solutions on this machine
     python3 run.py test             lint, type check and every test this machine can run
     python3 run.py test [args]      only pytest, with these arguments
-    python3 run.py NAME [args]      any other program of scripts/: pack, rank, stages, ...
     python3 run.py setup            only the set-up, with the tools for development
+    python3 run.py NAME [args]      any program of the list below; each has --help
 
 The interpreter that runs this is used as it is, without any network access, where it has all that
 the command needs (an activated environment, a container). Otherwise, or always after
@@ -180,9 +180,9 @@ def install(extra: str | None) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment for the project's programs: its package is importable, installed or not."""
+    """The environment for the project's programs: its packages are importable, installed or not."""
     env = dict(os.environ)
-    paths = [str(ROOT / "solutions"), *filter(None, [env.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "solutions"), *filter(None, [env.get("PYTHONPATH")])]
     env["PYTHONPATH"] = os.pathsep.join(paths)
     return env
 
@@ -194,18 +194,38 @@ def programs() -> dict[str, Path]:
     """The scripts that do something when they are started, by name; the others are libraries."""
     return {
         path.stem: path
-        for path in sorted((ROOT / "scripts").glob("*.py"))
+        for path in sorted((ROOT / "scripts").glob("*/*.py"))
         if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
     }
+
+
+def first_line(path: Path) -> str:
+    """Of the docstring of a module or, with its directory, of a package."""
+    path = path / "__init__.py" if path.is_dir() else path
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    return doc.splitlines()[0] if doc else ""
+
+
+def listing() -> str:
+    """The programs with what each is for, folder by folder."""
+    known = programs()
+    width = max(map(len, known))
+    lines = []
+    for folder in dict.fromkeys(path.parent for path in known.values()):
+        lines.append(f"\n{folder.name}: {first_line(folder)}")
+        lines += [
+            f"    {name:<{width}}  {first_line(path)}"
+            for name, path in known.items()
+            if path.parent == folder
+        ]
+    return "\n".join(lines)
 
 
 def run_script(name: str, arguments: list[str]) -> int:
     known = programs()
     if name not in known:
-        print(
-            f"error: no command {name!r}: bench, test, setup, or one of {', '.join(known)}",
-            file=sys.stderr,
-        )
+        said = f"error: no command {name!r}: test, setup, or one of these programs"
+        print(f"{said}\n{listing()}", file=sys.stderr)
         return EXIT_USAGE
     command = [*set_up(EXTRAS.get(name)), str(known[name]), *arguments]
     sys.stdout.flush()
@@ -255,7 +275,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--venv"]:
         always_venv, arguments = True, arguments[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
+        print(f"{__doc__}{listing()}")
         return 0 if arguments else EXIT_USAGE
     command, rest = arguments[0], arguments[1:]
     try:
@@ -264,7 +284,7 @@ def main(arguments: list[str]) -> int:
         if command == "setup":
             print("ready: " + " ".join(set_up("dev")))
             return 0
-        return run_script("benchmark" if command == "bench" else command, rest)
+        return run_script(command, rest)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

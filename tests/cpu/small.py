@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from common import DEFINITION
 from flashinfer_bench.data import Definition, Solution, Trace, TraceSet
+
+from scripts.common.project import DEFINITION
 
 WIDTH = 8
 REFERENCE = """

@@ -5,25 +5,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accuracy
-import dataset
-import pack
 import pytest
-import second_pass
 import small
-import traces
-from common import (
-    DEFINITION,
+from test_files import disk_of
+from test_rank import trace, write
+
+from scripts.benchmark import accuracy, second_pass
+from scripts.benchmark.second_pass import Pass
+from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
-    ROOT,
     UsageError,
 )
-from second_pass import Pass
-from test_files import disk_of
-from test_rank import trace, write
+from scripts.common.project import DEFINITION, ROOT
+from scripts.ranking import traces
+from scripts.solutions import pack
+from scripts.workloads import dataset
 
 VANDAL = small.RIGHT + "    x.zero_()\n"
 

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from availability import (
+from flashinfer_bench.data import Solution
+from test_dataset import solution
+
+from scripts.solutions.availability import (
     FOREIGN,
     NEEDS_GPU,
     Machine,
@@ -17,8 +20,6 @@ from availability import (
     split_foreign,
     why_not,
 )
-from flashinfer_bench.data import Solution
-from test_dataset import solution
 
 OUR_AUTHOR = "moe-fp8-cutedsl"
 INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}

@@ -12,7 +12,6 @@ from types import ModuleType
 
 import bruteforce
 import fake_libraries
-import pack
 import pytest
 import torch
 from moe_fp8.baselines import (
@@ -26,6 +25,8 @@ from moe_fp8.baselines import (
 from moe_fp8.core.metrics import calc_diff
 from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from packaging.requirements import Requirement
+
+from scripts.solutions import pack
 
 MODULES = {
     "sglang_moe": sglang_moe,

@@ -12,26 +12,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import availability
-import benchmark
-import dataset
 import flashinfer_bench.bench
-import gpu_bench
-import pack
 import pytest
-from common import (
-    DEFINITION,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    ROOT,
-    Progress,
-    UsageError,
-)
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 from test_dataset import solution
 from test_files import disk_of
+
+from scripts.benchmark import bench, gpu_bench
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
+from scripts.common.progress import Progress
+from scripts.common.project import DEFINITION, ROOT
+from scripts.solutions import availability, pack
+from scripts.workloads import dataset
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -234,8 +227,8 @@ class Program:
         return self.plain(*options, *arguments)
 
     def plain(self, *arguments: str) -> int:
-        self.monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
-        return benchmark.main()
+        self.monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+        return bench.main()
 
     def change(self, name: str, content: str) -> None:
         """Give a solution another source."""
@@ -251,11 +244,11 @@ def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     program = Program(monkeypatch, tmp_path / "traces")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(benchmark, "this_machine", lambda use_gpu: machine)
+    monkeypatch.setattr(bench, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda: [])
     monkeypatch.setattr(dataset, "packed_solutions", lambda packed: program.solutions)
-    monkeypatch.setattr(benchmark, "make_missing_workloads", lambda root, traces: None)
-    monkeypatch.setattr(benchmark, "add_measurements", lambda run, args, foreign: None)
+    monkeypatch.setattr(bench, "make_missing_workloads", lambda root, traces: None)
+    monkeypatch.setattr(bench, "add_measurements", lambda run, args, foreign: None)
     return program
 
 
@@ -368,8 +361,8 @@ def test_without_any_result_the_program_fails_and_says_so(h200, capsys) -> None:
 
 def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsys) -> None:
     done: list[str] = []
-    monkeypatch.setattr(benchmark, "add_measurements", lambda *_: done.append("passes"))
-    monkeypatch.setattr(benchmark, "write_report", lambda run, peers: done.append("report"))
+    monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
+    monkeypatch.setattr(bench, "write_report", lambda run, peers: done.append("report"))
     arguments = ["--workloads", "1", "--solutions", "x", "--traces", str(tmp_path / "traces")]
     assert h200.plain(*arguments) == 0
     assert done == ["passes", "report"]
@@ -385,10 +378,10 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
         outs.append(stdout)
         return subprocess.CompletedProcess(command, len(outs) - 1)
 
-    monkeypatch.setattr(benchmark.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["benchmark.py"])
-    with benchmark.new_run(tmp_path, "GPU") as run_:
-        benchmark.add_measurements(run_, benchmark.parse_arguments(), False)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    with bench.new_run(tmp_path, "GPU") as run_:
+        bench.add_measurements(run_, bench.parse_arguments(), False)
     assert outs == [subprocess.DEVNULL, None, None], "floors' own table is in the report"
     assert capsys.readouterr().err.splitlines() == [
         "accuracy.py failed; its figures are incomplete",
@@ -399,8 +392,9 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
 @pytest.fixture
 def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
     """The program on a machine without a GPU: token counts and settings that the runner gets."""
-    import cpu_bench
     import torch
+
+    from scripts.benchmark import cpu_bench
 
     calls: list[tuple[list[int], BenchmarkConfig]] = []
 
@@ -412,8 +406,8 @@ def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
                 store([made])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(benchmark, "this_machine", lambda gpu: availability.Machine(None, str))
-    monkeypatch.setattr(benchmark, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
+    monkeypatch.setattr(bench, "this_machine", lambda gpu: availability.Machine(None, str))
+    monkeypatch.setattr(bench, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
     monkeypatch.setattr(cpu_bench, "run", run)
     return calls
 
@@ -527,7 +521,8 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
 
 def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
     assert h200("--workloads", "1") == 0
-    code = "import runs, sys, pathlib; run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
+    code = "import sys, pathlib; from scripts.benchmark import runs;"
+    code += "run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
     code += "print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "traces")],
@@ -562,9 +557,9 @@ def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
 def test_options_that_would_measure_nothing_are_refused(
     monkeypatch, capsys, option: str, value: str, message: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", f"{option}={value}"])
+    monkeypatch.setattr(sys, "argv", ["bench.py", f"{option}={value}"])
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse_arguments()
+        bench.parse_arguments()
     assert ended.value.code == EXIT_USAGE
     assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
 
@@ -641,7 +636,7 @@ def test_a_ranking_that_cannot_be_written_leaves_the_old_one(h200, tmp_path) -> 
     target = tmp_path / "ranking.json"
     target.write_text("old")
     with disk_of(20_000), pytest.raises(OSError):
-        benchmark.files.write(target, "x" * 30_000)
+        bench.files.write(target, "x" * 30_000)
     assert target.read_text() == "old"
     assert h200("--workloads", "1", "--json", str(target)) == 0
     assert json.loads(target.read_text())[0]["hardware"] == "GPU"
@@ -709,13 +704,13 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
         commands.append(command)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    monkeypatch.setattr(bench.subprocess, "run", run)
 
     def passes(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
         commands.clear()
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
-        with benchmark.new_run(tmp_path, "GPU") as run:
-            benchmark.add_measurements(run, benchmark.parse_arguments(), foreign)
+        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+        with bench.new_run(tmp_path, "GPU") as run:
+            bench.add_measurements(run, bench.parse_arguments(), foreign)
         return {Path(c[1]).stem: c[2:] for c in commands}
 
     every = passes("--seed", "7")
@@ -729,14 +724,14 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
 
 
 def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:
-    import report
+    from scripts.report import report
 
     def write(directory: Path, peers: list[str]) -> Path:
         raise PermissionError(13, "Permission denied", str(directory / "report.html"))
 
     monkeypatch.setattr(report, "write", write)
-    with benchmark.new_run(tmp_path, "GPU") as run:
-        benchmark.write_report(run, [])
+    with bench.new_run(tmp_path, "GPU") as run:
+        bench.write_report(run, [])
         path = run.directory / "report.html"
     assert capsys.readouterr().err == f"no report: {path}: Permission denied\n"
 

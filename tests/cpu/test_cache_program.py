@@ -2,10 +2,11 @@
 
 import sys
 
-import cache
 import pytest
-from common import UsageError
 from moe_fp8.core.kernel_cache import CACHE_VARIABLE, KernelCache
+
+from scripts.common.command_line import UsageError
+from scripts.solutions import cache
 
 
 @pytest.fixture

@@ -2,26 +2,26 @@
 benchmark runs the packed solutions and writes traces that flashinfer-bench reads."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from common import DEFINITION, ROOT
 
-PROGRAMS = ["accuracy", "benchmark", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
+import run
+from scripts.common.project import DEFINITION, ROOT
+
+PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
 PROGRAMS += ["readme_tables", "report", "stages"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
 def call(program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "solutions"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / f"{program}.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": paths, **env},
+        [sys.executable, str(run.programs()[program]), *arguments],
+        env={**run.environment(), **env},
         capture_output=True,
         text=True,
     )
@@ -37,15 +37,15 @@ def test_help(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
-        ("benchmark", ["--workloads", "T=3"], "no workload matches T=3"),
-        ("benchmark", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
-        ("benchmark", ["--local", "/absent"], "not a directory"),
-        ("benchmark", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
-        ("benchmark", ["--atol", "nan"], "argument --atol: 'nan' is no finite number above 0"),
+        ("bench", ["--workloads", "T=3"], "no workload matches T=3"),
+        ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
+        ("bench", ["--local", "/absent"], "not a directory"),
+        ("bench", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
+        ("bench", ["--atol", "nan"], "argument --atol: 'nan' is no finite number above 0"),
         ("rank", [str(RECORD / "latency.png")], "latency.png:1 is no trace"),
         ("rank", [str(RECORD), "--output", "/dev/null/x"], "error: /dev/null/x: "),
         ("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: "),
-        ("benchmark", ["--no-such-option"], "unrecognized arguments"),
+        ("bench", ["--no-such-option"], "unrecognized arguments"),
         ("rank", ["/absent"], "does not exist"),
         ("report", ["/absent"], "no traces.jsonl"),
         ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
@@ -66,7 +66,7 @@ def test_usage_errors_have_status_2_and_one_line(program, arguments, message) ->
 def test_a_place_that_cannot_be_written_is_one_line() -> None:
     """A read-only checkout, or `--traces` below a file: refused before anything is measured."""
     arguments = ["--cpu", "--workloads", "1", "--traces", "/dev/null/traces"]
-    result = call("benchmark", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
+    result = call("bench", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1] == "error: /dev/null/traces: Not a directory"
 
@@ -86,7 +86,7 @@ def test_pack_check_and_list(tmp_path: Path) -> None:
 
 
 def test_benchmark_list() -> None:
-    result = call("benchmark", "--list")
+    result = call("bench", "--list")
     assert result.returncode == 0
     assert "14107" in result.stdout and "cutedsl_moe_fp8_v1" in result.stdout
 
@@ -96,7 +96,7 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     env = {"FIB_CACHE_PATH": str(tmp_path / "cache")}
     common = ["--cpu", "--workloads", "T=1", "--iterations", "1", "--traces", str(tmp_path / "t")]
     report = ["--json", str(tmp_path / "ranking.json"), "--markdown", str(tmp_path / "ranking.md")]
-    result = call("benchmark", *common, *report, **env)
+    result = call("bench", *common, *report, **env)
     assert result.returncode == 0, result.stderr
     assert "torch model on the CPU" in result.stderr and "not run: 18 workloads" in result.stderr
 
@@ -113,24 +113,24 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
 
     from flashinfer_bench.data import Trace, load_jsonl_file
 
-    (run,) = (tmp_path / "t").iterdir()
-    traces = load_jsonl_file(Trace, run / "traces.jsonl")
+    (made,) = (tmp_path / "t").iterdir()
+    traces = load_jsonl_file(Trace, made / "traces.jsonl")
     assert all(t.is_successful() and t.definition == DEFINITION for t in traces)
     assert all(t.evaluation.environment.libs["device"] == "cpu" for t in traces)
-    info = json.loads((run / "run.json").read_text())
+    info = json.loads((made / "run.json").read_text())
     assert info["finished"] and info["configuration"]["required_matched_ratio"] == 0.85
     assert info["solutions"] == {
         t.solution: t.evaluation.environment.libs["solution_hash"] for t in traces
     }
 
     # Nothing is left to do for the same sources, and nothing is measured twice.
-    again = call("benchmark", *common, "--resume", **env)
+    again = call("bench", *common, "--resume", **env)
     assert again.returncode == 0, again.stderr
     assert "0 workloads to run" in again.stderr
-    assert len(load_jsonl_file(Trace, run / "traces.jsonl")) == len(traces)
+    assert len(load_jsonl_file(Trace, made / "traces.jsonl")) == len(traces)
 
     # A tolerance that the FP8 intermediate cannot meet fails, with status 1 and the reason.
     strict = [*common[:-1], str(tmp_path / "strict"), "--rtol", "0.001", "--atol", "0.001"]
-    failed = call("benchmark", *strict, "--solutions", "*_v2", **env)
+    failed = call("bench", *strict, "--solutions", "*_v2", **env)
     assert failed.returncode == 1
     assert "INCORRECT_NUMERICAL: matched ratio" in failed.stdout

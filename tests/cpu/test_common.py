@@ -2,49 +2,56 @@
 
 import argparse
 
-import common
 import pytest
+
+from scripts.common import command_line
+from scripts.common.progress import duration
+from scripts.common.text import markdown, markdown_table, printable, text_table
 
 
 def test_text_that_a_terminal_would_act_on_is_made_visible() -> None:
-    assert common.printable("a\x1b[31m\r\n\u202e\x00é 漢") == "a\\x1b[31m\\r\\n\\u202e\\x00é 漢"
-    assert common.printable("\ud800") == "\\ud800", "half of a letter, from a broken file"
+    assert printable("a\x1b[31m\r\n\u202e\x00é 漢") == "a\\x1b[31m\\r\\n\\u202e\\x00é 漢"
+    assert printable("\ud800") == "\\ud800", "half of a letter, from a broken file"
 
 
 def test_markdown_is_shown_as_it_is() -> None:
-    assert common.markdown("a|b\\|c<i>`$[d](e)\n") == "a\\|b\\\\\\|c\\<i>\\`\\$\\[d](e)\\\\n"
-    assert common.markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
+    assert markdown("a|b\\|c<i>`$[d](e)\n") == "a\\|b\\\\\\|c\\<i>\\`\\$\\[d](e)\\\\n"
+    assert markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
 
 
 def test_lines_on_stderr_are_printable(capsys) -> None:
-    common.say("a\x1b\nb")
+    command_line.say("a\x1b\nb")
     assert capsys.readouterr().err == "a\\x1b\nb\n"
 
 
 def test_tables() -> None:
     header, rows = ["name", "x"], [["a|b", "1"], ["c\n", "22"]]
-    assert common.text_table(header, rows).split("\n") == [
+    assert text_table(header, rows).split("\n") == [
         "name   x",
         "----  --",
         "a|b    1",
         "c\\n   22",
     ]
-    assert common.markdown_table(header, rows).split("\n") == [
+    assert markdown_table(header, rows).split("\n") == [
         "| name |   x |",
         "| ---- | --: |",
         "| a\\|b |   1 |",
         "| c\\\\n |  22 |",
     ]
-    assert common.text_table(["a"], []) == "a\n-"
+    assert text_table(["a"], []) == "a\n-"
 
 
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        (common.whole(1), {"1": 1, "50": 50}, ["0", "-1", "1.5", "x", "", "nan", str(2**63)]),
-        (common.whole(0), {"0": 0}, ["-1"]),
-        (common.positive, {"0.1": 0.1, "1e3": 1000.0}, ["0", "-1", "nan", "inf", "-inf", "x", ""]),
-        (common.share, {"0.85": 0.85, "1": 1.0}, ["0", "1.01", "nan", "x"]),
+        (command_line.whole(1), {"1": 1, "50": 50}, ["0", "-1", "1.5", "x", "", "nan", str(2**63)]),
+        (command_line.whole(0), {"0": 0}, ["-1"]),
+        (
+            command_line.positive,
+            {"0.1": 0.1, "1e3": 1000.0},
+            ["0", "-1", "nan", "inf", "-inf", "x", ""],
+        ),
+        (command_line.share, {"0.85": 0.85, "1": 1.0}, ["0", "1.01", "nan", "x"]),
     ],
 )
 def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> None:
@@ -55,7 +62,7 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
 
 
 def test_names_are_separated_by_commas() -> None:
-    assert common.names("a,b*,,c") == ["a", "b*", "c"] and common.names("") == []
+    assert command_line.names("a,b*,,c") == ["a", "b*", "c"] and command_line.names("") == []
 
 
 def failing(error: BaseException):
@@ -68,7 +75,7 @@ def failing(error: BaseException):
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (common.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
+        (command_line.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied\n"),
         (OSError("no more"), 2, "error: no more\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
@@ -76,14 +83,14 @@ def failing(error: BaseException):
 )
 def test_errors_are_one_line_and_a_status(error, status: int, said: str, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        common.run_main(failing(error))
+        command_line.run_main(failing(error))
     assert ended.value.code == status and capsys.readouterr().err == said
 
 
 def test_other_errors_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
-        common.run_main(failing(ZeroDivisionError()))
+        command_line.run_main(failing(ZeroDivisionError()))
 
 
 def test_durations() -> None:
-    assert [common.duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]
+    assert [duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]

@@ -3,15 +3,18 @@
 import os
 from pathlib import Path
 
-import cpu_bench
-import dataset
 import pytest
 import small
 import torch
-from common import DEFINITION, Progress, UsageError
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace
-from traces import failure_reason
+
+from scripts.benchmark import cpu_bench
+from scripts.common.command_line import UsageError
+from scripts.common.progress import Progress
+from scripts.common.project import DEFINITION
+from scripts.ranking.traces import failure_reason
+from scripts.workloads import dataset
 
 CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
 

@@ -3,10 +3,11 @@
 import sys
 import types
 
-import device_time
 import pytest
 import torch
-from common import UsageError
+
+from scripts.benchmark import device_time
+from scripts.common.command_line import UsageError
 
 
 def test_a_summary_has_the_spread() -> None:

@@ -1,7 +1,8 @@
 """What a run records of its machine, and when two captures are of the same."""
 
-import environment
 import pytest
+
+from scripts.common import environment
 
 SMI = "NVIDIA H200, 580.1, 143771 MiB, 1980 MHz, 1980 MHz, 3201 MHz, 37, 700.00 W"
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import files
 import pytest
+
+from scripts.common import files
 
 
 @contextmanager

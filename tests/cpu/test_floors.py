@@ -4,9 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-import floors
 import pytest
-from common import ROOT, UsageError
+
+from scripts.benchmark import floors
+from scripts.common.command_line import UsageError
+from scripts.common.project import ROOT
+from scripts.gemm.problems import Histogram
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
@@ -46,9 +49,9 @@ def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
 
 def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     """Either tensor once a replay: the time of one launch counts twice."""
-    import gemm_timing
     import torch
-    import weight_stream
+
+    from scripts.gemm import weight_stream
 
     monkeypatch.setattr(floors, "gpu_arch", lambda: "sm_90a")
     monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})
@@ -72,9 +75,9 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
 
     monkeypatch.setattr(floors, "time_variants", clock)
     found = [
-        gemm_timing.Histogram("a", 1, (0, 1, 2)),
-        gemm_timing.Histogram("b", 2, (1, 0, 0)),
-        gemm_timing.Histogram("none", 3, (0, 0, 0)),
+        Histogram("a", 1, (0, 1, 2)),
+        Histogram("b", 2, (1, 0, 0)),
+        Histogram("none", 3, (0, 0, 0)),
     ]
     read = floors.measure_reading(found, 3)
     assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})

@@ -7,17 +7,26 @@ import math
 import sys
 import types
 
-import gemm_bench
-import gemm_peers
-import gemm_shipped
-import gemm_timing
-import make_workloads
 import pytest
 import torch
-from common import ROOT, UsageError
 from moe_fp8.core import model
 from moe_fp8.core.layout import FlatRows
 from moe_fp8.core.metrics import calc_diff
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import ROOT
+from scripts.gemm import (
+    compiling,
+    gemm_bench,
+    shipped_configs,
+    study,
+    timing,
+)
+from scripts.gemm import peers as gemm_peers
+from scripts.gemm.operands import Operands, Weights, weights
+from scripts.gemm.problems import LAYER_SHAPES, Histogram, histograms, layer_problems
+from scripts.gemm.variants import LAYOUTS, Call, Checker, Reading, Variant, heuristic, ours
+from scripts.workloads import make_workloads
 
 CPU = torch.device("cpu")
 BLOCK = gemm_bench.BLOCK
@@ -135,12 +144,12 @@ def peers(monkeypatch):
 UNEVEN = (5, 0, 130, 1, 0)
 
 
-def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> gemm_timing.Operands:
-    weights = gemm_timing.Weights(len(rows), n, k, CPU, seed=1)
-    return gemm_timing.Operands(gemm_bench.Problem(rows, n, k), weights)
+def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
+    weights = Weights(len(rows), n, k, CPU, seed=1)
+    return Operands(gemm_bench.Problem(rows, n, k), weights)
 
 
-def expected(x: gemm_timing.Operands) -> torch.Tensor:
+def expected(x: Operands) -> torch.Tensor:
     """The torch model's output of all rows, in the flat order."""
     out = torch.empty_like(x.out)
     model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, FlatRows(x.m_indptr), None)
@@ -164,7 +173,7 @@ def kernel(monkeypatch):
 def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) -> None:
     x = operands(rows)
     reference = expected(x)
-    variants = [*peers, *(gemm_timing.ours(name, layout=name) for name in gemm_timing.LAYOUTS)]
+    variants = [*peers, *(ours(name, layout=name) for name in LAYOUTS)]
     assert len(variants) == 6
     for variant in variants:
         call = variant.prepare(x)
@@ -173,15 +182,15 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
         result = call.result()
         assert result.shape == (sum(rows), 256), variant.name
         assert calc_diff(result, reference) < 1e-5, variant.name
-    chosen = gemm_timing.heuristic(x.problem)
+    chosen = heuristic(x.problem)
     assert kernel == [(name, chosen) for name in ("BatchedRows", "AlignedRows", "FlatRows")]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
     x = operands(UNEVEN)
-    checker = gemm_timing.Checker(x)
+    checker = Checker(x)
     assert [rows for rows, _ in checker.expected] == [slice(0, 5), slice(5, 135), slice(135, 136)]
-    good = gemm_timing.ours("good")
+    good = ours("good")
     assert checker.calc_diff(good) < 1e-6
 
     def broken(spoil):
@@ -201,11 +210,11 @@ def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> 
 
 
 def test_weights_are_drawn_once_a_shape() -> None:
-    first = gemm_timing.weights(2, 128, 256, "cpu", 3)
+    first = weights(2, 128, 256, "cpu", 3)
     b, scale = first.get(1)
     assert len(first.sets) == 2 and b.shape == (2, 128, 256) and scale.shape == (2, 1, 2)
-    assert gemm_timing.weights(2, 128, 256, "cpu", 3) is first
-    x = gemm_timing.Operands(gemm_bench.Problem((3, 2), 128, 256), first, 1)
+    assert weights(2, 128, 256, "cpu", 3) is first
+    x = Operands(gemm_bench.Problem((3, 2), 128, 256), first, 1)
     assert x.b is b and x.a.shape == (8, 256)  # rows of a multiple of four
 
 
@@ -224,7 +233,7 @@ def test_the_study_is_81_configurations() -> None:
 
 def test_histograms_are_those_of_the_spec() -> None:
     small = {s.uuid: s for s in make_workloads.load_specs() if s.seq_len <= 100}
-    found = gemm_timing.histograms(ROOT, [s.seq_len for s in small.values()])
+    found = histograms(ROOT, [s.seq_len for s in small.values()])
     assert len(found) == len(small) == 16
     for histogram in found:
         spec = small[histogram.uuid]
@@ -232,9 +241,9 @@ def test_histograms_are_those_of_the_spec() -> None:
         assert sum(histogram.rows) == spec.counts.pairs
         assert sum(r > 0 for r in histogram.rows) == spec.counts.active
         assert max(histogram.rows) == spec.counts.max
-    problems = gemm_timing.layer_problems(found)
+    problems = layer_problems(found)
     assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
-    assert gemm_timing.layer_problems([gemm_timing.Histogram("x", 1, (0,) * 32)]) == []
+    assert layer_problems([Histogram("x", 1, (0,) * 32)]) == []
 
 
 def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **more) -> dict:
@@ -270,18 +279,18 @@ def test_the_summary_of_ratios(capsys) -> None:
 def test_figures_of_a_problem() -> None:
     problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = gemm_timing.figures(problem, [100.0, 300.0, 200.0], floors, read_us=70.0)
+    found = timing.figures(problem, [100.0, 300.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
     assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
     assert found["percent_of_floor"] == pytest.approx(35.0)
-    found = gemm_timing.figures(problem, [100.0], floors, read_us=20.0)
+    found = timing.figures(problem, [100.0], floors, read_us=20.0)
     assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     path = tmp_path / "new" / "run.json"
-    record = gemm_timing.Record(path, hardware="none")
+    record = study.Record(path, hardware="none")
     record.add([{"us": 1.0}])
     assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
     assert not json.loads(path.read_text())["finished"]
@@ -290,7 +299,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     content = json.loads(path.read_text())
     assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
     assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
-    gemm_timing.Record(None).add([{"us": 1.0}])
+    study.Record(None).add([{"us": 1.0}])
 
 
 def clock(calls, repeats):
@@ -311,23 +320,23 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_timing, "time_variants", clock)
-    source = gemm_timing.weights
+    monkeypatch.setattr(timing, "time_variants", clock)
+    source = weights
     monkeypatch.setattr(
-        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
-    reading = gemm_timing.Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_timing.Operands, "readers", lambda self: [reading, reading])
+    reading = Reading(lambda: None, torch.zeros(1))
+    monkeypatch.setattr(timing, "readings", lambda x: [reading, reading])
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
-    wrong = gemm_timing.Variant("wrong", lambda x: gemm_timing.Call(x.out.zero_, x.out, x.index))
+    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.index))
     problem = gemm_bench.Problem(UNEVEN, 256, 384, tokens=7)
-    variants = [gemm_timing.ours("ours"), *peers, wrong]
+    variants = [ours("ours"), *peers, wrong]
     rows = gemm_bench.run_problem(problem, variants, FLOORS, gemm_bench.Timing(2, 3))
     assert [r["variant"] for r in rows] == [v.name for v in variants]
     assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
-    assert rows[0]["config"] == str(gemm_timing.heuristic(problem))
+    assert rows[0]["config"] == str(heuristic(problem))
     assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in rows)
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
     assert all(r["read_us"] == pytest.approx(14.0) for r in rows[:-1])
@@ -335,10 +344,10 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    gemm_timing.compile_ahead(math.factorial, [3, -1, 4], 2)
+    compiling.compile_ahead(math.factorial, [3, -1, 4], 2)
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    gemm_timing.compile_ahead(math.factorial, [3, 4], 0)
+    compiling.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
@@ -372,7 +381,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 
 
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
-@pytest.mark.parametrize("name", gemm_shipped.SOLUTIONS)
+@pytest.mark.parametrize("name", shipped_configs.SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     import importlib
@@ -394,7 +403,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     for expert, count in enumerate(rows):
         table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    layer = importlib.import_module(f"moe_fp8.{gemm_shipped.SOLUTIONS[name][0]}").LAYER
+    layer = importlib.import_module(f"moe_fp8.{shipped_configs.SOLUTIONS[name][0]}").LAYER
     grouped = routing.GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
@@ -406,32 +415,34 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
         )  # fmt: skip
     output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
     layer.finish(inputs, output, grouped, lambda stage: None)
-    shapes = gemm_timing.LAYER_SHAPES.values()
-    found = [gemm_shipped.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes]
+    shapes = LAYER_SHAPES.values()
+    found = [
+        shipped_configs.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes
+    ]
     assert found == launched
 
 
 def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() -> None:
     few, many = (1,) * 32, (60,) * 32
-    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
+    n, k = LAYER_SHAPES["gemm1"]
     problems = [gemm_bench.Problem(rows, n, k, tokens=32) for rows in (few, many)]
-    flat = [gemm_shipped.shipped("flat", p) for p in problems]
-    v3 = [gemm_shipped.shipped("v3", p) for p in problems]
+    flat = [shipped_configs.shipped("flat", p) for p in problems]
+    v3 = [shipped_configs.shipped("v3", p) for p in problems]
     assert flat[0] == flat[1] and flat[0].tile_m == 8
     assert v3[0].tile_m == 8 and v3[1].tile_m == 64
-    assert v3 == [gemm_timing.heuristic(p) for p in problems]
+    assert v3 == [heuristic(p) for p in problems]
 
 
 def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours() -> None:
-    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
-    beside = gemm_shipped.neighbours("flat")
+    n, k = LAYER_SHAPES["gemm1"]
+    beside = shipped_configs.neighbours("flat")
     names = {t: [v.name for v in beside(gemm_bench.Problem((1,) * 32, n, k, t))] for t in (1, 80)}
     assert names == {1: ["flat, next larger"], 80: ["flat, next smaller", "flat, next larger"]}
-    rungs = gemm_shipped.ladder()
+    rungs = shipped_configs.ladder()
     problem = gemm_bench.Problem((1,) * 32, n, k, 80)
     around = [variant.config(problem) for variant in beside(problem)]
     assert [
-        rungs.index(c) - rungs.index(gemm_shipped.shipped("flat", problem)) for c in around
+        rungs.index(c) - rungs.index(shipped_configs.shipped("flat", problem)) for c in around
     ] == [
         -1,
         1,
@@ -445,7 +456,7 @@ def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours(
 
 
 def test_records_name_the_solutions_that_they_measured() -> None:
-    hashes = gemm_shipped.solution_hashes()
+    hashes = shipped_configs.solution_hashes()
     assert list(hashes) == ["cutedsl_moe_fp8_v3", "cutedsl_moe_fp8_flat"]
     assert all(len(value) == 40 for value in hashes.values())
 
@@ -454,7 +465,7 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     pytest.importorskip("triton")
     from moe_fp8.baselines import triton_moe
 
-    n, k = gemm_timing.LAYER_SHAPES["gemm1"]
+    n, k = LAYER_SHAPES["gemm1"]
     for tokens in (1, 80, 14107):
         pair = triton_moe.tiles(tokens)
         assert gemm_peers.shipped_tile(gemm_bench.Problem((1,) * 32, n, k, tokens)) == pair[0]

@@ -1,31 +1,36 @@
 """Autotune, ablation and plots of the GEMM off the GPU: what they try, leave out, say and draw."""
 
 import json
-import os
 import subprocess
 import sys
 import types
 
-import ablation
-import autotune
-import gemm_shipped
-import gemm_timing
-import plot_gemm
 import pytest
 import torch
-from common import EXIT_FAILED, EXIT_OK, ROOT, UsageError
 from moe_fp8.core import model
 from moe_fp8.core.config import GemmConfig
+
+import run
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.gemm import (
+    ablation,
+    autotune,
+    plot_gemm,
+    shipped_configs,
+    timing,
+)
+from scripts.gemm.operands import weights
+from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
+from scripts.gemm.variants import Reading, heuristic, ours
 
 FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 
 
 @pytest.mark.parametrize("program", ["gemm_bench", "autotune", "ablation", "plot_gemm"])
 def test_help(program: str) -> None:
-    paths = os.pathsep.join([str(ROOT / "solutions"), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / f"{program}.py"), "--help"],
-        env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, str(run.programs()[program]), "--help"],
+        env=run.environment(),
         capture_output=True,
         text=True,
     )
@@ -52,13 +57,13 @@ def test_the_heuristics_choice_is_always_timed() -> None:
             assert problem.experts == (32 if rows <= 128 else 8)
             assert problem.even or not even
             names = [str(c) for c in autotune.configs_of(problem)]
-            assert names[0] == str(gemm_timing.heuristic(problem))
+            assert names[0] == str(heuristic(problem))
             assert len(set(names)) == len(names)
 
 
 def test_uneven_rows_keep_the_sum_and_spread() -> None:
-    rows = gemm_timing.uneven_rows(500, 32, 1)
-    assert sum(rows) == 16000 and rows == gemm_timing.uneven_rows(500, 32, 1)
+    rows = uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == uneven_rows(500, 32, 1)
     assert 1.3 < max(rows) / 500 < 3.0
 
 
@@ -71,15 +76,15 @@ def timed(monkeypatch):
         return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
 
     cache = types.SimpleNamespace(L2_cache_size=2**20)
-    source = gemm_timing.weights
+    source = weights
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr(timing, "time_variants", clock)
     monkeypatch.setattr("moe_fp8.core.kernels.grouped_gemm", model.grouped_gemm)
     monkeypatch.setattr(
-        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
-    reading = gemm_timing.Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_timing.Operands, "readers", lambda self: [reading])
+    reading = Reading(lambda: None, torch.zeros(1))
+    monkeypatch.setattr(timing, "readings", lambda x: [reading])
     return spans
 
 
@@ -87,7 +92,7 @@ def test_the_loss_of_the_heuristic_decides_the_status(timed, capsys) -> None:
     problem = autotune.problem_of(2, 128, 256, 4, True, 1)
     choice, other = (str(c) for c in autotune.configs_of(problem)[:2])
     timed.update({choice: 10.4, other: 10.0})
-    rows, said = autotune.tune(problem, FLOORS, gemm_timing.Timing(2, 3), "flat")
+    rows, said = autotune.tune(problem, FLOORS, timing.Timing(2, 3), "flat")
     assert (said["best"], said["choice"]) == (other, choice)
     assert said["loss"] == pytest.approx(4.0) and "confirmed" not in said
     assert len(rows) == len(autotune.configs_of(problem))
@@ -95,7 +100,7 @@ def test_the_loss_of_the_heuristic_decides_the_status(timed, capsys) -> None:
     assert "at most 5 %" in capsys.readouterr().out
 
     timed[choice] = 11.0
-    rows, said = autotune.tune(problem, FLOORS, gemm_timing.Timing(2, 3), "batched")
+    rows, said = autotune.tune(problem, FLOORS, timing.Timing(2, 3), "batched")
     assert said["loss"] == pytest.approx(10.0) and said["confirmed"]
     assert autotune.report([said], rows) == EXIT_FAILED
     assert f"loses 10.0 % ({choice}; best: {other})" in capsys.readouterr().out
@@ -107,15 +112,15 @@ def test_the_loss_of_the_heuristic_decides_the_status(timed, capsys) -> None:
     assert autotune.table_row(lost)[-1] == "not run"
 
 
-def problem_at(rows: int, tokens: int = 80) -> gemm_timing.Problem:
-    return gemm_timing.Problem((rows,) * 4, 128, 256, tokens)
+def problem_at(rows: int, tokens: int = 80) -> Problem:
+    return Problem((rows,) * 4, 128, 256, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 80, 500, 700, 2000, 14107])
 def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(tokens: int) -> None:
     problem = problem_at(max(1, tokens // 32), tokens)
     timed, left_out = ablation.variants_of(problem)
-    base = gemm_shipped.shipped("flat", problem)
+    base = shipped_configs.shipped("flat", problem)
     assert timed[:2] == [("base", base, "flat"), ("layout batched", base, "batched")]
     names = [name for name, *_ in timed] + [name for name, _ in left_out]
     assert len(set(names)) == len(names)
@@ -135,7 +140,7 @@ def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(tokens: i
 
 
 def test_an_ablation_as_tables(timed) -> None:
-    problem = gemm_timing.Problem((4,) * 2, 4096, 7168, 80)
+    problem = Problem((4,) * 2, 4096, 7168, 80)
     rows = [
         {**problem.describe(), "variant": "base", "config": "8x128", "us": 10.0},
         {**problem.describe(), "variant": "stages 2", "config": "8x128", "us": 20.0},
@@ -158,15 +163,15 @@ def test_an_ablation_as_tables(timed) -> None:
 def test_an_ablation_is_timed_and_checked(timed) -> None:
     plan, _ = ablation.variants_of(problem_at(4))
     timed["base"] = 10.0
-    variants = [gemm_timing.ours(*one) for one in plan]
-    rows = gemm_timing.run_problem(problem_at(4), variants, FLOORS, gemm_timing.Timing(2, 3))
+    variants = [ours(*one) for one in plan]
+    rows = timing.run_problem(problem_at(4), variants, FLOORS, timing.Timing(2, 3))
     assert all(row["calc_diff"] < 1e-6 for row in rows)
     assert {row["vs_base"] for row in ablation.with_ratios(rows)} == {1.0, 0.5}
 
 
-def measured(problem: gemm_timing.Problem, variant: str, us: float, best: float) -> dict:
+def measured(problem: Problem, variant: str, us: float, best: float) -> dict:
     row = {**problem.describe(), "variant": variant, "peer": not variant.startswith("ours")}
-    row.update(gemm_timing.figures(problem, [us], FLOORS, 200.0), vs_best_peer=best / us)
+    row.update(timing.figures(problem, [us], FLOORS, 200.0), vs_best_peer=best / us)
     return row
 
 
@@ -180,16 +185,16 @@ def record(tmp_path, name: str, rows: list[dict]):
 def test_plots_are_made_from_the_json(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib")
     grid = [
-        measured(gemm_timing.Problem((m,) * e, n, 2048), name, us, 11.0)
+        measured(Problem((m,) * e, n, 2048), name, us, 11.0)
         for m in (64, 128)
         for e in (1, 8)
         for n in (2048, 4096)
         for name, us in (("ours default", 10.0), ("sgl_kernel", 11.0))
     ]
-    grid.append({**gemm_timing.Problem((64,), 256, 256).describe(), "error": "wrong"})
+    grid.append({**Problem((64,), 256, 256).describe(), "error": "wrong"})
     layers = [
-        measured(gemm_timing.Problem((m,) * 32, n, k, tokens), name, us * (1 + m / 50), 300.0)
-        for n, k in gemm_timing.LAYER_SHAPES.values()
+        measured(Problem((m,) * 32, n, k, tokens), name, us * (1 + m / 50), 300.0)
+        for n, k in LAYER_SHAPES.values()
         for m, tokens in ((1, 32), (4, 80), (500, 14107))
         for name, us in (("ours default", 260.0), ("sgl_kernel", 300.0))
     ]

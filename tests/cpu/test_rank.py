@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank
-import rank_tables
-from common import DEFINITION, UsageError
-from ranking import Ranking, rankings
-from traces import read_records
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import DEFINITION
+from scripts.ranking import rank, rank_tables
+from scripts.ranking.ranking import Ranking, rankings
+from scripts.ranking.traces import read_records
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 

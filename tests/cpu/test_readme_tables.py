@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import readme_tables
-import report_data
-from common import ROOT, UsageError
-from report_data import Recorded
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import ROOT
+from scripts.report import readme_tables, run_data
+from scripts.report.run_data import Recorded
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -19,7 +20,7 @@ BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    return report_data.read(readme_tables.record_of(TEXT))
+    return run_data.read(readme_tables.record_of(TEXT))
 
 
 def test_readme_and_pictures_are_current(recorded: Recorded) -> None:
@@ -43,11 +44,11 @@ def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None
     lines = traces.read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[1:]))
     text = TEXT.replace(readme_tables.relative(recorded), tmp_path.as_posix())
-    problems = readme_tables.stale(text, report_data.read(tmp_path))
+    problems = readme_tables.stale(text, run_data.read(tmp_path))
     assert any("block latency" in p for p in problems)
     assert any("latency.png: drawn from other data" in p for p in problems)
     (tmp_path / "latency.png").unlink()
-    problems = readme_tables.stale(text, report_data.read(tmp_path))
+    problems = readme_tables.stale(text, run_data.read(tmp_path))
     assert any("latency.png: missing" in p for p in problems)
 
 
@@ -60,7 +61,7 @@ def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Pat
     pytest.importorskip("matplotlib")
     for path in recorded.directory.glob("*.json*"):
         shutil.copy(path, tmp_path)
-    copy = report_data.read(tmp_path)
+    copy = run_data.read(tmp_path)
     written = readme_tables.draw(copy)
     assert {p.name for p in written} <= set(readme_tables.PICTURES)
     source = readme_tables.data_hash(tmp_path).encode()
@@ -81,7 +82,7 @@ def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path)
     with pytest.raises(UsageError, match="must name one record"):
         readme_tables.record_of("# no record")
     shutil.copy(recorded.directory / "traces.jsonl", tmp_path)
-    only_traces = report_data.read(tmp_path)
+    only_traces = run_data.read(tmp_path)
     for name, missing in (("stages", "stages.json"), ("gemm", "gemm.json")):
         with pytest.raises(UsageError, match=missing):
             text = f"<!-- generated: {name} -->\n<!-- /generated -->\n"
@@ -107,10 +108,10 @@ def sources_are(monkeypatch, copy: Path, **changed: str) -> Recorded:
     """The record with its sources as those of now, but for the changed ones."""
     measured = json.loads((copy / "run.json").read_text())["solutions"]
     now = measured | {f"cutedsl_moe_fp8_{name}": value for name, value in changed.items()}
-    monkeypatch.setattr(report_data.sources, "current", lambda: now)
+    monkeypatch.setattr(run_data.sources, "current", lambda: now)
     for path in [copy / "stages.json", *copy.glob("gemm*.json")]:
         change_json(path, solutions=measured)
-    return report_data.read(copy)
+    return run_data.read(copy)
 
 
 def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
@@ -149,14 +150,14 @@ def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -
     path = copy / "traces.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     text = BLOCK.format("ranking") + BLOCK.format("latency") + BLOCK.format("latency_plot")
-    without = readme_tables.generate(text, report_data.read(copy))
+    without = readme_tables.generate(text, run_data.read(copy))
     assert "Latency in ms, the fastest in bold" in without and "evice" not in without
     for trace in lines:
         figures = {"ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 100}
         extra = trace["evaluation"]["correctness"]["extra"]
         extra |= {"device": {"method": "graph", **figures}, "harness": figures}
     path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    recorded = report_data.read(copy)
+    recorded = run_data.read(copy)
     made = readme_tables.generate(text, recorded)
     assert "Harness time in ms, host included, the fastest in bold" in made
     assert "Device time in ms, the fastest in bold" in made
@@ -180,7 +181,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     other = [r | {"variant": "v3", "vs_best_peer": 0.01} for r in mine]
     peers = [r for r in record["results"] if r["peer"]]
     path.write_text(json.dumps(record | {"results": mine + beside + other + peers}))
-    text = readme_tables.gemm_layers(report_data.read(copy)).replace("\n", " ")
+    text = readme_tables.gemm_layers(run_data.read(copy)).replace("\n", " ")
     first = f"GEMM1 at T={mine[0]['tokens']}"
     assert (
         "the two GEMMs of flat, with the configs that it ships, are 0.50x the best peer in the "
@@ -190,7 +191,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     assert "% of the rate of a kernel that only reads them" in text
     path.write_text(json.dumps(record | {"results": peers}))
     with pytest.raises(UsageError, match="no timing of ours"):
-        readme_tables.gemm_layers(report_data.read(copy))
+        readme_tables.gemm_layers(run_data.read(copy))
 
 
 def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
@@ -199,10 +200,10 @@ def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
         del result["solutions"]["cutedsl_moe_fp8_v1"]
     (copy / "stages.json").write_text(json.dumps(stages))
     with pytest.raises(UsageError, match="stages.json does not have 'cutedsl_moe_fp8_v1'"):
-        readme_tables.generate(BLOCK.format("speed_of_v2"), report_data.read(copy))
+        readme_tables.generate(BLOCK.format("speed_of_v2"), run_data.read(copy))
     change_json(copy / "stages.json", results=[])
     with pytest.raises(UsageError, match="has no stages.json"):
-        readme_tables.generate(BLOCK.format("stages"), report_data.read(copy))
+        readme_tables.generate(BLOCK.format("stages"), run_data.read(copy))
 
 
 def test_configurations_below_the_best_peer_are_counted(recorded: Recorded) -> None:

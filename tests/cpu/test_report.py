@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranking
-import report
-import report_data
-from common import ROOT, UsageError
 from test_rank import clocked, trace, write
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import ROOT
+from scripts.ranking import ranking
+from scripts.report import report, run_data
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -111,7 +112,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert not re.search(r"@import|url\((?!#)", text)
     for target in {load[1:] for load in page.loads}:
         assert target in page.ids, target
-    recorded = report_data.read(RECORD)
+    recorded = run_data.read(RECORD)
     # Speed-ups, latency, stages, and one for each record of the GEMM.
     assert text.count("<svg") == 3 + len(recorded.gemm)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
@@ -187,7 +188,7 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    recorded = report_data.read(some_run(tmp_path, floors=FLOORS))
+    recorded = run_data.read(some_run(tmp_path, floors=FLOORS))
     written = report.write_pictures(recorded, tmp_path / "png", source="hash of the data")
     assert [p.name for p in written] == ["latency.png", "speedup.png"]
     for path in written:
@@ -196,9 +197,9 @@ def test_pictures(tmp_path: Path) -> None:
 
 
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
-    from report_plots import latency_figure
+    from scripts.report.plots import latency_figure
 
-    recorded = report_data.read(some_run(tmp_path, floors=FLOORS))
+    recorded = run_data.read(some_run(tmp_path, floors=FLOORS))
     ranking = recorded.main
     (ax,) = latency_figure(ranking, recorded.floor_ms(ranking)).axes
     lines = {line.get_label(): line for line in ax.get_lines()}
@@ -209,7 +210,7 @@ def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_stages_figure_stacks_the_stages() -> None:
-    from report_plots import stages_figure
+    from scripts.report.plots import stages_figure
 
     stages = {"routing": 1.0, "gemm1": 2.0, "fused": 0.5, "end to end": 3.25}
     record = {
@@ -225,8 +226,8 @@ def test_stages_figure_stacks_the_stages() -> None:
 
 
 def test_kinds_of_gemm_records() -> None:
-    recorded = report_data.read(RECORD)
-    kinds = {name: report_data.gemm_kind(record) for name, record in recorded.gemm.items()}
+    recorded = run_data.read(RECORD)
+    kinds = {name: run_data.gemm_kind(record) for name, record in recorded.gemm.items()}
     assert kinds == {
         "gemm": "even",
         "gemm_ablation": "ablation",
@@ -242,7 +243,7 @@ def test_gemm_table_compares_the_variants_of_a_problem() -> None:
         same | {"variant": "p", "peer": True, "us": 63.0},
         same | {"variant": "ours", "peer": False, "us": 9.0, "rows": 1},
     ]
-    header, cells = report_data.gemm_table(rows)
+    header, cells = run_data.gemm_table(rows)
     assert header[:6] == ["experts", "rows", "N", "K", "ours", "p"]
     assert cells == [
         ["8", "128", "4096", "7168", "70.0", "63.0*", "0.90x", "900", "3.50"],
@@ -260,7 +261,7 @@ def test_gemm_table_shows_the_shipped_config_and_the_best_known() -> None:
         same | {"variant": "flat, next larger", "peer": False, "us": 70.0, "vs_best_peer": 0.6},
         same | {"variant": "p", "peer": True, "us": 45.0},
     ]
-    header, cells = report_data.gemm_table(rows)
+    header, cells = run_data.gemm_table(rows)
     assert header[5:] == [
         *("flat", "v3", "p", "flat, best known", "best peer / ours", "TFLOP/s", "TB/s")
     ]
@@ -275,8 +276,8 @@ def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
         "gpus_after": [gpu | {"sm_clock": "1980 MHz"}],
         "command": ["--solutions", "x"],
     }
-    recorded = report_data.read(some_run(tmp_path, run=info))
-    found = dict(report_data.environment_table(recorded)[1])
+    recorded = run_data.read(some_run(tmp_path, run=info))
+    found = dict(run_data.environment_table(recorded)[1])
     assert "345 MHz" in found["GPU clocks before"] and "1980 MHz" in found["GPU clocks after"]
     assert found["commit"] == "abc with changes" and found["source hash"] == "0123"
     assert found["triton"] == "3.6.0" and found["command"] == "run.py bench --solutions x"
@@ -343,7 +344,7 @@ def test_device_times_have_their_figure_table_and_cards(tmp_path: Path) -> None:
 
 
 def test_the_cards_share_of_the_floor_is_the_mean_of_the_workloads(tmp_path: Path) -> None:
-    recorded = report_data.read(clocked_run(tmp_path, floors=FLOORS))
+    recorded = run_data.read(clocked_run(tmp_path, floors=FLOORS))
     floor_ms = {"aaaa0000": 0.05, "bbbb0000": 0.5}  # 5 and 25 % of 1.0 and 2.0 ms
     found = dict((what, value) for value, what in report.cards(recorded.main, floor_ms))
     assert found["of its time is floor, on average (harness)"] == "15 %"
@@ -369,7 +370,7 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     }
     info = {"solutions": {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}}
     now = {"cutedsl_moe_fp8_flat": "2"}
-    monkeypatch.setattr(report_data.sources, "current", lambda: now)
+    monkeypatch.setattr(run_data.sources, "current", lambda: now)
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))
     assert "Since this run the source of flat has changed." in page.words
     assert "Since this measurement the project's sources have changed." in page.words
@@ -380,7 +381,7 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
 
 
 def test_pictures_of_both_clocks(tmp_path: Path) -> None:
-    recorded = report_data.read(clocked_run(tmp_path, floors=FLOORS))
+    recorded = run_data.read(clocked_run(tmp_path, floors=FLOORS))
     written = report.write_pictures(recorded, tmp_path / "png")
     assert [p.name for p in written] == ["latency.png", "speedup.png", "latency_device.png"]
 
@@ -394,7 +395,7 @@ def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     text, page = page_of(run)
     shown = name.replace("\x1b", "\\x1b")
     assert shown in page.words and "\x1b" not in text
-    assert report.write_pictures(report_data.read(run), tmp_path / "png")
+    assert report.write_pictures(run_data.read(run), tmp_path / "png")
 
 
 @pytest.mark.parametrize(

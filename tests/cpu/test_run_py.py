@@ -139,24 +139,46 @@ def test_commands(capsys) -> None:
     assert "python3 run.py bench" in capsys.readouterr().out
     assert run.main([]) == 2
     assert run.main(["no-such-script"]) == 2
-    assert "benchmark" in capsys.readouterr().err
+    assert "    bench " in capsys.readouterr().err
 
 
 def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/tmp/site")
-    assert run.environment()["PYTHONPATH"].split(":") == [str(ROOT / "solutions"), "/tmp/site"]
+    assert run.environment()["PYTHONPATH"].split(":") == [
+        str(ROOT),
+        str(ROOT / "solutions"),
+        "/tmp/site",
+    ]
 
 
-@pytest.mark.parametrize("library", ["common", "dataset", "environment", "traces", "moe_reference"])
+LIBRARIES = ["common/project", "workloads/dataset", "common/environment", "ranking/traces"]
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, "workloads/moe_reference"])
 def test_a_library_is_no_program(library: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
     assert (ROOT / "scripts" / f"{library}.py").is_file()
-    assert run.main([library]) == 2
+    name = library.split("/")[1]
+    assert run.main([name]) == 2
     said = capsys.readouterr().err
-    assert f"no command '{library}'" in said
-    listed = said.split("one of ")[1].strip().split(", ")
-    assert {"rank", "benchmark", "accuracy", "pack", "make_workloads"} <= set(listed)
-    assert library not in listed
+    assert f"no command '{name}'" in said
+    listed = re.findall(r"^    (\w+)  ", said, re.MULTILINE)
+    assert {"rank", "bench", "accuracy", "pack", "make_workloads"} <= set(listed)
+    assert name not in listed
+
+
+def test_every_program_and_folder_is_described(capsys) -> None:
+    run.main(["--help"])
+    said = capsys.readouterr().out
+    for name, path in run.programs().items():
+        assert re.search(rf"^    {name} +\S.*\.$", said, re.MULTILINE), name
+        assert re.search(rf"^{path.parent.name}: \S", said, re.MULTILINE)
+
+
+def test_names_of_programs_are_unique() -> None:
+    starts = '\nif __name__ == "__main__":'
+    found = [p for p in (ROOT / "scripts").rglob("*.py") if starts in p.read_text("utf-8")]
+    assert len(found) == len(run.programs())
 
 
 def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> None:
@@ -193,9 +215,9 @@ def test_every_package_that_is_imported_is_required() -> None:
     }
     required = {re.split(r"[\[<>=!~ ]", r)[0] for r in run.requirements("dev")}
     scripts = ROOT / "scripts"
-    ours = {p.stem for p in scripts.glob("*.py")} | {"moe_fp8"}
+    ours = {"scripts", "moe_fp8"}
     absent = set()
-    for path in [*scripts.glob("*.py"), *(ROOT / "solutions/moe_fp8/core").glob("*.py")]:
+    for path in [*scripts.rglob("*.py"), *(ROOT / "solutions/moe_fp8/core").glob("*.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             found = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:

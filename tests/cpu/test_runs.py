@@ -4,13 +4,15 @@ import json
 import threading
 from pathlib import Path
 
-import dataset
 import pytest
-import runs
-import traces
-from common import DEFINITION, ROOT, UsageError
 from flashinfer_bench.data import Trace
 from test_benchmark import evaluation
+
+from scripts.benchmark import runs
+from scripts.common.command_line import UsageError
+from scripts.common.project import DEFINITION, ROOT
+from scripts.ranking import traces
+from scripts.workloads import dataset
 
 
 def result(name: str, length: int = 1) -> Trace:

@@ -1,11 +1,11 @@
 """Whether the sources of what was measured are those of now."""
 
-import environment
-import pack
 import pytest
-import sources
-from common import UsageError
 from test_rank import ranked, trace
+
+from scripts.common import environment
+from scripts.common.command_line import UsageError
+from scripts.solutions import pack, sources
 
 NOW = {"cutedsl_moe_fp8_v1": "1", "cutedsl_moe_fp8_v2": "2", "triton_moe": "3"}
 

@@ -4,11 +4,12 @@ import sys
 import time
 
 import pytest
-import schemas
-import sources
-import stages
 import torch
 from moe_fp8.core.metrics import calc_diff
+
+from scripts.benchmark import stages
+from scripts.common import schemas
+from scripts.solutions import sources
 
 OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
 
@@ -101,8 +102,8 @@ def test_inputs_of_any_token_count() -> None:
     drawn, said = problems.of(24)
     assert "independent draws, seed 1" in said and drawn.local_expert_offset == 64
     assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)
-    assert abs(float(drawn.routing_logits.mean()) - stages.LOGIT_MEAN) < 0.05
-    assert abs(float(drawn.routing_logits.std()) - stages.LOGIT_STD) < 0.05
+    assert abs(float(drawn.routing_logits.mean()) - stages.MEAN) < 0.05
+    assert abs(float(drawn.routing_logits.std()) - stages.STD) < 0.05
     workload, said = problems.of(7)
     assert said == "workload b8f4f012" and workload.local_expert_offset == 192
     # The weights are drawn once, whatever the token count.

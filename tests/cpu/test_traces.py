@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import traces
-from common import UsageError
 from flashinfer_bench.data import Trace
 from test_rank import UUIDS, trace, write
-from traces import failure_reason, merge_into_traces, parse_record, read_records
+
+from scripts.common.command_line import UsageError
+from scripts.ranking import traces
+from scripts.ranking.traces import failure_reason, merge_into_traces, parse_record, read_records
 
 
 def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:

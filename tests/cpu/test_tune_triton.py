@@ -1,16 +1,20 @@
 """The tuning of the Triton GEMM off the GPU: its candidates, their operands and the choice."""
 
-import gemm_peers
-import gemm_timing
 import pytest
 import torch
-from common import UsageError
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
+from scripts.common.command_line import UsageError
+from scripts.gemm import peers as gemm_peers
+from scripts.gemm.operands import Operands, Weights
+from scripts.gemm.problems import Problem, histograms
+from scripts.gemm.variants import Checker
+
 pytest.importorskip("triton", reason="triton is not installed")
-import tune_triton
 from moe_fp8.baselines import triton_moe
 from moe_fp8.baselines.triton_gemm import Tile
+
+from scripts.gemm import tune_triton
 
 __all__ = ["interpreter_that_rounds"]  # a fixture that every test here uses
 
@@ -37,10 +41,10 @@ def test_a_tile_is_printed_as_the_call_that_makes_it():
 def test_a_variant_computes_its_problem(gemm, tile, monkeypatch):
     shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
     monkeypatch.setattr(gemm_peers, "LAYER_SHAPES", shapes)
-    problem = gemm_timing.Problem(ROWS, 256, 384, tokens=40)
-    source = gemm_timing.Weights(len(ROWS), 256, 384, DEVICE, seed=0)
-    operands = gemm_timing.Operands(problem, source)
-    assert gemm_timing.Checker(operands).calc_diff(tune_triton.variant(tile)) < 1e-5
+    problem = Problem(ROWS, 256, 384, tokens=40)
+    source = Weights(len(ROWS), 256, 384, DEVICE, seed=0)
+    operands = Operands(problem, source)
+    assert Checker(operands).calc_diff(tune_triton.variant(tile)) < 1e-5
     _, rows = gemm_peers.triton_rows(operands, tile.block_m)
     assert rows.m_indptr[-1] % tile.block_m == 0
     assert (rows.token_of_row >= 0).sum() == problem.pairs
@@ -66,6 +70,6 @@ def test_the_pair_has_one_height_and_the_least_sum():
 def test_problems_are_a_workloads_or_drawn():
     problems = tune_triton.problems_of([7, 300], seed=1)
     assert [(p.tokens, p.n) for p in problems] == [(7, 4096), (300, 4096), (7, 7168), (300, 7168)]
-    assert problems[0].rows == gemm_timing.histograms(tune_triton.ROOT, [7])[0].rows
+    assert problems[0].rows == histograms(tune_triton.ROOT, [7])[0].rows
     assert problems[1].pairs == 32 * (300 // 32) and len(problems[1].rows) == 32
     assert torch.tensor(problems[1].rows).unique().numel() > 1

@@ -8,17 +8,16 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import fit_workloads
-import make_workloads
 import numpy as np
 import pytest
-import routing_numpy
-import synthetic_logits
 import torch
 from flashinfer_bench import TraceSet
 from flashinfer_bench.bench.utils import load_safetensors
-from make_workloads import DEFINITION, WorkloadSpec, load_specs
-from synthetic_logits import LogitModel, draw_logits, routing_bias
+
+from scripts.common.project import DEFINITION
+from scripts.workloads import fit_workloads, make_workloads, routing_numpy, synthetic_logits
+from scripts.workloads.make_workloads import WorkloadSpec, load_specs
+from scripts.workloads.synthetic_logits import LogitModel, draw_logits, routing_bias
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from weight_stream import CHUNK, STAGES, readers
+
+from scripts.gemm.weight_stream import CHUNK, STAGES, readers
 
 CHUNKS = STAGES + 3
 

@@ -1,0 +1,1 @@
+"""Measuring whole solutions: correctness, harness time, device time, stages, floors."""

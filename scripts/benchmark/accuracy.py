@@ -1,0 +1,175 @@
+"""Accuracy of solutions against the reference: cosine, calc_diff and matched ratios, no timing.
+
+A light pass of its own beside flashinfer-bench's check, which records only the matched ratio at the
+one tolerance it decides by: each solution runs once a workload, on copies of inputs drawn from a
+named seed. With --run, the solutions and workloads of that run are taken, as far as their sources
+and the hardware are the same as then, and the figures are added to its traces
+(correctness.extra). A solution that changes its inputs is reported, and fails in the ranking.
+"""
+
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmark.evaluate import changed, fresh, metrics, run_solution, tolerance_name
+from scripts.benchmark.second_pass import Pass, choose
+from scripts.common import files
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    UsageError,
+    os_error,
+    parser,
+    run_main,
+    say,
+    whole,
+)
+from scripts.common.progress import Progress
+from scripts.common.project import ACCURACY_TOLERANCES, DEFINITION, ROOT
+from scripts.common.text import text_table
+from scripts.ranking.traces import INPUTS_CHANGED, finite
+from scripts.solutions.pack import PackError
+from scripts.workloads.dataset import Inputs, tokens
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_MAX_TOKENS = 16
+
+
+def measure(
+    what: Pass, device: str, seed: int, report: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    """Report the metrics, or the error, of each (uuid, solution) as it is known."""
+    from flashinfer_bench.compile import BuilderRegistry
+
+    registry = BuilderRegistry.get_instance()
+    definition = what.trace_set.definitions[DEFINITION]
+    reference = registry.build_reference(definition)
+    inputs_of = Inputs(what.trace_set, device, seed)
+    total = sum(_weight(tokens(t.workload)) for t in what.workloads)
+    progress = Progress(len(what.workloads), total)
+    for trace in what.workloads:
+        workload = trace.workload
+        progress.step(f"accuracy of T={tokens(workload)} ({workload.uuid[:8]})")
+        inputs = inputs_of.of(workload)
+        expected = reference(*inputs)
+        for solution in what.solutions:
+            if (workload.uuid, solution.name) not in what.pairs:
+                continue
+            try:
+                result = _figures(registry.build(definition, solution), inputs, expected, device)
+                result["seed"] = seed
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            report(workload.uuid, solution.name, result)
+        progress.finish(_weight(tokens(workload)))
+
+
+def _weight(length: int) -> float:
+    return 20 + length
+
+
+def _figures(
+    runnable: Any, inputs: list[Any], expected: "torch.Tensor", device: str
+) -> dict[str, Any]:
+    mine = fresh(inputs)
+    output = run_solution(runnable, mine, device)
+    result = metrics(output, expected)
+    if names := changed(runnable.metadata.definition, mine, inputs):
+        result[INPUTS_CHANGED] = names
+    return result
+
+
+def row(result: dict[str, Any]) -> list[str]:
+    """The cells of a solution on a workload."""
+    if "error" in result:
+        return [result["error"][:60], "", *[""] * len(ACCURACY_TOLERANCES), ""]
+    cells = [f"{result['cosine']:.6f}", f"{result['calc_diff']:.2e}"]
+    cells += [f"{v:.4f}" for v in result["matched_ratios"].values()]
+    return [*cells, ", ".join(result.get(INPUTS_CHANGED, []))]
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
+    arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
+    arguments.add_argument("--run-foreign", action="store_true", help="run the data set's own, too")
+    arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
+    arguments.add_argument("--max-tokens", type=whole(1), metavar="T")
+    arguments.add_argument("--run", type=Path, metavar="DIR", help="a run of bench")
+    arguments.add_argument("--seed", type=whole(0), default=2026)
+    arguments.add_argument(
+        "--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu"
+    )
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    args = arguments.parse_args()
+
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not on_gpu:
+        raise UsageError("--device cuda: no GPU is visible")
+    device = "cuda:0" if on_gpu and args.device != "cpu" else "cpu"
+    if device == "cpu" and args.max_tokens is None and not args.workloads and not args.run:
+        args.max_tokens = CPU_MAX_TOKENS
+    try:
+        what = choose(
+            args.local,
+            device,
+            args.run,
+            args.solutions,
+            args.workloads,
+            args.max_tokens,
+            args.run_foreign,
+        )
+    except PackError as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    if not what.pairs:
+        say("no trace of this run has an output to compare")
+        return EXIT_OK
+
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def report(uuid: str, name: str, result: dict[str, Any]) -> None:
+        results[uuid, name] = result
+
+    status = EXIT_OK
+    try:
+        measure(what, device, args.seed, report)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        say("interrupted; the figures so far are kept")
+    shown = args.run is None
+    try:
+        merged = what.merge({pair: r for pair, r in results.items() if "error" not in r})
+    except OSError as error:
+        status, shown = EXIT_USAGE, True
+        say(f"error: {os_error(error)}; the traces are as they were, the figures are only here:")
+    lengths = {t.workload.uuid: tokens(t.workload) for t in what.workloads}
+    ordered = sorted(results.items(), key=lambda i: (lengths[i[0][0]], i[0]))
+    if not shown:
+        print(f"accuracy of {merged} results added to {args.run / 'traces.jsonl'}")
+    else:
+        named = [f"matched {tolerance_name(*t)}" for t in ACCURACY_TOLERANCES]
+        header = ["T", "uuid", "solution", "cosine", "calc_diff", *named, "changes its inputs"]
+        rows = [[str(lengths[u]), u[:8], name, *row(r)] for (u, name), r in ordered]
+        print(text_table(header, rows, left=3))
+    if args.json:
+        flat = [{"uuid": u, "solution": n, "tokens": lengths[u], **r} for (u, n), r in ordered]
+        files.write(args.json, json.dumps(finite(flat), indent=1) + "\n")
+    bad = [(pair, r) for pair, r in ordered if "error" in r or INPUTS_CHANGED in r]
+    for (uuid, name), result in bad:
+        why = result.get("error") or f"changes its inputs: {', '.join(result[INPUTS_CHANGED])}"
+        say(f"error: {name} at T={lengths[uuid]} ({uuid[:8]}): {why}")
+    return status or (EXIT_FAILED if bad else EXIT_OK)
+
+
+if __name__ == "__main__":
+    run_main(main)

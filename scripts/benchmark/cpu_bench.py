@@ -1,0 +1,170 @@
+"""The packed solutions on CPU tensors: their torch model against the definition's reference.
+
+For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
+the times are those of the torch model on the CPU and say nothing about a GPU. The weights are drawn
+once and shared by the workloads (see dataset.Inputs), every solution gets copies of the inputs, and
+one trial is run instead of three.
+"""
+
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmark.evaluate import ChangedInputs, fresh, metrics, refuse_changed, run_solution
+from scripts.common.command_line import UsageError
+from scripts.common.progress import Progress
+from scripts.common.project import DEFINITION
+from scripts.workloads.dataset import Inputs, tokens
+
+if TYPE_CHECKING:
+    import torch
+    from flashinfer_bench.bench import BenchmarkConfig
+    from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
+
+TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
+# Further timed calls stop after this long; the first is always taken.
+SECONDS_PER_SOLUTION = 5.0
+# Weights 1.4 GB, their float32 copies in the reference 5.6 GB (or a solution's own copy of the
+# weights, later), what the libraries take, and slack.
+MEMORY_NEEDED = 10 * 2**30
+
+
+def available_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _evaluate(
+    runnable: Any,
+    inputs: list[Any],
+    expected: "torch.Tensor",
+    reference_ms: float,
+    config: "BenchmarkConfig",
+    evaluation: Callable[..., "Evaluation"],
+    seed: int,
+) -> "Evaluation":
+    """What flashinfer-bench's evaluator does with a solution, for CPU tensors; `evaluation` makes
+    its record. The solution gets copies of the inputs and fails if it changes them."""
+    import torch
+    from flashinfer_bench.bench.utils import compute_error_stats
+    from flashinfer_bench.data import Correctness, EvaluationStatus, Performance
+
+    definition = runnable.metadata.definition
+    mine = fresh(inputs)
+    times: list[float] = []
+    try:
+        output = run_solution(runnable, mine, "cpu")
+        refuse_changed(definition, mine, inputs)
+        if output.shape != expected.shape:
+            return evaluation(
+                EvaluationStatus.INCORRECT_SHAPE, log=f"{output.shape} is not {expected.shape}"
+            )
+        if output.dtype != expected.dtype:
+            return evaluation(
+                EvaluationStatus.INCORRECT_DTYPE, log=f"{output.dtype} is not {expected.dtype}"
+            )
+        if not bool(torch.isfinite(output).all()):
+            bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
+            correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
+            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+        max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
+        correctness = Correctness(
+            max_relative_error=max_rel,
+            max_absolute_error=max_abs,
+            extra={"matched_ratio": matched, **metrics(output, expected), "seed": seed},
+        )
+        if wrong:
+            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+        while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
+            start = time.perf_counter()
+            run_solution(runnable, mine, "cpu")
+            times.append(time.perf_counter() - start)
+        refuse_changed(definition, mine, inputs)
+    except ChangedInputs as error:
+        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=str(error))
+    except Exception:
+        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=traceback.format_exc())
+    latency = 1e3 * statistics.median(times)
+    performance = Performance(
+        latency_ms=latency,
+        reference_latency_ms=reference_ms,
+        speedup_factor=reference_ms / latency,
+    )
+    return evaluation(EvaluationStatus.PASSED, correctness=correctness, performance=performance)
+
+
+def run(
+    trace_set: "TraceSet",
+    pairs: "Sequence[tuple[Trace, list[Solution]]]",
+    config: "BenchmarkConfig",
+    seed: int,
+    store: Callable[[list["Trace"]], None],
+    progress: Progress,
+) -> None:
+    """Run every pair, handing the traces of each workload to `store` when it is done."""
+    from flashinfer_bench.compile import BuilderRegistry, BuildError
+    from flashinfer_bench.data import Environment, Evaluation, EvaluationStatus, Trace
+    from flashinfer_bench.utils import env_snapshot
+
+    memory = available_memory()
+    if memory is not None and memory < MEMORY_NEEDED:
+        raise UsageError(
+            f"the reference at the true geometry needs about {MEMORY_NEEDED / 2**30:.0f} GiB of "
+            f"memory and {memory / 2**30:.1f} GiB are available"
+        )
+    snapshot = env_snapshot("cpu")
+    environment = Environment(
+        hardware=snapshot.hardware,
+        libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
+    )
+
+    def evaluation(status: "EvaluationStatus", **fields: Any) -> "Evaluation":
+        now = datetime.now().isoformat()
+        return Evaluation(status=status, environment=environment, timestamp=now, **fields)
+
+    registry = BuilderRegistry.get_instance()
+    definition = trace_set.definitions[DEFINITION]
+    reference = registry.build_reference(definition)
+    inputs_of = Inputs(trace_set, "cpu", seed)
+    for trace, solutions in pairs:
+        workload = trace.workload
+        names = ", ".join(s.name for s in solutions)
+        progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
+        inputs = inputs_of.of(workload)
+        start = time.perf_counter()
+        expected = reference(*inputs)
+        reference_ms = 1e3 * (time.perf_counter() - start)
+        results: list[Trace] = []
+        try:
+            for solution in solutions:
+                try:
+                    runnable = registry.build(definition, solution)
+                except BuildError:
+                    result = evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
+                else:
+                    result = _evaluate(
+                        runnable, inputs, expected, reference_ms, config, evaluation, seed
+                    )
+                results.append(
+                    Trace(
+                        definition=DEFINITION,
+                        workload=workload,
+                        solution=solution.name,
+                        evaluation=result,
+                    )
+                )
+                progress.note(f"{solution.name}: {result.status.value}")
+        finally:  # also what an interrupted workload has so far
+            if results:
+                store(results)
+        progress.finish()

@@ -1,0 +1,286 @@
+"""Device time of solutions beside the harness's time: what a call takes on the GPU, host left out.
+
+flashinfer-bench's latency counts the host: at small T the same solution takes twice as long on a
+slow host. This pass measures both on the workloads of a run and adds them to its traces
+(correctness.extra), each with its spread:
+
+  device   A call is captured in a CUDA graph and replayed, solutions in turns, the L2 cache
+           overwritten before each replay: "graph". A call whose host waits for the GPU cannot be
+           captured; then its kernels are traced through CUPTI and the time from the first one's
+           start to the last one's end is taken, pauses included: "kernels".
+  harness  flashinfer-bench's own timing loop, every call instead of the mean.
+
+Medians, 10th and 90th percentile, in ms. A replay whose output differs from that of the call it was
+captured from is an error, not a time.
+"""
+
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmark.second_pass import choose
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
+from scripts.common.progress import Progress
+from scripts.common.project import DEFINITION, ROOT
+from scripts.common.text import text_table
+from scripts.gemm.gpu import require_gpu
+from scripts.gemm.timing import FLUSH_BYTES, percentile
+from scripts.ranking.traces import DEVICE, HARNESS
+from scripts.solutions.pack import PackError
+from scripts.workloads.dataset import Inputs, tokens
+
+if TYPE_CHECKING:
+    import torch
+    from flashinfer_bench.data import Solution, Trace, TraceSet
+
+WARMUP = 3
+TRACED_CALLS = 7
+"""Of a solution that cannot be captured: starting the profiler for each takes long."""
+
+Call = Callable[[], Any]
+
+
+def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
+    """What is kept of samples in ms."""
+    return {
+        **more,
+        "ms": statistics.median(samples),
+        "p10": percentile(samples, 0.1),
+        "p90": percentile(samples, 0.9),
+        "calls": len(samples),
+    }
+
+
+def waits(call: Call) -> bool:
+    """Whether the host waits for the GPU in a call, by torch's own check of its operations."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def captured(call: Call, output: "torch.Tensor") -> Call:
+    """A replay of the call, checked against the call itself.
+
+    Raises:
+        RuntimeError: the replay does not write what the call writes.
+    """
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    expected = output.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    output.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(output, expected):
+        raise RuntimeError("a replay of the captured call gives another output than the call")
+    return graph.replay
+
+
+def traced_ms(call: Call) -> float:
+    """From the first kernel's start to the last one's end, in one call."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as traced:
+        call()
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    spans = [e.time_range for e in traced.events() if e.device_type == device]
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel: is CUPTI there?")
+    return 1e-3 * (max(s.end for s in spans) - min(s.start for s in spans))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A solution with its arguments, of which the last is the output."""
+
+    runnable: Any
+    arguments: list[Any]
+
+    def __call__(self) -> None:
+        self.runnable(*self.arguments)
+
+    @property
+    def output(self) -> "torch.Tensor":
+        return self.arguments[-1]
+
+
+def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
+    """The device time of each call, or the error for which there is none."""
+    import torch
+
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    found: dict[str, dict[str, Any]] = {}
+    replays: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            for _ in range(WARMUP):
+                call()
+            if not waits(call):
+                replays[name] = captured(call, call.output)
+                continue
+            samples = []
+            for _ in range(min(repeats, TRACED_CALLS)):
+                flush.zero_()
+                torch.cuda.synchronize()
+                samples.append(traced_ms(call))
+            found[name] = summary(samples, method="kernels")
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    samples_of: dict[str, list[float]] = {name: [] for name in replays}
+    for repeat in range(-2, repeats):  # two rounds of warm-up
+        for name, replay in replays.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            if repeat >= 0:
+                samples_of[name].append(begin.elapsed_time(end))
+    found |= {name: summary(samples, method="graph") for name, samples in samples_of.items()}
+    return found
+
+
+def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
+    """flashinfer-bench's timing of a built solution, of which it keeps the mean only."""
+    import torch
+    from flashinfer_bench.bench.timing import do_bench
+
+    def cloned() -> list[Any]:
+        return [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments]
+
+    samples = do_bench(
+        lambda own: call.runnable(*own), warmup=WARMUP, rep=repeats, setup=cloned, return_mode="all"
+    )
+    return summary(samples)
+
+
+def measure(
+    trace_set: "TraceSet",
+    solutions: "Sequence[Solution]",
+    workloads: "Sequence[Trace]",
+    seed: int,
+    repeats: int,
+    wanted: set[tuple[str, str]] | None = None,
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """`device` and `harness` figures, or `error`, by (uuid, solution)."""
+    import torch
+    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+    from flashinfer_bench.compile import BuilderRegistry
+
+    registry = BuilderRegistry.get_instance()
+    definition = trace_set.definitions[DEFINITION]
+    inputs_of = Inputs(trace_set, "cuda", seed)
+    progress = Progress(len(workloads), sum(2000 + tokens(t.workload) for t in workloads))
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    for trace in workloads:
+        uuid = trace.workload.uuid
+        progress.step(f"device time of T={tokens(trace.workload)} ({uuid[:8]})")
+        inputs = inputs_of.of(trace.workload)
+        calls: dict[str, Timed] = {}
+        for solution in solutions:
+            if wanted is not None and (uuid, solution.name) not in wanted:
+                continue
+            runnable = registry.build(definition, solution)
+            if not runnable.metadata.destination_passing_style:
+                results[uuid, solution.name] = {"error": "returns its output: not timed here"}
+                continue
+            # Of its own but for the weights, of which there is one set.
+            own = [x.clone() if isinstance(x, torch.Tensor) and x.dim() < 3 else x for x in inputs]
+            outputs = allocate_outputs(definition, own, "cuda")
+            calls[solution.name] = Timed(runnable, [*own, *outputs])
+        with torch.no_grad():
+            for name, device in device_times(calls, repeats).items():
+                if "error" in device:
+                    results[uuid, name] = device
+                    continue
+                harness = harness_times(calls[name], repeats)
+                results[uuid, name] = {DEVICE: device, HARNESS: harness, "timing_seed": seed}
+        progress.finish(2000 + tokens(trace.workload))
+    return results
+
+
+def table(
+    results: dict[tuple[str, str], dict[str, Any]], lengths: dict[str, int]
+) -> tuple[list[str], list[list[str]]]:
+    header = ["T", "uuid", "solution", "device ms", "p10-p90", "by", "harness ms", "p10-p90"]
+    rows = []
+    for (uuid, name), found in sorted(results.items(), key=lambda i: (lengths[i[0][0]], i[0])):
+        row = [str(lengths[uuid]), uuid[:8], name]
+        if "error" in found:
+            rows.append([*row, found["error"][:60], "", "", "", ""])
+            continue
+        device, harness = found[DEVICE], found[HARNESS]
+        row += [f"{device['ms']:.4f}", f"{device['p10']:.4f}-{device['p90']:.4f}", device["method"]]
+        row += [f"{harness['ms']:.4f}", f"{harness['p10']:.4f}-{harness['p90']:.4f}"]
+        rows.append(row)
+    return header, rows
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
+    arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
+    arguments.add_argument("--run-foreign", action="store_true", help="run the data set's own, too")
+    arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
+    arguments.add_argument("--max-tokens", type=int, metavar="T")
+    arguments.add_argument("--run", type=Path, metavar="DIR", help="add to a run of bench")
+    arguments.add_argument("--repeats", type=int, default=20, help="timed calls of each kind (20)")
+    arguments.add_argument("--seed", type=int, default=2026)
+    args = arguments.parse_args()
+    if args.repeats < 1:
+        raise UsageError("--repeats must be at least 1")
+    require_gpu()
+
+    try:
+        what = choose(
+            args.local,
+            "cuda:0",
+            args.run,
+            args.solutions,
+            args.workloads,
+            args.max_tokens,
+            args.run_foreign,
+        )
+    except PackError as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    if not what.pairs:
+        say("no trace of this run has an output to compare")
+        return EXIT_OK
+
+    results = measure(
+        what.trace_set, what.solutions, what.workloads, args.seed, args.repeats, what.pairs
+    )
+    if args.run:
+        merged = what.merge({pair: r for pair, r in results.items() if "error" not in r})
+        print(f"device times of {merged} results added to {args.run / 'traces.jsonl'}")
+    lengths = {t.workload.uuid: tokens(t.workload) for t in what.workloads}
+    print(text_table(*table(results, lengths), left=3))
+    return EXIT_FAILED if any("error" in r for r in results.values()) else EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

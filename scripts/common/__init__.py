@@ -1,0 +1,1 @@
+"""What all programs share: paths and names, options, text, files, the environment."""

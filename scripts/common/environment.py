@@ -1,0 +1,118 @@
+"""What a measurement was made on: hardware, driver, clocks, versions of the software, source."""
+
+import hashlib
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from typing import Any
+
+from scripts.common.project import PACKAGE_DIR, ROOT
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "flashinfer-bench",
+    "flashinfer-python",
+    "sglang-kernel",
+    "sgl-kernel",
+    "sgl-deep-gemm",
+)
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints, or nothing where it is absent or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_hash() -> str:
+    """A hash of the solutions and the programs as they are now, committed or not: it also names
+    the sources where a copy without git is measured."""
+    digest = hashlib.sha256()
+    for path in sorted([*PACKAGE_DIR.rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def source() -> dict[str, Any]:
+    """The commit of the sources, whether they differ from it (None where git does not tell), and
+    their hash."""
+    commit = _output(["git", "rev-parse", "HEAD"])
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
+    return {
+        "commit": commit,
+        "modified": bool(changed) if commit else None,
+        "hash": source_hash(),
+    }
+
+
+def gpus() -> list[dict[str, str]]:
+    """Each GPU's name, driver, memory and clocks as they are now; the settings are left alone."""
+    fields = {
+        "name": "name",
+        "driver": "driver_version",
+        "memory": "memory.total",
+        "sm_clock": "clocks.sm",
+        "sm_clock_max": "clocks.max.sm",
+        "memory_clock": "clocks.mem",
+        "temperature_c": "temperature.gpu",
+        "power_limit": "power.limit",
+    }
+    query = f"--query-gpu={','.join(fields.values())}"
+    lines = _output(["nvidia-smi", query, "--format=csv,noheader"]).splitlines()
+    return [dict(zip(fields, (v.strip() for v in line.split(",")), strict=False)) for line in lines]
+
+
+def capture() -> dict[str, Any]:
+    """Everything above, for the record of one run."""
+    import torch
+
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "gpus": gpus(),
+        "cuda": torch.version.cuda,
+        "versions": versions(),
+        "source": source(),
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In what two captures differ that changes results: GPUs, driver, CUDA, versions."""
+
+    def facts(captured: dict[str, Any]) -> dict[str, str]:
+        cards = captured.get("gpus") or []
+        return {
+            "GPUs": ", ".join(str(card.get("name")) for card in cards) or "none",
+            "driver": ", ".join(sorted({str(card.get("driver")) for card in cards})) or "none",
+            "CUDA": str(captured.get("cuda")),
+            **(captured.get("versions") or {}),
+        }
+
+    old, new = facts(before), facts(now)
+    return [
+        f"{name} {old.get(name, 'absent')} then, {new.get(name, 'absent')} now"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]

@@ -1,0 +1,1 @@
+"""Measuring the grouped GEMM alone."""

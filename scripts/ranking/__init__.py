@@ -1,0 +1,1 @@
+"""From traces to rankings and their tables."""

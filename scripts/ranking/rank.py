@@ -1,0 +1,81 @@
+"""Rank solutions by the traces of benchmark runs, ours or anyone's.
+
+Reads flashinfer-bench trace files (JSON lines) or directories of them. There is one ranking a
+machine, timing method and tolerance: what differs in these is never ranked against each other;
+where there are several rankings, a last table puts their figures side by side. Of a solution that
+was measured with several sources the last one counts, and of a pair of solution and workload that
+was measured several times the latest result; what is left out for that is said.
+
+What run.json beside the traces says is used too: who wrote a solution (ours or a peer), and which
+solutions could not run there and why.
+"""
+
+import sys
+from pathlib import Path
+
+from scripts.common import files
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, names, parser, run_main
+from scripts.common.project import DEFINITION, TRACES_DIR
+from scripts.ranking.rank_tables import print_rankings
+from scripts.ranking.ranking import CLOCKS, rankings
+from scripts.ranking.traces import read_records
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=[TRACES_DIR],
+        help="trace files, directories of them, or data sets; this repository's traces",
+    )
+    arguments.add_argument(
+        "--solutions",
+        action="extend",
+        type=names,
+        default=[],
+        metavar="NAME,...",
+        help="names, * allowed; all",
+    )
+    arguments.add_argument("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
+    arguments.add_argument("--against", metavar="NAME", help="add the speed relative to a solution")
+    arguments.add_argument(
+        "--peers",
+        action="extend",
+        type=names,
+        default=[],
+        metavar="NAME,...",
+        help="names that count as peers, * allowed; all that are not this project's",
+    )
+    arguments.add_argument(
+        "--by",
+        choices=CLOCKS,
+        default="harness",
+        help="order by the speed-up of the harness's times (default) or by the device's times",
+    )
+    arguments.add_argument("--definition", default=DEFINITION, help="definition to rank")
+    style = arguments.add_mutually_exclusive_group()
+    style.add_argument("--markdown", action="store_true", help="print Markdown")
+    style.add_argument("--json", action="store_true", help="print JSON")
+    arguments.add_argument("--output", type=Path, metavar="FILE", help="write there instead")
+    args = arguments.parse_args()
+
+    records = read_records(args.paths, args.definition)
+    ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
+    if not ranked:
+        raise UsageError(f"no results in {', '.join(map(str, args.paths))}")
+    name = "json" if args.json else "markdown" if args.markdown else "text"
+    text = print_rankings(ranked, name)
+    if args.output:
+        files.write(args.output, text + "\n")
+    else:
+        print(text)
+    if len(ranked) > 1:
+        said = "machines, timing methods or tolerances, one table each"
+        print(f"{len(ranked)} {said}", file=sys.stderr)
+    return EXIT_FAILED if any(r.failures() for r in ranked) else EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

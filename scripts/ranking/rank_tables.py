@@ -1,0 +1,355 @@
+"""Rankings as text, Markdown and JSON: the tables of the programs, the report and the README.
+
+Where a ranking has device times, its tables name both clocks: `harness` is what flashinfer-bench
+measured, with the host's part; `device` is device_time.py's.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scripts.common.project import ACCURACY_TOLERANCES
+from scripts.common.text import markdown, markdown_table, printable, text_table
+from scripts.ranking.ranking import PREFIX, Clock, Ranking, Times, short_name
+from scripts.ranking.traces import Record, Timed, finite
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    """A table's cell: the value with its unit, or a dash for none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share, ".0f", " %")
+
+
+def summary_table(ranking: Ranking) -> Table:
+    """The solutions in their order; a row without figures for each that could not run."""
+    both = len(ranking.clocks) > 1
+
+    def times_header(clock: Clock) -> list[str]:
+        device = clock == "device"
+        header = [f"{clock} ms"] if both else ["mean ms"]
+        header += [f"{clock} geomean ms"] if device else []
+        header += [f"{clock} spread"] if both else []
+        header += [f"{clock} wins"] if device else []
+        named = f"{clock} vs" if device else "vs"
+        header += [f"{named} best peer"] if ranking.compares_peers else []
+        header += [f"{named} {ranking.against}"] if ranking.against else []
+        return header
+
+    def times_cells(clock: Clock, times: Times) -> list[str]:
+        device = clock == "device"
+        cells = [number(times.mean_ms, ".4f")]
+        cells += [number(times.geomean_ms, ".4f")] if device else []
+        cells += [percent(times.spread)] if both else []
+        cells += [str(times.wins)] if device else []
+        cells += [number(times.vs_peer, unit="x")] if ranking.compares_peers else []
+        cells += [number(times.against, unit="x")] if ranking.against else []
+        return cells
+
+    header = ["#", "solution", "passed", "mean", "geomean", "median", "min", "max", "wins"]
+    for clock in ranking.clocks:
+        header += times_header(clock)
+    rows = []
+    for place, s in enumerate(ranking.summaries, 1):
+        row = [str(place), s.solution, f"{s.passed}/{s.passed + s.failed}"]
+        row += [number(v, unit="x") for v in (s.mean, s.geomean, s.median, s.lowest, s.highest)]
+        row.append(str(s.harness.wins))
+        for clock in ranking.clocks:
+            row += times_cells(clock, s.times(clock))
+        rows.append(row)
+    for name, why in ranking.skipped.items():
+        rows.append(["-", name, skip_status(why), *["-"] * (len(header) - 3)])
+    reasons = [s.note for s in ranking.summaries] + list(ranking.skipped.values())
+    if any(reasons):
+        header.append("why")
+        rows = [[*row, reason] for row, reason in zip(rows, reasons, strict=True)]
+    return header, rows
+
+
+def skip_status(reason: str) -> str:
+    """The beginning of the reason that says what kind it is."""
+    for kind in ("unsupported", "not installed"):
+        if reason.startswith(kind):
+            return kind
+    return "not run"
+
+
+def short_status(record: Record) -> str:
+    if "unsupported" in record.reason.lower():
+        return "unsupported"
+    if record.reason.startswith("not installed"):
+        return "not installed"
+    return record.status
+
+
+def latency_title(ranking: Ranking, clock: Clock) -> str:
+    """What a table of this clock's latencies is called."""
+    if len(ranking.clocks) == 1:
+        return "Latency in ms"
+    return {"harness": "Harness time in ms, host included", "device": "Device time in ms"}[clock]
+
+
+def workload_tables(ranking: Ranking) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, rows), workloads down: latency of each clock first, in the order of
+    `clocks`, then speed-up, ratios to the best peer and, with device times, the spread."""
+    both = len(ranking.clocks) > 1
+    names = [s.solution for s in ranking.summaries]
+
+    def table(title: str, cell: Callable[[str, str], str], peer: Clock | None = None) -> None:
+        header = ["T", "workload", "reference ms", *map(short_name, names)]
+        header += ["best peer"] if peer else []
+        rows = []
+        for length, uuid in ranking.workloads:
+            row = [str(length), uuid[:8], number(ranking.reference_ms(uuid), ".3f")]
+            for name in names:
+                record = ranking.records.get((uuid, name))
+                if record is None:
+                    row.append("not run")
+                else:
+                    row.append(cell(uuid, name) if record.passed else short_status(record))
+            if peer:
+                best = ranking.best(uuid, peer=True, clock=peer)
+                row.append(best[0] if best else "-")
+            rows.append(row)
+        tables.append((title, header, rows))
+
+    def latency(clock: Clock) -> Callable[[str, str], str]:
+        def cell(uuid: str, solution: str) -> str:
+            best = ranking.best(uuid, clock=clock)
+            mark = "*" if best is not None and best[0] == solution else " "
+            return number(ranking.latency_ms(uuid, solution, clock), ".4f") + mark
+
+        return cell
+
+    def vs_peer(clock: Clock) -> Callable[[str, str], str]:
+        return lambda uuid, solution: number(ranking.vs_peer(uuid, solution, clock), unit="x")
+
+    def spread(uuid: str, solution: str) -> str:
+        return " / ".join(
+            percent(timed.spread if (timed := ranking.timed(uuid, solution, c)) else None)
+            for c in ranking.clocks
+        )
+
+    tables: list[tuple[str, list[str], list[list[str]]]] = []
+    for clock in ranking.clocks:
+        table(f"{latency_title(ranking, clock)}, * the fastest", latency(clock))
+    table(
+        "Speed-up over the reference",
+        lambda uuid, solution: number(ranking.records[uuid, solution].speedup, unit="x"),
+    )
+    if ranking.compares_peers:
+        for clock in ranking.clocks:
+            what = f"{clock.capitalize()} time" if both else "Latency"
+            title = f"{what} of the workload's best peer over the solution's"
+            table(title, vs_peer(clock), peer=clock)
+    if both:
+        table("Spread of the calls, harness / device", spread)
+    return tables
+
+
+def accuracy_table(ranking: Ranking) -> Table:
+    tolerances = [f"{r:g}/{a:g}" for r, a in ACCURACY_TOLERANCES]
+    header = ["solution", "matched", "cosine", "calc_diff", *(f"matched {t}" for t in tolerances)]
+    rows = []
+    for s in ranking.summaries:
+        if s.matched_ratio is None and s.cosine is None:
+            continue
+        row = [s.solution, number(s.matched_ratio, ".4f"), number(s.cosine, ".6f")]
+        row += [number(s.calc_diff, ".1e")]
+        row += [number(s.matched_ratios.get(t), ".4f") for t in tolerances]
+        rows.append(row)
+    return header, rows
+
+
+def failures_table(ranking: Ranking) -> Table:
+    """One row a failure; empty where everything passed."""
+    header = ["solution", "T", "workload", "status", "reason"]
+    rows = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()]
+    return header, rows
+
+
+def headline(ranking: Ranking) -> list[str]:
+    where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
+    lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summaries)} solutions"]
+    if ranking.cpu:
+        lines.append(
+            "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
+            "about a GPU."
+        )
+    if ranking.timing:
+        lines.append(f"Timing: {ranking.timing}.")
+    if ranking.tolerance:
+        lines.append(f"Tolerance: {ranking.tolerance}.")
+    if ranking.superseded:
+        lines.append(f"{ranking.superseded} older results of the same pairs are left out.")
+    return lines + ranking.remarks
+
+
+NOTES = (
+    "Speed-ups are over the definition's reference, averaged over the workloads that passed; "
+    "wins: workloads on which the solution is the fastest."
+)
+PEER_NOTES = (
+    " vs best peer: latency of each workload's fastest peer over the solution's, geometric mean."
+)
+CLOCK_NOTES = (
+    " harness: flashinfer-bench's time, host included, by which speed-ups are formed; device: the "
+    "time on the GPU alone ({methods}), mean over the workloads. spread: from the 10th to the 90th "
+    "percentile of the calls over their median, mean over the workloads. {order}"
+)
+ACCURACY_NOTES = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
+
+
+def notes(ranking: Ranking) -> str:
+    said = NOTES + (PEER_NOTES if ranking.compares_peers else "")
+    if len(ranking.clocks) > 1:
+        order = "Ordered by the mean speed-up."
+        if ranking.by == "device":
+            order = "Ordered by the geometric mean of the device times."
+        methods = " or ".join(map(say_method, device_methods(ranking)))
+        said += CLOCK_NOTES.format(methods=methods, order=order)
+    if any(s.solution.startswith(PREFIX) for s in ranking.summaries):
+        said += f" Columns leave out the beginning {PREFIX} of names."
+    return said
+
+
+def device_methods(ranking: Ranking) -> list[str]:
+    """In which ways the device times were taken."""
+    timed = (r.device for r in ranking.records.values() if r.passed)
+    return sorted({t.method for t in timed if t is not None})
+
+
+def say_method(method: str) -> str:
+    known = {"graph": "replay of a CUDA graph", "kernels": "its kernels' times"}
+    return known.get(method, method or "unknown method")
+
+
+def to_text(ranking: Ranking) -> str:
+    parts = ["\n".join(map(printable, headline(ranking)))]
+    parts.append(text_table(*summary_table(ranking), left=2) + "\n" + notes(ranking))
+    for title, header, rows in workload_tables(ranking):
+        parts.append(f"{title}:\n" + text_table(header, rows, left=0))
+    header, rows = accuracy_table(ranking)
+    if rows:
+        parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
+    failures = ranking.failures()
+    if failures:
+        lines = [
+            f"  {r.solution} at T={r.tokens} ({r.uuid[:8]}): {r.status}: {r.reason}"
+            for r in failures
+        ]
+        parts.append("Failed:\n" + "\n".join(map(printable, lines)))
+    return "\n\n".join(parts)
+
+
+def to_markdown(ranking: Ranking) -> str:
+    title, *rest = map(markdown, headline(ranking))
+    parts = [f"### {title}", " ".join([*rest, notes(ranking)])]
+    parts.append(markdown_table(*summary_table(ranking), left=2))
+    for what, header, rows in workload_tables(ranking):
+        parts += [f"{what}:", markdown_table(header, rows, left=0)]
+    header, rows = accuracy_table(ranking)
+    if rows:
+        parts += [ACCURACY_NOTES, markdown_table(header, rows)]
+    header, rows = failures_table(ranking)
+    if rows:
+        parts.append(markdown_table(header, rows, left=5))
+    return "\n\n".join(parts)
+
+
+def to_json(ranking: Ranking) -> dict[str, Any]:
+    def timed(found: Timed | None) -> dict[str, Any] | None:
+        return dataclasses.asdict(found) if found is not None else None
+
+    return finite(
+        {
+            "hardware": ranking.hardware,
+            "timing": ranking.timing,
+            "tolerance": ranking.tolerance,
+            "cpu": ranking.cpu,
+            "by": ranking.by,
+            "superseded": ranking.superseded,
+            "sources": ranking.sources,
+            "against": ranking.against,
+            "remarks": ranking.remarks,
+            "skipped": ranking.skipped,
+            "summary": [dataclasses.asdict(s) for s in ranking.summaries],
+            "workloads": [
+                {
+                    "tokens": length,
+                    "uuid": uuid,
+                    "reference_ms": ranking.reference_ms(uuid),
+                    "best_peer": peer[0] if (peer := ranking.best(uuid, peer=True)) else None,
+                    "results": {
+                        s.solution: {
+                            "status": r.status,
+                            "speedup": r.speedup,
+                            "latency_ms": r.latency_ms,
+                            "device": timed(r.device),
+                            "harness": timed(r.harness),
+                            "vs_best_peer": {
+                                c: ranking.vs_peer(uuid, s.solution, c) for c in ranking.clocks
+                            },
+                            "reason": r.reason,
+                            "extra": r.extra,
+                            "hash": r.hash,
+                            "run": r.run,
+                            "timestamp": r.timestamp,
+                        }
+                        for s in ranking.summaries
+                        if (r := ranking.records.get((uuid, s.solution))) is not None
+                    },
+                }
+                for length, uuid in ranking.workloads
+            ],
+        }
+    )
+
+
+def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
+    """All rankings in one of the styles text, markdown, json."""
+    if style == "json":
+        return json.dumps([to_json(r) for r in ranked], indent=1)
+    in_markdown = style == "markdown"
+    parts = list(map(to_markdown if in_markdown else to_text, ranked))
+    if len(ranked) > 1:
+        legend, header, rows = side_by_side(ranked)
+        title = "Side by side: geometric mean of the speed-ups, mean ms"
+        table = markdown_table(header, rows) if in_markdown else text_table(header, rows)
+        escape = markdown if in_markdown else printable
+        lines = [("### " if in_markdown else "") + title, "\n".join(map(escape, legend)), table]
+        parts.append("\n\n".join(lines))
+    return "\n\n\n".join(parts)
+
+
+def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], list[str], list[list[str]]]:
+    """(legend, header, rows): the solutions down; machines, timing methods and tolerances across.
+
+    Figures are of all the workloads that a solution passed on that machine; only where these are
+    the same do the columns compare.
+    """
+    labels = [chr(ord("A") + i) if i < 26 else str(i) for i in range(len(ranked))]
+    tolerances = {r.tolerance for r in ranked}
+    legend = []
+    for label, r in zip(labels, ranked, strict=True):
+        where = f"CPU ({r.hardware})" if r.cpu else r.hardware
+        said = [where, r.timing, r.tolerance if len(tolerances) > 1 else ""]
+        legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
+    header = ["solution", *(f"{label} {what}" for label in labels for what in ("geomean", "ms"))]
+    rows = []
+    for name in dict.fromkeys(s.solution for r in ranked for s in r.summaries):
+        row = [name]
+        for r in ranked:
+            s = next((s for s in r.summaries if s.solution == name), None)
+            if s is None:
+                row += [skip_status(r.skipped.get(name, "")), "-"]
+            else:
+                partial = "" if s.passed == len(r.workloads) else f" ({s.passed})"
+                row += [number(s.geomean, unit="x") + partial, number(s.harness.mean_ms, ".4f")]
+        rows.append(row)
+    return legend, header, rows

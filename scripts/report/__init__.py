@@ -1,0 +1,1 @@
+"""The page of a run, and the generated parts of the documentation."""

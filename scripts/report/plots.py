@@ -1,0 +1,245 @@
+"""Figures of a run: latency over the workloads with the floor, speed-ups, stages.
+
+matplotlib figures in the style of plot_gemm; `inline_svg` makes of any of them an SVG element that
+takes the colours of the page that it stands in, so that one figure serves light and dark.
+"""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmark.stages import STAGES, TOTAL
+from scripts.common import files
+from scripts.gemm.plot_gemm import BACKGROUND, COLOURS, INK, new_figure
+from scripts.ranking.ranking import Clock, Ranking, SolutionSummary, short_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
+OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
+MARKERS = "osD^vPX*<>"
+
+# What the figures are drawn in, and what it becomes on a page: ink, surface and lines follow the
+# page's own colours.
+THEME = {
+    "#000000": "currentColor",
+    INK: "currentColor",
+    "#ffffff": "var(--surface)",
+    BACKGROUND: "none",
+    "#cccccc": "var(--line)",
+    "#888888": "var(--muted)",
+}
+
+
+def styles(summaries: Sequence[SolutionSummary]) -> dict[str, dict[str, Any]]:
+    """Colour, line and marker of each solution: ours solid and cool, peers dashed and warm."""
+    found: dict[str, dict[str, Any]] = {}
+    for peer, colours in ((False, OUR_COLOURS), (True, PEER_COLOURS)):
+        for number, s in enumerate(s for s in summaries if s.peer == peer):
+            found[s.solution] = {
+                "color": colours[number % len(colours)],
+                "marker": MARKERS[number % len(MARKERS)],
+                "linestyle": "--" if peer else "-",
+                "linewidth": 1.2 if peer or number else 2.2,
+                "markersize": 4.5,
+                "markerfacecolor": "none" if peer else colours[number % len(colours)],
+            }
+    return found
+
+
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Figures that are made and drawn inside show names as they are: matplotlib takes what stands
+    between dollar signs for a formula, and fails where it is none."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):
+        yield
+
+
+def latency_figure(
+    ranking: Ranking, floors: dict[str, float], clock: Clock = "harness"
+) -> "Figure":
+    """Latency of every solution over the workloads by T, and the floor where it is known."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    what = {"harness": "Latency", "device": "Device time"}[clock]
+    figure, (ax,) = new_figure(1, f"{what} of the layer, {ranking.hardware}", 5.2)
+    uuids = [uuid for _, uuid in ranking.workloads]
+    look = styles(ranking.summaries)
+    for s in ranking.summaries:
+        timed = [(i, ranking.latency_ms(u, s.solution, clock)) for i, u in enumerate(uuids)]
+        points = [(i, ms) for i, ms in timed if ms is not None]
+        if points:
+            x, y = zip(*points, strict=True)
+            ax.plot(x, y, label=short_name(s.solution), **look[s.solution])
+    known = [(i, floors[u]) for i, u in enumerate(uuids) if u in floors]
+    if known:
+        x, y = zip(*known, strict=True)
+        ax.plot(x, y, color=INK, linestyle=":", linewidth=1.8, label="floor")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    ax.set_ylabel("ms, log scale")
+    ax.set_xlabel("tokens of the workload")
+    ax.set_xticks(range(len(uuids)), [str(t) for t, _ in ranking.workloads], fontsize=9)
+    ax.set_xlim(-0.4, len(uuids) - 0.6)
+    figure.legend(fontsize=9, loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def speedup_figure(ranking: Ranking) -> "Figure":
+    """Mean speed-up over the reference of each solution, with the range over the workloads."""
+    ran = [s for s in ranking.summaries if s.mean is not None]
+    title = f"Speed-up over the reference, {ranking.hardware}: mean, and range over the workloads"
+    figure, (ax,) = new_figure(1, title, 0.9 + 0.38 * len(ran))
+    look = styles(ranking.summaries)
+    for place, s in enumerate(ran):
+        assert s.mean is not None and s.lowest is not None and s.highest is not None
+        # Hatched in the surface's colour: told apart from ours without the colours too.
+        hatch = "////" if s.peer else None
+        ax.barh(place, s.mean, 0.66, color=look[s.solution]["color"], hatch=hatch, ec="#ffffff")
+        ax.plot([s.lowest, s.highest], [place, place], color=INK, linewidth=1.2, marker="|")
+        ax.annotate(
+            f"{s.mean:.1f}x",
+            (s.highest, place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
+    names = [short_name(s.solution) + (" (peer)" if s.peer else "") for s in ran]
+    ax.set_yticks(range(len(ran)), names, fontsize=9)
+    ax.set_ylim(len(ran) - 0.4, -0.6)
+    ax.set_xlim(0, 1.1 * max(s.highest or 0.0 for s in ran))
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color="#cccccc", linewidth=0.6)
+    return figure
+
+
+def stages_figure(record: dict[str, Any]) -> "Figure":
+    """Stacked medians of the stages, a panel for each token count of stages.json."""
+    results = record["results"]
+    count = max(len(r["solutions"]) for r in results)
+    title = f"Where the time of a call goes, {record['hardware']}"
+    figure, axes = new_figure(len(results), title, 1.1 + 0.36 * count)
+    stages = list(
+        dict.fromkeys(
+            stage
+            for r in results
+            for s in r["solutions"].values()
+            for stage in (*STAGES, *s["median_ms"])
+            if stage in s["median_ms"] and stage != TOTAL
+        )
+    )
+    for ax, result in zip(axes, results, strict=True):
+        names = list(result["solutions"])
+        for place, name in enumerate(names):
+            medians = result["solutions"][name]["median_ms"]
+            left = 0.0
+            for number, stage in enumerate(stages):
+                width = medians.get(stage, 0.0)
+                colour = COLOURS[number % len(COLOURS)]
+                label = stage if place == 0 else None
+                ax.barh(place, width, 0.66, left=left, color=colour, ec="#ffffff", label=label)
+                left += width
+            total = medians.get(TOTAL)
+            if total is not None:
+                ax.plot([total, total], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            ax.annotate(
+                f"{total if total is not None else left:.3f} ms",
+                (max(left, total or 0.0), place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                color=INK,
+            )
+        ax.set_yticks(range(len(names)), [short_name(n) for n in names], fontsize=9)
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.set_xlim(right=1.12 * ax.get_xlim()[1])
+        ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
+        ax.grid(axis="y", visible=False)
+        ax.grid(axis="x", color="#cccccc", linewidth=0.6)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels), frameon=False
+    )
+    return figure
+
+
+def ablation_figure(rows: Sequence[dict[str, Any]]) -> "Figure | None":
+    """The base's time over that of each variant, a panel for each GEMM and a bar a token count."""
+    timed = [r for r in rows if "vs_base" in r and r["variant"] != "base"]
+    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in timed))
+    if not shapes:
+        return None
+    title = "Grouped GEMM with one thing changed: time of the base over its own"
+    figure, axes = new_figure(len(shapes), title, 3.6)
+    for ax, (n, k) in zip(axes, shapes, strict=True):
+        panel = [r for r in timed if (r["n"], r["k"]) == (n, k)]
+        variants = list(dict.fromkeys(r["variant"] for r in panel))
+        tokens = list(dict.fromkeys(r["tokens"] for r in panel))
+        for number, count in enumerate(tokens):
+            mine = {r["variant"]: r["vs_base"] for r in panel if r["tokens"] == count}
+            x = [variants.index(v) + (number - (len(tokens) - 1) / 2) * 0.12 for v in mine]
+            colour = COLOURS[number % len(COLOURS)]
+            marker = MARKERS[number % len(MARKERS)]
+            ax.plot(
+                x,
+                list(mine.values()),
+                color=colour,
+                marker=marker,
+                linestyle="",
+                markersize=5.5,
+                label=f"T={count}",
+            )
+        ax.axhline(1.0, color=INK, linewidth=1.0)
+        ax.set_ylabel("base / variant")
+        ax.set_xticks(range(len(variants)), variants, rotation=40, ha="right", fontsize=8)
+        ax.set_xlim(-0.6, len(variants) - 0.4)
+        ax.grid(axis="x", color="#cccccc", linewidth=0.4)
+        ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)
+        ax.legend(fontsize=8, ncols=len(tokens), loc="lower left")
+    return figure
+
+
+def inline_svg(figure: "Figure", name: str, description: str) -> str:
+    """The figure as an SVG element for a page, its text as text and its neutral colours the page's.
+
+    `name` keeps the ids of several figures on one page apart.
+    """
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", metadata=metadata, facecolor=BACKGROUND)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for colour, themed in THEME.items():
+        svg = svg.replace(colour, themed)
+    svg = re.sub(r"(\d)px 'DejaVu Sans', sans-serif", r"\1px system-ui, sans-serif", svg)
+    # Groups are numbered in every figure (figure_1, axes_1, text_1); only the hashed ids are used.
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    # The page sets the width; the view box keeps the proportions.
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'<svg (?:height|width)="[^"]*" ', "<svg ", svg, count=1)
+    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def save_png(figure: "Figure", path: Path, source: str = "") -> None:
+    """The figure as a PNG that stands out on light and dark pages; `source` is kept in the file and
+    says of which data it was made."""
+    metadata = {"Software": None, "Source": source} if source else {"Software": None}
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, facecolor=BACKGROUND, metadata=metadata)
+    files.write(path, out.getvalue())

@@ -1,0 +1,1 @@
+"""The solutions: packed, cached, and whether they run here or have changed."""

@@ -1,0 +1,211 @@
+"""Whether a solution can run on this machine, from what it says of itself, without building it.
+
+`spec.target_hardware` names GPUs, `spec.dependencies` holds pip requirements. Both are free text in
+flashinfer-bench, and other people's data sets write them in their own ways: only what is understood
+can refuse a solution, a name that is not known never does.
+"""
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from scripts.common.project import BASELINES
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Solution
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU: (9, 0) is sm_90."""
+
+NEEDS_GPU = "needs a GPU"
+UNSUPPORTED = "unsupported on"
+NOT_INSTALLED = "not installed: pip install"
+FOREIGN = "code of the data set, which runs only where --solutions names it or with --run-foreign"
+
+CAPABILITIES: dict[str, Capability] = {
+    "v100": (7, 0),
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a800": (8, 0),
+    "a30": (8, 0),
+    "a10": (8, 6),
+    "a40": (8, 6),
+    "3090": (8, 6),
+    "l4": (8, 9),
+    "l20": (8, 9),
+    "l40": (8, 9),
+    "l40s": (8, 9),
+    "4090": (8, 9),
+    "h20": (9, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "h800": (9, 0),
+    "gh200": (9, 0),
+    "hopper": (9, 0),
+    "b100": (10, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+    "5090": (12, 0),
+}
+"""By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
+
+# What solutions list beside pip packages; whether these are there is not for this module to say.
+TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc", "g++"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides here: the GPU's compute capability, None without a GPU, and the packages."""
+
+    capability: Capability | None
+    version: Callable[[str], str | None]
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; '' where only a module of that name is found; else None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    module = canonicalize_name(name).replace("-", "_")
+    return "" if importlib.util.find_spec(module) else None
+
+
+def this_machine(use_gpu: bool = True) -> Machine:
+    """The present machine; as one without a GPU on request."""
+    capability = None
+    if use_gpu:
+        import torch
+
+        if torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(0)
+    return Machine(capability, installed_version)
+
+
+def capability_of(name: str) -> Capability | None:
+    """The compute capability of a GPU by its name, or of 'sm_90' itself; None if not known."""
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm"))
+    for word in words:
+        if word in CAPABILITIES:
+            return CAPABILITIES[word]
+        number = re.fullmatch(r"sm(\d+)(\d)[af]?", word)
+        if number:
+            return int(number[1]), int(number[2])
+    return None
+
+
+def requirements(solution: "Solution") -> list[Requirement]:
+    """The pip requirements among the solution's dependencies."""
+    found = []
+    for text in solution.spec.dependencies:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate()
+        if applies and canonicalize_name(requirement.name) not in TOOLCHAINS:
+            found.append(requirement)
+    return found
+
+
+def sm(capability: Capability) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+def why_not(solution: "Solution", machine: Machine) -> str | None:
+    """Why the solution cannot run on the machine's GPU, in one line; None if it can."""
+    if machine.capability is None:
+        return NEEDS_GPU
+    wanted = [capability_of(name) for name in solution.spec.target_hardware]
+    known = [capability for capability in wanted if capability is not None]
+    if known and len(known) == len(wanted) and machine.capability not in known:
+        needed = "/".join(dict.fromkeys(map(sm, sorted(known))))
+        return f"{UNSUPPORTED} sm_{sm(machine.capability)} (needs sm_{needed})"
+    absent = [str(r) for r in requirements(solution) if machine.version(r.name) is None]
+    if absent:
+        # A shell takes < and > for redirections.
+        quoted = (f"'{text}'" if re.search(r"[<>;\s\[]", text) else text for text in absent)
+        return f"{NOT_INSTALLED} {' '.join(quoted)}"
+    return None
+
+
+def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[str]:
+    """Remarks on packages whose version is not the one that solutions ask for."""
+    asked: dict[str, list[str]] = {}
+    for solution in solutions:
+        for requirement in requirements(solution):
+            version = machine.version(requirement.name)
+            if version and not requirement.specifier.contains(version, prereleases=True):
+                remark = f"{requirement.name} {version} is installed, {requirement} asked for"
+                asked.setdefault(remark, []).append(solution.name)
+    return [f"{remark} by {', '.join(names)}" for remark, names in asked.items()]
+
+
+def own_hashes(packed: "Iterable[Solution]") -> frozenset[str]:
+    """Of what this checkout packs, the hashes of the solutions that are not on others' kernels."""
+    return frozenset(s.hash() for s in packed if not s.spec.entry_point.startswith(f"{BASELINES}/"))
+
+
+def is_peer(solution: "Solution", own: Collection[str]) -> bool:
+    """Whether the solution is someone else's, or ours on someone else's kernels: not among `own`,
+    whatever it says of its author."""
+    return solution.hash() not in own
+
+
+def split_available(
+    solutions: "Sequence[Solution]", machine: Machine, own: Collection[str]
+) -> "tuple[list[Solution], dict[str, str]]":
+    """The solutions that can run here, and for each of the others the reason.
+
+    On the CPU our `own` run as their torch model; the others are GPU code.
+    """
+
+    def reason(s: "Solution") -> str | None:
+        return why_not(s, machine) if machine.capability or is_peer(s, own) else None
+
+    return _split(solutions, reason)
+
+
+def _split(
+    solutions: "Sequence[Solution]", reason: "Callable[[Solution], str | None]"
+) -> "tuple[list[Solution], dict[str, str]]":
+    """Those without a reason against them, and the reasons of the others."""
+    reasons = {s.name: why for s in solutions if (why := reason(s))}
+    return [s for s in solutions if not reason(s)], reasons
+
+
+def split_foreign(
+    solutions: "Sequence[Solution]",
+    packed: "Sequence[Solution]",
+    named: Collection[str],
+    run_foreign: bool,
+) -> "tuple[list[Solution], dict[str, str]]":
+    """The solutions whose code may run, and for each of the others the reason.
+
+    What this checkout packs may, known by its hash. To ask for a data set is not to ask for the
+    code of its solutions: these run only where their whole names are given, or all of them with
+    --run-foreign.
+    """
+    ours = {s.hash() for s in packed}
+
+    def reason(s: "Solution") -> str | None:
+        asked_for = run_foreign or s.name in named
+        return None if asked_for or s.hash() in ours else FOREIGN
+
+    return _split(solutions, reason)
+
+
+def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:
+    """The reasons, each with the solutions that it holds for."""
+    return separator.join(
+        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
+        for why in dict.fromkeys(skipped.values())
+    )

@@ -1,0 +1,254 @@
+"""Pack each generation into one self-contained flashinfer-bench Solution JSON.
+
+A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
+form is solutions/packed/<name>.json: the closure of its relative imports and nothing else, the same
+bytes on every machine. The JSON is generated: edit the sources and pack again.
+"""
+
+import ast
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_fp8.core.closure import ClosureError, import_closure
+
+from scripts.common import files
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
+from scripts.common.project import DEFINITION, DEFINITION_FILE, PACKAGE_DIR, PACKED_DIR
+
+REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
+OPTIONAL_KEYS = {"language", "definition"}
+
+
+class PackError(Exception):
+    """A generation that cannot be packed, with the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation file and what its literals say about it."""
+
+    path: Path
+    root: Path
+    metadata: dict[str, Any]
+    description: str
+
+    @property
+    def name(self) -> str:
+        return str(self.metadata["name"])
+
+
+def read_generation(path: Path, root: Path) -> Generation | None:
+    """The generation that the file holds, or None if it has no SOLUTION. Nothing is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    where = path.relative_to(root).as_posix()
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        if not any(isinstance(t, ast.Name) and t.id == "SOLUTION" for t in targets):
+            continue
+        assert isinstance(node, ast.Assign | ast.AnnAssign)
+        try:
+            metadata = ast.literal_eval(node.value)  # type: ignore[arg-type]
+        except (ValueError, TypeError):
+            raise PackError(f"{where}: SOLUTION must be a literal dict") from None
+        if not isinstance(metadata, dict):
+            raise PackError(f"{where}: SOLUTION must be a dict, not {type(metadata).__name__}")
+        missing = REQUIRED_KEYS - metadata.keys()
+        unknown = metadata.keys() - REQUIRED_KEYS - OPTIONAL_KEYS
+        if missing or unknown:
+            raise PackError(
+                f"{where}: SOLUTION lacks {sorted(missing)} and has unknown {sorted(unknown)}"
+            )
+        description = ast.get_docstring(tree)
+        if not description:
+            raise PackError(f"{where}: no module docstring, which is the solution's description")
+        return Generation(path, root, metadata, description)
+    return None
+
+
+def generations(root: Path = PACKAGE_DIR) -> list[Generation]:
+    """Every generation under `root`, in the order of the file names."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        generation = read_generation(path, root)
+        if generation is not None:
+            found.append(generation)
+    names = [g.name for g in found]
+    for name in names:
+        if names.count(name) > 1:
+            files = [g.path.name for g in found if g.name == name]
+            raise PackError(f"the name {name} is used by {' and '.join(files)}")
+    return found
+
+
+def pack(generation: Generation) -> bytes:
+    """The bytes of the generation's Solution JSON."""
+    root = generation.root
+    try:
+        files = import_closure(generation.path, root)
+    except ClosureError as error:
+        raise PackError(f"{generation.name}: {error}") from None
+    metadata = generation.metadata
+    solution = {
+        "name": metadata["name"],
+        "definition": metadata.get("definition", DEFINITION),
+        "author": metadata["author"],
+        "description": generation.description,
+        "spec": {
+            "language": metadata.get("language", "python"),
+            "target_hardware": list(metadata["target_hardware"]),
+            "entry_point": f"{generation.path.relative_to(root).as_posix()}::run",
+            "dependencies": list(metadata["dependencies"]),
+            "destination_passing_style": True,
+        },
+        "sources": [
+            {
+                "path": path.relative_to(root.resolve()).as_posix(),
+                "content": path.read_bytes().decode("utf-8").replace("\r\n", "\n"),
+            }
+            for path in files
+        ],
+    }
+    empty = [s["path"] for s in solution["sources"] if not s["content"].strip()]
+    if empty:
+        raise PackError(f"{generation.name}: empty source files are not allowed: {empty}")
+    return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _private_build_cache() -> Iterator[None]:
+    """Builds go to a directory of their own: cleaning up the shared one could pull the sources
+    from under a benchmark that runs at the same time."""
+    previous = os.environ.get("FIB_CACHE_PATH")
+    with tempfile.TemporaryDirectory(prefix="pack-") as directory:
+        os.environ["FIB_CACHE_PATH"] = directory
+        try:
+            yield
+        finally:
+            if previous is None:
+                del os.environ["FIB_CACHE_PATH"]
+            else:
+                os.environ["FIB_CACHE_PATH"] = previous
+
+
+def validate(packed: bytes) -> None:
+    """Load the JSON as flashinfer-bench does and build it, which imports its entry point."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from flashinfer_bench.compile import BuilderRegistry
+        from flashinfer_bench.compile.builder import BuildError
+        from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
+        from flashinfer_bench.data import Definition, Solution, load_json_file
+
+        solution = Solution.model_validate_json(packed)
+        definition = load_json_file(Definition, DEFINITION_FILE)
+        registry = BuilderRegistry(
+            [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
+        )
+        with _private_build_cache():
+            try:
+                registry.build(definition, solution)
+            except BuildError as error:
+                raise PackError(f"{solution.name}: {error}") from error
+            finally:
+                registry.cleanup()
+
+
+def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation]:
+    """The named generations, by solution name or by file name; all of them if none is named."""
+    chosen = [g for g in found if not names or {g.name, g.path.stem, g.path.name} & set(names)]
+    known = {n for g in found for n in (g.name, g.path.stem, g.path.name)}
+    unknown = [n for n in names if n not in known]
+    if unknown:
+        there_are = ", ".join(g.name for g in found) or "none"
+        raise UsageError(f"no generation named {', '.join(unknown)}; there are: {there_are}")
+    return chosen
+
+
+def write_packed(
+    names: Sequence[str] = (),
+    output: Path = PACKED_DIR,
+    root: Path = PACKAGE_DIR,
+    build: bool = True,
+) -> list[Path]:
+    """Pack the named generations (all by default) into `output`; the paths of their JSON files.
+
+    Packing all removes JSON files of generations that are no more, which flashinfer-bench would
+    otherwise still run. A file that is current is not touched.
+    """
+    found = generations(root)
+    chosen = select(found, names)
+    packed = {output / f"{g.name}.json": pack(g) for g in chosen}
+    for path, content in packed.items():
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        if build:
+            validate(content)
+        files.write(path, content)
+    if not names:
+        for stale in set(output.glob("*.json")) - set(packed):
+            stale.unlink()
+    return list(packed)
+
+
+def stale_files(names: Sequence[str], output: Path, root: Path = PACKAGE_DIR) -> list[str]:
+    """What is wrong with the packed files, one line each; empty if they are current."""
+    found = generations(root)
+    problems = []
+    for generation in select(found, names):
+        path = output / f"{generation.name}.json"
+        if not path.is_file():
+            problems.append(f"{path.name}: missing")
+        elif path.read_bytes() != pack(generation):
+            problems.append(f"{path.name}: not what {generation.path.name} packs to")
+    if not names:
+        known = {f"{g.name}.json" for g in found}
+        extra = sorted(p.name for p in output.glob("*.json") if p.name not in known)
+        problems += [f"{name}: no generation of that name" for name in extra]
+    return problems
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("names", nargs="*", help="solutions (or their files) to pack; all")
+    arguments.add_argument(
+        "--output", type=Path, default=PACKED_DIR, help="directory of the JSON files"
+    )
+    arguments.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file is missing or stale"
+    )
+    arguments.add_argument(
+        "--no-build",
+        action="store_true",
+        help="skip loading and building the result through flashinfer-bench",
+    )
+    arguments.add_argument("--list", action="store_true", help="only list the generations")
+    args = arguments.parse_args()
+    try:
+        if args.list:
+            for generation in generations():
+                print(f"{generation.name}  {generation.path.name}")
+            return EXIT_OK
+        if args.check:
+            problems = stale_files(args.names, args.output)
+            print("\n".join(problems) if problems else "packed solutions are current")
+            return EXIT_FAILED if problems else EXIT_OK
+        for path in write_packed(args.names, args.output, build=not args.no_build):
+            print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+    except PackError as error:
+        print(f"error: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

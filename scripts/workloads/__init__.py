@@ -1,0 +1,1 @@
+"""The definition, the workloads and their tensors; reading data sets."""

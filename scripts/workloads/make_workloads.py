@@ -1,0 +1,240 @@
+"""Make the routing blobs of the workloads from the committed spec, or compare with the capture.
+
+    python3 run.py make_workloads                    make all blobs under the repository root
+    python3 run.py make_workloads --max-tokens 100   only those of small workloads
+    python3 run.py make_workloads --table            captured against synthesised, made afresh
+
+A blob that already has the content of the spec is left alone, and so is one that this program did
+not write (the captured tensors of the official data set, for instance).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.common import files
+from scripts.common.project import DEFINITION, OP_TYPE, ROOT
+from scripts.workloads.routing_numpy import RoutingCounts, count_local
+from scripts.workloads.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
+
+WORKLOADS = Path("workloads") / OP_TYPE / f"{DEFINITION}.jsonl"
+SPEC = Path("workloads") / OP_TYPE / f"{DEFINITION}.spec.json"
+BLOBS = Path("blob") / "workloads" / OP_TYPE / DEFINITION
+
+# Marks a blob as ours, so that captured tensors in its place are never overwritten. The spec holds
+# hashes of these bytes: the generator's name stays what it was when they were made.
+BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """One workload: what is known of the captured one, and the draw that stands in for it."""
+
+    uuid: str
+    seq_len: int
+    local_expert_offset: int
+    blob: str  # the part of the blob's file name after the definition's
+    captured: dict[str, int | None]  # pairs, hit, active, max (None: not known)
+    model: LogitModel
+    counts: RoutingCounts
+    redrawn: int
+    sha256: str  # of the blob
+
+    @property
+    def blob_path(self) -> Path:
+        """Relative to the data set's root."""
+        return BLOBS / f"{DEFINITION}_{self.blob}.safetensors"
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> WorkloadSpec:
+        return cls(
+            **{
+                **entry,
+                "model": LogitModel(**entry["model"]),
+                "counts": RoutingCounts(**entry["counts"]),
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def draw(self) -> Draw:
+        return draw_logits(self.model, self.seq_len, self.local_expert_offset)
+
+
+def load_specs(path: Path = ROOT / SPEC) -> list[WorkloadSpec]:
+    """In the order of the data set."""
+    entries = json.loads(path.read_text(encoding="utf-8"))["workloads"]
+    return [WorkloadSpec.from_json(entry) for entry in entries]
+
+
+def blob_bytes(logits: np.ndarray) -> bytes:
+    """The safetensors file of one workload.
+
+    Written by hand: its bytes are part of the spec, so they must not follow the version of a
+    library. Format: length of the header (8 bytes, little endian), header (JSON), data.
+    """
+    bias = (routing_bias().view(np.uint32) >> 16).astype("<u2")
+    data = {
+        "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
+        "routing_bias": ("BF16", bias.shape, bias.tobytes()),
+    }
+    header: dict[str, Any] = {"__metadata__": BLOB_METADATA}
+    end = 0
+    for key, (dtype, shape, raw) in data.items():
+        header[key] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [end, end + len(raw)],
+        }
+        end += len(raw)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned
+    return len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in data.values())
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether path is a well-formed safetensors file that this program did not write."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= 1 << 20:
+            return False
+        try:
+            header = json.loads(file.read(length))
+            size = max(entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return False
+    complete = path.stat().st_size == 8 + length + size
+    return complete and header.get("__metadata__") != BLOB_METADATA
+
+
+def _make_blob(spec: WorkloadSpec, path: Path) -> str:
+    """Make one blob where it is needed; returns what was done."""
+    if path.is_file():
+        if hashlib.sha256(path.read_bytes()).hexdigest() == spec.sha256:
+            return "up to date"
+        if is_foreign(path):
+            return "kept: not written by this program"
+    content = blob_bytes(spec.draw().logits)
+    if (got := hashlib.sha256(content).hexdigest()) != spec.sha256:
+        raise RuntimeError(
+            f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
+            f"{spec.sha256}; the generator and {SPEC.name} are out of step"
+        )
+    files.write(path, content)
+    return "made"
+
+
+def select(
+    specs: Sequence[WorkloadSpec], uuids: Sequence[str] | None, max_tokens: int | None
+) -> list[WorkloadSpec]:
+    """Those whose uuid starts with one of uuids and that have at most max_tokens tokens."""
+    for prefix in uuids or ():
+        if not any(spec.uuid.startswith(prefix) for spec in specs):
+            raise ValueError(f"workload {prefix!r}: no uuid of {SPEC.name} starts with it")
+    return [
+        spec
+        for spec in specs
+        if (uuids is None or spec.uuid.startswith(tuple(uuids)))
+        and (max_tokens is None or spec.seq_len <= max_tokens)
+    ]
+
+
+def make_workloads(
+    root: Path,
+    uuids: Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Make the blobs of the selected workloads under root; returns their paths, made or kept.
+
+    uuids may be abbreviated. Raises ValueError on an unknown one and RuntimeError where the
+    content differs from the spec's.
+    """
+    selected = select(load_specs(), uuids, max_tokens)
+    paths = []
+    for number, spec in enumerate(selected, 1):
+        path = Path(root) / spec.blob_path
+        start = time.perf_counter()
+        done = _make_blob(spec, path)
+        if progress:
+            print(
+                f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}"
+                f"  ({time.perf_counter() - start:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+        paths.append(path)
+    return paths
+
+
+TABLE_COLUMNS = ("pairs", "hit", "active", "max")
+
+
+def table_rows(specs: Sequence[WorkloadSpec]) -> Iterator[list[str]]:
+    """Captured / ours for every workload, ours counted in logits made afresh."""
+    yield [
+        *("uuid", "T", "offset"),
+        *(f"{column} captured / ours" for column in TABLE_COLUMNS),
+        *("mean", "std", "smallest margin", "rows redrawn"),
+    ]
+    for spec in specs:
+        draw = spec.draw()
+        counts = asdict(count_local(draw.ids, spec.local_expert_offset))
+        logits = draw.logits.astype(np.float64)
+        yield [
+            *(spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)),
+            *(
+                f"{'?' if spec.captured[c] is None else spec.captured[c]} / {counts[c]}"
+                for c in TABLE_COLUMNS
+            ),
+            *(f"{logits.mean():.4f}", f"{logits.std():.4f}", f"{draw.margin:.2e}"),
+            str(draw.redrawn),
+        ]
+
+
+def print_table(specs: Sequence[WorkloadSpec], markdown: bool) -> None:
+    rows = list(table_rows(specs))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
+        if markdown and number == 0:
+            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="data set root")
+    parser.add_argument("--workload", nargs="+", metavar="UUID", help="only these (or prefixes)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="only up to N tokens")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--table", action="store_true", help="compare instead of making files")
+    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
+    args = parser.parse_args(argv)
+
+    try:
+        if args.table or args.markdown:
+            print_table(select(load_specs(), args.workload, args.max_tokens), args.markdown)
+        else:
+            make_workloads(args.root, args.workload, args.max_tokens, progress=not args.quiet)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"make_workloads: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
