@@ -7,12 +7,14 @@ and the hardware are the same as then, and the figures are added to its traces
 (correctness.extra). A solution that changes its inputs is reported, and fails in the ranking.
 """
 
+import argparse
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmark.cpu_bench import CPU_MAX_TOKENS
 from scripts.benchmark.evaluate import changed, fresh, metrics, run_solution, tolerance_name
 from scripts.benchmark.second_pass import Pass, choose
 from scripts.common import files
@@ -31,14 +33,13 @@ from scripts.common.command_line import (
 from scripts.common.progress import Progress
 from scripts.common.project import ACCURACY_TOLERANCES, DEFINITION, ROOT
 from scripts.common.text import text_table
-from scripts.ranking.traces import INPUTS_CHANGED, finite
+from scripts.ranking.records import INPUTS_CHANGED
+from scripts.ranking.traces import finite
 from scripts.solutions.pack import PackError
 from scripts.workloads.dataset import Inputs, tokens
 
 if TYPE_CHECKING:
     import torch
-
-CPU_MAX_TOKENS = 16
 
 
 def measure(
@@ -95,7 +96,14 @@ def row(result: dict[str, Any]) -> list[str]:
     return [*cells, ", ".join(result.get(INPUTS_CHANGED, []))]
 
 
-def main() -> int:
+def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A line for each pair of workload and solution."""
+    named = [f"matched {tolerance_name(*t)}" for t in ACCURACY_TOLERANCES]
+    header = ["T", "uuid", "solution", "cosine", "calc_diff", *named, "changes its inputs"]
+    return header, [[str(r["tokens"]), r["uuid"][:8], r["solution"], *row(r)] for r in results]
+
+
+def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
@@ -108,7 +116,11 @@ def main() -> int:
         "--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu"
     )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    args = arguments.parse_args()
+    return arguments.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
 
     import torch
 
@@ -153,21 +165,18 @@ def main() -> int:
         status, shown = EXIT_USAGE, True
         say(f"error: {os_error(error)}; the traces are as they were, the figures are only here:")
     lengths = {t.workload.uuid: tokens(t.workload) for t in what.workloads}
-    ordered = sorted(results.items(), key=lambda i: (lengths[i[0][0]], i[0]))
-    if not shown:
-        print(f"accuracy of {merged} results added to {args.run / 'traces.jsonl'}")
+    flat = [{"uuid": u, "solution": n, "tokens": lengths[u], **r} for (u, n), r in results.items()]
+    flat.sort(key=lambda r: (r["tokens"], r["uuid"], r["solution"]))
+    if shown:
+        print(text_table(*table(flat), left=3))
     else:
-        named = [f"matched {tolerance_name(*t)}" for t in ACCURACY_TOLERANCES]
-        header = ["T", "uuid", "solution", "cosine", "calc_diff", *named, "changes its inputs"]
-        rows = [[str(lengths[u]), u[:8], name, *row(r)] for (u, name), r in ordered]
-        print(text_table(header, rows, left=3))
+        print(f"accuracy of {merged} results added to {args.run / 'traces.jsonl'}")
     if args.json:
-        flat = [{"uuid": u, "solution": n, "tokens": lengths[u], **r} for (u, n), r in ordered]
         files.write(args.json, json.dumps(finite(flat), indent=1) + "\n")
-    bad = [(pair, r) for pair, r in ordered if "error" in r or INPUTS_CHANGED in r]
-    for (uuid, name), result in bad:
-        why = result.get("error") or f"changes its inputs: {', '.join(result[INPUTS_CHANGED])}"
-        say(f"error: {name} at T={lengths[uuid]} ({uuid[:8]}): {why}")
+    bad = [r for r in flat if "error" in r or INPUTS_CHANGED in r]
+    for r in bad:
+        why = r.get("error") or f"changes its inputs: {', '.join(r[INPUTS_CHANGED])}"
+        say(f"error: {r['solution']} at T={r['tokens']} ({r['uuid'][:8]}): {why}")
     return status or (EXIT_FAILED if bad else EXIT_OK)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
+CPU_MAX_TOKENS = 16
+"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
 # Further timed calls stop after this long; the first is always taken.
 SECONDS_PER_SOLUTION = 5.0
 # Weights 1.4 GB, their float32 copies in the reference 5.6 GB (or a solution's own copy of the

@@ -28,7 +28,7 @@ from scripts.common.project import DEFINITION, ROOT
 from scripts.common.text import text_table
 from scripts.gemm.gpu import require_gpu
 from scripts.gemm.timing import FLUSH_BYTES, percentile
-from scripts.ranking.traces import DEVICE, HARNESS
+from scripts.ranking.records import DEVICE, HARNESS
 from scripts.solutions.pack import PackError
 from scripts.workloads.dataset import Inputs, tokens
 

@@ -17,7 +17,7 @@ from scripts.common.command_line import EXIT_INTERRUPTED, say
 from scripts.common.progress import Progress, duration
 from scripts.common.project import DEFINITION
 from scripts.ranking.rank_tables import number
-from scripts.ranking.traces import Record, parse_record
+from scripts.ranking.records import Record, parse_record
 from scripts.workloads.dataset import tokens
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import UsageError, os_error
-from scripts.ranking import traces
+from scripts.ranking import records, traces
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -81,8 +81,8 @@ class Run:
         self.hashes = dict(hashes)
         self.libs = {
             **libs,
-            traces.SETTINGS: settings,
-            traces.RUN: f"{self.directory.name}, part {part}",
+            records.SETTINGS: settings,
+            records.RUN: f"{self.directory.name}, part {part}",
         }
 
     def done(self) -> set[tuple[str, str]]:
@@ -92,9 +92,9 @@ class Run:
         return {
             (r.uuid, r.solution)
             for r in traces.read_records([self.traces])
-            if r.status != traces.INVALID
+            if r.status != records.INVALID
             and r.hash == self.hashes.get(r.solution)
-            and r.settings == self.libs[traces.SETTINGS]
+            and r.settings == self.libs[records.SETTINGS]
         }
 
     def _stamped(self, trace: "Trace") -> "Trace":
@@ -102,7 +102,7 @@ class Run:
         is changed."""
         evaluation = trace.evaluation
         assert trace.solution is not None and evaluation is not None
-        stamp = {**self.libs, traces.HASH: self.hashes[trace.solution]}
+        stamp = {**self.libs, records.HASH: self.hashes[trace.solution]}
         libs = {**evaluation.environment.libs, **stamp}
         environment = evaluation.environment.model_copy(update={"libs": libs})
         stamped = evaluation.model_copy(update={"environment": environment})

@@ -230,6 +230,45 @@ def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def measure(
+    layers: "dict[str, Callable[..., None]]",
+    problems: Problems,
+    length: int,
+    iterations: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """What is recorded of one token count."""
+    import torch
+
+    inputs, routing = problems.of(length)
+    shape = (length, inputs.hidden_states.shape[1])
+    output = torch.empty(shape, dtype=torch.bfloat16, device=inputs.hidden_states.device)
+    said = compare_outputs(layers, inputs, output)
+    samples = time_layers(layers, inputs, output, iterations, warmup)
+    return {
+        "tokens": length,
+        "routing": routing,
+        "solutions": {
+            name: {
+                "output": said[name],
+                "median_ms": {s: statistics.median(v) for s, v in stages.items()},
+                "min_ms": {s: min(v) for s, v in stages.items()},
+                "max_ms": {s: max(v) for s, v in stages.items()},
+            }
+            for name, stages in samples.items()
+        },
+    }
+
+
+def print_result(result: dict[str, Any], where: str, how: str, markdown: bool) -> None:
+    title = f"T={result['tokens']}, {where}: median ms of {how}; routing: {result['routing']})"
+    print(("### " if markdown else "") + title + "\n")
+    print((markdown_table if markdown else text_table)(*table(result)))
+    for name, solution in list(result["solutions"].items())[1:]:
+        print(f"\n{name}: output {solution['output']}")
+    print()
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
@@ -252,6 +291,7 @@ def main() -> int:
     device = "cpu" if args.cpu else "cuda:0"
     hardware = hardware_from_device(device)
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
+    timing = "host clock" if args.cpu else "CUDA events between the stages, L2 overwritten"
     try:
         layers = load_layers(args.solutions, use_gpu=not args.cpu)
     except PackError as error:
@@ -260,43 +300,12 @@ def main() -> int:
     problems = Problems(args.local, device, args.seed, args.offset)
     progress = Progress(len(args.tokens), sum(4000 + t for t in args.tokens))
     results = []
-    wrong = False
     for length in args.tokens:
         progress.step(f"T={length}: {', '.join(layers)}")
-        inputs, routing = problems.of(length)
-        output = torch.empty(
-            (length, inputs.hidden_states.shape[1]), dtype=torch.bfloat16, device=device
-        )
-        said = compare_outputs(layers, inputs, output)
-        wrong |= "not finite" in said.values()
-        samples = time_layers(layers, inputs, output, args.iterations, args.warmup)
-        results.append(
-            {
-                "tokens": length,
-                "routing": routing,
-                "solutions": {
-                    name: {
-                        "output": said[name],
-                        "median_ms": {s: statistics.median(v) for s, v in stages.items()},
-                        "min_ms": {s: min(v) for s, v in stages.items()},
-                        "max_ms": {s: max(v) for s, v in stages.items()},
-                    }
-                    for name, stages in samples.items()
-                },
-            }
-        )
+        results.append(measure(layers, problems, length, args.iterations, args.warmup))
         progress.finish(4000 + length)
-
-    timing = "host clock" if args.cpu else "CUDA events between the stages, L2 overwritten"
-    render = markdown_table if args.markdown else text_table
     for result in results:
-        title = f"T={result['tokens']}, {where}: median ms of {args.iterations} calls ({timing}; "
-        title += f"routing: {result['routing']})"
-        print(("### " if args.markdown else "") + title + "\n")
-        print(render(*table(result)))
-        for name, solution in list(result["solutions"].items())[1:]:
-            print(f"\n{name}: output {solution['output']}")
-        print()
+        print_result(result, where, f"{args.iterations} calls ({timing}", args.markdown)
     if args.json:
         record = {
             "hardware": hardware,
@@ -309,9 +318,11 @@ def main() -> int:
             "results": results,
         }
         files.write(args.json, json.dumps(record, indent=1) + "\n")
-    if wrong:
+    outputs = {s["output"] for result in results for s in result["solutions"].values()}
+    if "not finite" in outputs:
         say("error: an output holds NaN or infinite values")
-    return EXIT_FAILED if wrong else EXIT_OK
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 if __name__ == "__main__":

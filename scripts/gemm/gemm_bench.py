@@ -22,6 +22,7 @@ Peers compile a kernel a shape, for seconds each: --compile-workers processes do
 timing. The JSON is written anew after each problem.
 """
 
+import argparse
 import dataclasses
 import enum
 import functools
@@ -248,7 +249,8 @@ def grid_problems(
     ]
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
+    """The options, `shapes` as pairs and `config` and `layout` with their defaults filled in."""
     arguments = parser(__doc__)
     what = arguments.add_mutually_exclusive_group()
     what.add_argument("--grid", choices=list(GRIDS), default="quick", help="even rows (quick)")
@@ -279,7 +281,7 @@ def main() -> int:
     )
     add_timing_arguments(arguments, launches=8, repeats=20)
     args = arguments.parse_args()
-    shapes = [shape(text) for text in args.shapes or ()]
+    args.shapes = [shape(text) for text in args.shapes or ()]
     counts = [*(args.experts or ()), *(args.rows or ()), args.launches, args.repeats]
     if min(counts) < 1:
         raise UsageError("--experts, --rows, --launches and --repeats must be at least 1")
@@ -289,18 +291,28 @@ def main() -> int:
         raise UsageError("--tokens: only with --layers")
     if not args.layers and set(args.config) & set(SOLUTIONS):
         raise UsageError(f"--config {'/'.join(SOLUTIONS)}: only with --layers")
-    configs = args.config or (list(SOLUTIONS) if args.layers else ["default"])
+    args.config = args.config or (list(SOLUTIONS) if args.layers else ["default"])
+    args.layout = args.layout or ("flat" if args.layers else "batched")
+    return args
+
+
+def chosen_problems(args: argparse.Namespace) -> list[Problem]:
+    if not args.layers:
+        return grid_problems(args.grid, args.experts, args.rows, args.shapes)
+    problems = layer_problems(histograms(args.local, args.tokens))
+    return [p for p in problems if not args.shapes or (p.n, p.k) in args.shapes]
+
+
+def main() -> int:
+    args = parse_arguments()
     hardware = require_gpu()
 
     import torch
 
-    if args.layers:
-        problems = layer_problems(histograms(args.local, args.tokens))
-        problems = [p for p in problems if not shapes or (p.n, p.k) in shapes]
-    else:
-        problems = grid_problems(args.grid, args.experts, args.rows, shapes)
-    layout = args.layout or ("flat" if args.layers else "batched")
-    collect = functools.partial(collect_variants, configs, args.peers, layout, args.compiled_dims)
+    problems = chosen_problems(args)
+    collect = functools.partial(
+        collect_variants, args.config, args.peers, args.layout, args.compiled_dims
+    )
     variants = collect()
     quiet = functools.partial(collect, quiet=True)
     compile_ahead(functools.partial(compile_variants, quiet), problems, args.compile_workers)
@@ -317,7 +329,7 @@ def main() -> int:
         progress = Progress(len(problems))
         for problem in problems:
             progress.step(str(problem))
-            beside = neighbours("flat")(problem) if "flat" in configs else []
+            beside = neighbours("flat")(problem) if "flat" in args.config else []
             record.add(run_problem(problem, variants + beside, floors, timing))
             progress.finish()
     rows = record.rows

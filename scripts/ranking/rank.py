@@ -16,8 +16,9 @@ from pathlib import Path
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, names, parser, run_main
 from scripts.common.project import DEFINITION, TRACES_DIR
-from scripts.ranking.rank_tables import print_rankings
-from scripts.ranking.ranking import CLOCKS, rankings
+from scripts.ranking.rank_text import print_rankings
+from scripts.ranking.ranking import CLOCKS
+from scripts.ranking.rankings import rankings
 from scripts.ranking.traces import read_records
 
 

@@ -4,15 +4,11 @@ Where a ranking has device times, its tables name both clocks: `harness` is what
 measured, with the host's part; `device` is device_time.py's.
 """
 
-import dataclasses
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from scripts.common.project import ACCURACY_TOLERANCES
-from scripts.common.text import markdown, markdown_table, printable, text_table
-from scripts.ranking.ranking import PREFIX, Clock, Ranking, Times, short_name
-from scripts.ranking.traces import Record, Timed, finite
+from scripts.ranking.ranking import Clock, Ranking, Times, short_name
+from scripts.ranking.records import Record
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -171,160 +167,6 @@ def failures_table(ranking: Ranking) -> Table:
     header = ["solution", "T", "workload", "status", "reason"]
     rows = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()]
     return header, rows
-
-
-def headline(ranking: Ranking) -> list[str]:
-    where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
-    lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summaries)} solutions"]
-    if ranking.cpu:
-        lines.append(
-            "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
-            "about a GPU."
-        )
-    if ranking.timing:
-        lines.append(f"Timing: {ranking.timing}.")
-    if ranking.tolerance:
-        lines.append(f"Tolerance: {ranking.tolerance}.")
-    if ranking.superseded:
-        lines.append(f"{ranking.superseded} older results of the same pairs are left out.")
-    return lines + ranking.remarks
-
-
-NOTES = (
-    "Speed-ups are over the definition's reference, averaged over the workloads that passed; "
-    "wins: workloads on which the solution is the fastest."
-)
-PEER_NOTES = (
-    " vs best peer: latency of each workload's fastest peer over the solution's, geometric mean."
-)
-CLOCK_NOTES = (
-    " harness: flashinfer-bench's time, host included, by which speed-ups are formed; device: the "
-    "time on the GPU alone ({methods}), mean over the workloads. spread: from the 10th to the 90th "
-    "percentile of the calls over their median, mean over the workloads. {order}"
-)
-ACCURACY_NOTES = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
-
-
-def notes(ranking: Ranking) -> str:
-    said = NOTES + (PEER_NOTES if ranking.compares_peers else "")
-    if len(ranking.clocks) > 1:
-        order = "Ordered by the mean speed-up."
-        if ranking.by == "device":
-            order = "Ordered by the geometric mean of the device times."
-        methods = " or ".join(map(say_method, device_methods(ranking)))
-        said += CLOCK_NOTES.format(methods=methods, order=order)
-    if any(s.solution.startswith(PREFIX) for s in ranking.summaries):
-        said += f" Columns leave out the beginning {PREFIX} of names."
-    return said
-
-
-def device_methods(ranking: Ranking) -> list[str]:
-    """In which ways the device times were taken."""
-    timed = (r.device for r in ranking.records.values() if r.passed)
-    return sorted({t.method for t in timed if t is not None})
-
-
-def say_method(method: str) -> str:
-    known = {"graph": "replay of a CUDA graph", "kernels": "its kernels' times"}
-    return known.get(method, method or "unknown method")
-
-
-def to_text(ranking: Ranking) -> str:
-    parts = ["\n".join(map(printable, headline(ranking)))]
-    parts.append(text_table(*summary_table(ranking), left=2) + "\n" + notes(ranking))
-    for title, header, rows in workload_tables(ranking):
-        parts.append(f"{title}:\n" + text_table(header, rows, left=0))
-    header, rows = accuracy_table(ranking)
-    if rows:
-        parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
-    failures = ranking.failures()
-    if failures:
-        lines = [
-            f"  {r.solution} at T={r.tokens} ({r.uuid[:8]}): {r.status}: {r.reason}"
-            for r in failures
-        ]
-        parts.append("Failed:\n" + "\n".join(map(printable, lines)))
-    return "\n\n".join(parts)
-
-
-def to_markdown(ranking: Ranking) -> str:
-    title, *rest = map(markdown, headline(ranking))
-    parts = [f"### {title}", " ".join([*rest, notes(ranking)])]
-    parts.append(markdown_table(*summary_table(ranking), left=2))
-    for what, header, rows in workload_tables(ranking):
-        parts += [f"{what}:", markdown_table(header, rows, left=0)]
-    header, rows = accuracy_table(ranking)
-    if rows:
-        parts += [ACCURACY_NOTES, markdown_table(header, rows)]
-    header, rows = failures_table(ranking)
-    if rows:
-        parts.append(markdown_table(header, rows, left=5))
-    return "\n\n".join(parts)
-
-
-def to_json(ranking: Ranking) -> dict[str, Any]:
-    def timed(found: Timed | None) -> dict[str, Any] | None:
-        return dataclasses.asdict(found) if found is not None else None
-
-    return finite(
-        {
-            "hardware": ranking.hardware,
-            "timing": ranking.timing,
-            "tolerance": ranking.tolerance,
-            "cpu": ranking.cpu,
-            "by": ranking.by,
-            "superseded": ranking.superseded,
-            "sources": ranking.sources,
-            "against": ranking.against,
-            "remarks": ranking.remarks,
-            "skipped": ranking.skipped,
-            "summary": [dataclasses.asdict(s) for s in ranking.summaries],
-            "workloads": [
-                {
-                    "tokens": length,
-                    "uuid": uuid,
-                    "reference_ms": ranking.reference_ms(uuid),
-                    "best_peer": peer[0] if (peer := ranking.best(uuid, peer=True)) else None,
-                    "results": {
-                        s.solution: {
-                            "status": r.status,
-                            "speedup": r.speedup,
-                            "latency_ms": r.latency_ms,
-                            "device": timed(r.device),
-                            "harness": timed(r.harness),
-                            "vs_best_peer": {
-                                c: ranking.vs_peer(uuid, s.solution, c) for c in ranking.clocks
-                            },
-                            "reason": r.reason,
-                            "extra": r.extra,
-                            "hash": r.hash,
-                            "run": r.run,
-                            "timestamp": r.timestamp,
-                        }
-                        for s in ranking.summaries
-                        if (r := ranking.records.get((uuid, s.solution))) is not None
-                    },
-                }
-                for length, uuid in ranking.workloads
-            ],
-        }
-    )
-
-
-def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
-    """All rankings in one of the styles text, markdown, json."""
-    if style == "json":
-        return json.dumps([to_json(r) for r in ranked], indent=1)
-    in_markdown = style == "markdown"
-    parts = list(map(to_markdown if in_markdown else to_text, ranked))
-    if len(ranked) > 1:
-        legend, header, rows = side_by_side(ranked)
-        title = "Side by side: geometric mean of the speed-ups, mean ms"
-        table = markdown_table(header, rows) if in_markdown else text_table(header, rows)
-        escape = markdown if in_markdown else printable
-        lines = [("### " if in_markdown else "") + title, "\n".join(map(escape, legend)), table]
-        parts.append("\n\n".join(lines))
-    return "\n\n\n".join(parts)
 
 
 def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], list[str], list[list[str]]]:

@@ -18,7 +18,7 @@ from scripts.common import files
 from scripts.common.command_line import EXIT_OK, UsageError, names, parser, run_main
 from scripts.common.project import TRACES_DIR
 from scripts.gemm import plot_gemm
-from scripts.ranking import rank_tables
+from scripts.ranking import rank_tables, rank_text
 from scripts.ranking.ranking import CLOCKS, Clock, Ranking, short_name
 from scripts.report import run_data
 from scripts.report.run_data import Recorded
@@ -144,8 +144,8 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
 
     floor_ms = recorded.floor_ms(ranking)
     ours = frozenset(short_name(s.solution) for s in ranking.summaries if not s.peer)
-    head, *text = rank_tables.headline(ranking)
-    text.append(rank_tables.notes(ranking))
+    head, *text = rank_text.headline(ranking)
+    text.append(rank_text.notes(ranking))
     text += filter(None, [run_data.changed_sources(ranking)])
     statuses = {r.status for r in ranking.failures()}
     bad = frozenset(BAD_CELLS | statuses)
@@ -164,7 +164,7 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
         parts.append(Part(table=table, folded=f"{title}, workload by workload"))
     header, rows = rank_tables.accuracy_table(ranking)
     if rows:
-        parts.append(Part("Accuracy", (rank_tables.ACCURACY_NOTES,), table=Table(header, rows)))
+        parts.append(Part("Accuracy", (rank_text.ACCURACY_NOTES,), table=Table(header, rows)))
     header, rows = rank_tables.failures_table(ranking)
     if rows:
         parts.append(Part("Failed", table=Table(header, rows, 5, wrap=(4,), bad=bad)))

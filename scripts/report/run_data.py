@@ -14,7 +14,8 @@ from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
-from scripts.ranking.ranking import Clock, Ranking, rankings, short_name
+from scripts.ranking.ranking import Clock, Ranking, short_name
+from scripts.ranking.rankings import rankings
 from scripts.ranking.traces import read_records, read_run
 from scripts.solutions import sources
 

@@ -19,7 +19,7 @@ from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 from test_dataset import solution
 from test_files import disk_of
 
-from scripts.benchmark import bench, gpu_bench
+from scripts.benchmark import bench, gpu_bench, plan
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
@@ -244,10 +244,10 @@ def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     program = Program(monkeypatch, tmp_path / "traces")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(bench, "this_machine", lambda use_gpu: machine)
+    monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda: [])
     monkeypatch.setattr(dataset, "packed_solutions", lambda packed: program.solutions)
-    monkeypatch.setattr(bench, "make_missing_workloads", lambda root, traces: None)
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(bench, "add_measurements", lambda run, args, foreign: None)
     return program
 
@@ -381,7 +381,7 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     with bench.new_run(tmp_path, "GPU") as run_:
-        bench.add_measurements(run_, bench.parse_arguments(), False)
+        bench.add_measurements(run_, plan.parse_arguments(), False)
     assert outs == [subprocess.DEVNULL, None, None], "floors' own table is in the report"
     assert capsys.readouterr().err.splitlines() == [
         "accuracy.py failed; its figures are incomplete",
@@ -406,7 +406,7 @@ def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
                 store([made])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "this_machine", lambda gpu: availability.Machine(None, str))
+    monkeypatch.setattr(plan, "this_machine", lambda gpu: availability.Machine(None, str))
     monkeypatch.setattr(bench, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
     monkeypatch.setattr(cpu_bench, "run", run)
     return calls
@@ -559,7 +559,7 @@ def test_options_that_would_measure_nothing_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", f"{option}={value}"])
     with pytest.raises(SystemExit) as ended:
-        bench.parse_arguments()
+        plan.parse_arguments()
     assert ended.value.code == EXIT_USAGE
     assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
 
@@ -710,7 +710,7 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
         commands.clear()
         monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
         with bench.new_run(tmp_path, "GPU") as run:
-            bench.add_measurements(run, bench.parse_arguments(), foreign)
+            bench.add_measurements(run, plan.parse_arguments(), foreign)
         return {Path(c[1]).stem: c[2:] for c in commands}
 
     every = passes("--seed", "7")

@@ -13,7 +13,7 @@ from scripts.benchmark import cpu_bench
 from scripts.common.command_line import UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION
-from scripts.ranking.traces import failure_reason
+from scripts.ranking.records import failure_reason
 from scripts.workloads import dataset
 
 CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)

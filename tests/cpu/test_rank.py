@@ -11,8 +11,9 @@ import pytest
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.ranking import rank, rank_tables
-from scripts.ranking.ranking import Ranking, rankings
+from scripts.ranking import rank, rank_tables, rank_text
+from scripts.ranking.ranking import Ranking
+from scripts.ranking.rankings import rankings
 from scripts.ranking.traces import read_records
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
@@ -105,7 +106,7 @@ def test_the_latest_result_of_a_pair_counts_and_the_rest_is_mentioned(tmp_path: 
     new = trace("x", 7, 4.0, timestamp="2026-02-01T00:00:00")
     (ranking,) = ranked(tmp_path, [new, old])
     assert ranking.summaries[0].mean == 2.5
-    assert "1 older results" in rank_tables.to_text(ranking)
+    assert "1 older results" in rank_text.to_text(ranking)
 
 
 def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
         "wrong": "matched ratio 0.5000 is too low (largest error 0.5)",
         "late": "Evaluation timeout after 300 seconds",
     }
-    text, markdown = rank_tables.to_text(ranking), rank_tables.to_markdown(ranking)
+    text, markdown = rank_text.to_text(ranking), rank_text.to_markdown(ranking)
     for reason in reasons.values():
         assert reason in text and reason in markdown
     header, rows = rank_tables.workload_tables(ranking)[0][1:]
@@ -143,7 +144,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
     }
     assert "| solution | " in markdown and "Failed:" in text
     (good,) = ranked(tmp_path, traces[:2])
-    assert "Failed:" not in rank_tables.to_text(good)
+    assert "Failed:" not in rank_text.to_text(good)
     assert rank_tables.accuracy_table(good)[1] == [], "nothing is known of it"
 
 
@@ -162,7 +163,7 @@ def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
     assert (summary.matched_ratio, summary.cosine) == (0.9, 0.9)
     assert summary.calc_diff == pytest.approx(0.1)
     assert summary.matched_ratios == {"0.2/0.1": 0.9, "0.3/1": 0.9, "0.01/0.01": 0.9}
-    assert "0.900000" in rank_tables.to_text(ranking)
+    assert "0.900000" in rank_text.to_text(ranking)
 
 
 def test_against_is_the_geometric_mean_of_latency_ratios(tmp_path: Path) -> None:
@@ -177,15 +178,13 @@ def test_against_is_the_geometric_mean_of_latency_ratios(tmp_path: Path) -> None
 
 def test_cpu_results_are_called_so(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0, hardware="Xeon", libs={"device": "cpu"})])
-    assert rank_tables.to_text(ranking).startswith("CPU (Xeon)")
-    assert "nothing about a GPU" in rank_tables.to_markdown(ranking).replace(
-        "say nothing", "nothing"
-    )
+    assert rank_text.to_text(ranking).startswith("CPU (Xeon)")
+    assert "nothing about a GPU" in rank_text.to_markdown(ranking).replace("say nothing", "nothing")
 
 
 def test_json_is_complete(tmp_path: Path) -> None:
     found = ranked(tmp_path, [trace("x", 7, 2.0), trace("y", 7, None, status="TIMEOUT")])
-    (data,) = json.loads(rank_tables.print_rankings(found, "json"))
+    (data,) = json.loads(rank_text.print_rankings(found, "json"))
     assert data["summary"][0]["mean"] == 5.0
     assert data["workloads"][0]["results"]["y"]["status"] == "TIMEOUT"
 
@@ -203,10 +202,10 @@ def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
     assert header[-1] == "why" and len(rows) == 3
     assert rows[1][:3] == ["-", "flashinfer_moe", "unsupported"]
     assert rows[2][:3] + rows[2][-1:] == ["-", "sglang_moe", "not installed", reasons["sglang_moe"]]
-    for said in (rank_tables.to_text(ranking), rank_tables.to_markdown(ranking)):
+    for said in (rank_text.to_text(ranking), rank_text.to_markdown(ranking)):
         assert reasons["flashinfer_moe"] in said and "has results now" not in said
     assert ranking.failures() == [], "what cannot run is no failure"
-    assert rank_tables.to_json(ranking)["skipped"] == ranking.skipped
+    assert rank_text.to_json(ranking)["skipped"] == ranking.skipped
     assert ranked(tmp_path, [trace("x", 7, 1.0)], solutions=["x"])[0].skipped == {}
 
 
@@ -245,7 +244,7 @@ def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     title, header, rows = rank_tables.workload_tables(ranking)[2]
     assert "best peer" in title
     assert [(r[0], r[-1]) for r in rows] == [("7", "peer_a"), ("80", "peer_b")]
-    assert rank_tables.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == {
+    assert rank_text.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == {
         "harness": 2.0
     }
 
@@ -261,7 +260,7 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
     (by_run,) = ranked(tmp_path, PEER_TRACES)
     assert {s.solution: s.peer for s in by_run.summaries} == peers
     (alone,) = ranked(tmp_path, [trace("ours", 7, 1.0)])
-    assert not alone.compares_peers and "best peer" not in rank_tables.to_text(alone)
+    assert not alone.compares_peers and "best peer" not in rank_text.to_text(alone)
 
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
@@ -287,8 +286,8 @@ def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) ->
         ["x", "10.00x", "1.0000", "2.50x (1)", "4.0000"],
         ["y", "5.00x", "2.0000", "not run", "-"],
     ]
-    assert "Side by side" in rank_tables.print_rankings(found)
-    assert "Side by side" not in rank_tables.print_rankings(found[:1])
+    assert "Side by side" in rank_text.print_rankings(found)
+    assert "Side by side" not in rank_text.print_rankings(found[:1])
 
 
 def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
@@ -298,8 +297,8 @@ def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
     ]
     (ranking,) = ranked(tmp_path, traces)
     assert ranking.remarks == ["Measured with different versions of torch: 2.11.0, 2.12.0."]
-    assert ranking.remarks[0] in rank_tables.to_text(ranking)
-    assert ranking.remarks[0] in rank_tables.to_markdown(ranking)
+    assert ranking.remarks[0] in rank_text.to_text(ranking)
+    assert ranking.remarks[0] in rank_text.to_markdown(ranking)
 
 
 # --- what does not compare is kept apart ----------------------------------------------------------
@@ -335,8 +334,8 @@ def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_pat
         "x is ranked with its source bbbbbbbb; 3 results of other sources (aaaaaaaa, unknown) are "
         "left out."
     ]
-    assert ranking.remarks[0] in rank_tables.to_text(ranking)
-    assert ranking.remarks[0] in rank_tables.to_markdown(ranking)
+    assert ranking.remarks[0] in rank_text.to_text(ranking)
+    assert ranking.remarks[0] in rank_text.to_markdown(ranking)
 
 
 def test_ratios_are_formed_within_a_run_and_mixed_runs_are_named(tmp_path: Path) -> None:
@@ -397,7 +396,7 @@ def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
         )
     assert ranking.best(UUIDS[7]) == ("slow", 5.0)
     assert ranking.latency_ms(UUIDS[7], "fast") is None
-    assert "INVALID: a latency of 0.0 ms is no measurement" in rank_tables.to_text(ranking)
+    assert "INVALID: a latency of 0.0 ms is no measurement" in rank_text.to_text(ranking)
 
 
 def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -> None:
@@ -414,8 +413,8 @@ def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -
     (x,) = ranking.summaries
     assert (x.matched_ratio, x.cosine, x.calc_diff) == (0.4, 0.99, 0.01)
     assert x.matched_ratios == {"0.2/0.1": 0.8, "0.3/1": 2.0}
-    assert "nan" not in rank_tables.to_text(ranking).lower().replace("nan or", "")
-    json.loads(rank_tables.print_rankings([ranking], "json"), parse_constant=pytest.fail)
+    assert "nan" not in rank_text.to_text(ranking).lower().replace("nan or", "")
+    json.loads(rank_text.print_rankings([ranking], "json"), parse_constant=pytest.fail)
 
 
 def test_ratios_need_both_and_one_failure_is_one(tmp_path: Path) -> None:
@@ -431,7 +430,7 @@ def test_ratios_need_both_and_one_failure_is_one(tmp_path: Path) -> None:
     by_name = {s.solution: s for s in ranking.summaries}
     assert by_name["a"].harness.against == 2.0 and by_name["a"].harness.vs_peer == 2.0
     assert by_name["a"].note == "T=80: Evaluation timeout after 1 seconds"
-    assert rank_tables.to_json(ranking)["sources"] == [str(tmp_path / "traces.jsonl")]
+    assert rank_text.to_json(ranking)["sources"] == [str(tmp_path / "traces.jsonl")]
 
 
 def test_mixed_runs_without_a_reference_are_named_too(tmp_path: Path) -> None:
@@ -517,9 +516,9 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
     assert rows[0][3:] == ["1.00x", "2.00x", "peer"]
     _, _, rows = rank_tables.workload_tables(ranking)[5]
     assert rows[0][3:] == ["20 % / 2 %"] * 2
-    text = rank_tables.to_text(ranking)
+    text = rank_text.to_text(ranking)
     assert "replay of a CUDA graph" in text and "Ordered by the mean speed-up." in text
-    results = rank_tables.to_json(ranking)["workloads"][0]["results"]["ours"]
+    results = rank_text.to_json(ranking)["workloads"][0]["results"]["ours"]
     assert results["device"]["ms"] == 0.1 and results["vs_best_peer"]["device"] == 2.0
 
 
@@ -550,7 +549,7 @@ def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> No
     ]
     header, _ = rank_tables.summary_table(found[1])
     assert header[-2:] == ["wins", "mean ms"]
-    assert "device" not in rank_tables.to_text(found[1])
+    assert "device" not in rank_text.to_text(found[1])
     failed = clocked("x", 7, 1.0, 0.1, status="INCORRECT_NUMERICAL")
     (ranking,) = ranked(tmp_path, [failed, trace("y", 7, 1.0)])
     assert ranking.clocks == ("harness",), "a failure has no time"
@@ -560,9 +559,9 @@ def test_different_ways_of_taking_device_times_are_said(tmp_path: Path) -> None:
     other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernels")
     (ranking,) = ranked(tmp_path, [*CLOCKED, other])
     assert ranking.remarks == ["Device times are by graph, but by kernels for v1."]
-    assert "its kernels' times" in rank_tables.notes(ranking)
+    assert "its kernels' times" in rank_text.notes(ranking)
     (partly,) = ranked(tmp_path, [*CLOCKED, trace("x", 7, 1.0)])
-    assert partly.remarks == [] and rank_tables.device_methods(partly) == ["graph"]
+    assert partly.remarks == [] and rank_text.device_methods(partly) == ["graph"]
 
 
 def test_a_workload_that_no_peer_passed_has_no_best_peer(tmp_path: Path) -> None:
@@ -587,10 +586,10 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"skipped": {f"z{EVIL}": EVIL}}))
     found = ranked(tmp_path, traces)
     for style in ("text", "markdown"):
-        text = rank_tables.print_rankings(found, style)
+        text = rank_text.print_rankings(found, style)
         assert all(line.isprintable() for line in text.split("\n")), style
         assert "\\x1b[31m" in text or "\\x1b\\[31m" in text
-    lines = rank_tables.print_rankings(found, "markdown").split("\n")
+    lines = rank_text.print_rankings(found, "markdown").split("\n")
     for line in lines:
         assert not re.search(r"(?<!\\)(\\\\)*[<`$\[]", line), line
     for number, line in enumerate(lines):

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.report import readme_tables, run_data
+from scripts.report import generated, readme_tables, run_data
 from scripts.report.run_data import Recorded
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None
     traces = tmp_path / "traces.jsonl"
     lines = traces.read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[1:]))
-    text = TEXT.replace(readme_tables.relative(recorded), tmp_path.as_posix())
+    text = TEXT.replace(generated.relative(recorded), tmp_path.as_posix())
     problems = readme_tables.stale(text, run_data.read(tmp_path))
     assert any("block latency" in p for p in problems)
     assert any("latency.png: drawn from other data" in p for p in problems)
@@ -72,7 +72,7 @@ def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Pat
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
-    text = readme_tables.table(["T", "a|b"], [["1", "0.5*"], ["2", "x|y"]], left=0)
+    text = generated.table(["T", "a|b"], [["1", "0.5*"], ["2", "x|y"]], left=0)
     assert "**0.5**" in text and "x\\|y" in text
 
 
@@ -181,7 +181,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     other = [r | {"variant": "v3", "vs_best_peer": 0.01} for r in mine]
     peers = [r for r in record["results"] if r["peer"]]
     path.write_text(json.dumps(record | {"results": mine + beside + other + peers}))
-    text = readme_tables.gemm_layers(run_data.read(copy)).replace("\n", " ")
+    text = generated.gemm_layers(run_data.read(copy)).replace("\n", " ")
     first = f"GEMM1 at T={mine[0]['tokens']}"
     assert (
         "the two GEMMs of flat, with the configs that it ships, are 0.50x the best peer in the "
@@ -191,7 +191,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     assert "% of the rate of a kernel that only reads them" in text
     path.write_text(json.dumps(record | {"results": peers}))
     with pytest.raises(UsageError, match="no timing of ours"):
-        readme_tables.gemm_layers(run_data.read(copy))
+        generated.gemm_layers(run_data.read(copy))
 
 
 def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
@@ -209,4 +209,4 @@ def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
 def test_configurations_below_the_best_peer_are_counted(recorded: Recorded) -> None:
     rows = recorded.gemm["gemm_study"]["results"]
     below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
-    assert f"{below} of them are below 1.0x" in readme_tables.gemm_study(recorded)
+    assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)

@@ -11,8 +11,9 @@ from flashinfer_bench.data import Trace
 from test_rank import UUIDS, trace, write
 
 from scripts.common.command_line import UsageError
-from scripts.ranking import traces
-from scripts.ranking.traces import failure_reason, merge_into_traces, parse_record, read_records
+from scripts.ranking import records, traces
+from scripts.ranking.records import failure_reason, parse_record
+from scripts.ranking.traces import merge_into_traces, read_records
 
 
 def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:
@@ -196,7 +197,7 @@ def test_what_is_no_measurement_is_a_failure(figures: dict, reason: str) -> None
     made["evaluation"]["performance"] |= figures
     record = parse_record(made, "")
     assert record is not None and not record.passed
-    assert record.status == traces.INVALID and record.reason.startswith(reason)
+    assert record.status == records.INVALID and record.reason.startswith(reason)
 
 
 def test_a_speedup_is_formed_of_the_latencies_of_its_trace() -> None:
@@ -232,21 +233,21 @@ def test_texts_cannot_act_on_a_terminal() -> None:
 
 def test_a_long_line_of_a_log_is_cut() -> None:
     reason = failure_reason({"status": "RUNTIME_ERROR", "log": "ValueError: " + "x" * 10_000})
-    assert len(reason) == traces.MAX_REASON and reason.endswith("x...")
+    assert len(reason) == records.MAX_REASON and reason.endswith("x...")
     made = trace("x", 7, 1.0)
     made["evaluation"]["performance"]["latency_ms"] = 10**400
     record = parse_record(made, "")
-    assert record is not None and len(record.reason) == traces.MAX_REASON
+    assert record is not None and len(record.reason) == records.MAX_REASON
 
 
 def test_times_with_their_spread() -> None:
     figures = {"method": "graph", "ms": 2.0, "p10": 1.9, "p90": 2.3, "calls": 100}
     record = parse_record(trace("x", 7, 1.0, extra={"device": figures, "harness": {"ms": 0}}), "")
     assert record is not None and record.harness is None, "0 ms is no time"
-    assert record.device == traces.Timed("graph", 2.0, 1.9, 2.3, 100)
+    assert record.device == records.Timed("graph", 2.0, 1.9, 2.3, 100)
     assert record.device.spread == pytest.approx(0.2)
-    assert traces.Timed("graph", 2.0, None, 2.3, 100).spread is None
-    assert traces.Timed("graph", 2.0, 1.9, None, 100).spread is None
+    assert records.Timed("graph", 2.0, None, 2.3, 100).spread is None
+    assert records.Timed("graph", 2.0, 1.9, None, 100).spread is None
     for key in ("p10", "p90"):
         record = parse_record(trace("x", 7, 1.0, extra={"device": figures | {key: -1.0}}), "")
         assert record is not None and record.device is not None
