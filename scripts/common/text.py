@@ -1,6 +1,9 @@
 """Text that is safe to print, in a terminal or in Markdown, and tables of it."""
 
 import re
+from collections.abc import Callable
+
+from tabulate import tabulate
 
 
 def printable(text: str) -> str:
@@ -16,30 +19,25 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\|<`\[$])", r"\\\1", printable(text))
 
 
-def _lines(header: list[str], rows: list[list[str]], left: int, least: int) -> list[list[str]]:
-    """The cells of all lines, header first, padded to their columns' widths."""
-    lines = [header, *rows]
-    widths = [max(least, *(len(line[i]) for line in lines)) for i in range(len(header))]
-    return [
-        [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
+def _table(
+    cell: Callable[[str], str], style: str, header: list[str], rows: list[list[str]], left: int
+) -> str:
+    return tabulate(
+        [[cell(str(value)) for value in row] for row in rows],
+        headers=[cell(name) for name in header],
+        tablefmt=style,
+        colalign=["left" if i < left else "right" for i in range(len(header))] if rows else None,
+        disable_numparse=True,
+        preserve_whitespace=True,  # a blank in place of a mark keeps the figures aligned
+    )
 
 
 def markdown_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
     """A Markdown table; the first `left` columns are left-aligned, the others right-aligned."""
-    escaped = [[markdown(str(cell)) for cell in row] for row in [header, *rows]]
-    head, *body = _lines(escaped[0], escaped[1:], left, least=3)
-    rule = ["-" * len(c) if i < left else "-" * (len(c) - 1) + ":" for i, c in enumerate(head)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *body])
+    return _table(markdown, "pipe", header, rows, left)
 
 
 def text_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
     """The same table for a terminal: two blanks between the columns, no frame."""
-    escaped = [[printable(str(cell)) for cell in row] for row in [header, *rows]]
-    head, *body = _lines(escaped[0], escaped[1:], left, least=0)
-    rule = ["-" * len(cell) for cell in head]
-    return "\n".join("  ".join(cells).rstrip() for cells in [head, rule, *body])
+    lines = _table(printable, "simple", header, rows, left).split("\n")
+    return "\n".join(line.rstrip() for line in lines)

@@ -24,6 +24,7 @@ import numpy as np
 
 from scripts.common import files
 from scripts.common.project import DEFINITION, OP_TYPE, ROOT
+from scripts.common.text import markdown_table, text_table
 from scripts.workloads.routing_numpy import RoutingCounts, count_local
 from scripts.workloads.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
 
@@ -204,13 +205,8 @@ def table_rows(specs: Sequence[WorkloadSpec]) -> Iterator[list[str]]:
 
 
 def print_table(specs: Sequence[WorkloadSpec], markdown: bool) -> None:
-    rows = list(table_rows(specs))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
-        if markdown and number == 0:
-            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    header, *rows = table_rows(specs)
+    print((markdown_table if markdown else text_table)(header, rows, left=0))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,18 +27,23 @@ def test_lines_on_stderr_are_printable(capsys) -> None:
 def test_tables() -> None:
     header, rows = ["name", "x"], [["a|b", "1"], ["c\n", "22"]]
     assert text_table(header, rows).split("\n") == [
-        "name   x",
-        "----  --",
-        "a|b    1",
-        "c\\n   22",
+        "name      x",
+        "------  ---",
+        "a|b       1",
+        "c\\n      22",
     ]
     assert markdown_table(header, rows).split("\n") == [
-        "| name |   x |",
-        "| ---- | --: |",
-        "| a\\|b |   1 |",
-        "| c\\\\n |  22 |",
+        "| name   |   x |",
+        "|:-------|----:|",
+        "| a\\|b   |   1 |",
+        "| c\\\\n  |  22 |",
     ]
-    assert text_table(["a"], []) == "a\n-"
+    assert text_table(["a"], []) == "a\n---"
+
+
+def test_a_blank_in_place_of_a_mark_keeps_the_figures_aligned() -> None:
+    lines = text_table(["x"], [["1.5 "], ["12.5*"]], left=0).split("\n")
+    assert lines[2:] == [" 1.5", "12.5*"]
 
 
 @pytest.mark.parametrize(

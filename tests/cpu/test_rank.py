@@ -142,7 +142,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
         "late": ["TIMEOUT", "not run"],
         "wrong": ["INCORRECT_NUMERICAL", "not run"],
     }
-    assert "| solution | " in markdown and "Failed:" in text
+    assert "| solution   | " in markdown and "Failed:" in text
     (good,) = ranked(tmp_path, traces[:2])
     assert "Failed:" not in rank_text.to_text(good)
     assert rank_tables.accuracy_table(good)[1] == [], "nothing is known of it"

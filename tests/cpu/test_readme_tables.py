@@ -1,6 +1,7 @@
 """The README's figures are those of the record that it names."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -
     made = readme_tables.generate(text, recorded)
     assert "Harness time in ms, host included, the fastest in bold" in made
     assert "Device time in ms, the fastest in bold" in made
-    assert "| device ms |" in made and "| harness ms |" in made
+    assert re.search(r"\| +harness ms \|.*\| +device ms \|", made)
     assert "(replay of a CUDA graph)" in made
     assert f"{copy}/latency_device.png" in made
     assert made.count("| 0.500 |") > 19 or made.count("0.500") > 19
