@@ -36,7 +36,7 @@ def test_tables() -> None:
         "| name   |   x |",
         "|:-------|----:|",
         "| a\\|b   |   1 |",
-        "| c\\\\n  |  22 |",
+        "| c\\\\n   |  22 |",
     ]
     assert text_table(["a"], []) == "a\n---"
 
