@@ -33,8 +33,8 @@ MARKER = VENV / "installed.json"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
-EXTRAS = {"plot_gemm": "report", "readme_tables": "report", "report": "report"}
-"""What programs need beside the dependencies; without it `bench` only writes no report."""
+EXTRAS = dict.fromkeys(("bench", "plot_gemm", "readme_tables", "report"), "report")
+"""What programs need beside the dependencies."""
 EXIT_USAGE = 2
 always_venv = False
 

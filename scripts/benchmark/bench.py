@@ -9,13 +9,15 @@ cannot run here (another GPU, a package that is not installed) is left out, and 
 why.
 
 Without a GPU the same packed solutions run as their torch model on the CPU, on the small workloads:
-outputs are checked, the times are CPU times and no GPU figure is reported.
+their outputs are checked, and beside that stand the recorded rankings of GPUs (results/), with
+whether the sources have changed since. The times of the model are kept in the traces alone.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,7 +40,7 @@ from scripts.common.command_line import (
 from scripts.common.progress import Progress, duration
 from scripts.common.project import DEFINITION
 from scripts.ranking.rank_text import print_rankings
-from scripts.ranking.ranking import Clock
+from scripts.ranking.ranking import Clock, Ranking
 from scripts.ranking.rankings import rankings
 from scripts.ranking.records import TIMING, TOLERANCE
 from scripts.ranking.traces import read_records
@@ -184,8 +186,9 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
         say("nothing was measured")
     by: Clock = args.by if any(r.device for r in records) else "harness"
     ranked = rankings(records, against=args.against, peers=args.peers, by=by)
+    on_cpu = all(r.cpu for r in ranked)
     if ranked:
-        print("\n" + print_rankings(ranked))
+        print("\n" + (what_is_known(ranked) if on_cpu else print_rankings(ranked)))
     for error in outcome.errors:
         say(f"error: {error}")
     failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
@@ -199,6 +202,13 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     if not args.no_report and not run.unsaved:
         write_report(run, args.peers)
     return status
+
+
+def what_is_known(ranked: Sequence[Ranking]) -> str:
+    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
+    from scripts.report import run_data, without_gpu
+
+    return without_gpu.to_text(ranked, run_data.recorded_runs())
 
 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:

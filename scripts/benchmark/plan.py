@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flashinfer_bench.bench import BenchmarkConfig
     from flashinfer_bench.data import Solution, Trace, TraceSet
 
-GPU_ITERATIONS, CPU_ITERATIONS = 50, 3
+GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 
 
 def parse_arguments(doc: str | None = None) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def parse_arguments(doc: str | None = None) -> argparse.Namespace:
     )
     add("--max-tokens", type=whole(1), metavar="T", help="only workloads up to T tokens")
     add("--list", action="store_true", help="list solutions and workloads and stop")
-    add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU at most 3)")
+    add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
     add("--trials", type=whole(1), default=3, help="trials, each with new random inputs (3)")
     add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")

@@ -10,6 +10,8 @@ BASELINES = "baselines"
 PACKAGE_DIR = ROOT / "solutions" / "moe_fp8"
 PACKED_DIR = ROOT / "solutions" / "packed"
 TRACES_DIR = ROOT / "traces"
+RESULTS_DIR = ROOT / "results"
+"""Recorded runs: <GPU>/<day>/."""
 DEFINITION_FILE = ROOT / "definitions" / OP_TYPE / f"{DEFINITION}.json"
 
 # (rtol, atol) at which matched ratios are reported beside the tolerance that decides.

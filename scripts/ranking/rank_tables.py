@@ -162,6 +162,33 @@ def accuracy_table(ranking: Ranking) -> Table:
     return header, rows
 
 
+def correctness_table(ranking: Ranking) -> Table:
+    """Whether the solutions are right, by name; without any time."""
+    header, rows = accuracy_table(ranking)
+    figures = {row[0]: row[1:] for row in rows}
+    missing = ["-"] * (len(header) - 1)
+    return ["solution", "passed", *header[1:]], [
+        [s.solution, f"{s.passed}/{s.passed + s.failed}", *figures.get(s.solution, missing)]
+        for s in sorted(ranking.summaries, key=lambda s: s.solution)
+    ]
+
+
+def short_table(ranking: Ranking) -> Table:
+    """The ranking in as few columns as say it: the mean time by each clock, and the speed against
+    the best peer by the clock that is nearest to the kernels."""
+    nearest = ranking.clocks[-1]
+    header = ["#", "solution", "of", "passed", *(f"{clock} ms" for clock in ranking.clocks)]
+    header += ["vs best peer"] if ranking.compares_peers else []
+    rows = []
+    for place, s in enumerate(ranking.summaries, 1):
+        row = [str(place), short_name(s.solution), "peer" if s.peer else "ours"]
+        row += [f"{s.passed}/{s.passed + s.failed}"]
+        row += [number(s.times(clock).mean_ms, ".3f") for clock in ranking.clocks]
+        row += [number(s.times(nearest).vs_peer, unit="x")] if ranking.compares_peers else []
+        rows.append(row)
+    return header, rows
+
+
 def failures_table(ranking: Ranking) -> Table:
     """One row a failure; empty where everything passed."""
     header = ["solution", "T", "workload", "status", "reason"]

@@ -17,15 +17,17 @@ from scripts.ranking.ranking import PREFIX, Ranking
 from scripts.ranking.records import Timed
 from scripts.ranking.traces import finite
 
+CORRECT_ON_CPU = (
+    "The torch model on the CPU: outputs are checked, times are CPU times and say nothing about a "
+    "GPU."
+)
+
 
 def headline(ranking: Ranking) -> list[str]:
     where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
     lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summaries)} solutions"]
     if ranking.cpu:
-        lines.append(
-            "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
-            "about a GPU."
-        )
+        lines.append(CORRECT_ON_CPU)
     if ranking.timing:
         lines.append(f"Timing: {ranking.timing}.")
     if ranking.tolerance:
@@ -74,6 +76,15 @@ def say_method(method: str) -> str:
     return known.get(method, method or "unknown method")
 
 
+def failures_lines(ranking: Ranking) -> str:
+    """A line a failure; empty where everything passed."""
+    lines = [
+        f"  {r.solution} at T={r.tokens} ({r.uuid[:8]}): {r.status}: {r.reason}"
+        for r in ranking.failures()
+    ]
+    return "Failed:\n" + "\n".join(map(printable, lines)) if lines else ""
+
+
 def to_text(ranking: Ranking) -> str:
     parts = ["\n".join(map(printable, headline(ranking)))]
     parts.append(text_table(*summary_table(ranking), left=2) + "\n" + notes(ranking))
@@ -82,13 +93,8 @@ def to_text(ranking: Ranking) -> str:
     header, rows = accuracy_table(ranking)
     if rows:
         parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
-    failures = ranking.failures()
-    if failures:
-        lines = [
-            f"  {r.solution} at T={r.tokens} ({r.uuid[:8]}): {r.status}: {r.reason}"
-            for r in failures
-        ]
-        parts.append("Failed:\n" + "\n".join(map(printable, lines)))
+    if failures := failures_lines(ranking):
+        parts.append(failures)
     return "\n\n".join(parts)
 
 

@@ -43,8 +43,7 @@ def relative(recorded: Recorded) -> str:
 
 def ranking(recorded: Recorded) -> str:
     main = recorded.main
-    day = recorded.info.get("environment", {}).get("time", "")[:10]
-    said = markdown(", ".join(filter(None, [main.hardware, day, main.timing])))
+    said = markdown(", ".join(filter(None, [main.hardware, recorded.day, main.timing])))
     lines = f"{said} (`{relative(recorded)}/`). Names are without the prefix `{PREFIX}`."
     clocks = ""
     if len(main.clocks) > 1:

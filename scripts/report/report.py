@@ -10,7 +10,7 @@ or dark setting and is readable on a phone. Needs jinja2 and matplotlib: the ext
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,31 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
     return Section(f"ranking{number}", head, text, cards(ranking, floor_ms), parts)
 
 
+def correctness_section(ranking: Ranking, number: int) -> Section:
+    """A run of the torch model on the CPU: whether the solutions are right, and no times."""
+    head, *text = rank_text.headline(ranking)
+    parts = [
+        Part("", (rank_text.ACCURACY_NOTES,), table=Table(*rank_tables.correctness_table(ranking)))
+    ]
+    header, rows = rank_tables.failures_table(ranking)
+    if rows:
+        statuses = {r.status for r in ranking.failures()}
+        bad = frozenset(BAD_CELLS | statuses)
+        parts.append(Part("Failed", table=Table(header, rows, 5, wrap=(4,), bad=bad)))
+    return Section(f"ranking{number}", head, text, parts=parts)
+
+
+def recorded_sections(number: int) -> list[Section]:
+    """The recorded rankings of GPUs, for a page of a run that measured none; from `number` on."""
+    sections = []
+    for place, recorded in enumerate(run_data.recorded_runs(), number):
+        section = ranking_section(recorded, recorded.main, place)
+        said = f"Recorded {recorded.day}; not measured in this run."
+        text = [said, *section.text]
+        sections.append(replace(section, title=f"Recorded: {section.title}", text=text))
+    return sections
+
+
 def stages_section(recorded: Recorded) -> Section | None:
     from scripts.report.plots import stages_figure
 
@@ -245,7 +270,12 @@ def render(recorded: Recorded) -> str:
 def _render(recorded: Recorded) -> str:
     import jinja2
 
-    sections = [ranking_section(recorded, r, i) for i, r in enumerate(recorded.rankings)]
+    sections = [
+        correctness_section(r, i) if r.cpu else ranking_section(recorded, r, i)
+        for i, r in enumerate(recorded.rankings)
+    ]
+    if all(r.cpu for r in recorded.rankings):
+        sections += recorded_sections(len(sections))
     if len(recorded.rankings) > 1:
         legend, header, rows = rank_tables.side_by_side(recorded.rankings)
         parts = [Part(table=Table(header, rows))]

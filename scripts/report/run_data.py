@@ -13,6 +13,8 @@ from scripts.benchmark import floors
 from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
+from scripts.common.project import RESULTS_DIR
+from scripts.ranking import rank_text
 from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
 from scripts.ranking.ranking import Clock, Ranking, short_name
 from scripts.ranking.rankings import rankings
@@ -37,6 +39,11 @@ class Recorded:
         """The ranking of run.json's own timing method: the run that the directory records."""
         named = [r for r in self.rankings if r.timing == self.info.get("timing")]
         return (named or self.rankings)[0]
+
+    @property
+    def day(self) -> str:
+        """When the run was made; empty where run.json does not say it."""
+        return self.info.get("environment", {}).get("time", "")[:10]
 
     def floor_ms(self, ranking: Ranking) -> dict[str, float]:
         """The floor of every workload, if it was measured on the ranking's GPU."""
@@ -75,6 +82,21 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
         stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,
         gemm={p.stem: schemas.read(p, schemas.Gemm) for p in sorted(directory.glob("gemm*.json"))},
     )
+
+
+def recorded_runs(root: Path = RESULTS_DIR) -> list[Recorded]:
+    """The latest record of every GPU."""
+    latest = {path.parents[1].name: path.parent for path in sorted(root.glob("*/*/traces.jsonl"))}
+    return [read(directory) for directory in latest.values()]
+
+
+def say_clocks(ranking: Ranking) -> str:
+    """What the columns of a ranking's clocks are."""
+    said = f"harness ms: {ranking.timing}, host included."
+    if "device" in ranking.clocks:
+        methods = " or ".join(map(rank_text.say_method, rank_text.device_methods(ranking)))
+        return f"{said} device ms: on the GPU alone ({methods}). Means over the workloads."
+    return f"{said} Means over the workloads. The time on the GPU alone is not recorded."
 
 
 def changed_sources(ranking: Ranking) -> str:

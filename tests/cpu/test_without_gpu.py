@@ -1,0 +1,100 @@
+"""What bench says on a machine without a GPU: no time of the CPU, and a record's of real GPUs."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmark import bench
+from scripts.common.project import RESULTS_DIR
+from scripts.ranking.ranking import Ranking
+from scripts.ranking.rankings import rankings
+from scripts.ranking.traces import read_records
+from scripts.report import report, run_data, without_gpu
+
+RECORD = sorted(RESULTS_DIR.glob("*/*"))[-1]
+
+
+@pytest.fixture
+def on_cpu() -> Ranking:
+    """A ranking of a run on the CPU, of which v1 fails at T=1."""
+    records = [
+        dataclasses.replace(r, cpu=True, hardware="Some CPU", timing="wall clock")
+        for r in read_records([RECORD / "traces.jsonl"])
+        if r.tokens in (1, 7) and r.solution.startswith("cutedsl")
+    ]
+    failed = {"status": "INCORRECT_NUMERICAL", "reason": "too many values differ"}
+    (ranking,) = rankings(
+        [
+            dataclasses.replace(r, **failed) if r.solution.endswith("v1") and r.tokens == 1 else r
+            for r in records
+        ]
+    )
+    return ranking
+
+
+def test_outputs_are_judged_and_no_time_is_given(on_cpu) -> None:
+    text = without_gpu.checked(on_cpu)
+    assert "CPU (Some CPU), workloads of T=1, 7" in text
+    rows = {
+        line.split()[0]: line.split()[1]
+        for line in text.split("Failed:")[0].splitlines()
+        if "cutedsl" in line
+    }
+    assert rows["cutedsl_moe_fp8_v2"] == "2/2" and rows["cutedsl_moe_fp8_v1"] == "1/2"
+    assert "cutedsl_moe_fp8_v1 at T=1 (e05c6c03): INCORRECT_NUMERICAL: too many" in text
+    assert "ms" not in text.split("Failed:")[0].split() and "0x" not in text
+
+
+def test_the_recorded_ranking_stands_beside_it(on_cpu) -> None:
+    (recorded,) = [r for r in run_data.recorded_runs() if r.directory == RECORD]
+    said = bench.what_is_known([on_cpu])
+    assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in said
+    assert "harness ms: flashinfer-bench" in said
+    first = recorded.main.summaries[0]
+    (row,) = [line.split() for line in said.splitlines() if line.startswith("1  ")]
+    assert row[:4] == ["1", first.solution, "peer" if first.peer else "ours", "19/19"]
+    assert row[4] == f"{first.harness.mean_ms:.3f}"
+
+
+def test_whether_the_sources_have_changed_since_is_said(monkeypatch) -> None:
+    recorded = run_data.read(RECORD)
+    measured = recorded.info["solutions"]
+    monkeypatch.setattr(run_data.sources, "current", lambda: measured)
+    assert "The sources have not changed since." in without_gpu.recorded_ranking(recorded)
+    changed = measured | {"cutedsl_moe_fp8_v3": "x"}
+    monkeypatch.setattr(run_data.sources, "current", lambda: changed)
+    assert "Since this run the source of v3 has changed." in without_gpu.recorded_ranking(recorded)
+
+
+def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
+    for path in RECORD.glob("*.json*"):
+        shutil.copy(path, tmp_path)
+    traces = tmp_path / "traces.jsonl"
+    lines = [json.loads(line) for line in traces.read_text().splitlines()]
+    for trace in lines:
+        if correctness := trace["evaluation"].get("correctness"):
+            timed = {"method": "graph", "ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 9}
+            correctness["extra"]["device"] = timed
+    traces.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
+    said = without_gpu.recorded_ranking(run_data.read(tmp_path))
+    assert "on the GPU alone (replay of a CUDA graph)" in said
+    assert "0.500" in said and "not recorded" not in said
+
+
+def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path) -> None:
+    for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
+        shutil.copytree(RECORD, tmp_path / place)
+    found = [r.directory.relative_to(tmp_path) for r in run_data.recorded_runs(tmp_path)]
+    assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
+    assert run_data.recorded_runs(tmp_path / "absent") == []
+
+
+def test_the_page_shows_the_same(on_cpu, tmp_path: Path) -> None:
+    recorded = dataclasses.replace(run_data.read(RECORD), rankings=[on_cpu], directory=tmp_path)
+    page = report.render(recorded)
+    assert "Recorded: NVIDIA" in page and "not measured in this run" in page
+    assert "CPU (Some CPU)" in page and "INCORRECT_NUMERICAL" in page
+    assert page.count("<h2>Environment") == 1
