@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_fp8.closure import PACKAGE
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -151,7 +152,10 @@ def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[st
 
 def own_hashes(packed: "Iterable[Solution]") -> frozenset[str]:
     """Of what this checkout packs, the hashes of the solutions that are not on others' kernels."""
-    return frozenset(s.hash() for s in packed if not s.spec.entry_point.startswith(f"{BASELINES}/"))
+    theirs = f"{PACKAGE}/{BASELINES}/"
+    return frozenset(
+        s.hash() for s in packed if not any(source.path.startswith(theirs) for source in s.sources)
+    )
 
 
 def is_peer(solution: "Solution", own: Collection[str]) -> bool:

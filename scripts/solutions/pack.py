@@ -1,21 +1,22 @@
 """Pack each generation into one self-contained flashinfer-bench Solution JSON.
 
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
-form is solutions/packed/<name>.json: the closure of its relative imports and nothing else, the same
-bytes on every machine. The JSON is generated: edit the sources and pack again.
+form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
+loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
 """
 
 import ast
 import contextlib
 import json
 import os
+import string
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_fp8.core.closure import ClosureError, import_closure
+from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
@@ -23,6 +24,50 @@ from scripts.common.project import DEFINITION, DEFINITION_FILE, PACKAGE_DIR, PAC
 
 REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
 OPTIONAL_KEYS = {"language", "definition"}
+
+ENTRY_FILE = "main.py"
+ENTRY = string.Template('''\
+"""The solution $name: `run` of $package/$path, however this file is loaded.
+
+flashinfer-bench imports an entry file as a module of a package, FlashInfer's Trace Apply and
+SOL-ExecBench as a top-level module, which has no relative imports. So the package beside this file
+is loaded from here, under a name of its own: several solutions can be loaded in one process.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent / "$package"
+
+
+def load_package() -> str:
+    """Load the package in ROOT; its name, which no other sources and no other place have."""
+    digest = hashlib.sha256(os.fsencode(ROOT))
+    for path in sorted(ROOT.rglob("*.py")):
+        digest.update(b"\\0" + os.fsencode(path.relative_to(ROOT)) + b"\\0" + path.read_bytes())
+    name = f"${package}_{digest.hexdigest()[:16]}"
+    if __package__:  # who unloads the package around this file unloads these modules with it
+        name = f"{__package__}.{name}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return name
+
+
+run = importlib.import_module(f"{load_package()}.$module").run
+''')
+"""The file that a packed solution is entered by."""
 
 
 class PackError(Exception):
@@ -96,6 +141,20 @@ def pack(generation: Generation) -> bytes:
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
     metadata = generation.metadata
+    where = generation.path.relative_to(root)
+    entry = ENTRY.substitute(
+        name=generation.name,
+        package=PACKAGE,
+        path=where.as_posix(),
+        module=".".join(where.with_suffix("").parts),
+    )
+    sources = [
+        {
+            "path": f"{PACKAGE}/{path.relative_to(root.resolve()).as_posix()}",
+            "content": path.read_bytes().decode("utf-8").replace("\r\n", "\n"),
+        }
+        for path in files
+    ]
     solution = {
         "name": metadata["name"],
         "definition": metadata.get("definition", DEFINITION),
@@ -104,19 +163,13 @@ def pack(generation: Generation) -> bytes:
         "spec": {
             "language": metadata.get("language", "python"),
             "target_hardware": list(metadata["target_hardware"]),
-            "entry_point": f"{generation.path.relative_to(root).as_posix()}::run",
+            "entry_point": f"{ENTRY_FILE}::run",
             "dependencies": list(metadata["dependencies"]),
             "destination_passing_style": True,
         },
-        "sources": [
-            {
-                "path": path.relative_to(root.resolve()).as_posix(),
-                "content": path.read_bytes().decode("utf-8").replace("\r\n", "\n"),
-            }
-            for path in files
-        ],
+        "sources": [{"path": ENTRY_FILE, "content": entry}, *sources],
     }
-    empty = [s["path"] for s in solution["sources"] if not s["content"].strip()]
+    empty = [s["path"] for s in sources if not s["content"].strip()]
     if empty:
         raise PackError(f"{generation.name}: empty source files are not allowed: {empty}")
     return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()

@@ -6,6 +6,7 @@ import pytest
 from flashinfer_bench.data import Solution
 from test_dataset import solution
 
+from scripts.common.project import BASELINES
 from scripts.solutions.availability import (
     FOREIGN,
     NEEDS_GPU,
@@ -20,6 +21,7 @@ from scripts.solutions.availability import (
     split_foreign,
     why_not,
 )
+from scripts.solutions.pack import generations, pack
 
 OUR_AUTHOR = "moe-fp8-cutedsl"
 INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}
@@ -94,10 +96,10 @@ def test_without_a_gpu_nothing_runs_and_nothing_else_is_looked_at() -> None:
     assert why_not(made(["NVIDIA H100"], ["absent"]), Machine(None, INSTALLED.get)) == NEEDS_GPU
 
 
-def by_us(entry_point: str) -> Solution:
-    ours = made(["NVIDIA H100"]).model_dump() | {"name": entry_point, "author": OUR_AUTHOR}
-    ours["spec"]["entry_point"] = f"{entry_point}.py::run"
-    ours["sources"][0]["path"] = f"{entry_point}.py"
+def by_us(module: str) -> Solution:
+    ours = made(["NVIDIA H100"]).model_dump() | {"name": module, "author": OUR_AUTHOR}
+    source = {"path": f"moe_fp8/{module}.py", "content": f"def run(): pass  # {module}\n"}
+    ours["sources"].append(source)
     return Solution.model_validate(ours)
 
 
@@ -114,6 +116,15 @@ def with_content(solution: Solution, content: str) -> Solution:
 def test_peers_are_others_solutions_and_our_baselines() -> None:
     assert is_peer(made(["cuda"]), OWN) and is_peer(by_us("baselines/x"), OWN)
     assert not is_peer(by_us("v4_flat"), OWN) and not is_peer(by_us("baselines_x"), OWN)
+
+
+def test_the_packed_solutions_that_are_peers_are_the_baselines() -> None:
+    found = {g.name: g for g in generations()}
+    packed = [Solution.model_validate_json(pack(g)) for g in found.values()]
+    own = own_hashes(packed)
+    assert len({s.hash() for s in packed}) == len(packed)
+    for s in packed:
+        assert is_peer(s, own) == (found[s.name].path.parent.name == BASELINES)
 
 
 def test_ours_are_known_by_what_is_packed_here_and_not_by_a_name() -> None:

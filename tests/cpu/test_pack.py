@@ -1,16 +1,24 @@
-"""Packing: deterministic, validated, and self-contained bundles that flashinfer-bench can call."""
+"""Packing: deterministic, validated, and self-contained bundles that every loader can call."""
 
+import importlib
+import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, PACKAGE_DIR, ROOT
+from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
 from scripts.solutions import pack
 
 GENERATION = '''"""What it is."""
@@ -68,7 +76,7 @@ def test_packing_twice_gives_the_same_bytes() -> None:
         assert first == pack.pack(generation)
         sources = [s["path"] for s in json.loads(first)["sources"]]
         assert sources == sorted(sources)
-        assert generation.path.relative_to(PACKAGE_DIR).as_posix() in sources
+        assert f"moe_fp8/{generation.path.relative_to(PACKAGE_DIR).as_posix()}" in sources
 
 
 def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> None:
@@ -81,10 +89,10 @@ def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> Non
 
 
 def test_a_generation_packs_no_other_generation() -> None:
-    entries = {g.path.relative_to(PACKAGE_DIR).as_posix() for g in pack.generations()}
+    entries = {f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}" for g in pack.generations()}
     for generation in pack.generations():
         sources = {s["path"] for s in json.loads(pack.pack(generation))["sources"]}
-        own = generation.path.relative_to(PACKAGE_DIR).as_posix()
+        own = f"moe_fp8/{generation.path.relative_to(PACKAGE_DIR).as_posix()}"
         assert sources & entries == {own}
 
 
@@ -94,9 +102,10 @@ def test_fields_of_the_solution(package: Path) -> None:
     assert solution["name"] == "sample"
     assert solution["definition"] == DEFINITION
     assert solution["description"] == "What it is."
-    assert solution["spec"]["entry_point"] == "gen.py::run"
+    assert solution["spec"]["entry_point"] == "main.py::run"
     assert solution["spec"]["destination_passing_style"] is True
-    assert [s["path"] for s in solution["sources"]] == ["__init__.py", "gen.py", "helper.py"]
+    sources = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
+    assert [s["path"] for s in solution["sources"]] == sources
 
 
 def test_check_sees_a_changed_a_missing_and_a_foreign_file(package: Path) -> None:
@@ -169,6 +178,206 @@ def test_what_is_current_is_not_written_and_a_failed_pack_leaves_the_old(package
 def test_an_unknown_name_is_a_usage_error(package: Path) -> None:
     with pytest.raises(UsageError, match="there are: sample"):
         write(package, "absent")
+
+
+GENERATIONS = {g.name: g for g in pack.generations()}
+OWN = [name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES]
+DEFINED = json.loads(DEFINITION_FILE.read_text("utf-8"))
+
+every_solution = pytest.mark.parametrize("name", GENERATIONS)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Tests leave neither modules of bundles nor directories to look for modules in."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    ours = {m for m in sys.modules if m == "main" or m.split(".")[0].startswith(("moe_fp8_", "p_"))}
+    for name in ours - modules:
+        del sys.modules[name]
+
+
+def unpack(packed: bytes, directory: Path) -> Path:
+    """The sources as files in a place where nothing can be written: the tests may run as root, so a
+    file stands where the bytecode would go."""
+    for source in json.loads(packed)["sources"]:
+        path = directory / source["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source["content"], encoding="utf-8")
+        (path.parent / "__pycache__").touch()
+    return directory
+
+
+def top_level(directory: Path) -> Any:
+    """As SOL-ExecBench imports an entry file."""
+    sys.modules.pop("main", None)
+    sys.path.insert(0, str(directory))
+    importlib.invalidate_caches()
+    return importlib.import_module("main")
+
+
+def of_a_package(directory: Path) -> Any:
+    """As flashinfer-bench imports it."""
+    name = f"p_{uuid.uuid4().hex}"
+    (directory.parent / name).symlink_to(directory)
+    sys.path.insert(0, str(directory.parent))
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{name}.main")
+
+
+def by_its_path(directory: Path) -> Any:
+    """As FlashInfer's Trace Apply imports it, but for sys.modules."""
+    spec = importlib.util.spec_from_file_location("main", directory / "main.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+every_way = pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
+
+
+def arguments() -> tuple[dict[str, Any], torch.Tensor]:
+    """One token with one local expert, the last one, of weights of full size, nearly all of them
+    untouched memory; and the output that it must have."""
+    e, h, i, t = 32, 7168, 2048, 1
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(torch.float8_e4m3fn)
+
+    bias = torch.zeros(256)
+    bias[[31, 32, 33, 34, 64, 65, 96, 97]] = 10
+    w13, w2 = fp8(e, 2 * i, h), fp8(e, h, i)
+    # Column 0 of the input reaches up[0] and gate[0], and these reach output 5.
+    w13[31, 0, 0] = w13[31, i, 0] = w2[31, 5, 0] = 1.0
+    values = {
+        "routing_logits": torch.zeros(t, 256),
+        "routing_bias": bias.bfloat16(),
+        "hidden_states": torch.ones(t, h).to(torch.float8_e4m3fn),
+        "hidden_states_scale": torch.ones(h // 128, t),
+        "gemm1_weights": w13,
+        "gemm1_weights_scale": torch.ones(e, 32, 56),
+        "gemm2_weights": w2,
+        "gemm2_weights_scale": torch.ones(e, 56, 16),
+        "local_expert_offset": 0,
+        "routed_scaling_factor": 8.0,
+        "output": torch.full((t, h), float("nan"), dtype=torch.bfloat16),
+    }
+    expected = torch.zeros(t, h)
+    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0)))
+    return values, expected
+
+
+def check_call(name: str, run: Callable[..., None]) -> None:
+    values, expected = arguments()
+    if name in OWN:
+        run(**values)
+        torch.testing.assert_close(values["output"].float(), expected, rtol=0.05, atol=0)
+    else:
+        with pytest.raises(RuntimeError, match="unsupported on cpu"):
+            run(**values)
+
+
+@every_way
+@every_solution
+def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
+    name: str, load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    directory = unpack(pack.pack(GENERATIONS[name]), tmp_path / "a directory")
+    run = load(directory).run
+    assert Path(inspect.getfile(run)).is_relative_to(directory), "not the bundle's"
+    # FlashInfer calls by name, flashinfer-bench and SOL-ExecBench by position.
+    assert list(inspect.signature(run).parameters) == [*DEFINED["inputs"], *DEFINED["outputs"]]
+    check_call(name, run)
+
+
+@every_way
+def test_bundles_live_side_by_side(load: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Two solutions, two versions of one, and the same one at two places."""
+    flat = pack.pack(GENERATIONS["cutedsl_moe_fp8_flat"])
+    assert flat.count(b"LAYER(MoeInputs(") == 1
+    other = flat.replace(b"LAYER(MoeInputs(", b"raise ArithmeticError(MoeInputs(")
+    bundles = [flat, pack.pack(GENERATIONS["cutedsl_moe_fp8_v2"]), other, flat]
+    places = [tmp_path / str(i) for i in range(len(bundles))]
+    runs = [load(unpack(b, p)).run for b, p in zip(bundles, places, strict=True)]
+    assert len({run.__globals__["MoeInputs"] for run in runs}) == len(runs)
+    for place, run in zip(places, runs, strict=True):
+        assert Path(inspect.getfile(run)).is_relative_to(place)
+    for i in (0, 1, 3):
+        check_call(OWN[0], runs[i])
+    with pytest.raises(ArithmeticError):
+        runs[2](**arguments()[0])
+
+
+@every_way
+def test_a_version_that_takes_anothers_place_is_loaded(
+    load: Callable[[Path], Any], package: Path
+) -> None:
+    directory = package.parent / "unpacked"
+    for value in (3, 44):
+        (package / "helper.py").write_text(f"def fill(x):\n    x.fill_({value})\n")
+        (path,) = write(package)
+        run = load(unpack(path.read_bytes(), directory)).run
+        output = torch.zeros(1)
+        run(*range(10), output)
+        assert output == value
+
+
+def test_a_bundle_is_loaded_once_and_goes_with_the_package_around_it(tmp_path: Path) -> None:
+    directory = unpack(pack.pack(GENERATIONS["triton_moe"]), tmp_path / "x")
+    assert top_level(directory).run is by_its_path(directory).run
+    before = set(sys.modules)
+    around = of_a_package(directory).__package__
+    # flashinfer-bench unloads by prefix; what stayed would keep its buffers on the GPU.
+    new = sys.modules.keys() - before
+    assert len(new) > 5 and all(m.split(".")[0] == around for m in new)
+
+
+def test_the_error_of_a_bundle_that_cannot_be_loaded_is_its_own_each_time(package: Path) -> None:
+    (package / "__init__.py").write_text("raise ArithmeticError\n")
+    (path,) = write(package)
+    directory = unpack(path.read_bytes(), package.parent / "unpacked")
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            by_its_path(directory)
+
+
+def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path: Path) -> None:
+    """Its entries are known by their sources, whatever the modules are called and wherever they
+    lie."""
+    from moe_fp8.core import compile as compiling
+    from moe_fp8.core import gemm_sm90
+
+    def key(compiling: Any, gemm_sm90: Any) -> dict[str, str]:
+        return compiling.made_of(gemm_sm90.GroupedGemmSm90, (1,), (), "sm_90a")
+
+    def bundles_key(packed: bytes, place: str) -> dict[str, str]:
+        package = top_level(unpack(packed, tmp_path / place)).run.__module__.rpartition(".")[0]
+        names = ("compile", "gemm_sm90")
+        return key(*(importlib.import_module(f"{package}.core.{name}") for name in names))
+
+    flat = pack.pack(GENERATIONS["cutedsl_moe_fp8_flat"])
+    ours = key(compiling, gemm_sm90)
+    assert bundles_key(flat, "a place") == ours
+    options = b"--enable-tvm-ffi --gpu-arch"
+    edited = bundles_key(flat.replace(options, b"--opt-level=2 " + options), "another")
+    assert {name for name in ours if ours[name] != edited[name]} == {"options", "sources"}
+
+
+def test_flashinfers_trace_apply_loads_the_bundles(tmp_path: Path, monkeypatch) -> None:
+    loaders = pytest.importorskip("flashinfer.trace_apply.loaders")
+    from flashinfer.trace.solution import Solution
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded: dict[str, Any] = {}
+    for name, generation in GENERATIONS.items():
+        solution = Solution.from_dict(json.loads(pack.pack(generation)))
+        loaded[name] = loaders.load(solution)
+        monkeypatch.delitem(sys.modules, f"flashinfer_trace_apply_solution_{solution.hash()[:16]}")
+    for name, run in loaded.items():
+        assert Path(inspect.getfile(run)).is_relative_to(tmp_path)
+        check_call(name, run)
 
 
 CALL_BUNDLES = """
