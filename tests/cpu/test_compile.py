@@ -17,9 +17,10 @@ from cutlass import Float32
 from elftools.elf.elffile import ELFFile
 from moe_fp8.core import compile as compiling
 from moe_fp8.core import kernel_cache, kernels
-from moe_fp8.core.config import SMEM_BYTES, GemmConfig
+from moe_fp8.core.config import MAX_CONSUMER_WARPGROUPS, SMEM_BYTES, GemmConfig
+from moe_fp8.core.gemm_sm90 import Barriers
 from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
-from moe_fp8.core.segments import BATCHED, FLAT
+from moe_fp8.core.segments import ALIGNED, BATCHED, FLAT
 from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
@@ -176,6 +177,8 @@ def test_combine(compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_combine, 7168, 8, ARCH)
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert re.findall(r"st\.global\S*", ptx) == ["st.global.v4.b32"]
+    # 64-bit offsets, of the rows of all slots and of the token's.
+    assert len(re.findall(r"mul\.wide\.[su]32[^;]*, 14336;", ptx)) == 9
     assert resources(cubin, tmp_path)["frame"] == 0
 
 
@@ -201,6 +204,15 @@ def test_combine(compiled_code, tmp_path):
 def test_illegal_config(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(**arguments)
+
+
+def test_no_two_uses_share_a_named_barrier():
+    groups = range(MAX_CONSUMER_WARPGROUPS)
+    ids = [
+        Barriers.CTA,
+        *(first + i for first in (Barriers.STAGING, Barriers.ORDER) for i in groups),
+    ]
+    assert len(set(ids)) == len(ids) and max(ids) < 16, "what the hardware has"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -337,6 +349,12 @@ def test_every_argument_is_part_of_the_key(name, key_of):
     for argument, value in others.items():
         found.add(key_of(name, {**arguments, argument: value}))
     assert len(found) == 1 + len(others)
+
+
+def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
+    last = (4, 8, BATCHED, ALIGNED, FLAT)
+    keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
+    assert len({json.dumps(key) for key in keys}) == len(last)
 
 
 def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):

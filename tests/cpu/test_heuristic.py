@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 from moe_fp8.core.config import GemmConfig
@@ -49,6 +50,15 @@ def test_thresholds_are_the_measured_ones():
     assert [(rows, config.tile_m) for rows, config in FEW_ROWS] == [(2, 8), (10, 16), (20, 32)]
     assert [(rows, config.tile_m) for rows, config in UNEVEN] == [(24, 64), (96, 128)]
     assert [(rows, config.tile_m) for rows, config in EVEN] == [(64, 64), (128, 64), (640, 128)]
+    assert MULTIPROCESSORS == 132
+
+
+def test_nothing_is_kept_of_a_call():
+    """Rows are any float: what remembered them would grow without end."""
+    before = sys.getallocatedblocks()
+    for i in range(10_000):
+        choose(i / 7, 4096, 7168)
+    assert sys.getallocatedblocks() - before < 5_000
 
 
 def test_few_tiles_are_made_smaller_up_to_one_wave():
@@ -67,6 +77,13 @@ def test_few_tiles_are_made_smaller_up_to_one_wave():
     assert choose(128, 2048, 7168, even=True, experts=1) == GemmConfig(tile_m=64, tile_n=64)
     assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
     assert choose(512, 4096, 7168, even=True, experts=8) == choose(512, 4096, 7168, even=True)
+
+
+def test_a_wave_is_a_tile_for_every_multiprocessor():
+    usual, wave = choose(64, 7168, 2048, even=True), 64 * MULTIPROCESSORS
+    filled = GemmConfig(tile_m=64, tile_n=64)
+    assert choose(64, wave, 2048, even=True, experts=1) == filled != usual
+    assert choose(64, wave + 128, 2048, even=True, experts=1) == usual
 
 
 def test_few_uneven_tiles_are_not_paired():

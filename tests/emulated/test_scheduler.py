@@ -1,0 +1,78 @@
+"""Where the tiles of all experts lie, as a warp looks them up."""
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+from cutlass import Int32
+from moe_fp8.core.compile import Extent, Scalar, Tensor, compiled
+from moe_fp8.core.scheduler import WARP, ExpertTiles
+
+TILE_M, N_TILES = 192, 3
+
+
+class Lookup:
+    """`found[i]` is the tile at position `i`."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    @cute.jit
+    def __call__(self, counts: cute.Tensor, found: cute.Tensor, n: Int32, stream: cuda.CUstream):
+        self.kernel(counts, found, n).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, counts: cute.Tensor, found: cute.Tensor, n: Int32):
+        lane, _, _ = cute.arch.thread_idx()
+        tiles = ExpertTiles.create(1000 * lane, counts[lane], TILE_M, N_TILES, self.step)
+        total = tiles.total()
+        for linear in range(n):
+            tile = tiles.locate(linear)
+            if lane == 0:
+                found[linear, 0] = tile.expert
+                found[linear, 1] = tile.n_tile
+                found[linear, 2] = tile.row
+                found[linear, 3] = tile.rows
+                found[linear, 4] = total
+
+
+def look_up(counts: list[int], n: int, step: int) -> list[list[int]]:
+    arguments = (
+        Tensor(Int32, (WARP,), align=4),
+        Tensor(Int32, (Extent("positions"), 5), align=4),
+        Scalar(Int32),
+    )
+    found = torch.full((n, 5), -1, dtype=torch.int32)
+    table = torch.tensor(counts + [0] * (WARP - len(counts)), dtype=torch.int32)
+    compiled(Lookup, (step,), arguments, "sm_90a")(table, found, n)
+    return found.tolist()
+
+
+@pytest.mark.parametrize("step", [64, TILE_M])
+@pytest.mark.parametrize(
+    "counts", [[5], [0, 192, 0, 193], [700, 1, 0, 64, 448], [1] * WARP], ids=str
+)
+def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
+    tiles = N_TILES * sum(-(-count // TILE_M) for count in counts)
+    found = look_up(counts, tiles, step)
+    covered = [
+        (expert, column, row + i - 1000 * expert)
+        for expert, column, row, rows, _ in found
+        for i in range(min(rows, TILE_M))  # in tiles of one step `rows` are all that follow
+    ]
+    assert sorted(covered) == [
+        (expert, column, i)
+        for expert, count in enumerate(counts)
+        for column in range(N_TILES)
+        for i in range(count)
+    ]
+    assert [expert for expert, *_ in found] == sorted(expert for expert, *_ in found)
+    assert all(rows > 0 and total == tiles for *_, rows, total in found)
+    assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("step", [64, TILE_M])
+def test_without_rows_a_tile_has_none(step, emulator):
+    """A warp looks its first tile up before it knows that there is none."""
+    ((_, n_tile, _, rows, total),) = look_up([], 1, step)
+    assert (n_tile, rows, total) == (0, 0, 0)
