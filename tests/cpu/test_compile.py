@@ -236,6 +236,17 @@ def test_illegal_problem(n, k, experts, message):
         kernels.compile_grouped_gemm(GemmConfig(), n, k, experts, ARCH)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "width", "multiple"),
+    [(kernels.Combine, 516, 8), (kernels.Dispatch, 576, 128), (SwigluQuant, 576, 128)],
+)
+def test_an_illegal_width(kernel, width, multiple):
+    arguments = () if kernel is SwigluQuant else (8,)
+    with pytest.raises(ValueError, match=f"={width}: expected a multiple of {multiple}"):
+        kernel(width, *arguments)
+    kernel(width - width % multiple, *arguments)
+
+
 def test_a_k_of_half_a_stage_is_refused():
     with pytest.raises(ValueError, match="k=384: expected whole stages of 256"):
         kernels.compile_grouped_gemm(GemmConfig(stage_blocks=2), 256, 384, 1, ARCH)

@@ -63,6 +63,16 @@ def test_a_right_solution_passes_with_its_figures() -> None:
         assert e.environment.libs["device"] == "cpu" and int(e.environment.libs["threads"]) >= 1
 
 
+def test_errors_are_relative_to_the_reference() -> None:
+    """1.23 times it is 23 % off, which would be 19 % of the solution's own values."""
+    content = small.RIGHT.replace("* factor", "* factor * 1.23")
+    config = BenchmarkConfig(iterations=1, rtol=0.2, atol=0.01)
+    (e,) = run([small.solution("it", content)], lengths=(99,), config=config).values()
+    assert e.status.value == "INCORRECT_NUMERICAL"
+    extra = e.correctness.extra
+    assert extra["matched_ratio"] < 0.1 and extra["matched_ratios"]["0.2/0.1"] < 0.3
+
+
 class Clock:
     """Seconds pass only where the reference or a solution says so."""
 

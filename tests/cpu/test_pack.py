@@ -326,7 +326,9 @@ def test_a_version_that_takes_anothers_place_is_loaded(
 
 def test_a_bundle_is_loaded_once_and_goes_with_the_package_around_it(tmp_path: Path) -> None:
     directory = unpack(pack.pack(GENERATIONS["triton_moe"]), tmp_path / "x")
-    assert top_level(directory).run is by_its_path(directory).run
+    run = top_level(directory).run
+    package = sys.modules[run.__module__.split(".")[0]]
+    assert by_its_path(directory).run is run and sys.modules[package.__name__] is package
     before = set(sys.modules)
     around = of_a_package(directory).__package__
     # flashinfer-bench unloads by prefix; what stayed would keep its buffers on the GPU.

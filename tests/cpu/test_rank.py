@@ -13,7 +13,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.ranking import rank, rank_tables, rank_text
 from scripts.ranking.ranking import Ranking
-from scripts.ranking.rankings import rankings
+from scripts.ranking.rankings import is_ours, rankings
 from scripts.ranking.traces import read_records
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
@@ -164,6 +164,24 @@ def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
     assert summary.calc_diff == pytest.approx(0.1)
     assert summary.matched_ratios == {"0.2/0.1": 0.9, "0.3/1": 0.9, "0.01/0.01": 0.9}
     assert "0.900000" in rank_text.to_text(ranking)
+    # What flashinfer-bench itself records, without the accuracy pass.
+    (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0, extra={"matched_ratio": 0.95})])
+    assert rank_tables.accuracy_table(ranking)[1] == [["x", "0.9500", *["-"] * 5]]
+
+
+def test_shares_and_methods_in_words() -> None:
+    assert [rank_tables.percent(x) for x in (None, 0.0, 0.5, 1.0)] == ["-", "0 %", "50 %", "100 %"]
+    methods = [rank_text.say_method(m) for m in ("graph", "clock", "")]
+    assert methods == ["replay of a CUDA graph", "clock", "unknown method"]
+
+
+def test_markdown_has_every_table_of_the_text(tmp_path: Path) -> None:
+    (ranking,) = ranked(tmp_path, CLOCKED, peers=["peer"])
+    said = rank_text.to_markdown(ranking)
+    tables = rank_tables.workload_tables(ranking)
+    assert len(tables) == 6
+    for title, header, rows in tables:
+        assert f"{title}:\n\n{rank_text.markdown_table(header, rows, left=0)}" in said
 
 
 def test_against_is_the_geometric_mean_of_latency_ratios(tmp_path: Path) -> None:
@@ -217,6 +235,8 @@ def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
     _, rows = rank_tables.summary_table(ranking)
     assert [r[2] for r in rows] == ["1/1", "0/3"]
     assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
+    (ranking,) = ranked(tmp_path, traces[:3])
+    assert ranking.summaries[1].note == "T=7: misaligned address (and 1 more)"
 
 
 PEER_TRACES = [
@@ -261,6 +281,12 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
     assert {s.solution: s.peer for s in by_run.summaries} == peers
     (alone,) = ranked(tmp_path, [trace("ours", 7, 1.0)])
     assert not alone.compares_peers and "best peer" not in rank_text.to_text(alone)
+
+
+def test_our_earlier_versions_are_ours_too() -> None:
+    assert is_ours("renamed", {"renamed"})
+    assert is_ours("cutedsl_moe_fp8_v0", set())
+    assert not is_ours("triton_moe", {"renamed"})
 
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
     rows = g.shape[0] if rows is None else rows
     m_indptr = torch.tensor([0, rows], dtype=torch.int32)
     q, scale = empty_swiglu(g)
-    compile_swiglu_quant(INTERMEDIATE, "sm_90a")(g, q, scale, m_indptr, ctas)
+    compile_swiglu_quant(q.shape[1], "sm_90a")(g, q, scale, m_indptr, ctas)
     assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
     return q[:rows], scale[:, :rows]
 
@@ -28,8 +28,9 @@ def expected_swiglu(g: torch.Tensor, rows: int | None = None):
 
 
 def empty_swiglu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.full((g.shape[0], INTERMEDIATE), torch.nan).to(FP8)
-    return q, torch.full((INTERMEDIATE // 128, g.shape[0]), torch.nan)
+    rows, intermediate = g.shape[0], g.shape[1] // 2
+    q = torch.full((rows, intermediate), torch.nan).to(FP8)
+    return q, torch.full((intermediate // 128, rows), torch.nan)
 
 
 def check_swiglu(got, expected) -> None:
@@ -41,10 +42,14 @@ def check_swiglu(got, expected) -> None:
     torch.testing.assert_close(q.float(), expected_q.float(), rtol=0.13, atol=0.01)
 
 
-@pytest.mark.parametrize("rows", [1, 17, 65])
-def test_swiglu_quant(rows, mode, emulator):
+# A part of the scale blocks of a CTA, exactly those of one, and more than those of two.
+@pytest.mark.parametrize(
+    ("rows", "intermediate"),
+    [(1, INTERMEDIATE), (17, INTERMEDIATE), (65, INTERMEDIATE), (3, 1024), (3, 2176)],
+)
+def test_swiglu_quant(rows, intermediate, mode, emulator):
     torch.manual_seed(rows)
-    g = (torch.randn(rows, 2 * INTERMEDIATE) * 10).bfloat16()
+    g = (torch.randn(rows, 2 * intermediate) * 10).bfloat16()
     check_swiglu(run_swiglu(g), expected_swiglu(g))
     assert emulator.reports[-1].hazards == []
 

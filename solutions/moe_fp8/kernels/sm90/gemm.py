@@ -381,7 +381,9 @@ class GroupedGemmSm90:
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
             self._load_b_scale(fragments.b_scale, b.scales, following)
             if valid:
-                self.epilogue.store(output, staging, self.tiled_mma, total_acc, tile, consumer, thread)
+                self.epilogue.store(
+                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread
+                )
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()
