@@ -24,7 +24,7 @@ def tolerance_name(rtol: float, atol: float) -> str:
 
 def metrics(output: "torch.Tensor", reference: "torch.Tensor") -> dict[str, Any]:
     """The figures that go into a trace's correctness.extra."""
-    from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
+    from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
     return {
         "cosine": float(cosine(output, reference)),

@@ -46,7 +46,7 @@ from scripts.workloads.synthetic_logits import MEAN, ROUTED_SCALING_FACTOR, STD
 
 if TYPE_CHECKING:
     import torch
-    from moe_fp8.core.problem import MoeInputs
+    from moe_fp8.layer.problem import MoeInputs
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
 TOTAL = "end to end"
@@ -128,7 +128,7 @@ def compare_outputs(
 ) -> dict[str, str]:
     """How each layer's output differs from the first one's: a timing of wrong results is none."""
     import torch
-    from moe_fp8.core.metrics import calc_diff
+    from moe_fp8.layer.metrics import calc_diff
 
     said, first = {}, None
     for name, layer in layers.items():
@@ -158,7 +158,7 @@ class Problems:
     def of(self, length: int) -> "tuple[MoeInputs, str]":
         """The inputs and where their routing comes from."""
         import torch
-        from moe_fp8.core.problem import MoeInputs
+        from moe_fp8.layer.problem import MoeInputs
 
         trace = self.workloads.get(length)
         if trace is not None:

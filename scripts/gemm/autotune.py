@@ -26,7 +26,7 @@ from scripts.gemm.timing import Timing, run_problem
 from scripts.gemm.variants import LAYOUTS, heuristic, ours
 
 if TYPE_CHECKING:
-    from moe_fp8.core.config import GemmConfig
+    from moe_fp8.kernels.sm90.config import GemmConfig
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 MAX_LOSS = 5.0
@@ -50,7 +50,7 @@ def candidates(rows: float) -> "list[GemmConfig]":
         clusters = [(1, 1), (2, 1), (1, 2)]
         fields += [
             {"tile_m": m, "tile_n": n, "cluster_m": cm, "cluster_n": cn, **more}
-            for m, n in ((64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (192, 128))
+            for m, n in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
             for cm, cn in clusters
             for more in (
                 {},
@@ -59,8 +59,7 @@ def candidates(rows: float) -> "list[GemmConfig]":
                 {"overlap": True, "dynamic": True},
                 {"dynamic": True, "unroll": True, "stages": 4},
             )
-            # Tiles on demand are for many of them, constants in the main loop for large ones;
-            # ping-pong is left to the ablation, where it has never won.
+            # Tiles on demand are for many of them, constants in the main loop for large ones.
             if rows > 64 or "dynamic" not in more
             if m == 192 or "unroll" not in more
         ]
@@ -68,7 +67,7 @@ def candidates(rows: float) -> "list[GemmConfig]":
 
 
 def legal(fields: dict[str, Any]) -> "GemmConfig | None":
-    from moe_fp8.core.config import GemmConfig
+    from moe_fp8.kernels.sm90.config import GemmConfig
 
     try:
         return GemmConfig(**fields)
@@ -170,9 +169,7 @@ def main() -> int:
     # Those with the same weights side by side: they are drawn once.
     problems.sort(key=lambda p: (p.n, -p.experts))
     jobs = dict.fromkeys(
-        Kernel(config, p.n, p.k, p.experts, args.layout, arch)
-        for p in problems
-        for config in configs_of(p)
+        Kernel(config, p.n, p.k, p.experts, arch) for p in problems for config in configs_of(p)
     )
     compile_ahead(compile_kernel, jobs, args.compile_workers)
     timing = Timing(args.launches, args.repeats, args.seed)

@@ -34,18 +34,15 @@ class Kernel:
     n: int
     k: int
     experts: int
-    layout: str
     arch: str
 
 
 def compile_kernel(kernel: Kernel) -> None:
     """Leave our kernel in its cache on disk; needs no GPU."""
-    from moe_fp8.core.kernels import compile_grouped_gemm
-    from moe_fp8.core.segments import ALIGNED, BATCHED, FLAT
+    from moe_fp8.kernels.operations import compile_grouped_gemm
 
     x = kernel
-    segments = {"batched": BATCHED, "aligned": ALIGNED, "flat": FLAT}[x.layout]
-    compile_grouped_gemm(x.config, x.n, x.k, x.experts, x.arch, segments)
+    compile_grouped_gemm(x.config, x.n, x.k, x.experts, x.arch)
 
 
 def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers: int) -> None:

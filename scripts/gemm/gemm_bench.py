@@ -95,7 +95,7 @@ def collect_variants(
     quiet: bool = False,
 ) -> list[Variant]:
     """Our kernel with these configs, or else as the solutions ship it, and the peers."""
-    from moe_fp8.core.config import GemmConfig
+    from moe_fp8.kernels.sm90.config import GemmConfig
 
     variants = []
     for text in configs:

@@ -15,10 +15,10 @@ def require_gpu() -> str:
 def gpu_arch() -> str:
     """The compilation target of this GPU."""
     import torch
-    from moe_fp8.core.kernels import ARCHS
+    from moe_fp8.kernels.architectures import ARCHITECTURES
 
     capability = torch.cuda.get_device_capability()
-    if capability not in ARCHS:
-        names = ", ".join(ARCHS.values())
+    if capability not in ARCHITECTURES:
+        names = ", ".join(architecture.target for architecture in ARCHITECTURES.values())
         raise UsageError(f"compute capability {capability}: the kernels are for {names}")
-    return ARCHS[capability]
+    return ARCHITECTURES[capability].target

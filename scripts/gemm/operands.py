@@ -112,16 +112,16 @@ class Operands:
     @functools.cached_property
     def aligned(self) -> Placed:
         """Every expert begins at a multiple of 128 rows, with no room for those without rows."""
-        starts = self.aligned_segments[0].tolist()
+        starts = self.aligned_rows[0].tolist()
         total = sum(padded(rows, BLOCK) for rows in self.problem.rows)
         return self.placed(starts, max(BLOCK, total))
 
     @functools.cached_property
-    def aligned_segments(self) -> "torch.Tensor":
-        """[2, E] int32: first row and row count of every expert in `aligned`."""
+    def aligned_rows(self) -> "torch.Tensor":
+        """[2, E] int32: first row and end of every expert in `aligned`."""
         import torch
 
         padded_rows = [padded(rows, BLOCK) for rows in self.problem.rows]
         starts = list(itertools.accumulate([0, *padded_rows[:-1]]))
-        segments = torch.tensor([starts, self.problem.rows], dtype=torch.int32)
-        return segments.to(self.a.device)
+        ends = [start + rows for start, rows in zip(starts, self.problem.rows, strict=True)]
+        return torch.tensor([starts, ends], dtype=torch.int32).to(self.a.device)

@@ -117,14 +117,15 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
 
 def _histogram(trace_set: Any, workload: Any) -> Histogram:
     from flashinfer_bench.bench.utils import load_safetensors
-    from moe_fp8.core.problem import DEEPSEEK_V3
-    from moe_fp8.core.routing import route
+    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.layer.routing import choose_experts
 
     definition = trace_set.definitions[DEFINITION]
     loaded = load_safetensors(definition, workload, trace_set.root)
     scalars = {n: s.value for n, s in workload.inputs.items() if s.type == "scalar"}
     factor = scalars.get("routed_scaling_factor", 1.0)
-    ids, _ = route(loaded["routing_logits"], loaded["routing_bias"], factor, DEEPSEEK_V3)
+    logits, bias = loaded["routing_logits"], loaded["routing_bias"]
+    ids, _ = choose_experts(logits, bias, factor, DEEPSEEK_V3)
     local = ids.long() - scalars["local_expert_offset"]
     experts = DEEPSEEK_V3.num_local_experts
     here = (local >= 0) & (local < experts)

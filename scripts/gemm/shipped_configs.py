@@ -18,7 +18,7 @@ def shipped(name: str, problem: Problem) -> Any:
     what it may look at is its own business.
     """
     import torch
-    from moe_fp8.core.routing import GroupedRows
+    from moe_fp8.layer.routing import GroupedRows
 
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     rows = torch.tensor(problem.rows)
@@ -40,7 +40,7 @@ def solution_variant(name: str) -> Variant:
 
 def ladder() -> list[Any]:
     """The heuristic's configs for rows that differ from expert to expert, from few rows to many."""
-    from moe_fp8.core.heuristic import FEW_ROWS, LARGEST, UNEVEN
+    from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
 
     return [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
 

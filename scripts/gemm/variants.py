@@ -77,7 +77,7 @@ class Variant:
 
 def heuristic(problem: Problem) -> Any:
     """The config that the heuristic gives who knows the rows, as the solution v3 does."""
-    from moe_fp8.core.heuristic import choose
+    from moe_fp8.kernels.sm90.heuristic import choose
 
     rows, active = problem.mean_rows, problem.active
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
@@ -86,8 +86,8 @@ def heuristic(problem: Problem) -> Any:
 def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
     """Our kernel with a config, with that which a function gives for the problem, or, without
     either, the heuristic's."""
-    from moe_fp8.core import kernels
-    from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows, RowLayout
+    from moe_fp8.kernels import operations as kernels
+    from moe_fp8.layer.rows import batched_rows, flat_rows
 
     def chosen(problem: Problem) -> Any:
         if config is None:
@@ -96,16 +96,15 @@ def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
 
     def prepare(x: Operands) -> Call:
         p, picked = x.problem, chosen(x.problem)
-        rows: RowLayout
         if layout == "batched":
             placed = x.batched
-            rows = BatchedRows(x.rows_per_expert, p.max_rows)
+            rows = batched_rows(x.rows_per_expert, p.max_rows)
         elif layout == "aligned":
             placed = x.aligned
-            rows = AlignedRows(x.aligned_segments)
+            rows = x.aligned_rows
         else:
             placed = Placed(x.a, x.a_scale, x.out, x.index)
-            rows = FlatRows(x.m_indptr)
+            rows = flat_rows(x.m_indptr)
         arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
 
         def launch() -> None:
@@ -121,8 +120,7 @@ class Checker:
 
     def __init__(self, operands: Operands):
         import torch
-        from moe_fp8.core import model
-        from moe_fp8.core.layout import FlatRows
+        from moe_fp8.layer import model
 
         x, p = operands, operands.problem
         active = [e for e, rows in enumerate(p.rows) if rows]
@@ -133,7 +131,7 @@ class Checker:
             begin = sum(p.rows[:e])
             rows = slice(begin, begin + p.rows[e])
             out = x.out.new_empty((p.rows[e], p.n))
-            alone = FlatRows(torch.tensor([0, p.rows[e]], dtype=torch.int32, device=out.device))
+            alone = torch.tensor([[0], [p.rows[e]]], dtype=torch.int32, device=out.device)
             b, b_scale = x.b[e : e + 1], x.b_scale[e : e + 1]
             model.grouped_gemm(x.a[rows], x.a_scale[:, rows], b, b_scale, out, alone, None)
             self.expected.append((rows, out))
@@ -141,7 +139,7 @@ class Checker:
     def calc_diff(self, variant: Variant) -> float:
         """The largest over these experts; infinite where any row was not written."""
         import torch
-        from moe_fp8.core.metrics import calc_diff
+        from moe_fp8.layer.metrics import calc_diff
 
         call = variant.prepare(self.operands)
         call.poison()

@@ -20,7 +20,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from moe_fp8.core.compile import Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import Extent, Scalar, Tensor, fakes
 
 LINE = 128
 """Bytes of a row of the weights as they are read: the widest box that is not swizzled."""

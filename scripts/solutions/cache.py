@@ -20,7 +20,7 @@ def main() -> int:
     args = arguments.parse_args()
 
     # Not at the top: `--help` needs none of the package.
-    from moe_fp8.core.kernel_cache import CACHE_VARIABLE, LIMIT_BYTES, KernelCache, cache_dir
+    from moe_fp8.kernels.cache import CACHE_VARIABLE, LIMIT_BYTES, KernelCache, cache_dir
 
     directory = cache_dir()
     if directory is None:

@@ -4,9 +4,9 @@ real ones make or should make. What a real function leaves unset is garbage here
 from types import ModuleType, SimpleNamespace
 
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.problem import MoeShape
-from moe_fp8.core.routing import route
+from moe_fp8.layer import model
+from moe_fp8.layer.problem import MoeShape
+from moe_fp8.layer.routing import route
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FP8_MAX = 448.0

@@ -22,8 +22,8 @@ from moe_fp8.baselines import (
     sglang_moe,
     supported,
 )
-from moe_fp8.core.metrics import calc_diff
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from packaging.requirements import Requirement
 
 from scripts.solutions import pack

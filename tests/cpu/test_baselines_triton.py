@@ -8,9 +8,9 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
-from moe_fp8.core import model, routing
-from moe_fp8.core.metrics import calc_diff, matched_ratio
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.layer import model, routing
+from moe_fp8.layer.metrics import calc_diff, matched_ratio
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import (
@@ -199,7 +199,7 @@ def test_scatter(placed):
     a_scale = new_scale(layout, total, TINY.hidden_size // 128, max_rows)
     wanted = a.clone(), torch.full((TINY.hidden_size // 128, total), NAN, device=DEVICE)
     stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
-    model.dispatch(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, *wanted)
+    model.permute(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, *wanted)
     assert torch.equal(raw(a), raw(wanted[0]))
     flat = a_scale.reshape(total, -1)
     torch.testing.assert_close(flat, wanted[1].t(), rtol=0, atol=0, equal_nan=True)

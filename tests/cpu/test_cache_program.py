@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from moe_fp8.core.kernel_cache import CACHE_VARIABLE, KernelCache
+from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
 
 from scripts.common.command_line import UsageError
 from scripts.solutions import cache

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from cutlass import Float32
 from elftools.elf.elffile import ELFFile
-from moe_fp8.core import compile as compiling
-from moe_fp8.core import kernel_cache, kernels
-from moe_fp8.core.config import MAX_CONSUMER_WARPGROUPS, SMEM_BYTES, GemmConfig
-from moe_fp8.core.gemm_sm90 import Barriers
-from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
-from moe_fp8.core.segments import ALIGNED, BATCHED, FLAT
-from moe_fp8.core.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.kernels import cache as kernel_cache
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.segments import ALIGNED, BATCHED, FLAT
+from moe_fp8.kernels.sm90.config import MAX_CONSUMER_WARPGROUPS, SMEM_BYTES, GemmConfig
+from moe_fp8.kernels.sm90.gemm import Barriers
+from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
+from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -163,7 +164,7 @@ def test_swiglu_quant(compiled_code, tmp_path):
 
 
 def test_dispatch(compiled_code, tmp_path):
-    ptx, cubin = compiled_code(kernels.compile_dispatch, 7168, 8, ARCH)
+    ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, ARCH)
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     stores = re.findall(r"st\.global\S*", ptx)
     assert len(loads) == 7 and max(loads) < ptx.index("st.global")
@@ -554,8 +555,9 @@ def test_eight_processes_compile_once(tmp_path):
 
 COMPILE_IN_THREADS = """
 import sys, threading
-from moe_fp8.core import compile as compiling, kernels
-from moe_fp8.core.config import GemmConfig
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig
 count, original = [], compiling.cute.compile
 compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
 start, made = threading.Barrier(8), []
@@ -587,7 +589,8 @@ def test_eight_threads_compile_at_once(tmp_path, kept):
 
 DIE_WHILE_COMPILING = """
 import os, sys
-from moe_fp8.core import compile as compiling, kernels
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
 if sys.argv[1] == "build":  # nothing is written yet
     compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
 else:  # the object is there, its digest is not

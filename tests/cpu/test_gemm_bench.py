@@ -9,9 +9,9 @@ import types
 
 import pytest
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.layout import FlatRows
-from moe_fp8.core.metrics import calc_diff
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.rows import FlatRows
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
@@ -62,7 +62,7 @@ def test_a_bad_config_is_a_usage_error(text: str) -> None:
 
 
 def test_the_kernels_own_config_is_accepted() -> None:
-    from moe_fp8.core.config import GemmConfig
+    from moe_fp8.kernels.sm90.config import GemmConfig
 
     assert gemm_bench.parse_config("tile_m=64,stages=4", GemmConfig) == GemmConfig(
         tile_m=64, stages=4
@@ -165,7 +165,7 @@ def kernel(monkeypatch):
         calls.append((type(layout).__name__, config))
         model.grouped_gemm(a, a_scale, b, b_scale, out, layout, config)
 
-    monkeypatch.setattr("moe_fp8.core.kernels.grouped_gemm", grouped_gemm)
+    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", grouped_gemm)
     return calls
 
 
@@ -386,8 +386,8 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     import importlib
 
-    from moe_fp8.core import pipeline, routing
-    from moe_fp8.core.problem import DEEPSEEK_V3 as SHAPE
+    from moe_fp8.layer import pipeline, routing
+    from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
 
     launched = []
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.config import GemmConfig
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer import model
 
 import run
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
@@ -79,7 +79,7 @@ def timed(monkeypatch):
     source = weights
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
     monkeypatch.setattr(timing, "time_variants", clock)
-    monkeypatch.setattr("moe_fp8.core.kernels.grouped_gemm", model.grouped_gemm)
+    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", model.grouped_gemm)
     monkeypatch.setattr(
         timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )

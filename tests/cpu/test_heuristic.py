@@ -5,8 +5,8 @@ import math
 import sys
 
 import pytest
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.heuristic import EVEN, FEW_ROWS, LARGEST, MULTIPROCESSORS, UNEVEN, choose
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, MULTIPROCESSORS, UNEVEN, choose
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]

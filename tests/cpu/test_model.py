@@ -4,9 +4,9 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows
-from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
+from moe_fp8.layer.rows import AlignedRows, BatchedRows, FlatRows
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -125,7 +125,7 @@ def test_dispatch():
     pair_row = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 3, 7], [-1, 8, -1]], dtype=torch.int32)
     a = torch.full((10, 256), torch.nan).to(FP8)
     a_scale = torch.full((2, 10), torch.nan)
-    model.dispatch(x, x_scale, pair_row, a, a_scale)
+    model.permute(x, x_scale, pair_row, a, a_scale)
     token_of_row = {5: 0, 0: 0, 2: 2, 3: 2, 7: 2, 8: 3}
     for row in range(10):
         got = a.view(torch.uint8)[row]

@@ -63,7 +63,7 @@ def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
         "import sys; from scripts.solutions import pack; assert pack.generations(); "
         "[pack.pack(g) for g in pack.generations()]; "
-        "sys.exit(bool({'torch', 'cutlass', 'flashinfer_bench', 'moe_fp8.core.pipeline'} "
+        "sys.exit(bool({'torch', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"
     )
     paths = os.pathsep.join([str(ROOT / "solutions"), str(ROOT)])
@@ -348,8 +348,8 @@ def test_the_error_of_a_bundle_that_cannot_be_loaded_is_its_own_each_time(packag
 def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path: Path) -> None:
     """Its entries are known by their sources, whatever the modules are called and wherever they
     lie."""
-    from moe_fp8.core import compile as compiling
-    from moe_fp8.core import gemm_sm90
+    from moe_fp8.kernels import compile as compiling
+    from moe_fp8.kernels.sm90 import gemm as gemm_sm90
 
     def key(compiling: Any, gemm_sm90: Any) -> dict[str, str]:
         return compiling.made_of(gemm_sm90.GroupedGemmSm90, (1,), (), "sm_90a")

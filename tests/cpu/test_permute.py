@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.heuristic import EVEN, LARGEST, SMALLER, choose
-from moe_fp8.core.layout import AlignedRows, FlatRows
-from moe_fp8.core.pipeline import HostRows
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeShape
-from moe_fp8.core.routing import GroupedRows, group_rows
-from moe_fp8.parts.permute_loop import LoopPermutation
-from moe_fp8.parts.permute_vectorised import VectorisedPermutation
-from moe_fp8.parts.rows_aligned import place_aligned
-from moe_fp8.parts.rows_flat import expected_rows, place_flat
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.heuristic import EVEN, LARGEST, SMALLER, choose
+from moe_fp8.layer.pipeline import HostRows
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.layer.routing import GroupedRows, group_rows
+from moe_fp8.layer.rows import AlignedRows, FlatRows
+from moe_fp8.v1_loop_padding import LoopPermutation
+from moe_fp8.v2_vectorised import VectorisedPermutation
+from moe_fp8.v3_clustered import place_aligned
+from moe_fp8.v4_flat import expected_rows, place_flat
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 PERMUTATIONS = [LoopPermutation, VectorisedPermutation]

@@ -9,25 +9,25 @@ from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
-from moe_fp8.core import model, pipeline
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.layout import AlignedRows
-from moe_fp8.core.metrics import calc_diff, cosine, matched_ratio
-from moe_fp8.core.pipeline import (
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer import model, pipeline
+from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
+from moe_fp8.layer.pipeline import (
     STAGES,
     Buffers,
-    DispatchLayer,
     HostRows,
     Layer,
     PaddedLayer,
+    PlacedLayer,
     buffers,
 )
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from moe_fp8.core.routing import GroupedRows
-from moe_fp8.parts.permute_loop import LoopPermutation
-from moe_fp8.parts.permute_vectorised import VectorisedPermutation
-from moe_fp8.parts.rows_aligned import place_aligned
-from moe_fp8.parts.rows_flat import place_flat
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.layer.routing import GroupedRows
+from moe_fp8.layer.rows import AlignedRows
+from moe_fp8.v1_loop_padding import LoopPermutation
+from moe_fp8.v2_vectorised import VectorisedPermutation
+from moe_fp8.v3_clustered import place_aligned
+from moe_fp8.v4_flat import place_flat
 from test_permute import new_poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -48,8 +48,8 @@ def layers_of(shape: MoeShape) -> dict[str, Layer]:
     return {
         "v1": PaddedLayer(LoopPermutation, None, shape),
         "v2": PaddedLayer(VectorisedPermutation, None, shape),
-        "v3": DispatchLayer(place_aligned, choose, shape),
-        "flat": DispatchLayer(place_flat, choose, shape),
+        "v3": PlacedLayer(place_aligned, choose, shape),
+        "flat": PlacedLayer(place_flat, choose, shape),
     }
 
 

@@ -8,10 +8,10 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
-from moe_fp8.core import backend
-from moe_fp8.core.pipeline import PaddedLayer
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
-from moe_fp8.parts.permute_vectorised import VectorisedPermutation
+from moe_fp8.layer import backend
+from moe_fp8.layer.pipeline import PaddedLayer
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from moe_fp8.core.problem import DEEPSEEK_V3, MoeShape
-from moe_fp8.core.routing import group_rows, route
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.layer.routing import group_rows, route
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = [

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from moe_fp8.core.metrics import calc_diff
+from moe_fp8.layer.metrics import calc_diff
 
 from scripts.benchmark import stages
 from scripts.common import schemas

@@ -4,8 +4,8 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.layout import AlignedRows, BatchedRows, FlatRows, RowLayout
+from moe_fp8.layer import model
+from moe_fp8.layer.rows import AlignedRows, BatchedRows, FlatRows, RowLayout
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0

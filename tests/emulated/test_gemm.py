@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from moe_fp8.core import kernels
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.kernels import _segments, compile_grouped_gemm
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.operations import _segments, compile_grouped_gemm
+from moe_fp8.kernels.sm90.config import GemmConfig
 from problems import FP8, LAYOUTS, UNTOUCHED, gemm
 
 CONFIGS = [

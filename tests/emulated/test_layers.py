@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from moe_fp8.core import kernels, pipeline
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.metrics import calc_diff
-from moe_fp8.core.pipeline import STAGES, DispatchLayer, Layer, PaddedLayer
-from moe_fp8.core.problem import MoeInputs, MoeShape
-from moe_fp8.parts.permute_vectorised import VectorisedPermutation
-from moe_fp8.parts.rows_aligned import place_aligned
-from moe_fp8.parts.rows_flat import place_flat
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer import pipeline
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.pipeline import STAGES, Layer, PaddedLayer, PlacedLayer
+from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.v2_vectorised import VectorisedPermutation
+from moe_fp8.v3_clustered import place_aligned
+from moe_fp8.v4_flat import place_flat
 from problems import fp8
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
@@ -17,10 +18,10 @@ SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermedi
 SWAPPED = GemmConfig(tile_m=8, swap_ab=True)
 LAYERS = {
     "v2": PaddedLayer(VectorisedPermutation, GemmConfig(), SHAPE),
-    "v3": DispatchLayer(place_aligned, lambda *_, **known: GemmConfig(cluster_n=2), SHAPE),
-    "v3 swapped": DispatchLayer(place_aligned, lambda *_, **known: SWAPPED, SHAPE),
-    "flat": DispatchLayer(place_flat, lambda *_, **known: GemmConfig(cluster_m=2), SHAPE),
-    "flat swapped": DispatchLayer(place_flat, lambda *_, **known: SWAPPED, SHAPE),
+    "v3": PlacedLayer(place_aligned, lambda *_, **known: GemmConfig(cluster_n=2), SHAPE),
+    "v3 swapped": PlacedLayer(place_aligned, lambda *_, **known: SWAPPED, SHAPE),
+    "flat": PlacedLayer(place_flat, lambda *_, **known: GemmConfig(cluster_m=2), SHAPE),
+    "flat swapped": PlacedLayer(place_flat, lambda *_, **known: SWAPPED, SHAPE),
 }
 
 

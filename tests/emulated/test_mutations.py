@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_fp8.core.config import GemmConfig
+from moe_fp8.kernels.sm90.config import GemmConfig
 from problems import gemm
 from ptxemu import MODES
 from test_gemm import launch

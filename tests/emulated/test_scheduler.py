@@ -5,8 +5,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import Int32
-from moe_fp8.core.compile import Extent, Scalar, Tensor, compiled
-from moe_fp8.core.scheduler import WARP, ExpertTiles
+from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
+from moe_fp8.kernels.tiles import WARP, ExpertTiles
 
 TILE_M, N_TILES = 192, 3
 

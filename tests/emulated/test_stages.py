@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from moe_fp8.core import model
-from moe_fp8.core.kernels import compile_combine, compile_dispatch, compile_swiglu_quant
+from moe_fp8.kernels.operations import compile_combine, compile_permute, compile_swiglu_quant
+from moe_fp8.layer import model
 from problems import FP8, UNTOUCHED, fp8
 
 INTERMEDIATE = 384
@@ -136,9 +136,9 @@ def test_dispatch(tokens, hidden, mode, emulator):
     local = torch.randperm(tokens * top_k)[: tokens * 2]  # some tokens get 0 rows, some 1, 2, 3
     pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
     pair_row = pair_row.view(tokens, top_k)
-    kernel = compile_dispatch(hidden, top_k, "sm_90a")
+    kernel = compile_permute(hidden, top_k, "sm_90a")
     a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, rows)
-    expected_a, expected_scale = run_dispatch(model.dispatch, x, x_scale, pair_row, rows)
+    expected_a, expected_scale = run_dispatch(model.permute, x, x_scale, pair_row, rows)
     assert torch.equal(a, expected_a)
     assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
     unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
@@ -153,7 +153,7 @@ def test_dispatch_of_hardly_a_pair(pairs, mode, emulator):
     pair_row = torch.full((5, 8), -1, dtype=torch.int32)
     pair_row[3, :pairs] = 0
     x, x_scale = fp8(5, 512), torch.randn(4, 5)
-    kernel = compile_dispatch(512, 8, "sm_90a")
+    kernel = compile_permute(512, 8, "sm_90a")
     a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, 12)
     assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
     assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
@@ -168,7 +168,7 @@ def test_dispatch_to_a_row_past_32_bits(emulator):
     pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
     a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
     a_scale = torch.empty(4, row + 1)
-    compile_dispatch(hidden, 2, "sm_90a")(x, x_scale, pair_row, a, a_scale)
+    compile_permute(hidden, 2, "sm_90a")(x, x_scale, pair_row, a, a_scale)
     assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
     assert torch.equal(a_scale[:, row], x_scale[:, 0])
     assert emulator.reports[-1].hazards == []

@@ -13,7 +13,7 @@ def _why_not() -> str | None:
 
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
-    from moe_fp8.core.backend import select
+    from moe_fp8.layer.backend import select
 
     try:
         select(torch.device("cuda"))

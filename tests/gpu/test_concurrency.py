@@ -20,7 +20,8 @@ from moe_fp8.baselines import (
     triton_fused_moe_v2,
     triton_moe,
 )
-from moe_fp8.core import kernels, pipeline
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.layer import pipeline
 from test_layer import new_output, output_of
 
 pytestmark = pytest.mark.gpu

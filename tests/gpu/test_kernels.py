@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
-from moe_fp8.core import kernels, model
-from moe_fp8.core.config import GemmConfig
-from moe_fp8.core.heuristic import LARGEST
-from moe_fp8.core.layout import BatchedRows, FlatRows
-from moe_fp8.core.metrics import calc_diff, cosine
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.heuristic import LARGEST
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff, cosine
+from moe_fp8.layer.rows import BatchedRows, FlatRows
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -275,7 +276,7 @@ own_rows = torch.full((3, 8), -1, dtype=torch.int32, device="cuda")
 own_rows[:, 2] = torch.arange(3, dtype=torch.int32, device="cuda")
 tokens, rows = fp8(3, 512), torch.empty(4, 512, device="cuda").to(FP8)
 scales = torch.rand(4, 3, device="cuda"), torch.empty(4, 4, device="cuda")
-kernels.dispatch(tokens, scales[0], own_rows, rows, scales[1])
+kernels.permute(tokens, scales[0], own_rows, rows, scales[1])
 torch.cuda.synchronize()
 print("ran to the end")
 """

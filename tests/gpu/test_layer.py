@@ -9,13 +9,13 @@ from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
-from moe_fp8.core import backend, model, pipeline
-from moe_fp8.core.layout import BatchedRows, RowLayout
-from moe_fp8.core.metrics import calc_diff, cosine
-from moe_fp8.core.problem import DEEPSEEK_V3 as SHAPE
-from moe_fp8.core.problem import MoeInputs
-from moe_fp8.core.routing import GroupedRows
-from moe_fp8.parts.permute_vectorised import VectorisedPermutation
+from moe_fp8.layer import backend, model, pipeline
+from moe_fp8.layer.metrics import calc_diff, cosine
+from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
+from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.layer.routing import GroupedRows
+from moe_fp8.layer.rows import BatchedRows, RowLayout
+from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.gpu
@@ -243,8 +243,8 @@ class Compared:
 
     def dispatch(self, x, x_scale, pair_row, a, a_scale) -> None:
         wanted = a.clone(), a_scale.clone()
-        self.kernels.dispatch(x, x_scale, pair_row, a, a_scale)
-        model.dispatch(x, x_scale, pair_row, *wanted)
+        self.kernels.permute(x, x_scale, pair_row, a, a_scale)
+        model.permute(x, x_scale, pair_row, *wanted)
         assert torch.equal(raw(a), raw(wanted[0])) and torch.equal(raw(a_scale), raw(wanted[1]))
 
     def grouped_gemm(self, a, a_scale, b, b_scale, out, layout, config) -> None:

@@ -7,7 +7,7 @@ import test_layer
 import torch
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8.baselines import triton_fused_moe_v2, triton_moe
-from moe_fp8.core.metrics import calc_diff, cosine
+from moe_fp8.layer.metrics import calc_diff, cosine
 from test_layer import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
 
 pytestmark = pytest.mark.gpu

@@ -1,1 +1,1 @@
-"""The device kernels, as functions of torch tensors: what serves a GPU architecture is in its folder."""
+"""The device kernels as functions of torch tensors; each GPU architecture has a folder."""

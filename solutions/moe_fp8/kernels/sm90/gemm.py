@@ -79,8 +79,8 @@ class GroupedGemmSm90:
     In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
     the B tile for those below it (cluster_m), and multicast writes it to all of them.
 
-    Pipeline `load` (producer -> consumers), `num_stages` deep, a K block each; `barriers.StageCounts`
-    says what completes its barriers.
+    Pipeline `load` (producer -> consumers), `num_stages` deep, a K block each;
+    `barriers.StageCounts` says what completes its barriers.
 
     The consumers' B scales never touch shared memory: at the start of a tile lane l of every warp
     reads those of K blocks l, l + 32, ..., and the main loop broadcasts them by shuffle.
