@@ -5,3 +5,6 @@ BLOCK = 128
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
+
+TMA_ROWS = 4
+"""float32 scales of 16 bytes: TMA reads a row of scales from multiples of that only."""

@@ -1,12 +1,12 @@
 """The libraries' functions that the baselines call, in torch on the CPU, with the checks that the
 real ones make or should make. What a real function leaves unset is garbage here."""
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 from moe_fp8.layer import model
 from moe_fp8.layer.problem import MoeShape
-from moe_fp8.layer.routing import route
+from moe_fp8.layer.routing import choose_experts
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FP8_MAX = 448.0
@@ -14,7 +14,7 @@ FP8_MAX = 448.0
 
 def one_expert(a, a_scale, b, b_scale, out) -> None:
     """`out = a @ b.T` with block scales, for the rows of one expert; scales `[rows, K/128]`."""
-    alone = SimpleNamespace(m_indptr=torch.tensor([0, len(a)]))
+    alone = torch.tensor([[0], [len(a)]])
     model.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
 
 
@@ -23,7 +23,7 @@ def sgl_kernel(shape: MoeShape) -> ModuleType:
         assert logits.dtype == bias.dtype == torch.float32
         assert (groups, kept, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
         assert shared == 0 and scale_weights is True
-        ids, weights = route(logits, bias, scaling, shape)
+        ids, weights = choose_experts(logits, bias, scaling, shape)
         order = torch.randperm(top_k)  # the best first: any order must do
         return weights[:, order].contiguous(), ids[:, order].contiguous()
 

@@ -88,7 +88,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 def test_routing_is_that_of_the_core(shape, tokens, offset):
     inputs = inputs_of(shape, tokens, offset)
     routed = routed_of(inputs, shape)
-    ids, weights = routing.route(inputs.routing_logits, inputs.routing_bias, 2.5, shape)
+    ids, weights = routing.choose_experts(inputs.routing_logits, inputs.routing_bias, 2.5, shape)
     order = routed.ids.sort(dim=1)
     assert torch.equal(order.values, ids)
     torch.testing.assert_close(routed.weights.gather(1, order.indices), weights)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from moe_fp8.core.closure import ClosureError, import_closure
+from moe_fp8.closure import ClosureError, import_closure
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def test_a_directory_without_init_is_refused(package: Path) -> None:
 
 def test_needs_neither_torch_nor_the_dsl() -> None:
     code = (
-        "import sys; from moe_fp8.core import closure; "
+        "import sys; from moe_fp8 import closure; "
         "sys.exit(bool({'torch', 'cutlass', 'numpy'} & sys.modules.keys()))"
     )
     path = str(REPOSITORY / "solutions")

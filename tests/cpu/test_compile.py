@@ -18,9 +18,9 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.segments import ALIGNED, BATCHED, FLAT
-from moe_fp8.kernels.sm90.config import MAX_CONSUMER_WARPGROUPS, SMEM_BYTES, GemmConfig
-from moe_fp8.kernels.sm90.gemm import Barriers
+from moe_fp8.kernels.sm90.a_load import ContiguousRows
+from moe_fp8.kernels.sm90.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
+from moe_fp8.kernels.sm90.config import BLOCK, SMEM_BYTES, GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 
@@ -38,24 +38,17 @@ OTHERS = [
     GemmConfig(stages=2),
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2),
-    GemmConfig(cluster_m=2, cluster_n=2),
-    GemmConfig(tile_n=192),
-    GemmConfig(tile_n=192, cluster_m=2),
-    GemmConfig(tile_n=192, cluster_n=2),
     GemmConfig(tile_m=192, cluster_n=2),
     GemmConfig(tile_m=64),
     GemmConfig(tile_n=64),
     GemmConfig(tile_m=64, tile_n=64, stages=4),
     GemmConfig(overlap=True),
-    GemmConfig(stage_blocks=2),
-    GemmConfig(stage_blocks=2, stages=2, overlap=True),
-    GemmConfig(tile_m=64, pingpong=True, overlap=True),
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, stages=6, cluster_n=2),
     GemmConfig(tile_m=32, swap_ab=True),
     GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=128, swap_ab=True),
-    GemmConfig(tile_m=16, tile_n=64, swap_ab=True, pingpong=True),
+    GemmConfig(tile_m=16, tile_n=64, swap_ab=True),
 ]
 CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
 
@@ -109,8 +102,7 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], ARCH)
     columns = config.tile_m if config.swap_ab else config.tile_n
     values = 64 * columns // 128  # of the accumulator, a thread
-    stages = config.num_stages if config.unroll else 4 if config.overlap else 1
-    blocks = stages * config.stage_blocks  # of a turn of the main loop
+    blocks = config.num_stages if config.unroll else 4 if config.overlap else 1  # of a turn
     shape = f"m64n{columns}k32.f32.e4m3.e4m3"
     assert len(re.findall(rf"wgmma\.mma_async\S*{re.escape(shape)}", ptx)) == 4 * blocks
     # Registers written since the last group must be seen by the next one's WGMMAs.
@@ -119,9 +111,8 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     assert len(re.findall(r"fma\.rn\.f32", ptx)) == values * blocks
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
     shared_tiles = (config.cluster_m > 1) + (config.cluster_n > 1)
-    assert len(loads) == 3 * config.stage_blocks
-    multicast = sum("multicast" in load for load in loads)
-    assert multicast == shared_tiles * config.stage_blocks
+    assert len(loads) == 3
+    assert sum("multicast" in load for load in loads) == shared_tiles
     stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
     assert len(stores) == (1 if config.swap_ab else config.tile_n // 64)
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
@@ -163,7 +154,7 @@ def test_swiglu_quant(compiled_code, tmp_path):
     assert used["registers"] * THREADS * SwigluQuant.ctas_per_multiprocessor <= 65536, "two waves"
 
 
-def test_dispatch(compiled_code, tmp_path):
+def test_permute(compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, ARCH)
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     stores = re.findall(r"st\.global\S*", ptx)
@@ -189,15 +180,11 @@ def test_combine(compiled_code, tmp_path):
         ({"tile_m": 96}, r"tile_m=96: expected one of \(64, 128, 192\) without swap_ab"),
         ({"tile_m": 8}, r"tile_m=8: expected one of \(64, 128, 192\) without swap_ab"),
         ({"tile_m": 24, "swap_ab": True}, "tile_m=24: expected one of .* with swap_ab"),
-        ({"tile_n": 256}, "tile_n=256: expected one of .* without swap_ab"),
-        ({"tile_n": 192, "swap_ab": True}, "tile_n=192: expected one of .* with swap_ab"),
+        ({"tile_n": 192}, "tile_n=192: expected 64 or 128"),
         ({"tile_m": 192, "overlap": True}, "192 accumulator registers a thread, expected at most"),
-        ({"tile_n": 192, "tile_m": 64}, "tile_n=192: expected tile_m=128, got 64"),
-        ({"cluster_m": 3}, r"cluster \(3, 1\): expected 1 or 2"),
-        ({"pingpong": True}, "pingpong: one warpgroup must cover a tile, but 128x128 takes 2"),
-        ({"tile_n": 192, "overlap": True}, "288 accumulator registers a thread, expected at most"),
+        ({"cluster_m": 3}, r"cluster \(3, 1\): expected \(1, 1\), \(1, 2\) or \(2, 1\)"),
+        ({"cluster_m": 2, "cluster_n": 2}, r"cluster \(2, 2\): expected"),
         ({"stages": 1}, "stages=1"),
-        ({"stage_blocks": 3}, "stage_blocks=3: expected 1 or 2"),
         ({"stages": -2}, "stages=-2"),
         ({"stages": 9}, r"needs \d+ bytes of shared memory, more than the 232448"),
     ],
@@ -208,12 +195,31 @@ def test_illegal_config(arguments, message):
 
 
 def test_no_two_uses_share_a_named_barrier():
-    groups = range(MAX_CONSUMER_WARPGROUPS)
-    ids = [
-        Barriers.CTA,
-        *(first + i for first in (Barriers.STAGING, Barriers.ORDER) for i in groups),
-    ]
-    assert len(set(ids)) == len(ids) and max(ids) < 16, "what the hardware has"
+    first = sorted(Barriers)
+    most = max(config.consumer_warpgroups for config in CONFIGS)
+    assert Barriers.CTA == 0 and Barriers.STAGING - Barriers.CTA == 1
+    assert Barriers.END - Barriers.STAGING >= most, "one a consumer warpgroup"
+    assert first[-1] is Barriers.END and Barriers.END <= HARDWARE_BARRIERS
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_what_completes_the_barriers_of_a_stage(config):
+    a_load = ContiguousRows(config)
+    counts = stage_counts(config, a_load.arrivals, a_load.bytes, config.tile_n * BLOCK)
+    # The rows, their scales and the weights of one K block, and the one thread that asks for them.
+    rows, columns = config.tile_m, config.tile_n
+    assert counts.full_bytes == rows * 128 + (rows + 4) * 4 + columns * 128
+    assert counts.full_arrivals == 1
+    # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
+    warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
+    assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
+    assert stage_counts(config, 64, 0, 1).full_arrivals == 65
+
+
+def test_a_copy_in_many_arrivals_beside_tma():
+    """What a strategy adds reaches the counts: 64 threads that bring rows, none of them by TMA."""
+    counts = stage_counts(GemmConfig(), a_arrivals=64, a_bytes=0, b_bytes=16384)
+    assert counts == (65, 16384, 8)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -228,7 +234,7 @@ def test_stages_fill_shared_memory(config):
     [
         (4096 + 64, 7168, 32, "n=4160: expected a multiple of 128"),
         (4096, 7168 + 32, 32, "k=7200"),
-        (4096, 7168, 33, "experts=33: expected 1..32"),
+        (4096, 7168, 1025, "experts=1025: expected 1..1024"),
         (4096, 7168, 0, "experts=0"),
     ],
 )
@@ -239,18 +245,13 @@ def test_illegal_problem(n, k, experts, message):
 
 @pytest.mark.parametrize(
     ("kernel", "width", "multiple"),
-    [(kernels.Combine, 516, 8), (kernels.Dispatch, 576, 128), (SwigluQuant, 576, 128)],
+    [(kernels.Combine, 516, 8), (kernels.Permute, 576, 128), (SwigluQuant, 576, 128)],
 )
 def test_an_illegal_width(kernel, width, multiple):
     arguments = () if kernel is SwigluQuant else (8,)
     with pytest.raises(ValueError, match=f"={width}: expected a multiple of {multiple}"):
         kernel(width, *arguments)
     kernel(width - width % multiple, *arguments)
-
-
-def test_a_k_of_half_a_stage_is_refused():
-    with pytest.raises(ValueError, match="k=384: expected whole stages of 256"):
-        kernels.compile_grouped_gemm(GemmConfig(stage_blocks=2), 256, 384, 1, ARCH)
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -319,11 +320,10 @@ OTHER = {
     "k": 2048,
     "experts": 8,
     "arch": "sm_100a",
-    "segments": FLAT,
 }
 KEYS = {  # compile function -> arguments, and for each another value
-    "grouped_gemm": ({**BASE, "segments": BATCHED}, OTHER),
-    "dispatch": (
+    "grouped_gemm": (BASE, OTHER),
+    "permute": (
         {"hidden": 512, "top_k": 4, "arch": ARCH},
         {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
     ),
@@ -364,7 +364,7 @@ def test_every_argument_is_part_of_the_key(name, key_of):
 
 
 def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
-    last = (4, 8, BATCHED, ALIGNED, FLAT)
+    last = (4, 8, Barriers, kernels.Permute, SwigluQuant)
     keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
     assert len({json.dumps(key) for key in keys}) == len(last)
 
@@ -405,27 +405,27 @@ def test_extents_of_one_name_are_one_size(monkeypatch):
     assert [tensor._assumed_align for tensor in made] == [16, 4, 16]
 
 
-@pytest.mark.parametrize("edited", ["scheduler", "compile"])
+@pytest.mark.parametrize("edited", ["tiles", "compile"])
 def test_source_digest_follows_imports(tmp_path, edited):
     """Of the kernel, and of what turns its arguments into the compiler's."""
     shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "package")
-    core = tmp_path / "package" / "core"
+    folder = tmp_path / "package" / "kernels"
 
     def made_of() -> str:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]);"
-            "from package.core.compile import made_of;"
-            "from package.core.gemm_sm90 import GroupedGemmSm90 as kernel;"
+            "from package.kernels.compile import made_of;"
+            "from package.kernels.sm90.gemm import GroupedGemmSm90 as kernel;"
             "print(made_of(kernel, (), (), 'sm_90a')['sources'])"
         )
         command = [sys.executable, "-c", code, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     first = made_of()
-    unrelated = core / "combine.py"
+    unrelated = folder / "combine.py"
     unrelated.write_text(unrelated.read_text() + "\n")
     assert made_of() == first
-    imported = core / f"{edited}.py"
+    imported = folder / f"{edited}.py"
     imported.write_text(imported.read_text() + "\n")
     assert made_of() != first
 

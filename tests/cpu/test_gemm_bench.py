@@ -11,7 +11,7 @@ import pytest
 import torch
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import FlatRows
+from moe_fp8.layer.rows import flat_rows
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
@@ -152,7 +152,7 @@ def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
 def expected(x: Operands) -> torch.Tensor:
     """The torch model's output of all rows, in the flat order."""
     out = torch.empty_like(x.out)
-    model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, FlatRows(x.m_indptr), None)
+    model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, flat_rows(x.m_indptr), None)
     return out[: x.problem.pairs]
 
 
@@ -161,9 +161,9 @@ def kernel(monkeypatch):
     """The torch model in our kernel's place; the (layout, config) of its calls."""
     calls = []
 
-    def grouped_gemm(a, a_scale, b, b_scale, out, layout, config):
-        calls.append((type(layout).__name__, config))
-        model.grouped_gemm(a, a_scale, b, b_scale, out, layout, config)
+    def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
+        calls.append((expert_rows.tolist(), config))
+        model.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config)
 
     monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", grouped_gemm)
     return calls
@@ -183,7 +183,10 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
         assert result.shape == (sum(rows), 256), variant.name
         assert calc_diff(result, reference) < 1e-5, variant.name
     chosen = heuristic(x.problem)
-    assert kernel == [(name, chosen) for name in ("BatchedRows", "AlignedRows", "FlatRows")]
+    flat = [x.m_indptr[:-1].tolist(), x.m_indptr[1:].tolist()]
+    batched = [[e * x.problem.max_rows for e in range(len(rows))], []]
+    batched[1] = [start + count for start, count in zip(batched[0], rows, strict=True)]
+    assert kernel == [(there, chosen) for there in (batched, x.aligned_rows.tolist(), flat)]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
@@ -392,10 +395,10 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     launched = []
 
     class Backend:
-        dispatch = swiglu_quant = combine = staticmethod(lambda *arguments: None)
+        permute = swiglu_quant = combine = staticmethod(lambda *arguments: None)
 
         @staticmethod
-        def grouped_gemm(a, a_scale, b, b_scale, out, layout, config):
+        def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
             launched.append(config)
 
     # A routing that gives these rows: expert e to the first rows[e] tokens.

@@ -6,7 +6,15 @@ import sys
 
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, MULTIPROCESSORS, UNEVEN, choose
+from moe_fp8.kernels.sm90.heuristic import (
+    EVEN,
+    FEW_ROWS,
+    LARGEST,
+    MULTIPROCESSORS,
+    SMALLER,
+    UNEVEN,
+    choose,
+)
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
@@ -74,7 +82,7 @@ def test_few_tiles_are_made_smaller_up_to_one_wave():
             assert filled.tile_m * filled.tile_n < usual.tile_m * usual.tile_n
     assert smaller > 5
     assert choose(64, 2048, 7168, even=True, experts=1).swap_ab
-    assert choose(128, 2048, 7168, even=True, experts=1) == GemmConfig(tile_m=64, tile_n=64)
+    assert choose(128, 2048, 7168, even=True, experts=1) == SMALLER[2]
     assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
     assert choose(512, 4096, 7168, even=True, experts=8) == choose(512, 4096, 7168, even=True)
 

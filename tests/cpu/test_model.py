@@ -6,7 +6,7 @@ import pytest
 import torch
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
-from moe_fp8.layer.rows import AlignedRows, BatchedRows, FlatRows
+from moe_fp8.layer.rows import batched_rows, flat_rows
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -25,7 +25,7 @@ def gemm_operands(counts: list[int], max_rows: int, n: int, k: int, seed: int = 
     b = bruteforce.random_fp8(rng, experts, n, k)
     b_scale = bruteforce.random_normal(rng, experts, n // 128, k // 128)
     out = torch.full((experts * max_rows, n), 777.0, dtype=BF16)
-    layout = BatchedRows(torch.tensor(counts, dtype=torch.int32), max_rows)
+    layout = batched_rows(torch.tensor(counts, dtype=torch.int32), max_rows)
     return a, a_scale, b, b_scale, out, layout
 
 
@@ -74,7 +74,7 @@ def test_grouped_gemm_sums_blocks_in_ascending_order():
     b[:, :, ::128] = 1.0
     a_scale = torch.tensor([1.0, 2.0**30, -(2.0**30)]).unsqueeze(1).expand(3, 128).contiguous()
     out = torch.empty(128, 128, dtype=BF16)
-    layout = BatchedRows(torch.tensor([128], dtype=torch.int32), 128)
+    layout = batched_rows(torch.tensor([128], dtype=torch.int32), 128)
     model.grouped_gemm(a.to(FP8), a_scale, b.to(FP8), torch.ones(1, 1, 3), out, layout)
     assert (out == 0).all()
     flipped = a_scale.flip(0).contiguous()
@@ -87,7 +87,7 @@ def test_grouped_gemm_multiplies_the_scales_first():
     a = torch.full((128, 128), 448.0).to(FP8)
     b = torch.full((1, 128, 128), 448.0).to(FP8)
     out = torch.empty(128, 128, dtype=BF16)
-    layout = BatchedRows(torch.tensor([128], dtype=torch.int32), 128)
+    layout = batched_rows(torch.tensor([128], dtype=torch.int32), 128)
     model.grouped_gemm(a, torch.full((1, 128), 1e-30), b, torch.full((1, 1, 1), 1e-30), out, layout)
     assert (out == 0).all()
 
@@ -104,8 +104,9 @@ def test_layouts_differ_in_places_only():
     batched = places([expert * max_rows for expert in range(4)])
     ends = torch.tensor([0, *counts]).cumsum(0).int()
     aligned = [0, 8, 8, 144]
-    segments = torch.tensor([aligned, counts], dtype=torch.int32)
-    for starts, there in ((aligned, AlignedRows(segments)), (ends[:-1].tolist(), FlatRows(ends))):
+    stops = [start + count for start, count in zip(aligned, counts, strict=True)]
+    gaps = torch.tensor([aligned, stops], dtype=torch.int32)
+    for starts, there in ((aligned, gaps), (ends[:-1].tolist(), flat_rows(ends))):
         rows = places(starts)
         a2 = torch.full((152, k), torch.nan).to(FP8)
         a2_scale = torch.full((k // 128, 152), torch.nan)
@@ -119,7 +120,7 @@ def test_layouts_differ_in_places_only():
         assert (out2[others] == 777.0).all() and others.sum() == 152 - 134
 
 
-def test_dispatch():
+def test_permute():
     x = bruteforce.random_fp8(np.random.default_rng(3), 4, 256)
     x_scale = torch.randn(2, 4)
     pair_row = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 3, 7], [-1, 8, -1]], dtype=torch.int32)

@@ -7,7 +7,6 @@ from moe_fp8.kernels.sm90.heuristic import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.layer.pipeline import HostRows
 from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
 from moe_fp8.layer.routing import GroupedRows, group_rows
-from moe_fp8.layer.rows import AlignedRows, FlatRows
 from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
@@ -58,11 +57,11 @@ class TestBoth:
     def test_layout(self, permutation, counts):
         rows = grouped(counts)
         host = permutation.read(rows)
-        layout = permutation(rows, host).layout
-        assert layout.rows_per_expert.tolist() == counts
-        assert layout.rows_per_expert.dtype == torch.int32
-        assert layout.rows_per_expert.is_contiguous()
-        assert layout.max_rows == host.max_rows and layout.max_rows % 128 == 0
+        expert_rows = permutation(rows, host).expert_rows
+        starts = [e * host.max_rows for e in range(len(counts))]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        assert expert_rows.tolist() == [starts, ends] and expert_rows.dtype == torch.int32
+        assert host.max_rows % 128 == 0
 
     @pytest.mark.parametrize("gather", [True, False])
     def test_pad(self, permutation, counts, gather):
@@ -179,10 +178,9 @@ def test_aligned_places(counts, tiles):
     placed = place_aligned(rows, DEEPSEEK_V3, choose)
     padded = [-(-count // tile) * tile for count in counts]
     starts = [sum(padded[:expert]) for expert in range(len(counts))]
-    assert isinstance(placed.layout, AlignedRows)
-    segments = placed.layout.segments
-    assert segments.tolist() == [starts, counts]
-    assert segments.dtype == torch.int32 and segments.is_contiguous()
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    assert placed.expert_rows.tolist() == [starts, ends]
+    assert placed.expert_rows.dtype == torch.int32
     assert placed.rows == int(placed.m_indptr[-1]) == sum(padded) and placed.rows % 4 == 0
     assert [placed.config1, placed.config2] == choose.configs
     active = [count for count in counts if count]
@@ -206,7 +204,7 @@ def test_aligned_places_of_tiles_that_do_not_divide_each_other():
     choose = Choose(8, 8)
     choose.configs = [GemmConfig(tile_m=192, cluster_n=2), GemmConfig()]
     placed = place_aligned(grouped_tokens([5, 400]), DEEPSEEK_V3, choose)
-    assert placed.layout.segments[0].tolist() == [0, 384] and placed.rows == 3 * 384
+    assert placed.expert_rows[0].tolist() == [0, 384] and placed.rows == 3 * 384
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_aligned_places_of_tiles_that_do_not_divide_each_other():
     [
         ([128, 0, 128], SMALLER[0]),
         ([64, 0, 63], SMALLER[1]),
-        ([0, 30, 0], SMALLER[2]),
+        ([0, 30, 0], SMALLER[-1]),
         ([300] * 8, EVEN[-1][1]),
         ([300] * 7 + [299], LARGEST),
     ],
@@ -255,8 +253,8 @@ def test_flat_places(tokens, rows, expected):
         choose = Choose(64, 8)
         placed = place_flat(grouped, DEEPSEEK_V3, choose)
     assert placed.rows == rows
-    assert isinstance(placed.layout, FlatRows)
-    assert placed.layout.m_indptr is placed.m_indptr is grouped.m_indptr
+    assert placed.m_indptr is grouped.m_indptr
+    assert placed.expert_rows.shape == (2, 32) and placed.expert_rows.stride() == (1, 1)
     assert placed.pair_row is grouped.pair_row and placed.weights is grouped.weights
     assert [placed.config1, placed.config2] == choose.configs
     (rows1, *shape1), (rows2, *shape2) = choose.asked

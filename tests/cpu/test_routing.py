@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
-from moe_fp8.layer.routing import group_rows, route
+from moe_fp8.layer.routing import choose_experts, group_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = [
@@ -60,7 +60,7 @@ def test_route_matches_brute_force(problem):
     wanted = bruteforce.route(logits, bias, scaling, shape)
     largest = float(torch.sigmoid(logits).max() + bias.float().max())
     assume(min(token.margin for token in wanted) > 1e-6 * largest)  # no tie in float32
-    ids, weights = route(logits, bias, scaling, shape)
+    ids, weights = choose_experts(logits, bias, scaling, shape)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     assert ids.tolist() == [list(token.weights) for token in wanted]
     expected = torch.tensor([list(token.weights.values()) for token in wanted])
@@ -69,7 +69,9 @@ def test_route_matches_brute_force(problem):
 
 def test_ties_choose_within_the_kept_groups():
     """Where everything ties, the choice is free, but for the number of groups and experts."""
-    ids, weights = route(torch.zeros(3, 256), torch.zeros(256).bfloat16(), 2.5, DEEPSEEK_V3)
+    ids, weights = choose_experts(
+        torch.zeros(3, 256), torch.zeros(256).bfloat16(), 2.5, DEEPSEEK_V3
+    )
     for token in ids.tolist():
         assert len(set(token)) == 8 and token == sorted(token)
         assert len({expert // 32 for expert in token}) <= 4
@@ -81,14 +83,14 @@ def test_exactly_topk_group_groups_stay_when_groups_tie():
     logits = torch.full((1, 256), -5.0)
     for group in range(5):
         logits[0, group * 32 : group * 32 + 2] = 3.0
-    ids, _ = route(logits, torch.zeros(256).bfloat16(), 1.0, DEEPSEEK_V3)
+    ids, _ = choose_experts(logits, torch.zeros(256).bfloat16(), 1.0, DEEPSEEK_V3)
     groups = [expert // 32 for expert in ids[0].tolist()]
     assert len(set(groups)) == 4 and all(groups.count(group) == 2 for group in groups)
 
 
 def test_vanishing_scores_give_finite_weights():
     logits = torch.full((2, 256), -200.0)  # sigmoid underflows to zero
-    _, weights = route(logits, torch.randn(256).bfloat16(), 2.5, DEEPSEEK_V3)
+    _, weights = choose_experts(logits, torch.randn(256).bfloat16(), 2.5, DEEPSEEK_V3)
     assert torch.equal(weights, torch.zeros(2, 8))
 
 
@@ -96,15 +98,15 @@ def test_bias_chooses_but_does_not_weight():
     logits = torch.zeros(1, 256)
     bias = torch.zeros(256)
     bias[[3, 40, 41, 70, 100, 101, 102, 103]] = torch.arange(1.0, 9.0)
-    ids, weights = route(logits, bias.bfloat16(), 1.0, DEEPSEEK_V3)
+    ids, weights = choose_experts(logits, bias.bfloat16(), 1.0, DEEPSEEK_V3)
     assert ids.tolist() == [[3, 40, 41, 70, 100, 101, 102, 103]]
     torch.testing.assert_close(weights, torch.full((1, 8), 1 / 8))
 
 
 def test_index_dtype():
     logits, bias = torch.randn(4, 256), torch.randn(256).bfloat16()
-    narrow, _ = route(logits, bias, 1.0, DEEPSEEK_V3)
-    wide, _ = route(logits, bias, 1.0, DEEPSEEK_V3, index_dtype=torch.int64)
+    narrow, _ = choose_experts(logits, bias, 1.0, DEEPSEEK_V3)
+    wide, _ = choose_experts(logits, bias, 1.0, DEEPSEEK_V3, index_dtype=torch.int64)
     assert wide.dtype == torch.int64 and torch.equal(wide, narrow.long())
 
 
@@ -188,7 +190,7 @@ def test_no_host_read_and_static_shapes(tokens):
     """Under fake tensors a read of a value, or a shape that depends on one, is an error."""
     with FakeTensorMode():
         logits, bias = torch.empty(tokens, 256), torch.empty(256, dtype=torch.bfloat16)
-        ids, weights = route(logits, bias, 2.5, DEEPSEEK_V3, index_dtype=torch.int64)
+        ids, weights = choose_experts(logits, bias, 2.5, DEEPSEEK_V3, index_dtype=torch.int64)
         rows = group_rows(ids, weights, 32, 32)
     assert [tuple(field.shape) for field in rows] == [
         (8 * tokens,),
@@ -200,7 +202,7 @@ def test_no_host_read_and_static_shapes(tokens):
 
 def test_determinism():
     logits, bias = torch.randn(500, 256), torch.randn(256).bfloat16()
-    first = group_rows(*route(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
+    first = group_rows(*choose_experts(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
     for _ in range(3):
-        again = group_rows(*route(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
+        again = group_rows(*choose_experts(logits, bias, 2.5, DEEPSEEK_V3), 32, 32)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

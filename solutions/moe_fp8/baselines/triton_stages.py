@@ -33,8 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.sm90.config import BLOCK, TMA_ROWS
 from ..layer.problem import MoeShape, bounded_offset
+from ..numerics import BLOCK, TMA_ROWS
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)
@@ -124,7 +124,7 @@ def route(
     shape: MoeShape,
     routed: Routed,
 ) -> None:
-    """Choose `top_k` experts for every token, as `core.routing.route`; the best comes first.
+    """Choose `top_k` experts for every token, as `layer.routing.choose_experts`; the best comes first.
 
     Scores are sigmoids, the bias takes part in the choice only. Where scores tie, the group or
     expert of the lower number is chosen. `offset` is the first local expert, for the counts.

@@ -52,8 +52,8 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}
 
 
 def of_device(device: torch.device) -> Architecture:
-    """A supported GPU's; on the CPU, where the torch model pads as a kernel would, Hopper."""
-    if device.type == "cpu":
+    """A supported GPU's; elsewhere, where the torch model pads as a kernel would, Hopper."""
+    if device.type != "cuda":
         return HOPPER
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 

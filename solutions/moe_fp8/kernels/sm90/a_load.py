@@ -12,9 +12,9 @@ from cutlass import Float8E4M3FN, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK
+from ...numerics import BLOCK, TMA_ROWS
 from ..tiles import Tile
-from .config import TMA_ROWS, GemmConfig
+from .config import GemmConfig
 from .tma import multicast_mask, tma_load, tma_partition
 
 

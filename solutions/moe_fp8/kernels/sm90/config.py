@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...numerics import BLOCK
+from ...numerics import BLOCK, TMA_ROWS
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
@@ -12,9 +12,6 @@ SMEM_BYTES = 227 * 1024
 
 EPILOGUE_COLUMNS = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
-
-TMA_ROWS = 4
-"""float32 values of 16 bytes: TMA reads a row of scales from a multiple of 16 bytes only."""
 
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
