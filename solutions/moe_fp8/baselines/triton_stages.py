@@ -124,7 +124,7 @@ def route(
     shape: MoeShape,
     routed: Routed,
 ) -> None:
-    """Choose `top_k` experts for every token, as `layer.routing.choose_experts`; the best comes first.
+    """Choose `top_k` experts for every token, as `layer.routing.choose_experts`; the best is first.
 
     Scores are sigmoids, the bias takes part in the choice only. Where scores tie, the group or
     expert of the lower number is chosen. `offset` is the first local expert, for the counts.
