@@ -401,8 +401,19 @@ def test_extents_of_one_name_are_one_size(monkeypatch):
         ]
     )
     assert made[0].shape[0] is made[1].shape[1] and made[2].shape[1] is not made[0].shape[0]
-    assert "div=4" in repr(made[0].shape[0]) and "div=4" not in repr(made[2].shape[1])
+    assert "div=4" in repr(made[0].shape[0]) and "div=1}" in repr(made[2].shape[1])
     assert [tensor._assumed_align for tensor in made] == [16, 4, 16]
+
+
+def test_tensors_are_row_major():
+    shapes = [(3, 5, 7), (compiling.Extent("a"), 6, 8), (4, compiling.Extent("b", 4)), (9,)]
+    made = compiling.fakes([compiling.Tensor(Float32, shape) for shape in shapes])
+    assert [tensor.stride for tensor in (made[0], made[1], made[3])] == [
+        (35, 7, 1),
+        (48, 8, 1),
+        (1,),
+    ]
+    assert made[2].stride[0] is made[2].shape[1] and made[2].stride[1] == 1
 
 
 @pytest.mark.parametrize("edited", ["tiles", "compile"])
@@ -522,9 +533,9 @@ def test_the_cache_is_trimmed_to_its_limit(tmp_path):
         os.utime(tmp_path / f".{name}", (now, now))
     assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3", "K2", "K1"]
     size = made.entries()[0].size
-    removed = made.trim(2 * size + 1)
-    assert [e.made_of["kernel"] for e in removed] == ["K2", "K1"]
+    assert [e.made_of["kernel"] for e in made.trim(2 * size)] == ["K2", "K1"]
     assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3"]
+    assert [e.made_of["kernel"] for e in made.trim(2 * size - 1)] == ["K3"]
     assert [path.name for path in tmp_path.glob(".*")] == [".young"]
 
 
