@@ -1,5 +1,6 @@
 """The CPU runner on a small definition: what passes, what fails and why, and what is timed."""
 
+import math
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import small
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace
+from moe_fp8.layer.problem import DEEPSEEK_V3
 
 from scripts.benchmark import cpu_bench
 from scripts.common.command_line import UsageError
@@ -16,6 +18,7 @@ from scripts.common.project import DEFINITION
 from scripts.ranking.records import failure_reason
 from scripts.workloads import dataset
 
+MEMORY_NEEDED = cpu_bench.MEMORY_NEEDED
 CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
 
 
@@ -275,6 +278,12 @@ def test_an_interrupted_workload_keeps_what_it_has(monkeypatch) -> None:
         only = [(workloads[0], [stops])]
         cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1, quiet=True))
     assert len(stored) == 1, "nothing is no result"
+
+
+def test_the_memory_asked_for_holds_the_weights_and_their_float32_copies() -> None:
+    bytes_of = {name: math.prod(shape) for name, shape, _, _ in DEEPSEEK_V3.weight_specs}
+    weights = bytes_of["gemm1_weights"] + bytes_of["gemm2_weights"]
+    assert 1.3e9 < weights and 5 * weights < MEMORY_NEEDED < 10 * weights
 
 
 def test_too_little_memory_is_said_before_anything_runs(monkeypatch) -> None:

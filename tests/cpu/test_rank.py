@@ -233,7 +233,7 @@ def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
     traces += [trace("bad", t, None, status="RUNTIME_ERROR", log=log) for t in (7, 80, 901)]
     (ranking,) = ranked(tmp_path, traces)
     _, rows = rank_tables.summary_table(ranking)
-    assert [r[2] for r in rows] == ["1/1", "0/3"]
+    assert [r[:3] for r in rows] == [["1", "x", "1/1"], ["2", "bad", "0/3"]]
     assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
     (ranking,) = ranked(tmp_path, traces[:3])
     assert ranking.summaries[1].note == "T=7: misaligned address (and 1 more)"
