@@ -72,7 +72,10 @@ def device_methods(ranking: Ranking) -> list[str]:
 
 
 def say_method(method: str) -> str:
-    known = {"graph": "replay of a CUDA graph", "kernels": "its kernels' times"}
+    known = {
+        "graph": "replay of a CUDA graph",
+        "kernels": "first kernel to last, host waits included",
+    }
     return known.get(method, method or "unknown method")
 
 

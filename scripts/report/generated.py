@@ -3,14 +3,15 @@
 import statistics
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from scripts.benchmark.stages import TOTAL
 from scripts.common.command_line import UsageError
-from scripts.common.project import ROOT
+from scripts.common.project import RESULTS_DIR, ROOT
 from scripts.common.text import markdown, markdown_table
 from scripts.gemm import plot_gemm
-from scripts.ranking.rank_tables import latency_title
+from scripts.ranking.rank_tables import latency_title, short_table
 from scripts.ranking.rank_text import device_methods, say_method
 from scripts.ranking.ranking import PREFIX, Clock, short_name
 from scripts.report import run_data
@@ -39,6 +40,31 @@ def parts(*blocks: str) -> str:
 def relative(recorded: Recorded) -> str:
     path = recorded.directory.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+
+
+def pictures_of(recorded: Recorded) -> Path:
+    """Where the pictures of a record lie: the records themselves hold data alone."""
+    directory = recorded.directory.resolve()
+    if not directory.is_relative_to(RESULTS_DIR):
+        return directory
+    return ROOT / "docs" / "pictures" / "-".join(directory.relative_to(RESULTS_DIR).parts)
+
+
+def picture(recorded: Recorded, name: str, what: str) -> str:
+    """A picture in Markdown, its path from the root."""
+    path = pictures_of(recorded) / name
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return f"![{what}]({shown.as_posix()})"
+
+
+def short_ranking(recorded: Recorded) -> str:
+    main = recorded.main
+    where = markdown(f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads")
+    text = f"{where} (`{relative(recorded)}/`)."
+    return parts(
+        paragraph(text, markdown(run_data.say_clocks(main)), run_data.changed_sources(main)),
+        table(*short_table(main), left=3),
+    )
 
 
 def ranking(recorded: Recorded) -> str:
@@ -75,13 +101,20 @@ def latency(recorded: Recorded) -> str:
 
 
 def latency_plot(recorded: Recorded) -> str:
-    where = relative(recorded)
-    pictures = [f"![Latency of all solutions and the floor]({where}/latency.png)"]
-    if "device" in recorded.main.clocks:
-        pictures.append(
-            f"![Device time of all solutions and the floor]({where}/latency_device.png)"
+    """A picture for each clock, the one nearest to the kernels first."""
+    files = {"harness": "latency.png", "device": "latency_device.png"}
+    what = {"harness": "Latency", "device": "Device time"}
+    return parts(
+        *(
+            picture(recorded, files[clock], f"{what[clock]} of all solutions and the floor")
+            for clock in reversed(recorded.main.clocks)
         )
-    return parts(*pictures)
+    )
+
+
+def first_plot(recorded: Recorded) -> str:
+    """The first of these alone."""
+    return latency_plot(recorded).split("\n\n")[0]
 
 
 def accuracy(recorded: Recorded) -> str:
@@ -233,13 +266,15 @@ def gemm_study(recorded: Recorded) -> str:
 
 
 def gemm_plot(recorded: Recorded) -> str:
-    picture = f"{relative(recorded)}/gemm_layers.png"
-    return f"![The two GEMMs of the layer against the floor and the peers]({picture})"
+    what = "The two GEMMs of the layer against the floor and the peers"
+    return picture(recorded, "gemm_layers.png", what)
 
 
 BLOCKS: dict[str, Callable[[Recorded], str]] = {
     f.__name__: f
     for f in (
+        short_ranking,
+        first_plot,
         ranking,
         latency,
         latency_plot,

@@ -1,18 +1,21 @@
-"""The README's figures from a recorded run: its tables, sentences with figures, and pictures.
+"""The figures of the README and the docs from recorded runs: tables, sentences, and pictures.
 
-    python3 run.py readme_tables --check              # fails if README and record disagree
-    python3 run.py readme_tables                      # writes both anew
+    python3 run.py readme_tables --check              # fails if a page and its record disagree
+    python3 run.py readme_tables                      # writes pages and pictures anew
     python3 run.py readme_tables --record results/nvidia-h200/2026-12-24
 
 Where the sources of what was measured have changed since, the text says so, and --check repeats it.
 
-README.md names the record in `<!-- record: DIRECTORY -->`; what stands between
-`<!-- generated: NAME -->` and `<!-- /generated -->` is written here. Pictures go to the record's
-directory and carry a hash of its data, by which --check knows them.
+`<!-- record: DIRECTORY -->` names the record of what follows it in a page; what stands between
+`<!-- generated: NAME -->` and `<!-- /generated -->` is written here. Pictures go to docs/pictures
+and carry a hash of the record's data, by which --check knows them. --record takes the place of the
+README's record, wherever that is named.
 """
 
 import hashlib
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.common import files
@@ -20,31 +23,44 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser
 from scripts.common.project import ROOT
 from scripts.gemm import plot_gemm
 from scripts.report import run_data
-from scripts.report.generated import BLOCKS, relative
+from scripts.report.generated import BLOCKS, pictures_of, relative
 from scripts.report.run_data import Recorded
 
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "results.md")
 RECORD = re.compile(r"<!-- record: (\S+) -->")
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-PICTURES = ("latency.png", "latency_device.png", "speedup.png", "gemm_layers.png", "gemm_grid.png")
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
+
+
+def passages(text: str) -> list[str]:
+    """What stands before the first record, which has no figures, and what each record is of."""
+    first, *others = re.split(r"(?=<!-- record: )", text)
+    if BLOCK.search(first):
+        raise UsageError("a generated block must follow a <!-- record: DIRECTORY -->")
+    return [first, *others]
 
 
 def record_of(text: str) -> Path:
-    """The directory of the record that the README names."""
+    """The directory of the record that a passage names."""
     found = RECORD.findall(text)
     if len(found) != 1:
-        raise UsageError("the README must name one record: <!-- record: DIRECTORY -->")
+        raise UsageError("a passage must name one record: <!-- record: DIRECTORY -->")
     return ROOT / found[0]
 
 
-def generate(text: str, recorded: Recorded) -> str:
-    """The README with every generated block made anew."""
+def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
+    """A passage of a page in `folder` with every generated block made anew."""
     unknown = [name for _, name, _ in BLOCK.findall(text) if name not in BLOCKS]
     if unknown:
-        raise UsageError(f"README: no block {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
+        raise UsageError(f"no block {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
+
+    def from_folder(match: re.Match[str]) -> str:
+        return match[0].replace(match[1], os.path.relpath(ROOT / match[1], folder))
 
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{BLOCKS[match[2]](recorded)}\n\n{match[3]}"
+        made = PICTURE.sub(from_folder, BLOCKS[match[2]](recorded))
+        return f"{match[1]}\n{made}\n\n{match[3]}"
 
     made = RECORD.sub(f"<!-- record: {relative(recorded)} -->", text)
     return BLOCK.sub(block, made)
@@ -58,50 +74,57 @@ def data_hash(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def draw(recorded: Recorded) -> list[Path]:
-    """Write the pictures of the record."""
-    from scripts.report.plots import plain_text, save_png
-    from scripts.report.report import write_pictures
+def shown(text: str, recorded: Recorded) -> list[str]:
+    """The names of the record's pictures that a passage shows."""
+    folder = pictures_of(recorded).name
+    paths = map(Path, PICTURE.findall(text))
+    return list(dict.fromkeys(p.name for p in paths if p.parent.name == folder))
 
+
+def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
+    """Write these pictures of the record."""
+    from scripts.report.plots import plain_text, save_png
+    from scripts.report.report import run_figures
+
+    figures = run_figures(recorded)
+    if (layers := recorded.gemm.get("gemm_layers")) is not None:
+        figures["gemm_layers.png"] = lambda: plot_gemm.layers_figure(
+            run_data.timed(layers), layers["floors"], layers["hardware"]
+        )
+    if (study := recorded.gemm.get("gemm_study")) is not None:
+        figures["gemm_grid.png"] = lambda: plot_gemm.grid_figure(
+            run_data.timed(study), study["hardware"]
+        )
     source = data_hash(recorded.directory)
-    written = write_pictures(recorded, recorded.directory, source)
-    with plain_text():
-        figures = {}
-        if (record := recorded.gemm.get("gemm_layers")) is not None:
-            figures["gemm_layers.png"] = plot_gemm.layers_figure(
-                run_data.timed(record), record["floors"], record["hardware"]
-            )
-        if (record := recorded.gemm.get("gemm_study")) is not None:
-            figures["gemm_grid.png"] = plot_gemm.grid_figure(
-                run_data.timed(record), record["hardware"]
-            )
-        for name, figure in figures.items():
-            if figure is not None:
-                save_png(figure, recorded.directory / name, source)
-                written.append(recorded.directory / name)
+    written = []
+    for name in names:
+        if name not in figures:
+            raise UsageError(f"{relative(recorded)} holds nothing to draw {name} from")
+        with plain_text():
+            path = pictures_of(recorded) / name
+            save_png(figures[name](), path, source)
+            written.append(path)
     return written
 
 
-def stale(text: str, recorded: Recorded) -> list[str]:
-    """What of the README and its pictures is not made of the record as it is now."""
+def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
+    """What of a passage and its pictures is not made of the record as it is now."""
     problems = []
     for (_, name, _), old, new in zip(
         BLOCK.findall(text),
         BLOCK.finditer(text),
-        BLOCK.finditer(generate(text, recorded)),
+        BLOCK.finditer(generate(text, recorded, page.parent)),
         strict=True,
     ):
         if old[0] != new[0]:
-            problems.append(f"README.md, block {name}: not what {relative(recorded)} says")
+            problems.append(f"{page.name}, block {name}: not what {relative(recorded)} says")
     source = data_hash(recorded.directory).encode()
-    shown = re.findall(rf"{re.escape(relative(recorded))}/(\w+\.png)", text)
-    present = [n for n in PICTURES if n in shown or (recorded.directory / n).is_file()]
-    for name in present:
-        picture = recorded.directory / name
+    for name in shown(text, recorded):
+        picture = pictures_of(recorded) / name
         if not picture.is_file():
-            problems.append(f"{relative(recorded)}/{name}: missing")
+            problems.append(f"{picture.name} of {relative(recorded)}: missing")
         elif source not in picture.read_bytes():
-            problems.append(f"{relative(recorded)}/{name}: drawn from other data")
+            problems.append(f"{picture.name} of {relative(recorded)}: drawn from other data")
     return problems
 
 
@@ -120,18 +143,34 @@ def main() -> int:
     arguments.add_argument("--record", type=Path, metavar="DIR", help="the record to take instead")
     arguments.add_argument("--check", action="store_true", help="write nothing; fail if stale")
     args = arguments.parse_args()
-    text = README.read_text(encoding="utf-8")
-    recorded = run_data.read(args.record or record_of(text))
-    for line in changes(recorded):
+    usual = record_of(README.read_text(encoding="utf-8"))
+    taken: dict[Path, Recorded] = {}
+
+    def of(passage: str) -> Recorded:
+        directory = record_of(passage)
+        if directory == usual and args.record:
+            directory = args.record
+        if directory not in taken:
+            taken[directory] = run_data.read(directory)
+        return taken[directory]
+
+    problems, pictures = [], []
+    for page in PAGES:
+        first, *others = passages(page.read_text(encoding="utf-8"))
+        if args.check:
+            problems += [line for text in others for line in stale(text, of(text), page)]
+            continue
+        made = [(of(text), generate(text, of(text), page.parent)) for text in others]
+        files.write(page, first + "".join(text for _, text in made))
+        pictures += [(recorded, shown(text, recorded)) for recorded, text in made]
+    for recorded in taken.values():
+        print("\n".join(changes(recorded)) or f"{relative(recorded)}: of the present sources")
+    for recorded, names in pictures:
+        for path in draw(recorded, names):
+            print(path)
+    for line in problems:
         print(line)
-    if args.check:
-        problems = stale(text, recorded)
-        print("\n".join(problems) or f"README and pictures are those of {relative(recorded)}")
-        return EXIT_FAILED if problems else EXIT_OK
-    files.write(README, generate(text, recorded))
-    for path in draw(recorded):
-        print(path)
-    return EXIT_OK
+    return EXIT_FAILED if problems else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ or dark setting and is readable on a phone. Needs jinja2 and matplotlib: the ext
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -307,22 +307,30 @@ def write(
     return out
 
 
-def write_pictures(recorded: Recorded, directory: Path, source: str = "") -> list[Path]:
-    """The pictures for a README: latency.png and speedup.png, and latency_device.png where the
-    record has device times."""
-    from scripts.report.plots import latency_figure, plain_text, save_png, speedup_figure
+def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
+    """By the name of its file, what draws a figure of the run: latency and speed-up, and the
+    device times where the record has them."""
+    from scripts.report.plots import latency_figure, speedup_figure
 
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
+    figures: dict[str, Callable[[], Any]] = {
+        "latency.png": lambda: latency_figure(ranking, floor_ms),
+        "speedup.png": lambda: speedup_figure(ranking),
+    }
+    if "device" in ranking.clocks:
+        figures["latency_device.png"] = lambda: latency_figure(ranking, floor_ms, "device")
+    return figures
+
+
+def write_pictures(recorded: Recorded, directory: Path) -> list[Path]:
+    """All figures of the run as PNGs."""
+    from scripts.report.plots import plain_text, save_png
+
+    figures = run_figures(recorded)
     with plain_text():
-        figures = {
-            "latency.png": latency_figure(ranking, floor_ms),
-            "speedup.png": speedup_figure(ranking),
-        }
-        if "device" in ranking.clocks:
-            figures["latency_device.png"] = latency_figure(ranking, floor_ms, "device")
         for name, figure in figures.items():
-            save_png(figure, directory / name, source)
+            save_png(figure(), directory / name)
     return [directory / name for name in figures]
 
 

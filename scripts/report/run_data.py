@@ -94,7 +94,15 @@ def say_clocks(ranking: Ranking) -> str:
     """What the columns of a ranking's clocks are."""
     said = f"harness ms: {ranking.timing}, host included."
     if "device" in ranking.clocks:
-        methods = " or ".join(map(rank_text.say_method, rank_text.device_methods(ranking)))
+        names: dict[str, set[str]] = {}
+        for (_, solution), record in ranking.records.items():
+            if record.passed and record.device is not None:
+                names.setdefault(record.device.method, set()).add(short_name(solution))
+        usual, *others = sorted(names, key=lambda method: (-len(names[method]), method))
+        methods = rank_text.say_method(usual) + "".join(
+            f"; {', '.join(sorted(names[method]))}: {rank_text.say_method(method)}"
+            for method in others
+        )
         return f"{said} device ms: on the GPU alone ({methods}). Means over the workloads."
     return f"{said} Means over the workloads. The time on the GPU alone is not recorded."
 

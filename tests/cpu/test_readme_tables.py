@@ -13,8 +13,10 @@ from scripts.common.project import ROOT
 from scripts.report import generated, readme_tables, run_data
 from scripts.report.run_data import Recorded
 
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-
+RESULTS = ROOT / "docs" / "results.md"
+TEXT = readme_tables.passages(RESULTS.read_text(encoding="utf-8"))[1]
+STAGES = ROOT / "results" / "nvidia-h200" / "2026-11-21"
+"""A record with stages and GEMMs of even rows, without device times."""
 
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
@@ -24,18 +26,23 @@ def recorded() -> Recorded:
     return run_data.read(readme_tables.record_of(TEXT))
 
 
-def test_readme_and_pictures_are_current(recorded: Recorded) -> None:
+@pytest.mark.parametrize("page", readme_tables.PAGES, ids=lambda page: page.name)
+def test_pages_and_pictures_are_current(page: Path) -> None:
     """On failure: python3 run.py readme_tables"""
-    assert readme_tables.stale(TEXT, recorded) == []
-    assert len(readme_tables.BLOCK.findall(TEXT)) >= 5
+    _, *passages = readme_tables.passages(page.read_text(encoding="utf-8"))
+    assert passages
+    for text in passages:
+        recorded = run_data.read(readme_tables.record_of(text))
+        assert readme_tables.stale(text, recorded, page) == []
+        assert readme_tables.BLOCK.findall(text)
 
 
 def test_a_changed_figure_is_noticed(recorded: Recorded) -> None:
     (block,) = [m[0] for m in readme_tables.BLOCK.finditer(TEXT) if m[2] == "latency"]
     digit = block.rindex(" %") - 1
     changed = block[:digit] + str((int(block[digit]) + 1) % 10) + block[digit + 1 :]
-    (problem,) = readme_tables.stale(TEXT.replace(block, changed), recorded)
-    assert problem.startswith("README.md, block latency")
+    (problem,) = readme_tables.stale(TEXT.replace(block, changed), recorded, RESULTS)
+    assert problem.startswith("results.md, block latency")
 
 
 def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None:
@@ -44,18 +51,31 @@ def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None
     traces = tmp_path / "traces.jsonl"
     lines = traces.read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[1:]))
-    text = TEXT.replace(generated.relative(recorded), tmp_path.as_posix())
-    problems = readme_tables.stale(text, run_data.read(tmp_path))
+    shutil.copy(generated.pictures_of(recorded) / "latency.png", tmp_path)
+    text = readme_tables.generate(TEXT, run_data.read(tmp_path), RESULTS.parent)
+    problems = readme_tables.stale(TEXT + text, run_data.read(tmp_path), RESULTS)
     assert any("block latency" in p for p in problems)
-    assert any("latency.png: drawn from other data" in p for p in problems)
+    assert any("latency.png of" in p and "drawn from other data" in p for p in problems)
     (tmp_path / "latency.png").unlink()
-    problems = readme_tables.stale(text, run_data.read(tmp_path))
-    assert any("latency.png: missing" in p for p in problems)
+    problems = readme_tables.stale(text, run_data.read(tmp_path), RESULTS)
+    assert any("latency.png of" in p and "missing" in p for p in problems)
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
-    once = readme_tables.generate(TEXT, recorded)
-    assert readme_tables.generate(once, recorded) == once
+    once = readme_tables.generate(TEXT, recorded, RESULTS.parent)
+    assert readme_tables.generate(once, recorded, RESULTS.parent) == once
+
+
+def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> None:
+    text = BLOCK.format("latency_plot")
+    assert "](docs/pictures/" in readme_tables.generate(text, recorded)
+    assert "](pictures/" in readme_tables.generate(text, recorded, ROOT / "docs")
+    assert readme_tables.shown(readme_tables.generate(text, recorded), recorded)
+
+
+def test_figures_without_a_record_are_refused() -> None:
+    with pytest.raises(UsageError, match="must follow"):
+        readme_tables.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
 
 
 def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Path) -> None:
@@ -63,11 +83,14 @@ def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Pat
     for path in recorded.directory.glob("*.json*"):
         shutil.copy(path, tmp_path)
     copy = run_data.read(tmp_path)
-    written = readme_tables.draw(copy)
-    assert {p.name for p in written} <= set(readme_tables.PICTURES)
+    names = ["latency.png", "gemm_layers.png"]
+    written = readme_tables.draw(copy, names)
+    assert written == [tmp_path / name for name in names]
     source = readme_tables.data_hash(tmp_path).encode()
     assert all(source in p.read_bytes() for p in written)
     assert source.decode() == readme_tables.data_hash(recorded.directory), "not of the place"
+    with pytest.raises(UsageError, match="nothing to draw absent.png"):
+        readme_tables.draw(copy, ["absent.png"])
     (tmp_path / ".traces.jsonl.lock").touch()
     assert source.decode() == readme_tables.data_hash(tmp_path), "of the data alone"
 
@@ -94,9 +117,9 @@ def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path)
 
 
 @pytest.fixture
-def copy(recorded: Recorded, tmp_path: Path) -> Path:
-    """The record's data, to be changed."""
-    for path in recorded.directory.glob("*.json*"):
+def copy(tmp_path: Path) -> Path:
+    """A record's data, to be changed."""
+    for path in STAGES.glob("*.json*"):
         shutil.copy(path, tmp_path)
     return tmp_path
 
@@ -132,10 +155,9 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
     assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 3
 
     monkeypatch.setattr(readme_tables, "README", copy / "README.md")
+    monkeypatch.setattr(readme_tables, "PAGES", [copy / "README.md"])
     monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
     (copy / "README.md").write_text(silent)
-    for name in ("latency.png", "speedup.png", "gemm_layers.png", "gemm_grid.png"):
-        (copy / name).unlink(missing_ok=True)
     assert readme_tables.main() == 1
     out = capsys.readouterr().out
     assert f"traces.jsonl: Since this run {sentence}" in out
@@ -207,7 +229,8 @@ def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
         readme_tables.generate(BLOCK.format("stages"), run_data.read(copy))
 
 
-def test_configurations_below_the_best_peer_are_counted(recorded: Recorded) -> None:
+def test_configurations_below_the_best_peer_are_counted() -> None:
+    recorded = run_data.read(STAGES)
     rows = recorded.gemm["gemm_study"]["results"]
     below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
     assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)
