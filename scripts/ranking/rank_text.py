@@ -17,17 +17,15 @@ from scripts.ranking.ranking import PREFIX, Ranking
 from scripts.ranking.records import Timed
 from scripts.ranking.traces import finite
 
-CORRECT_ON_CPU = (
-    "The torch model on the CPU: outputs are checked, times are CPU times and say nothing about a "
-    "GPU."
-)
-
 
 def headline(ranking: Ranking) -> list[str]:
     where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
     lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summaries)} solutions"]
     if ranking.cpu:
-        lines.append(CORRECT_ON_CPU)
+        lines.append(
+            "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
+            "about a GPU."
+        )
     if ranking.timing:
         lines.append(f"Timing: {ranking.timing}.")
     if ranking.tolerance:
