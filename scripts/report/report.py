@@ -10,7 +10,7 @@ or dark setting and is readable on a phone. Needs jinja2 and matplotlib: the ext
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +21,15 @@ from scripts.gemm import plot_gemm
 from scripts.ranking import rank_tables, rank_text
 from scripts.ranking.ranking import CLOCKS, Clock, Ranking, short_name
 from scripts.report import run_data
+from scripts.report.page import BAD_CELLS, Part, Section, Table, svg_plot
 from scripts.report.run_data import Recorded
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 NEEDED = ("jinja2", "matplotlib")
-BAD_CELLS = {"unsupported", "not installed", "not run", "failed"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the page; the first `left` columns and those of `wrap` are left-aligned, `name`
-    is the column with the solutions' names."""
-
-    header: list[str]
-    rows: list[list[str]]
-    left: int = 1
-    name: int = 0
-    wrap: tuple[int, ...] = ()
-    ours: frozenset[str] = frozenset()
-    bad: frozenset[str] = frozenset(BAD_CELLS)
-
-
-@dataclass(frozen=True)
-class Plot:
-    svg: Any
-    caption: str
-
-
-@dataclass(frozen=True)
-class Part:
-    title: str = ""
-    text: tuple[str, ...] = ()
-    plot: Plot | None = None
-    table: Table | None = None
-    folded: str = ""
-    """The line that unfolds the table, for one that is long."""
-
-
-@dataclass(frozen=True)
-class Section:
-    id: str
-    title: str
-    text: list[str] = field(default_factory=list)
-    cards: list[tuple[str, str]] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
 
 
 def missing_packages() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
-
-
-def svg_plot(figure: Any, name: str, caption: str) -> Plot:
-    """The figure inline; Markup, because it is our own and must not be escaped."""
-    from markupsafe import Markup
-
-    from scripts.report.plots import inline_svg
-
-    return Plot(Markup(inline_svg(figure, name, caption)), caption)
 
 
 def cards(ranking: Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
