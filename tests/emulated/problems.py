@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from moe_fp8.layer import model
-from moe_fp8.layer.rows import AlignedRows, BatchedRows, FlatRows, RowLayout
+from moe_fp8.layer.rows import batched_rows, flat_rows
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -19,7 +19,7 @@ class Gemm(NamedTuple):
     a_scale: torch.Tensor
     b: torch.Tensor
     b_scale: torch.Tensor
-    layout: RowLayout
+    expert_rows: torch.Tensor
     expected: torch.Tensor
 
     def output(self) -> torch.Tensor:
@@ -31,19 +31,20 @@ def fp8(*shape: int) -> torch.Tensor:
     return torch.randn(shape).clamp_(-2, 2).to(FP8)
 
 
-def place(rows: tuple[int, ...], max_rows: int, layout: str) -> tuple[RowLayout, list[int], int]:
-    """(layout, first row of each expert, rows in all) of a way to lay out the experts' rows."""
+def place(rows: tuple[int, ...], max_rows: int, layout: str) -> tuple[torch.Tensor, list[int], int]:
+    """(expert_rows, first row of each expert, rows in all) of a way to lay rows out."""
     if layout == "batched":
         counts = torch.tensor(rows, dtype=torch.int32)
         starts = [e * max_rows for e in range(len(rows))]
-        return BatchedRows(counts, max_rows), starts, len(rows) * max_rows
+        return batched_rows(counts, max_rows), starts, len(rows) * max_rows
     step = 1 if layout == "flat" else 8
     ends = list(itertools.accumulate(-(-count // step) * step for count in rows))
     starts = [0, *ends[:-1]]
     total = -(-ends[-1] // 4) * 4
     if layout == "flat":
-        return FlatRows(torch.tensor([0, *ends], dtype=torch.int32)), starts, total
-    return AlignedRows(torch.tensor([starts, rows], dtype=torch.int32)), starts, total
+        return flat_rows(torch.tensor([0, *ends], dtype=torch.int32)), starts, total
+    own_ends = [start + count for start, count in zip(starts, rows, strict=True)]
+    return torch.tensor([starts, own_ends], dtype=torch.int32), starts, total
 
 
 def gemm(
@@ -58,7 +59,7 @@ def gemm(
     which float32 arithmetic in any order is exact."""
     torch.manual_seed(sum(rows) + n + k)
     experts = len(rows)
-    row_layout, starts, total = place(rows, max_rows, layout)
+    expert_rows, starts, total = place(rows, max_rows, layout)
     if exact:
         a = torch.randint(-2, 3, (total, k)).float().to(FP8)
         b = torch.randint(-2, 3, (experts, n, k)).float().to(FP8)
@@ -73,5 +74,5 @@ def gemm(
     a.view(torch.uint8)[padding] = 0x7F  # NaN
     a_scale[:, padding] = torch.nan
     expected = torch.full((total, n), UNTOUCHED, dtype=torch.bfloat16)
-    model.grouped_gemm(a, a_scale, b, b_scale, expected, row_layout, None)
-    return Gemm(a, a_scale, b, b_scale, row_layout, expected)
+    model.grouped_gemm(a, a_scale, b, b_scale, expected, expert_rows, None)
+    return Gemm(a, a_scale, b, b_scale, expert_rows, expected)

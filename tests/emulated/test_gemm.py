@@ -3,7 +3,7 @@
 import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.operations import _segments, compile_grouped_gemm
+from moe_fp8.kernels.operations import compile_grouped_gemm
 from moe_fp8.kernels.sm90.config import GemmConfig
 from problems import FP8, LAYOUTS, UNTOUCHED, gemm
 
@@ -12,31 +12,23 @@ CONFIGS = [
     GemmConfig(stages=2),
     GemmConfig(tile_m=64, stages=3),
     GemmConfig(tile_n=64, stages=3),
-    GemmConfig(tile_n=192),
-    GemmConfig(tile_n=192, cluster_m=2, stages=3),
-    GemmConfig(tile_n=192, cluster_n=2),
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2, stages=3),
-    GemmConfig(cluster_m=2, cluster_n=2, stages=3),
     GemmConfig(overlap=True, stages=3),
-    GemmConfig(tile_m=64, pingpong=True),
-    GemmConfig(tile_m=64, pingpong=True, overlap=True, stages=3),
+    GemmConfig(tile_m=64, tile_n=64, cluster_m=2),
+    GemmConfig(tile_m=64, cluster_n=2, overlap=True, stages=3),
     GemmConfig(dynamic=True),
     GemmConfig(tile_m=192),
     GemmConfig(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True),
     GemmConfig(stages=3, unroll=True),
-    GemmConfig(stage_blocks=2, stages=2),
-    GemmConfig(tile_m=64, stage_blocks=2, stages=2, overlap=True, cluster_n=2),
-    GemmConfig(tile_m=192, stage_blocks=2, stages=2, unroll=True, dynamic=True),
-    GemmConfig(tile_m=16, swap_ab=True, tile_n=64, stage_blocks=2, pingpong=True),
     GemmConfig(overlap=True, cluster_m=2, stages=2, unroll=True),
-    GemmConfig(tile_m=64, pingpong=True, dynamic=True, cluster_m=2, stages=3),
+    GemmConfig(tile_m=64, dynamic=True, cluster_m=2, stages=3),
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
     GemmConfig(tile_m=32, swap_ab=True, cluster_m=2),
     GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=128, swap_ab=True),
-    GemmConfig(tile_m=16, tile_n=64, swap_ab=True, pingpong=True, stages=3),
+    GemmConfig(tile_m=16, tile_n=64, swap_ab=True, stages=3),
 ]
 ROWS = (0, 1, 17, 64, 65, 130)
 MAX_ROWS = 256
@@ -45,11 +37,10 @@ MAX_ROWS = 256
 def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
     experts, n, k = problem.b.shape
     out = problem.output()
-    segments, table, max_rows = _segments(problem.layout)
-    function = compile_grouped_gemm(config, n, k, experts, "sm_90a", segments)
+    function = compile_grouped_gemm(config, n, k, experts, "sm_90a")
     counter = torch.zeros(1, dtype=torch.int32)
-    operands = (problem.a, problem.a_scale, problem.b, problem.b_scale, out, table)
-    function(*operands, counter, max_rows, ctas * config.cluster_size)
+    operands = (problem.a, problem.a_scale, problem.b, problem.b_scale, out, problem.expert_rows)
+    function(*operands, counter, ctas * config.cluster_size)
     return out
 
 
@@ -105,6 +96,15 @@ def test_empty_and_full_experts(rows, emulator):
     assert emulator.reports[-1].hazards == []
 
 
+@pytest.mark.parametrize("config", [GemmConfig(stages=3), GemmConfig(tile_m=8, swap_ab=True)])
+def test_more_experts_than_lanes(config, emulator):
+    """Two experts a lane; some of a lane's have no rows, some all of them."""
+    rows = tuple(0 if e % 3 == 1 else e % 11 for e in range(40))
+    problem = gemm(rows, 128, 128, 128, exact=True, layout="flat")
+    assert torch.equal(launch(problem, config, ctas=3), problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
 def test_more_k_blocks_than_lanes(emulator):
     """The B scales of K blocks 32 and up lie in a second register of each lane."""
     problem = gemm((5, 66), 128, 35 * 128, 128)
@@ -127,10 +127,10 @@ def test_rows_past_32_bits(rows, emulator):
     a.view(torch.uint8)[own] = small.a.view(torch.uint8)[:rows]
     a_scale[:, own] = small.a_scale[:, :rows]
     b, b_scale = small.b.expand(2, -1, -1).contiguous(), small.b_scale.expand(2, -1, -1)
-    counts = torch.tensor([0, rows], dtype=torch.int32)
+    expert_rows = torch.tensor([[0, max_rows], [0, max_rows + rows]], dtype=torch.int32)
     function = compile_grouped_gemm(GemmConfig(stages=2), n, 256, 2, "sm_90a")
     out[own] = out[max_rows - 1] = out[own.stop] = UNTOUCHED
-    function(a, a_scale, b, b_scale.contiguous(), out, counts, counts, max_rows, 2)
+    function(a, a_scale, b, b_scale.contiguous(), out, expert_rows, expert_rows[0], 2)
     assert torch.equal(out[own], small.expected[:rows])
     assert (out[max_rows - 1] == UNTOUCHED).all() and (out[own.stop] == UNTOUCHED).all()
     assert emulator.reports[-1].hazards == []
@@ -138,13 +138,13 @@ def test_rows_past_32_bits(rows, emulator):
 
 def test_tiles_on_demand_begin_anew_at_every_launch(emulator, monkeypatch):
     """A counter that kept its value would leave the second launch without tiles."""
-    monkeypatch.setattr(kernels, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3)
     config = GemmConfig(tile_m=64, stages=2, dynamic=True)
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):
         out = problem.output()
-        kernels.grouped_gemm(*problem[:4], out, problem.layout, config)
+        kernels.grouped_gemm(*problem[:4], out, problem.expert_rows, config)
         assert torch.equal(out, problem.expected)
 
 

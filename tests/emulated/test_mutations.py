@@ -126,7 +126,7 @@ def test_noticed(name, emulator):
         GemmConfig(overlap=True, stages=3),
         GemmConfig(tile_m=192, stages=2, dynamic=True, unroll=True, cluster_n=2),
         GemmConfig(tile_m=8, swap_ab=True),
-        GemmConfig(tile_m=64, pingpong=True, overlap=True, stages=3),
+        GemmConfig(tile_m=64, overlap=True, stages=3),
     ],
     ids=str,
 )

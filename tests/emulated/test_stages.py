@@ -1,4 +1,4 @@
-"""The dispatch, the activation and the combine kernel as compiled for sm_90a."""
+"""The permute, the activation and the combine kernel as compiled for sm_90a."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
     check_swiglu((q, scale), (expected_q, expected_scale))
 
 
-def run_dispatch(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_permute(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `function` into buffers of NaN."""
     a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
     a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
@@ -128,7 +128,7 @@ def run_dispatch(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tenso
 # Not a multiple of what a CTA copies at once, exactly one, and more than one of it.
 @pytest.mark.parametrize("hidden", [384, 1024, 9216])
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_dispatch(tokens, hidden, mode, emulator):
+def test_permute(tokens, hidden, mode, emulator):
     torch.manual_seed(tokens + hidden)
     top_k, rows = 3, 31  # odd, with gaps, more rows than pairs
     x, x_scale = fp8(tokens, hidden), torch.randn(hidden // 128, tokens)
@@ -137,8 +137,8 @@ def test_dispatch(tokens, hidden, mode, emulator):
     pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
     pair_row = pair_row.view(tokens, top_k)
     kernel = compile_permute(hidden, top_k, "sm_90a")
-    a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, rows)
-    expected_a, expected_scale = run_dispatch(model.permute, x, x_scale, pair_row, rows)
+    a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows)
+    expected_a, expected_scale = run_permute(model.permute, x, x_scale, pair_row, rows)
     assert torch.equal(a, expected_a)
     assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
     unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
@@ -148,20 +148,20 @@ def test_dispatch(tokens, hidden, mode, emulator):
 
 
 @pytest.mark.parametrize("pairs", [0, 1])
-def test_dispatch_of_hardly_a_pair(pairs, mode, emulator):
+def test_permute_of_hardly_a_pair(pairs, mode, emulator):
     """None, and one at row 0."""
     pair_row = torch.full((5, 8), -1, dtype=torch.int32)
     pair_row[3, :pairs] = 0
     x, x_scale = fp8(5, 512), torch.randn(4, 5)
     kernel = compile_permute(512, 8, "sm_90a")
-    a, a_scale = run_dispatch(kernel, x, x_scale, pair_row, 12)
+    a, a_scale = run_permute(kernel, x, x_scale, pair_row, 12)
     assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
     assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
     assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
     assert emulator.reports[-1].hazards == []
 
 
-def test_dispatch_to_a_row_past_32_bits(emulator):
+def test_permute_to_a_row_past_32_bits(emulator):
     """Only what is touched of the many rows before it takes memory."""
     hidden, row = 512, 2**31 // 512 + 1
     x, x_scale = fp8(2, hidden), torch.randn(4, 2)

@@ -14,7 +14,6 @@ from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
 from moe_fp8.layer.problem import MoeInputs
 from moe_fp8.layer.routing import GroupedRows
-from moe_fp8.layer.rows import BatchedRows, RowLayout
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,7 +150,7 @@ def check_replays(module, cases: list[MoeInputs], wanted: list[torch.Tensor]) ->
 
 
 def test_kernels_serve_this_gpu():
-    assert backend.select(torch.device("cuda", 0)).__name__.endswith(".kernels")
+    assert backend.select(torch.device("cuda", 0)).__name__.endswith(".kernels.operations")
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -228,6 +227,7 @@ class Compared:
 
     def __init__(self, kernels, worst: Worst) -> None:
         self.kernels, self.worst = kernels, worst
+        self.route = kernels.route
         self.own = torch.empty(0)
 
     def _check(self, name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -235,28 +235,25 @@ class Compared:
         assert least >= STAGE_COSINE and most < STAGE_DIFF, f"{name}: {least}, {most}"
 
     @staticmethod
-    def _own(layout: RowLayout, rows: int) -> torch.Tensor:
+    def _own(expert_rows: torch.Tensor, rows: int) -> torch.Tensor:
         own = torch.zeros(rows, dtype=torch.bool, device="cuda")
-        for first, count in model._segments(layout):
-            own[first : first + count] = True
+        for first, end in expert_rows.t().tolist():
+            own[first:end] = True
         return own
 
-    def dispatch(self, x, x_scale, pair_row, a, a_scale) -> None:
+    def permute(self, x, x_scale, pair_row, a, a_scale) -> None:
         wanted = a.clone(), a_scale.clone()
         self.kernels.permute(x, x_scale, pair_row, a, a_scale)
         model.permute(x, x_scale, pair_row, *wanted)
         assert torch.equal(raw(a), raw(wanted[0])) and torch.equal(raw(a_scale), raw(wanted[1]))
 
-    def grouped_gemm(self, a, a_scale, b, b_scale, out, layout, config) -> None:
+    def grouped_gemm(self, a, a_scale, b, b_scale, out, expert_rows, config) -> None:
         wanted = out.clone()
-        self.kernels.grouped_gemm(a, a_scale, b, b_scale, out, layout, config)
-        model.grouped_gemm(a, a_scale, b, b_scale, wanted, layout, config)
-        self.own = self._own(layout, out.shape[0])
+        self.kernels.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config)
+        model.grouped_gemm(a, a_scale, b, b_scale, wanted, expert_rows, config)
+        self.own = self._own(expert_rows, out.shape[0])
         self._check(f"GEMM n={b.shape[1]}", out[self.own], wanted[self.own])
         assert torch.equal(raw(out[~self.own]), raw(wanted[~self.own]))
-        # The activation's rows: the same, but where they were unpadded in between.
-        if isinstance(layout, BatchedRows):
-            self.own = torch.ones(int(self.own.sum()), dtype=torch.bool, device="cuda")
 
     def swiglu_quant(self, g, q, q_scale, m_indptr) -> None:
         wanted_q, wanted_scale = q.clone(), q_scale.clone()
@@ -266,9 +263,12 @@ class Compared:
         assert torch.equal(raw(q)[end:], raw(wanted_q)[end:])
         assert torch.equal(raw(q_scale[:, end:]), raw(wanted_scale[:, end:]))
 
+        # The GEMM's rows, or all where they were unpadded in between.
+        own = self.own if len(self.own) == len(q) else torch.ones(len(q)).bool()
+
         def values(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            blocks = q.float()[self.own].unflatten(1, (-1, 128))
-            return blocks * scale[:, self.own].t().unsqueeze(-1)
+            blocks = q.float()[own].unflatten(1, (-1, 128))
+            return blocks * scale[:, own].t().unsqueeze(-1)
 
         self._check("swiglu_quant", values(q, q_scale), values(wanted_q, wanted_scale))
 

@@ -6,7 +6,7 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Int32
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
-from moe_fp8.kernels.tiles import WARP, ExpertTiles
+from moe_fp8.kernels.tiles import WARP, ExpertTiles, rows_of_lane
 
 TILE_M, N_TILES = 192, 3
 
@@ -18,13 +18,16 @@ class Lookup:
         self.step = step
 
     @cute.jit
-    def __call__(self, counts: cute.Tensor, found: cute.Tensor, n: Int32, stream: cuda.CUstream):
-        self.kernel(counts, found, n).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
+    def __call__(
+        self, expert_rows: cute.Tensor, found: cute.Tensor, n: Int32, stream: cuda.CUstream
+    ):
+        self.kernel(expert_rows, found, n).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, counts: cute.Tensor, found: cute.Tensor, n: Int32):
+    def kernel(self, expert_rows: cute.Tensor, found: cute.Tensor, n: Int32):
         lane, _, _ = cute.arch.thread_idx()
-        tiles = ExpertTiles.create(1000 * lane, counts[lane], TILE_M, N_TILES, self.step)
+        rows = rows_of_lane(expert_rows)
+        tiles = ExpertTiles.create(rows, expert_rows, TILE_M, N_TILES, self.step)
         total = tiles.total()
         for linear in range(n):
             tile = tiles.locate(linear)
@@ -36,21 +39,34 @@ class Lookup:
                 found[linear, 4] = total
 
 
-def look_up(counts: list[int], n: int, step: int) -> list[list[int]]:
+def look_up(counts: list[int], n: int, step: int, apart: int = 0) -> list[list[int]]:
+    """`apart` experts more than counts are between the table's two rows."""
+    experts = len(counts)
     arguments = (
-        Tensor(Int32, (WARP,), align=4),
+        Tensor(Int32, (2, experts), align=4, row_stride=Extent("apart")),
         Tensor(Int32, (Extent("positions"), 5), align=4),
         Scalar(Int32),
     )
     found = torch.full((n, 5), -1, dtype=torch.int32)
-    table = torch.tensor(counts + [0] * (WARP - len(counts)), dtype=torch.int32)
-    compiled(Lookup, (step,), arguments, "sm_90a")(table, found, n)
+    starts = torch.arange(experts) * 1000
+    expert_rows = torch.full((2, experts + apart), -1, dtype=torch.int32)[:, :experts]
+    expert_rows[0], expert_rows[1] = starts, starts + torch.tensor(counts)
+    compiled(Lookup, (step,), arguments, "sm_90a")(expert_rows, found, n)
     return found.tolist()
 
 
 @pytest.mark.parametrize("step", [64, TILE_M])
 @pytest.mark.parametrize(
-    "counts", [[5], [0, 192, 0, 193], [700, 1, 0, 64, 448], [1] * WARP], ids=str
+    "counts",
+    [
+        [5],
+        [0, 192, 0, 193],
+        [700, 1, 0, 64, 448],
+        [1] * WARP,
+        [*[0] * 40, 5, *[0] * 30, 193],  # three experts a lane, of which many have none
+        [1 if e % 5 else 0 for e in range(384)],
+    ],
+    ids=lambda counts: f"{len(counts)} experts, {sum(counts)} rows",
 )
 def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
     tiles = N_TILES * sum(-(-count // TILE_M) for count in counts)
@@ -71,8 +87,13 @@ def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
     assert emulator.reports[-1].hazards == []
 
 
+def test_boundaries_may_lie_any_distance_apart(emulator):
+    assert look_up([5, 200], 9, 64, apart=7) == look_up([5, 200], 9, 64)
+
+
+@pytest.mark.parametrize("experts", [32, 33, 1024])
 @pytest.mark.parametrize("step", [64, TILE_M])
-def test_without_rows_a_tile_has_none(step, emulator):
+def test_without_rows_a_tile_has_none(step, experts, emulator):
     """A warp looks its first tile up before it knows that there is none."""
-    ((_, n_tile, _, rows, total),) = look_up([], 1, step)
+    ((_, n_tile, _, rows, total),) = look_up([0] * experts, 1, step)
     assert (n_tile, rows, total) == (0, 0, 0)
