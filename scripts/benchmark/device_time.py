@@ -6,8 +6,9 @@ slow host. This pass measures both on the workloads of a run and adds them to it
 
   device   A call is captured in a CUDA graph and replayed, solutions in turns, the L2 cache
            overwritten before each replay: "graph". A call whose host waits for the GPU cannot be
-           captured; then its kernels are traced through CUPTI and the time from the first one's
-           start to the last one's end is taken, pauses included: "kernels".
+           captured; then its kernels are traced through CUPTI and their times are summed:
+           "kernels". Pauses do not count: in them the GPU waits for the host, which the
+           profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 in the harness).
   harness  flashinfer-bench's own timing loop, every call instead of the mean.
 
 Medians, 10th and 90th percentile, in ms. A replay whose output differs from that of the call it was
@@ -96,7 +97,7 @@ def captured(call: Call, output: "torch.Tensor") -> Call:
 
 
 def traced_ms(call: Call) -> float:
-    """From the first kernel's start to the last one's end, in one call."""
+    """The sum of a call's kernels and copies on the GPU."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -107,7 +108,7 @@ def traced_ms(call: Call) -> float:
     spans = [e.time_range for e in traced.events() if e.device_type == device]
     if not spans:
         raise RuntimeError("the profiler saw no kernel: is CUPTI there?")
-    return 1e-3 * (max(s.end for s in spans) - min(s.start for s in spans))
+    return 1e-3 * sum(s.end - s.start for s in spans)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def device_methods(ranking: Ranking) -> list[str]:
 def say_method(method: str) -> str:
     known = {
         "graph": "replay of a CUDA graph",
-        "kernels": "first kernel to last, host waits included",
+        "kernels": "sum of its kernels' times, pauses left out",
     }
     return known.get(method, method or "unknown method")
 

@@ -92,7 +92,7 @@ def test_a_call_waits_if_torch_says_so(error, waiting, monkeypatch) -> None:
     assert modes == ["error", "default"]
 
 
-def test_a_traced_call_lasts_from_the_first_kernel_to_the_last(monkeypatch) -> None:
+def test_a_traced_call_takes_what_its_kernels_take(monkeypatch) -> None:
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     spans = [(cpu, 0, 900), (cuda, 100, 150), (cuda, 300, 420), (cuda, 120, 130)]
 
@@ -112,7 +112,7 @@ def test_a_traced_call_lasts_from_the_first_kernel_to_the_last(monkeypatch) -> N
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert device_time.traced_ms(lambda: None) == pytest.approx(0.32)
+    assert device_time.traced_ms(lambda: None) == pytest.approx(0.18)
     del spans[1:]
     with pytest.raises(RuntimeError, match="saw no kernel"):
         device_time.traced_ms(lambda: None)
