@@ -585,7 +585,7 @@ def test_different_ways_of_taking_device_times_are_said(tmp_path: Path) -> None:
     other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernels")
     (ranking,) = ranked(tmp_path, [*CLOCKED, other])
     assert ranking.remarks == ["Device times are by graph, but by kernels for v1."]
-    assert "first kernel to last, host waits included" in rank_text.notes(ranking)
+    assert "sum of its kernels' times, pauses left out" in rank_text.notes(ranking)
     (partly,) = ranked(tmp_path, [*CLOCKED, trace("x", 7, 1.0)])
     assert partly.remarks == [] and rank_text.device_methods(partly) == ["graph"]
 
