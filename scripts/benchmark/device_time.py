@@ -7,7 +7,7 @@ slow host. This pass measures both on the workloads of a run and adds them to it
   device   A call is captured in a CUDA graph and replayed, solutions in turns, the L2 cache
            overwritten before each replay: "graph". A call whose host waits for the GPU cannot be
            captured; then its kernels are traced through CUPTI and their times are summed:
-           "kernels". Pauses do not count: in them the GPU waits for the host, which the
+           "kernel sum". Pauses do not count: in them the GPU waits for the host, which the
            profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 in the harness).
   harness  flashinfer-bench's own timing loop, every call instead of the mean.
 
@@ -17,7 +17,7 @@ captured from is an error, not a time.
 
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,7 @@ def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, A
                 flush.zero_()
                 torch.cuda.synchronize()
                 samples.append(traced_ms(call))
-            found[name] = summary(samples, method="kernels")
+            found[name] = summary(samples, method="kernel sum")
         except Exception as error:
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -185,8 +185,9 @@ def measure(
     seed: int,
     repeats: int,
     wanted: set[tuple[str, str]] | None = None,
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """`device` and `harness` figures, or `error`, by (uuid, solution)."""
+) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
+    """`device` and `harness` figures, or `error`, by (uuid, solution): those of one workload after
+    the other, so that a run which is cut short keeps what it measured."""
     import torch
     from flashinfer_bench.bench.evaluators.utils import allocate_outputs
     from flashinfer_bench.compile import BuilderRegistry
@@ -195,8 +196,8 @@ def measure(
     definition = trace_set.definitions[DEFINITION]
     inputs_of = Inputs(trace_set, "cuda", seed)
     progress = Progress(len(workloads), sum(2000 + tokens(t.workload) for t in workloads))
-    results: dict[tuple[str, str], dict[str, Any]] = {}
     for trace in workloads:
+        results: dict[tuple[str, str], dict[str, Any]] = {}
         uuid = trace.workload.uuid
         progress.step(f"device time of T={tokens(trace.workload)} ({uuid[:8]})")
         inputs = inputs_of.of(trace.workload)
@@ -219,8 +220,8 @@ def measure(
                     continue
                 harness = harness_times(calls[name], repeats)
                 results[uuid, name] = {DEVICE: device, HARNESS: harness, "timing_seed": seed}
+        yield results
         progress.finish(2000 + tokens(trace.workload))
-    return results
 
 
 def table(
@@ -272,11 +273,14 @@ def main() -> int:
         say("no trace of this run has an output to compare")
         return EXIT_OK
 
-    results = measure(
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    merged = 0
+    for found in measure(
         what.trace_set, what.solutions, what.workloads, args.seed, args.repeats, what.pairs
-    )
+    ):
+        results |= found
+        merged += what.merge({pair: r for pair, r in found.items() if "error" not in r})
     if args.run:
-        merged = what.merge({pair: r for pair, r in results.items() if "error" not in r})
         print(f"device times of {merged} results added to {args.run / 'traces.jsonl'}")
     lengths = {t.workload.uuid: tokens(t.workload) for t in what.workloads}
     print(text_table(*table(results, lengths), left=3))

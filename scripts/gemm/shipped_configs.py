@@ -28,7 +28,7 @@ def shipped(name: str, problem: Problem) -> Any:
         pair_row=torch.full((problem.tokens or 0, layer.shape.top_k), -1, dtype=torch.int32),
         weights=torch.empty(0),
     )
-    placed = layer.place(grouped, layer.shape, layer.choose)
+    placed = layer.placed(grouped)
     first = (problem.n, problem.k) == LAYER_SHAPES["gemm1"]
     return placed.config1 if first else placed.config2
 

@@ -72,7 +72,8 @@ def device_methods(ranking: Ranking) -> list[str]:
 def say_method(method: str) -> str:
     known = {
         "graph": "replay of a CUDA graph",
-        "kernels": "sum of its kernels' times, pauses left out",
+        "kernel sum": "sum of its kernels' times, pauses left out",
+        "kernels": "first kernel to last, host waits included",  # in records up to 2026-11-22
     }
     return known.get(method, method or "unknown method")
 

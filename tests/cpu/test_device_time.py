@@ -64,7 +64,7 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(gpu, monkeypatc
     monkeypatch.setattr(device_time, "captured", captured)
     monkeypatch.setattr(device_time, "traced_ms", lambda call: 0.25)
     found = device_time.device_times(calls, repeats=3)
-    assert found["waits"] == device_time.summary([0.25] * 3, method="kernels")
+    assert found["waits"] == device_time.summary([0.25] * 3, method="kernel sum")
     assert found["broken"] == {"error": "RuntimeError: a replay gives another output"}
     assert found["a"] == device_time.summary([1.0, 3.0, 5.0], method="graph")
     assert found["b"] == device_time.summary([2.0, 4.0, 6.0], method="graph")

@@ -356,8 +356,8 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
 
     def bundles_key(packed: bytes, place: str) -> dict[str, str]:
         package = top_level(unpack(packed, tmp_path / place)).run.__module__.rpartition(".")[0]
-        names = ("compile", "gemm_sm90")
-        return key(*(importlib.import_module(f"{package}.core.{name}") for name in names))
+        names = ("compile", "sm90.gemm")
+        return key(*(importlib.import_module(f"{package}.kernels.{name}") for name in names))
 
     flat = pack.pack(GENERATIONS["cutedsl_moe_fp8_flat"])
     ours = key(compiling, gemm_sm90)

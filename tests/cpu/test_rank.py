@@ -582,9 +582,9 @@ def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> No
 
 
 def test_different_ways_of_taking_device_times_are_said(tmp_path: Path) -> None:
-    other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernels")
+    other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernel sum")
     (ranking,) = ranked(tmp_path, [*CLOCKED, other])
-    assert ranking.remarks == ["Device times are by graph, but by kernels for v1."]
+    assert ranking.remarks == ["Device times are by graph, but by kernel sum for v1."]
     assert "sum of its kernels' times, pauses left out" in rank_text.notes(ranking)
     (partly,) = ranked(tmp_path, [*CLOCKED, trace("x", 7, 1.0)])
     assert partly.remarks == [] and rank_text.device_methods(partly) == ["graph"]

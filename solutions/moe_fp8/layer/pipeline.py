@@ -255,6 +255,11 @@ class PlacedLayer(Layer):
     shape: MoeShape = DEEPSEEK_V3
     names_tokens = False
 
+    def placed(self, rows: GroupedRows) -> PlacedRows:
+        """Where the rows go, and the configs for them."""
+        choose = self.choose or architectures.of_device(rows.m_indptr.device).choose
+        return self.place(rows, self.shape, choose)
+
     def finish(
         self,
         inputs: MoeInputs,
@@ -262,8 +267,7 @@ class PlacedLayer(Layer):
         rows: GroupedRows,
         mark: Callable[[str], None],
     ) -> None:
-        choose = self.choose or architectures.of_device(output.device).choose
-        placed = self.place(rows, self.shape, choose)
+        placed = self.placed(rows)
         if placed.rows == 0:
             output.zero_()
             return _mark_empty(STAGES[1:], mark)
