@@ -20,10 +20,10 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...numerics import BLOCK
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
-from .a_load import ContiguousRows, TmaOperand
+from .a_load import ContiguousRows
 from .barriers import stage_counts
 from .config import PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
-from .epilogue import Output, Staging, StoreBFloat16
+from .epilogue import StoreBFloat16
 from .operands import operands_of
 from .tma import multicast_mask, tma_load, tma_partition
 
@@ -202,9 +202,9 @@ class GroupedGemmSm90:
     @cute.kernel
     def kernel(
         self,
-        a: TmaOperand,
+        a,  # what `a_load` made of a and its scales
         b: Weights,
-        output: Output,
+        output,  # what `epilogue` made of out
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
     ):
@@ -293,7 +293,7 @@ class GroupedGemmSm90:
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
     @cute.jit
-    def _load_warp(self, load, work: Work, a: TmaOperand, b: Weights, shared: Shared):
+    def _load_warp(self, load, work: Work, a, b: Weights, shared: Shared):
         """Keep the pipeline full: the copies of every K block of every tile of this CTA."""
         c = self.config
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
@@ -334,8 +334,8 @@ class GroupedGemmSm90:
         consumer: Int32,
         shared: Shared,
         b: Weights,
-        staging: Staging,
-        output: Output,
+        staging,  # the epilogue's
+        output,
     ):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
         c = self.config
