@@ -248,7 +248,7 @@ def grouped_gemm_in_torch(output, *arguments) -> None:
         assert (k, n) == tuple(b[e].shape)
         x = a.as_strided((m, k), (k, 1), begin * k)
         x_scale = a_scale.as_strided((m, k // 128), (k // 128, 1), begin * (k // 128))
-        alone = types.SimpleNamespace(m_indptr=torch.tensor([0, m]))
+        alone = torch.tensor([[0], [m]])
         out = output[begin : begin + m]
         weights = b[e : e + 1].transpose(1, 2), b_scale[e : e + 1].transpose(1, 2)
         model.grouped_gemm(x, x_scale.t(), *weights, out, alone)
