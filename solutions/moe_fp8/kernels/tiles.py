@@ -82,7 +82,7 @@ class ExpertTiles:
         tiles = _tiles_of(count, tile_m, n_tiles)
         if experts > WARP:
             tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
-        end = _inclusive_sum(tiles)
+        end = inclusive_sum(tiles)
         lane = LaneTiles(row, count, end - tiles, end)
         return ExpertTiles(expert_rows, tile_m, n_tiles, step, lane)
 
@@ -127,7 +127,7 @@ class ExpertTiles:
         first = owner * share
         row, count = _rows_of(self.expert_rows, cute.arch.lane_idx(), first, share)
         tiles = _tiles_of(count, self.tile_m, self.n_tiles)
-        end = cute.arch.shuffle_sync(self.lane.begin, owner) + _inclusive_sum(tiles)
+        end = cute.arch.shuffle_sync(self.lane.begin, owner) + inclusive_sum(tiles)
         return LaneTiles(row, count, end - tiles, end), first
 
 
@@ -183,7 +183,7 @@ def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32
     return tiles
 
 
-def _inclusive_sum(value: Int32) -> Int32:
+def inclusive_sum(value: Int32) -> Int32:
     """Of this lane's value and those of the lanes below."""
     lane = cute.arch.lane_idx()
     for distance in (1, 2, 4, 8, 16):

@@ -1,6 +1,7 @@
 """Integer, floating-point, conversion and warp instructions against plain Python and torch."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -115,8 +116,25 @@ def twice(f):
     return lambda x, y: f(x.double(), y.double()).float()
 
 
+def directed(up: bool):
+    """x * y + 1.5 in exact arithmetic, then the float32 below or above."""
+
+    def of(x: float, y: float) -> float:
+        exact = Fraction(x) * Fraction(y) + Fraction(3, 2)
+        near = torch.tensor(float(exact))
+        wrong = Fraction(near.item()) < exact if up else Fraction(near.item()) > exact
+        limit = torch.tensor(math.inf if up else -math.inf)
+        return torch.nextafter(near, limit).item() if wrong else near.item()
+
+    return lambda x, y: torch.tensor(
+        [of(*pair) for pair in zip(x.tolist(), y.tolist(), strict=True)]
+    )
+
+
 # PTX that leaves the result of %f2 and %f3 in %f4, and the same on float32 tensors.
 FLOATS = {
+    "fma.rm.f32 %f4, %f2, %f3, 0f3FC00000;": directed(up=False),
+    "fma.rp.f32 %f4, %f2, %f3, 0f3FC00000;": directed(up=True),
     "add.rn.f32 %f4, %f2, %f3;": lambda x, y: x + y,
     "mul.rn.f32 %f4, %f2, %f3;": lambda x, y: x * y,
     "fma.rn.f32 %f4, %f2, %f3, 0f3FC00000;": twice(lambda x, y: x * y + 1.5),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>

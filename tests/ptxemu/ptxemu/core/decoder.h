@@ -69,6 +69,11 @@ static Handler decode(Instr& I) {
   };
   if (b == "add" || b == "sub" || b == "mul" || b == "mad" || b == "fma" || b == "div" ||
       b == "min" || b == "max") {
+    if (b == "fma" && t == T_F32 && (I.has("rm") || I.has("rp") || I.has("rz"))) {
+      only({"rm", "rp", "rz", "ftz"});
+      I.i1 = I.has("rm") ? FE_DOWNWARD : I.has("rp") ? FE_UPWARD : FE_TOWARDZERO;
+      return h_fma_directed;
+    }
     only({"lo", "hi", "wide", "rn", "ftz", "sat", "full", "approx", "NaN", "relu", "rnd"});
     if (t < T_F32 && I.has("sat")) return nullptr;
     I.i1 = b == "add"                 ? I.has("sat")
