@@ -22,7 +22,8 @@ def checked(ranking: Ranking) -> str:
     """The outputs of the run on the CPU against the reference."""
     tokens = ", ".join(str(length) for length, _ in ranking.workloads)
     said = f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the torch model."
-    parts = [printable(f"{said}\nTolerance: {ranking.tolerance}. {ACCURACY_NOTES}")]
+    tolerance = f"Tolerance: {ranking.tolerance}. {ACCURACY_NOTES}"
+    parts = [f"{printable(said)}\n{printable(tolerance)}"]
     parts.append(text_table(*correctness_table(ranking)))
     if failures := failures_lines(ranking):
         parts.append(failures)
