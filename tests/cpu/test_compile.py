@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cutlass import Float32
+from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels import route
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.sm90.a_load import ContiguousRows
 from moe_fp8.kernels.sm90.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
@@ -164,6 +165,35 @@ def test_permute(compiled_code, tmp_path):
     assert sorted(stores) == ["st.global.b32"] * 8 + ["st.global.v4.b32"] * 56
     used = resources(cubin, tmp_path)
     assert used["frame"] == 0 and used["registers"] <= 64
+
+
+def test_routing(tmp_path, monkeypatch):
+    """A warp a token: its experts in two loads a lane, the choice in registers."""
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compiling, "OPTIONS", f"{compiling.OPTIONS} --keep-ptx --keep-cubin")
+    tokens, blocks = compiling.Extent("tokens"), compiling.Extent("blocks")
+    pairs = compiling.Tensor(Int32, (tokens, 8), align=4)
+    weights = compiling.Tensor(Float32, (tokens, 8), align=4)
+    marks = compiling.Tensor(Int32, (blocks, 32, 4), align=4)
+    counts = compiling.Tensor(Int32, (blocks, 32), align=4)
+    inputs = compiling.Tensor(Float32, (tokens, 256)), compiling.Tensor(BFloat16, (256,))
+    scalars = compiling.Scalar(Int32), compiling.Scalar(Float32)
+    choose = compiling.compiled(
+        route.ChooseExperts, (256, 32, 8, 4, 8),
+        (*inputs, *scalars, pairs, weights, marks, counts), ARCH,
+    )  # fmt: skip
+    assert re.findall(r"ld\.global\S*", choose.__ptx__) == ["ld.global.v4.b32"] * 3
+    assert choose.__ptx__.count("redux.sync.max.s32") == 8, "one an expert"
+    m_indptr = compiling.Tensor(Int32, (33,), align=4)
+    number = compiling.compiled(
+        route.NumberRows, (32, 8), (pairs, marks, counts, m_indptr, pairs), ARCH
+    )
+    for made in (choose, number):
+        cubin = made.__cubin__
+        cubin = Path(cubin).read_bytes() if isinstance(cubin, str) else cubin
+        used = resources(cubin, tmp_path)
+        assert used["frame"] == 0 and used["registers"] * route.THREADS <= 65536
 
 
 def test_combine(compiled_code, tmp_path):
@@ -571,6 +601,7 @@ COMPILE_IN_THREADS = """
 import sys, threading
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels import route
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.sm90.config import GemmConfig
 count, original = [], compiling.cute.compile
@@ -606,6 +637,7 @@ DIE_WHILE_COMPILING = """
 import os, sys
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels import route
 from moe_fp8.kernels.architectures import HOPPER
 if sys.argv[1] == "build":  # nothing is written yet
     compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
