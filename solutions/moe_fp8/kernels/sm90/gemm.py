@@ -147,6 +147,9 @@ class GroupedGemmSm90:
         self.b_smem = hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, tile_mnk, Float8E4M3FN, c.num_stages
         )
+        # What the barriers wait for is what the copies bring.
+        b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
+        assert self.counts.full_bytes == self.a_load.bytes + b_bytes
 
     @cute.jit
     def __call__(
