@@ -14,11 +14,7 @@ cannot_run = testing.install("sm_90a")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not cannot_run:
-        return
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=cannot_run))
+    testing.skip_below(Path(__file__).parent, items, cannot_run)
 
 
 @pytest.fixture(autouse=True)

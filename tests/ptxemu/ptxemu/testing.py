@@ -1,6 +1,7 @@
 """Fixtures of tests that run on the emulator; a conftest.py imports them after `install`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,6 +17,13 @@ def install(target: str) -> str:
     except build.NoCompiler as error:
         return str(error)
     return ""
+
+
+def skip_below(directory: Path, items: list[pytest.Item], why: str) -> None:
+    """For `pytest_collection_modifyitems`: skip the tests of a directory, unless `why` is empty."""
+    for item in items:
+        if why and directory in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(params=ptxemu.MODES)
