@@ -159,7 +159,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
     simt = architectures.Architecture(
         gpus="a GPU of the past",
         target="sm_90a",  # which the emulator runs
-        config=SimtConfig,
+        config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
         gemm=lambda: GroupedGemmSimt,
     )

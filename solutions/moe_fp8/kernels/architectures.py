@@ -4,6 +4,7 @@ An architecture is a folder with its GEMM kernel, that kernel's config with its 
 heuristic that picks one; everything outside of these folders is neutral.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from .sm90 import heuristic as sm90
-from .sm90.config import GemmConfig as Sm90Config
+from .sm90.config import GemmConfig
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class Architecture:
     Attributes:
         gpus: whom it serves, for messages.
         target: what the compiler calls it.
-        config: class of its GEMM configs; made without arguments it suits every problem.
+        config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
     """
 
     gpus: str
     target: str
-    config: Callable[[], Any]
+    config: Any
     choose: Callable[..., Any]
     gemm: Callable[[], type]
 
@@ -42,7 +43,7 @@ def _sm90_gemm() -> type:
 HOPPER = Architecture(
     gpus="compute capability 9.0 (H100, H200, H800, H20, GH200)",
     target="sm_90a",
-    config=Sm90Config,
+    config=GemmConfig(),
     choose=sm90.choose,
     gemm=_sm90_gemm,
 )
@@ -51,6 +52,7 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}
 """By compute capability."""
 
 
+@functools.cache  # asked in every call of a layer
 def of_device(device: torch.device) -> Architecture:
     """A supported GPU's; elsewhere, where the torch model pads as a kernel would, Hopper."""
     if device.type != "cuda":

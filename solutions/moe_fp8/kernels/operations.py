@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
-from cutlass.utils import HardwareInfo
 
 from ..layer.routing import route as route  # in torch operations
 from ..numerics import BLOCK
@@ -38,13 +37,15 @@ def grouped_gemm(
         config: tile shape and schedule; None takes the default.
     """
     experts, n, k = b.shape
-    config = config or of_device(a.device).config()
+    config = config or of_device(a.device).config
     function = compile_grouped_gemm(config, n, k, experts, _target(a.device))
     # Bounds of what only the device knows: every expert may end with a part of a tile.
     cluster_rows = config.tile_m * config.cluster_m
     m_tiles = a.shape[0] // cluster_rows + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
-    clusters = min(m_tiles * n_tiles, _max_clusters(config.cluster_size, a.device))
+    # One CTA a multiprocessor; pairs of them always fit.
+    most = _multiprocessors(a.device) // config.cluster_size
+    clusters = min(m_tiles * n_tiles, most)
     if a.shape[0]:
         ctas = clusters * config.cluster_size
         # Of its own for every launch: launches may overlap, and a captured one is replayed. With
@@ -174,7 +175,6 @@ def compile_combine(hidden: int, top_k: int, target: str) -> Any:
     return compiled(Combine, (hidden, top_k), arguments, target)
 
 
-@functools.cache
 def _target(device: torch.device) -> str:
     return of_device(device).target
 
@@ -182,15 +182,3 @@ def _target(device: torch.device) -> str:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _max_clusters(cluster_size: int, device: torch.device) -> int:
-    """Clusters of one CTA a multiprocessor that the GPU holds at once.
-
-    Multiprocessors come in groups that a cluster cannot span, and not all groups are of the same
-    size: pairs always fit, of fours about one in sixteen multiprocessors stays alone.
-    """
-    if cluster_size <= 2:
-        return _multiprocessors(device) // cluster_size
-    return HardwareInfo(device.index or 0).get_max_active_clusters(cluster_size)

@@ -18,6 +18,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from ..numerics import EPSILON
 from .tiles import WARP, inclusive_sum
 
 BLOCK_TOKENS = 128
@@ -28,8 +29,6 @@ WARPS = THREADS // WARP
 LOWEST = -(2**31)
 """Order of what cannot be chosen: below that of -inf."""
 NAN_ORDER = 2**31 - 1
-EPSILON = 1e-20
-"""As in `layer.routing`."""
 
 
 class ChooseExperts:

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..numerics import EPSILON
 from .problem import MoeInputs, MoeShape, bounded_offset
-
-EPSILON = 1e-20
-"""Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
 
 
 class GroupedRows(NamedTuple):
