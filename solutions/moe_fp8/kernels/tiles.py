@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 
 WARP = 32
 MAX_EXPERTS = WARP * WARP
@@ -102,16 +102,17 @@ class ExpertTiles:
         count = cute.arch.shuffle_sync(lane.count, owner)
         expert = owner + first if self.experts > WARP else owner
         # At least one, for the division, where no expert has rows.
-        m_tiles = cutlass.max((count + (self.tile_m - 1)) // self.tile_m, 1)
+        m_tiles = cutlass.max(_divide(count + (self.tile_m - 1), self.tile_m), 1)
         local = linear - begin
-        n_tile = local // m_tiles
-        m_tile = (local - n_tile * (m_tiles - 1)) % m_tiles
+        n_tile = _divide(local, m_tiles)
+        turned = local - n_tile * (m_tiles - 1)
+        m_tile = turned - _divide(turned, m_tiles) * m_tiles
         if cutlass.const_expr(self.step == self.tile_m):
             begin_row, end_row = m_tile * self.tile_m, count
         else:
-            steps = (count + (self.step - 1)) // self.step
-            begin_row = m_tile * steps // m_tiles * self.step
-            end_row = cutlass.min((m_tile + 1) * steps // m_tiles * self.step, count)
+            steps = _divide(count + (self.step - 1), self.step)
+            begin_row = _divide(m_tile * steps, m_tiles) * self.step
+            end_row = cutlass.min(_divide((m_tile + 1) * steps, m_tiles) * self.step, count)
         return Tile(
             expert,
             cute.arch.make_warp_uniform(n_tile),
@@ -166,8 +167,13 @@ def _rows_of(
     return row, count
 
 
+def _divide(value: Int32, by: Int32 | int) -> Int32:
+    """Rounded down, of what is not negative: without a sign it takes half the instructions."""
+    return Int32(Uint32(value) // Uint32(by))
+
+
 def _tiles_of(count: Int32, tile_m: int, n_tiles: int) -> Int32:
-    return (count + (tile_m - 1)) // tile_m * n_tiles
+    return _divide(count + (tile_m - 1), tile_m) * n_tiles
 
 
 @cute.jit
