@@ -12,13 +12,12 @@ Expected gain over v3: one round trip between host and GPU a call, and the activ
 padded rows; most at small T, where the host is what a call waits for.
 """
 
-import math
 from typing import Any
 
 from .layer.pipeline import Choose, PlacedLayer, PlacedRows, round_up
 from .layer.problem import MoeInputs, MoeShape
 from .layer.routing import GroupedRows
-from .layer.rows import flat_rows
+from .layer.rows import expected_rows, flat_rows
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
@@ -26,16 +25,6 @@ SOLUTION = {
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
 }
-
-
-def expected_rows(tokens: int, shape: MoeShape) -> float:
-    """Rows of an expert that has any, when every token chooses among equally popular experts.
-
-    With x rows an expert on average, the share of experts without one is about exp(-x). Real
-    traffic prefers some experts, so that those with rows have more: 3.9 where this says 2.7 (T=80).
-    """
-    mean = tokens * shape.top_k / shape.num_experts
-    return mean / -math.expm1(-mean)
 
 
 def flat_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ def sgl_kernel(shape: MoeShape) -> ModuleType:
         assert (groups, kept, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
         assert shared == 0 and scale_weights is True
         ids, weights = choose_experts(logits, bias, scaling, shape)
+        ids = ids.int()
         order = torch.randperm(top_k)  # the best first: any order must do
         return weights[:, order].contiguous(), ids[:, order].contiguous()
 

@@ -128,9 +128,9 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
 
 def check_queue(ptx: str) -> None:
     """Tiles on demand: what keeps their one slot whole shows in no run of a single warp."""
-    # Both roles that take tiles: all lanes have read the slot before one of them frees it.
+    # All roles that take tiles: their lanes have read the slot before one of them frees it.
     taken = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
-    assert len(taken) == ptx.count("bar.warp.sync") == 2
+    assert len(taken) == ptx.count("bar.warp.sync") == 3
     # Who serves waits for a free slot before every tile, and once more before it may exit.
     served = ptx[: ptx.index("atom.global.add")]
     empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]
@@ -239,12 +239,13 @@ def test_what_completes_the_barriers_of_a_stage(config):
     counts = stage_counts(config, a_load.arrivals, a_load.bytes, config.tile_n * BLOCK)
     # The rows, their scales and the weights of one K block, and the one thread that asks for them.
     rows, columns = config.tile_m, config.tile_n
-    assert counts.full_bytes == rows * 128 + (rows + 4) * 4 + columns * 128
-    assert counts.full_arrivals == 1
+    assert counts.a_bytes == rows * 128 + (rows + 4) * 4
+    assert counts.b_bytes == columns * 128
+    assert counts.full_arrivals == 2
     # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
     warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
     assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
-    assert stage_counts(config, 64, 0, 1).full_arrivals == 65
+    assert stage_counts(config, 64, 0, 1).full_arrivals == 66
 
 
 def test_a_copy_in_many_arrivals_beside_tma():

@@ -103,11 +103,24 @@ def test_bias_chooses_but_does_not_weight():
     torch.testing.assert_close(weights, torch.full((1, 8), 1 / 8))
 
 
-def test_index_dtype():
-    logits, bias = torch.randn(4, 256), torch.randn(256).bfloat16()
-    narrow, _ = choose_experts(logits, bias, 1.0, DEEPSEEK_V3)
-    wide, _ = choose_experts(logits, bias, 1.0, DEEPSEEK_V3, index_dtype=torch.int64)
-    assert wide.dtype == torch.int64 and torch.equal(wide, narrow.long())
+def test_ties_go_to_the_lower_expert_and_group():
+    logits, bias = torch.zeros(2, 256), torch.zeros(256).bfloat16()
+    logits[1, 100] = 1.0  # of group 3, which is one of the four kept in any case
+    ids, _ = choose_experts(logits, bias, 1.0, DEEPSEEK_V3)
+    assert ids[0].tolist() == list(range(8))
+    assert ids[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 100]
+
+
+def test_weights_are_summed_as_a_tree():
+    """Of these numbers every other order gives another sum."""
+    shape = MoeShape(num_experts=8, num_local_experts=8, n_group=1, topk_group=1, top_k=7)
+    torch.manual_seed(0)
+    logits = torch.randn(200, 8)
+    ids, weights = choose_experts(logits, torch.zeros(8).bfloat16(), 1.0, shape)
+    w = logits.sigmoid().gather(1, ids)
+    total = ((w[:, 0] + w[:, 1]) + (w[:, 2] + w[:, 3])) + ((w[:, 4] + w[:, 5]) + w[:, 6])
+    assert torch.equal(weights, w / total[:, None])
+    assert not torch.equal(weights, w / w.flip(1).cumsum(1)[:, -1:])
 
 
 def random_ids(tokens: int, shape: MoeShape, skew: float, seed: int) -> torch.Tensor:

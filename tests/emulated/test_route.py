@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from cutlass import BFloat16, Float32, Int32
-from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
-from moe_fp8.kernels.route import BLOCK_TOKENS, WORD, ChooseExperts, NumberRows
+from moe_fp8.kernels import operations
+from moe_fp8.kernels.route import WORD, ChooseExperts
 from moe_fp8.layer.problem import MoeShape
 from moe_fp8.layer.routing import choose_experts, group_rows
 
@@ -16,37 +15,21 @@ SHAPES = {
 }
 
 
-def compile_route(shape: MoeShape):
-    tokens, blocks = Extent("tokens"), Extent("blocks")
-    e, local, top_k = shape.num_experts, shape.num_local_experts, shape.top_k
-    pairs = Tensor(Int32, (tokens, top_k), align=4)
-    weights = Tensor(Float32, (tokens, top_k), align=4)
-    marks = Tensor(Int32, (blocks, local, BLOCK_TOKENS // WORD), align=4)
-    counts = Tensor(Int32, (blocks, local), align=4)
-    logits, bias = Tensor(Float32, (tokens, e)), Tensor(BFloat16, (e,))
-    scalars = Scalar(Int32), Scalar(Float32)
-    parameters = (e, local, shape.n_group, shape.topk_group, top_k)
-    choose = compiled(
-        ChooseExperts, parameters, (logits, bias, *scalars, pairs, weights, marks, counts), "sm_90a"
-    )
-    m_indptr = Tensor(Int32, (local + 1,), align=4)
-    number = compiled(NumberRows, (local, top_k), (pairs, marks, counts, m_indptr, pairs), "sm_90a")
-    return choose, number
-
-
 def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor, offset: int):
-    choose, number = compile_route(shape)
     tokens, local = logits.shape[0], shape.num_local_experts
-    blocks = -(-tokens // BLOCK_TOKENS)
     expert = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
+    marks = torch.full((-(-tokens // WORD), local), -7, dtype=torch.int32)
     weights = torch.full((tokens, shape.top_k), torch.nan)
-    marks = torch.full((blocks, local, BLOCK_TOKENS // WORD), -7, dtype=torch.int32)
-    counts = torch.full((blocks, local), -7, dtype=torch.int32)
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     pair_row = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
-    choose(logits, bias, offset, 2.5, expert, weights, marks, counts)
-    number(expert, marks, counts, m_indptr, pair_row)
-    return expert, weights, m_indptr, pair_row
+    token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
+    function = operations.compile_route(shape, True, "sm_90a")
+    counters = torch.full((3,), -7, dtype=torch.int32)
+    scratch = expert, marks
+    written = weights, m_indptr, pair_row, token_of_row, counters
+    function(logits, bias, offset, 2.5, *scratch, *written)
+    assert counters.tolist() == [0, 0, 0]
+    return expert, weights, m_indptr, pair_row, token_of_row
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -56,15 +39,18 @@ def test_as_the_torch_routing(name, tokens, offset, mode, emulator):
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, shape.num_experts)
     bias = torch.randn(shape.num_experts).bfloat16()
-    expert, weights, m_indptr, pair_row = route(shape, logits, bias, offset)
+    expert, weights, m_indptr, pair_row, token_of_row = route(shape, logits, bias, offset)
     assert emulator.reports[-1].hazards == [] and emulator.reports[-2].hazards == []
     ids, wanted_weights = choose_experts(logits, bias, 2.5, shape)
     local = ids - offset
     here = (local >= 0) & (local < shape.num_local_experts)
     assert torch.equal(expert, torch.where(here, local, -1).int())
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-6, atol=0)
-    rows = group_rows(ids, wanted_weights, offset, shape.num_local_experts, with_tokens=False)
+    rows = group_rows(ids, wanted_weights, offset, shape.num_local_experts)
     assert torch.equal(m_indptr, rows.m_indptr) and torch.equal(pair_row, rows.pair_row)
+    count = int(m_indptr[-1])
+    assert torch.equal(token_of_row[:count], rows.token_of_row[:count])
+    assert (token_of_row[count:] == -7).all()
 
 
 def test_ties_go_to_the_lower_expert_and_group(emulator):

@@ -25,6 +25,7 @@ class Architecture:
         config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
+        swiglu: loads its epilogue that makes FP8 of up and gate.
     """
 
     gpus: str
@@ -32,6 +33,7 @@ class Architecture:
     config: Any
     choose: Callable[..., Any]
     gemm: Callable[[], type]
+    swiglu: Callable[[], type]
 
 
 def _sm90_gemm() -> type:
@@ -40,12 +42,19 @@ def _sm90_gemm() -> type:
     return GroupedGemmSm90
 
 
+def _sm90_swiglu() -> type:
+    from .sm90.swiglu_epilogue import SwigluQuantise
+
+    return SwigluQuantise
+
+
 HOPPER = Architecture(
     gpus="compute capability 9.0 (H100, H200, H800, H20, GH200)",
     target="sm_90a",
     config=GemmConfig(),
     choose=sm90.choose,
     gemm=_sm90_gemm,
+    swiglu=_sm90_swiglu,
 )
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}

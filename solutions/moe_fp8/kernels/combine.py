@@ -5,6 +5,8 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int64
 
+from .dependent import wait_for_previous
+
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
 THREADS = 128
@@ -38,6 +40,7 @@ class Combine:
             grid=[cute.size(out, mode=[0]), cute.ceil_div(self.hidden, VECTOR * THREADS), 1],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -45,6 +48,7 @@ class Combine:
         thread, _, _ = cute.arch.thread_idx()
         token, column_group, _ = cute.arch.block_idx()
         column = (column_group * THREADS + thread) * VECTOR
+        wait_for_previous()
         if column < self.hidden:
             vector = cute.make_layout(VECTOR)
             total = cute.make_rmem_tensor(vector, Float32)

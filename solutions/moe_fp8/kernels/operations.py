@@ -4,15 +4,50 @@ import functools
 from typing import Any
 
 import torch
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
-from ..layer.routing import route as route  # in torch operations
+from ..layer.problem import MoeInputs, MoeShape, bounded_offset
+from ..layer.routing import GroupedRows
 from ..numerics import BLOCK
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
+from .route import WORD, Route
 from .swiglu_quant import SwigluQuant
+
+
+def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
+    """Choose the experts of every token and number the pairs of this rank.
+
+    Args:
+        inputs: the layer's, of which the logits, the bias and the two scalars count.
+        shape: its geometry.
+        with_tokens: whether `GroupedRows.token_of_row` is wanted.
+    """
+    logits = inputs.routing_logits
+    tokens, top_k, local = logits.shape[0], shape.top_k, shape.num_local_experts
+    words, pairs = -(-tokens // WORD), tokens * top_k
+    # One allocation costs the host several times as much as a view.
+    marks_at, m_indptr_at = 4 * pairs, 4 * pairs + words * local
+    memory = torch.empty(m_indptr_at + local + 2, dtype=torch.int32, device=logits.device)
+    slots = (tokens, top_k), (top_k, 1)
+    expert, pair_row = memory.as_strided(*slots), memory.as_strided(*slots, pairs)
+    weights = memory.view(torch.float32).as_strided(*slots, 2 * pairs)
+    token_of_row = memory.as_strided((pairs,), (1,), 3 * pairs)
+    marks = memory.as_strided((words, local), (local, 1), marks_at)
+    m_indptr = memory.as_strided((local + 1,), (1,), m_indptr_at)
+    counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # of nobody here
+    offset = bounded_offset(int(inputs.local_expert_offset), local)
+    scaling = float(inputs.routed_scaling_factor)
+    function = compile_route(shape, with_tokens, _target(logits.device))
+    given = (logits, inputs.routing_bias, offset, scaling)
+    if tokens:
+        function(*given, expert, marks, weights, m_indptr, pair_row, token_of_row, counters)
+    else:
+        m_indptr.zero_()
+    return GroupedRows(token_of_row if with_tokens else None, m_indptr, pair_row, weights)
 
 
 def grouped_gemm(
@@ -110,6 +145,82 @@ def combine(
     tokens, hidden = out.shape
     if tokens:
         compile_combine(hidden, pair_row.shape[1], _target(o.device))(o, pair_row, weights, out)
+
+
+def fused(
+    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, config1: Any, config2: Any
+) -> None:
+    """The whole layer in one call; see `kernels.fused`.
+
+    Args:
+        inputs: the layer's, with at least one token.
+        output: `[tokens, H]` bfloat16, written.
+        shape: of the layer.
+        config1, config2: of the two GEMMs; `config2.a_scale_block` is 64.
+    """
+    tokens, device = output.shape[0], output.device
+    function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
+    size = workspace_bytes(shape, config2.a_scale_block, tokens)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    offset = bounded_offset(int(inputs.local_expert_offset), shape.num_local_experts)
+    scaling = float(inputs.routed_scaling_factor)
+    logits, bias, *tensors = inputs[:8]
+    function(logits, bias, offset, scaling, *tensors, output, workspace)
+
+
+@CompiledOnce
+def compile_fused(
+    shape: MoeShape, config1: Any, config2: Any, multiprocessors: int, target: str
+) -> Any:
+    """The layer for one geometry and any number of tokens; needs no GPU."""
+    experts, local = shape.num_experts, shape.num_local_experts
+    h, i = shape.hidden_size, shape.intermediate_size
+    tokens = Extent("tokens")
+    arguments = (
+        Tensor(Float32, (tokens, experts)),
+        Tensor(BFloat16, (experts,)),
+        Scalar(Int32),
+        Scalar(Float32),
+        Tensor(Float8E4M3FN, (tokens, h)),
+        Tensor(Float32, (h // BLOCK, tokens), align=4),
+        Tensor(Float8E4M3FN, (local, 2 * i, h)),
+        Tensor(Float32, (local, 2 * i // BLOCK, h // BLOCK), align=4),
+        Tensor(Float8E4M3FN, (local, h, i)),
+        Tensor(Float32, (local, h // BLOCK, i // BLOCK), align=4),
+        Tensor(BFloat16, (tokens, h)),
+        Tensor(Uint8, (Extent("bytes"),)),
+    )
+    architecture = of_target(target)
+    classes = architecture.gemm(), architecture.swiglu()
+    parameters = (shape, config1, config2, multiprocessors, *classes)
+    return compiled(FusedMoe, parameters, arguments, target)
+
+
+@CompiledOnce
+def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
+    """The routing for one geometry and any number of tokens; needs no GPU.
+
+    Raises:
+        ValueError: the geometry does not fit a warp; see `ChooseExperts`.
+    """
+    experts, local, top_k = shape.num_experts, shape.num_local_experts, shape.top_k
+    tokens = Extent("tokens")
+    slots = Tensor(Int32, (tokens, top_k), align=4)
+    arguments = (
+        Tensor(Float32, (tokens, experts)),
+        Tensor(BFloat16, (experts,)),
+        Scalar(Int32),
+        Scalar(Float32),
+        slots,
+        Tensor(Int32, (Extent("words"), local), align=4),
+        Tensor(Float32, (tokens, top_k), align=4),
+        Tensor(Int32, (local + 1,), align=4),
+        slots,
+        Tensor(Int32, (Extent("rows"),), align=4),
+        Tensor(Int32, (Extent("counters"),), align=4),
+    )
+    parameters = (experts, local, shape.n_group, shape.topk_group, top_k, names_tokens)
+    return compiled(Route, parameters, arguments, target)
 
 
 @CompiledOnce

@@ -6,6 +6,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
+from .dependent import wait_for_previous
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
@@ -46,6 +47,7 @@ class Permute:
             grid=[cute.size(x, mode=[0]), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -59,6 +61,7 @@ class Permute:
     ):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
+        wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         last = Int32(-1)
         for s in cutlass.range_constexpr(self.top_k):

@@ -1,16 +1,16 @@
 """Routing: experts and weights of every token, and the row of every pair of a local expert.
 
 Two kernels with the arithmetic of `layer.routing`. `ChooseExperts` gives each token a warp and
-leaves, for its block of `BLOCK_TOKENS` tokens, which tokens chose which local expert as bits;
-`NumberRows` numbers the pairs by expert, then by token: the rows of earlier blocks and experts, and
-the bits below the token's own. Nothing is sorted and nothing depends on the order in which blocks
-run.
+leaves, for every local expert, which tokens chose it as bits, a word for 32 tokens. `NumberRows`
+numbers the pairs by expert, then by token: by counting the bits of all experts before and those
+below the token's own. Nothing is sorted and nothing depends on the order in which blocks run.
 
 Ties go to the lower expert, and among groups to the lower group. A NaN is larger than every number,
 as in `torch.topk`.
 """
 
 import math
+from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -19,28 +19,71 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
+from .dependent import wait_for_previous
 from .tiles import WARP, inclusive_sum
 
-BLOCK_TOKENS = 128
-"""Tokens of a CTA; their marks are whole words."""
 WORD = 32
+"""Tokens of a word of marks, and of a CTA of `ChooseExperts`."""
 THREADS = 1024
 WARPS = THREADS // WARP
+WORDS = 4
+"""Words of a CTA of `NumberRows`: the pairs of 128 tokens, with 8 experts each, are one a thread."""
 LOWEST = -(2**31)
 """Order of what cannot be chosen: below that of -inf."""
 NAN_ORDER = 2**31 - 1
 
 
+class Route:
+    """Both kernels, from one host function.
+
+    Args:
+        experts, groups, kept_groups, top_k: of the whole model.
+        local: experts here.
+        names_tokens: whether `token_of_row` is written.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        local: int,
+        groups: int,
+        kept_groups: int,
+        top_k: int,
+        names_tokens: bool = False,
+    ):
+        self.choose = ChooseExperts(experts, local, groups, kept_groups, top_k)
+        self.number = NumberRows(local, top_k, names_tokens)
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Tensor,  # (tokens, experts) f32
+        bias: cute.Tensor,  # (experts,) bf16
+        offset: Int32,  # first local expert
+        scaling: Float32,
+        expert: cute.Tensor,  # (tokens, top_k) i32, scratch
+        marks: cute.Tensor,  # (ceil(tokens / 32), local) i32, scratch
+        weights: cute.Tensor,  # (tokens, top_k) f32, written
+        m_indptr: cute.Tensor,  # (local + 1,) i32, written
+        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
+        token_of_row: cute.Tensor,  # (any) i32, written up to the last row with `names_tokens`
+        counters: cute.Tensor,  # (any) i32, zeroed: what follows counts in them
+        stream: cuda.CUstream,
+    ):
+        self.choose(logits, bias, offset, scaling, expert, weights, marks, stream)
+        self.number(expert, marks, m_indptr, pair_row, token_of_row, counters, stream)
+
+
 class ChooseExperts:
-    """`ids`, `weights` and, for the local experts, the marks and counts of a block of tokens.
+    """`expert`, `weights` and, for the local experts, the marks of a word of tokens.
 
-    Lane l of a token's warp holds experts `l * own ... + own - 1`; a group is a power of two of
-    lanes. Groups: the two best of each lane are merged across its group's lanes, and a group is
-    kept if fewer than `kept_groups` are better. Experts: `top_k` times the largest of the warp, the
-    lowest lane's where several have it. A slot is the number of chosen experts below, so ids are
-    ascending. The chosen scores are added in a tree over the slots.
+    Lane l of a token's warp holds experts `l * own ... + own - 1`, sorted by score; a group is a
+    power of two of lanes. Groups: the two best of each lane are merged across its group's lanes,
+    and a group is kept if fewer than `kept_groups` are better. Experts: `top_k` times the largest
+    of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
+    experts below, so ids are ascending. The chosen scores are added in a tree over the slots.
 
-    `grid = ceil(tokens / BLOCK_TOKENS)`.
+    `grid = ceil(tokens / 32)`.
 
     Raises:
         ValueError: the geometry does not fit a warp.
@@ -67,15 +110,14 @@ class ChooseExperts:
         scaling: Float32,
         expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
         weights: cute.Tensor,  # (tokens, top_k) f32, written
-        marks: cute.Tensor,  # (blocks, local, BLOCK_TOKENS / 32) i32, written: bit t of token t
-        counts: cute.Tensor,  # (blocks, local) i32, written: bits that are set
+        marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
         stream: cuda.CUstream,
     ):
-        tokens = cute.size(logits, mode=[0])
-        self.kernel(logits, bias, offset, scaling, expert, weights, marks, counts).launch(
-            grid=[cute.ceil_div(tokens, BLOCK_TOKENS), 1, 1],
+        self.kernel(logits, bias, offset, scaling, expert, weights, marks).launch(
+            grid=[cute.size(marks, mode=[0]), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -88,53 +130,40 @@ class ChooseExperts:
         expert: cute.Tensor,
         weights: cute.Tensor,
         marks: cute.Tensor,
-        counts: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        word, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tokens = cute.size(logits, mode=[0])
-        words = BLOCK_TOKENS // WORD
+        lane = cute.arch.lane_idx()
         memory = SmemAllocator()
-        marked = memory.allocate_tensor(
-            Int32, cute.make_layout((self.local, words), stride=(words, 1))
-        )
+        marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
         chosen_id = memory.allocate_tensor(Int32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
         chosen = memory.allocate_tensor(Float32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
-        for i in cutlass.range(thread, self.local * words, THREADS, unroll=1):
-            marked[i // words, i % words] = Int32(0)
-        cute.arch.barrier()
-
-        for i in cutlass.range(warp, BLOCK_TOKENS, WARPS, unroll=1):
-            token = block * BLOCK_TOKENS + i
-            if token < tokens:
-                self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
-                cute.arch.sync_warp()
-                lane = cute.arch.lane_idx()
-                score = Float32(0.0)
-                if lane < self.top_k:
-                    score = chosen[warp, lane]
-                total = self._tree_sum(score) + EPSILON
-                if lane < self.top_k:
-                    local = chosen_id[warp, lane] - offset
-                    if local < 0 or local >= self.local:
-                        local = Int32(-1)
-                    else:
-                        word = marked.iterator + local * words + i // WORD
-                        cute.arch.atomic_or(
-                            word, Int32(1) << (i % WORD), sem="relaxed", scope="cta"
-                        )
-                    expert[token, lane] = local
-                    weights[token, lane] = score / total * scaling
-                cute.arch.sync_warp()  # the next token's choice overwrites this one's
-        cute.arch.barrier()
-
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            count = Int32(0)
-            for w in cutlass.range_constexpr(words):
-                marks[block, e, w] = marked[e, w]
-                count += cute.arch.popc(marked[e, w])
-            counts[block, e] = count
+            marked[e] = Int32(0)
+        cute.arch.barrier()
+        wait_for_previous()
+
+        token = word * WORD + warp
+        if token < cute.size(logits, mode=[0]):
+            self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
+            cute.arch.sync_warp()
+            score = Float32(0.0)
+            if lane < self.top_k:
+                score = chosen[warp, lane]
+            total = self._tree_sum(score) + EPSILON
+            if lane < self.top_k:
+                local = chosen_id[warp, lane] - offset
+                if local < 0 or local >= self.local:
+                    local = Int32(-1)
+                else:
+                    mark = Int32(1) << warp
+                    cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
+                expert[token, lane] = local
+                weights[token, lane] = score / total * scaling
+        cute.arch.barrier()
+        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+            marks[word, e] = marked[e]
 
     @cute.jit
     def _choose(
@@ -146,8 +175,7 @@ class ChooseExperts:
         chosen: cute.Tensor,
     ):
         """Write the ids of the token's experts, ascending, and their scores."""
-        lane = cute.arch.lane_idx()
-        first = lane * self.own
+        first = cute.arch.lane_idx() * self.own
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
         order = cute.make_rmem_tensor(self.own, Int32)
@@ -167,28 +195,10 @@ class ChooseExperts:
         bits = cute.recast_tensor(biased, Int32)
         for j in cutlass.range_constexpr(self.own):
             order[j] = order_of(bits[j], biased[j])
-            if first + j >= self.experts:
-                order[j] = Int32(LOWEST)
-        if cutlass.const_expr(self.kept_groups < self.groups):
-            kept = self._keeps(order)
-            for j in cutlass.range_constexpr(self.own):
-                order[j] = cutlass.select_(kept, order[j], Int32(LOWEST))
+            if cutlass.const_expr(self.experts % WARP):
+                order[j] = cutlass.select_(first + j < self.experts, order[j], Int32(LOWEST))
 
-        mine = Int32(0)  # bit j: expert first + j is chosen
-        for _ in cutlass.range_constexpr(self.top_k):
-            best = order[0]
-            for j in cutlass.range_constexpr(1, self.own):
-                best = cutlass.max(best, order[j])
-            top = cute.arch.warp_redux_sync(best, "max")
-            having = cute.arch.vote_ballot_sync(Boolean(best == top))
-            owner = cute.arch.popc((having & -having) - 1)
-            open_ = Boolean(lane == owner)
-            for j in cutlass.range_constexpr(self.own):
-                hit = open_ and order[j] == top
-                mine = cutlass.select_(hit, mine | (1 << j), mine)
-                order[j] = cutlass.select_(hit, Int32(LOWEST), order[j])
-                open_ = open_ and not hit
-
+        mine = self._bits_of_best(order)  # bit j: expert first + j is chosen
         slot = inclusive_sum(cute.arch.popc(mine)) - cute.arch.popc(mine)
         for j in cutlass.range_constexpr(self.own):
             if mine & (1 << j):
@@ -197,12 +207,48 @@ class ChooseExperts:
                 slot += 1
 
     @cute.jit
-    def _keeps(self, order: cute.Tensor) -> Boolean:
-        """Whether this lane's group is one of the `kept_groups` with the largest sum of two."""
-        best, second = Int32(LOWEST), Int32(LOWEST)
+    def _bits_of_best(self, order: cute.Tensor) -> Int32:
+        """Which of this lane's experts are among the token's `top_k`."""
+        ranked = [order[j] for j in range(self.own)]  # largest first
+        for i, j in exchanges(self.own):
+            a, b = ranked[i], ranked[j]
+            ranked[i], ranked[j] = cutlass.max(a, b), cutlass.min(a, b)
+        if cutlass.const_expr(self.kept_groups < self.groups):
+            kept = self._keeps(ranked[0], ranked[1] if self.own > 1 else Int32(LOWEST))
+            ranked = [cutlass.select_(kept, value, Int32(LOWEST)) for value in ranked]
+
+        below = cute.arch.lanemask_lt()
+        taken = Int32(0)  # of this lane's experts
+        last = Int32(NAN_ORDER)  # order of the last one taken
+        for turn in cutlass.range_constexpr(self.top_k):
+            top = cute.arch.warp_redux_sync(ranked[0], "max")
+            having = cute.arch.vote_ballot_sync(Boolean(ranked[0] == top))
+            owner = ranked[0] == top and (having & below) == 0
+            last = cutlass.select_(owner, top, last)
+            taken = cutlass.select_(owner, taken + 1, taken)
+            # As deep as the turns that are left can reach.
+            for j in cutlass.range_constexpr(min(self.own, self.top_k - turn) - 1):
+                ranked[j] = cutlass.select_(owner, ranked[j + 1], ranked[j])
+            if cutlass.const_expr(self.own <= self.top_k - turn):
+                ranked[-1] = cutlass.select_(owner, Int32(LOWEST), ranked[-1])
+
+        above, equal = Int32(0), Int32(0)
         for j in cutlass.range_constexpr(self.own):
-            second = cutlass.max(second, cutlass.min(best, order[j]))
-            best = cutlass.max(best, order[j])
+            above = cutlass.select_(order[j] > last, above | (1 << j), above)
+            equal = cutlass.select_(order[j] == last, equal | (1 << j), equal)
+        surplus = cute.arch.popc(equal) + cute.arch.popc(above) - taken
+        while surplus > 0:  # of experts that tie, the lowest
+            equal = equal ^ (Int32(1) << Int32(cute.arch.bfind(equal)))
+            surplus -= 1
+        return cutlass.select_(taken > 0, above | equal, Int32(0))
+
+    @cute.jit
+    def _keeps(self, best: Int32, second: Int32) -> Boolean:
+        """Whether this lane's group is one of the `kept_groups` with the largest sum of two.
+
+        Args:
+            best, second: order of this lane's two best.
+        """
         distance = 1
         while cutlass.const_expr(distance < self.group_lanes):
             other = cute.arch.shuffle_sync_bfly(best, distance)
@@ -234,30 +280,39 @@ class ChooseExperts:
 
 
 class NumberRows:
-    """`m_indptr` and `pair_row` of the marks and counts that `ChooseExperts` left.
+    """`m_indptr` and `pair_row` of the marks that `ChooseExperts` left; zeroes `counters`.
 
-    Every CTA adds up the counts itself: of all blocks, for where each expert begins, and of the
-    blocks before its own. `grid = blocks`; block 0 writes `m_indptr`.
+    Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
+    words before its own. `grid = ceil(words / WORDS)`; CTA 0 writes `m_indptr`.
+
+    Args:
+        local: experts here.
+        top_k: experts of a token.
+        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
-    def __init__(self, local: int, top_k: int):
+    def __init__(self, local: int, top_k: int, names_tokens: bool):
         if not 1 <= local <= THREADS:
             raise ValueError(f"local={local}: expected 1..{THREADS}")
-        self.local, self.top_k = local, top_k
+        self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
         self.share = -(-local // WARP)
 
     @cute.jit
     def __call__(
         self,
         expert: cute.Tensor,  # (tokens, top_k) i32: the local expert or -1
-        marks: cute.Tensor,  # (blocks, local, BLOCK_TOKENS / 32) i32
-        counts: cute.Tensor,  # (blocks, local) i32
+        marks: cute.Tensor,  # (words, local) i32
         m_indptr: cute.Tensor,  # (local + 1,) i32, written
         pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
+        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
+        counters: cute.Tensor,  # (any) i32, zeroed
         stream: cuda.CUstream,
     ):
-        self.kernel(expert, marks, counts, m_indptr, pair_row).launch(
-            grid=[cute.size(counts, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream
+        self.kernel(expert, marks, m_indptr, pair_row, token_of_row, counters).launch(
+            grid=[cute.ceil_div(cute.size(marks, mode=[0]), WORDS), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -265,17 +320,17 @@ class NumberRows:
         self,
         expert: cute.Tensor,
         marks: cute.Tensor,
-        counts: cute.Tensor,
         m_indptr: cute.Tensor,
         pair_row: cute.Tensor,
+        token_of_row: cute.Tensor,
+        counters: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        blocks = cute.size(counts, mode=[0])
+        words = cute.size(marks, mode=[0])
         tokens = cute.size(expert, mode=[0])
-        words = BLOCK_TOKENS // WORD
         memory = SmemAllocator()
         layout = cute.make_layout(self.local)
         before = memory.allocate_tensor(Int32, layout)  # rows of an expert in earlier blocks
@@ -283,16 +338,19 @@ class NumberRows:
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
             before[e], total[e] = Int32(0), Int32(0)
         cute.arch.barrier()
-        # As many threads an expert as there are, each every so-and-so-many-th block.
+        wait_for_previous()
+        if block == 0:
+            for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
+                counters[i] = Int32(0)
+        # As many threads an expert as there are, each every so-and-so-many-th word.
         readers = THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
             earlier, every = Int32(0), Int32(0)
-            for b in cutlass.range(thread // self.local, blocks, readers, unroll=1):
-                count = counts[b, e]
+            for w in cutlass.range(thread // self.local, words, readers, unroll=4):
+                count = cute.arch.popc(marks[w, e])
                 every += count
-                if b < block:
-                    earlier += count
+                earlier += cutlass.select_(w < block * WORDS, count, Int32(0))
             cute.arch.atomic_add(before.iterator + e, earlier, sem="relaxed", scope="cta")
             cute.arch.atomic_add(total.iterator + e, every, sem="relaxed", scope="cta")
         cute.arch.barrier()
@@ -315,21 +373,40 @@ class NumberRows:
                         m_indptr[self.local] = begin
         cute.arch.barrier()
 
-        for i in cutlass.range(thread, BLOCK_TOKENS * self.top_k, THREADS, unroll=1):
+        for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
             within = i // self.top_k
-            token = block * BLOCK_TOKENS + within
+            token = block * (WORDS * WORD) + within
             if token < tokens:
                 e = expert[token, i % self.top_k]
                 row = Int32(-1)
                 if e >= 0:
                     row = before[e]
-                    for w in cutlass.range_constexpr(words):
-                        below = marks[block, e, w]
-                        if w == within // WORD:
-                            below = below & ((Int32(1) << (within % WORD)) - 1)
+                    for w in cutlass.range_constexpr(WORDS):
                         if w <= within // WORD:
-                            row += cute.arch.popc(below)
+                            mark = marks[block * WORDS + w, e]
+                            if w == within // WORD:
+                                mark = mark & ((Int32(1) << (within % WORD)) - 1)
+                            row += cute.arch.popc(mark)
+                    if cutlass.const_expr(self.names_tokens):
+                        token_of_row[row] = token
                 pair_row[token, i % self.top_k] = row
+
+
+def exchanges(count: int) -> Iterator[tuple[int, int]]:
+    """Pairs to put in order, one after the other, to sort `count` values: merge exchange.
+
+    Source: Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2M (Batcher).
+    """
+    top = 1 << (count - 1).bit_length() >> 1
+    p = top
+    while p:
+        q, r, distance = top, 0, p
+        while distance:
+            for i in range(count - distance):
+                if i & p == r:
+                    yield i, i + distance
+            distance, q, r = q - p, q // 2, p
+        p //= 2
 
 
 def _load(source: cute.Pointer, values: cute.Tensor) -> None:

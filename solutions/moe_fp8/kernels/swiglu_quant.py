@@ -6,6 +6,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, FP8_MAX
+from .dependent import wait_for_previous
 
 LOG2_E = 1.4426950408889634
 VECTOR = 8
@@ -21,6 +22,12 @@ ROWS = 2
 def silu(x: Float32) -> Float32:
     """`x * sigmoid(x)`; goes to -0 and x, not NaN, where the exponential over- and underflows."""
     return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+def block_scale(amax: Float32) -> Float32:
+    """What maps the largest magnitude of a block to the largest FP8 value; 1 where it would be 0."""
+    scale = amax / FP8_MAX
+    return cutlass.select_(scale == 0.0, Float32(1.0), scale)
 
 
 class SwigluQuant:
@@ -64,6 +71,7 @@ class SwigluQuant:
             grid=[ctas, self.column_groups, 1],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -74,6 +82,7 @@ class SwigluQuant:
         block = column_group * self.blocks_per_cta + thread // LANES
         lane = thread % LANES
         column = block * BLOCK + lane * VECTOR
+        wait_for_previous()
         if block < self.blocks:
             rows = m_indptr[cute.size(m_indptr) - 1]
             up = cute.make_rmem_tensor((VECTOR, ROWS), BFloat16)
@@ -114,8 +123,6 @@ class SwigluQuant:
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)
 
-        scale = amax / FP8_MAX
-        if scale == 0.0:
-            scale = Float32(1.0)
+        scale = block_scale(amax)
         quantised.store((c.load() / scale).to(Float8E4M3FN))
         return scale

@@ -39,6 +39,15 @@ class Backend(Protocol):
         self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
     ) -> None: ...
 
+    def fused(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        shape: MoeShape,
+        config1: Any,
+        config2: Any,
+    ) -> None: ...
+
     def combine(
         self, o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None: ...

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
+from .problem import MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
+from .rows import flat_rows
 
 COLUMNS = 1024
 """Output columns computed at once: their weights in float32 stay within a few MB per expert."""
+
+FUSED_SCALE_BLOCK = BLOCK // 2
+"""Columns of the fused layer's intermediate that share a scale: what a tile of 64 up and 64 gate
+columns makes."""
 
 ROWS = 1024
 """Rows computed at once, which bounds the partial products of all K blocks held together."""
@@ -21,18 +27,18 @@ ROWS = 1024
 
 def grouped_gemm(
     a: torch.Tensor,  # [R, K] float8_e4m3fn
-    a_scale: torch.Tensor,  # [K/128, R] float32
+    a_scale: torch.Tensor,  # [K/s, R] float32, s = 128 or a divisor of it
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
-    out: torch.Tensor,  # [R, N] bfloat16
+    out: torch.Tensor,  # [R, N] bfloat16 or float32
     expert_rows: torch.Tensor,  # [2, E] int32, see `rows`
     config: Any = None,
 ) -> None:
     """`out = a @ b[expert].T` with block scales, for the rows of each expert.
 
-    Over K blocks ascending: `acc += (a_scale * b_scale) * (products of the block, summed)`, all
-    in float32, rounded to bfloat16 at the end. Other rows of `out` are not written. `config` only
-    shapes kernels and is ignored.
+    Over blocks of s columns of A, ascending: `acc += (a_scale * b_scale) * (products of the block,
+    summed)`, all in float32, rounded to `out`'s type at the end. Other rows of `out` are not
+    written. `config` only shapes kernels and is ignored.
     """
     for expert, (first, end) in enumerate(expert_rows.t().tolist()):
         for start in range(first, end, ROWS):
@@ -47,21 +53,24 @@ def grouped_gemm(
 
 def _scaled_product(
     a: torch.Tensor,  # [m, K] float8_e4m3fn
-    a_scale: torch.Tensor,  # [K/128, m]
+    a_scale: torch.Tensor,  # [K/s, m]
     b: torch.Tensor,  # [n, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [n/128, K/128]
 ) -> torch.Tensor:
     """Float32 [m, n]."""
     (m, k), n = a.shape, b.shape[0]
+    blocks = a_scale.shape[0]
+    width = k // blocks
     # Any type that torch may secretly multiply float32 in (TF32, bfloat16) holds FP8 values
     # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing
     # that matters and leaves not even that: the sum is exact, then rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
-    a_blocks = a.to(dtype).view(m, k // BLOCK, BLOCK).transpose(0, 1)
-    b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
-    products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
-    scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
-    products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
+    a_blocks = a.to(dtype).view(m, blocks, width).transpose(0, 1)
+    b_blocks = b.to(dtype).view(n, blocks, width).permute(1, 2, 0)
+    products = torch.bmm(a_blocks, b_blocks).float()  # [K/s, m, n]
+    b_scale = b_scale.t().repeat_interleave(BLOCK // width, dim=0)
+    scale = a_scale.unsqueeze(-1) * b_scale.unsqueeze(1)  # [K/s, m, n/128]
+    products.view(blocks, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
     acc = torch.zeros_like(products[0])
     for product in products:  # torch.sum would pick an order of its own
         acc += product
@@ -69,12 +78,12 @@ def _scaled_product(
 
 
 def swiglu_quant(
-    g: torch.Tensor,  # [R, 2I] bfloat16: up columns, then gate columns
+    g: torch.Tensor,  # [R, 2I] bfloat16 or float32: up columns, then gate columns
     q: torch.Tensor,  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor,  # [I/128, R] float32
+    q_scale: torch.Tensor,  # [I/s, R] float32
     m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
 ) -> None:
-    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and s columns.
 
     Rows from `m_indptr[-1]` on are neither read nor written.
 
@@ -85,9 +94,9 @@ def swiglu_quant(
     follows spreads it over its row of the output. Where the largest magnitude is infinite, so is
     the scale: infinite values become NaN and the others of the block 0.
     """
-    rows, intermediate = int(m_indptr[-1]), q.shape[1]
+    rows, intermediate, blocks = int(m_indptr[-1]), q.shape[1], q_scale.shape[0]
     up, gate = g[:rows].float().split(intermediate, dim=1)
-    c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
+    c = (torch.nn.functional.silu(gate) * up).view(rows, blocks, intermediate // blocks)
     scale = c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
@@ -95,6 +104,30 @@ def swiglu_quant(
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
     q[:rows] = scaled.view(rows, intermediate).to(q.dtype)
     q_scale[:, :rows] = scale.t()
+
+
+def fused(
+    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, config1: Any, config2: Any
+) -> None:
+    """The whole layer with an intermediate of float32, then FP8 with a scale per 64 columns.
+
+    The configs only shape kernels and are ignored.
+    """
+    rows = route(inputs, shape, with_tokens=False)
+    total, new = int(rows.m_indptr[-1]), output.new_empty
+    h, i = shape.hidden_size, shape.intermediate_size
+    a = new((total, h), dtype=torch.float8_e4m3fn)
+    a_scale = new((h // BLOCK, total), dtype=torch.float32)
+    permute(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, a, a_scale)
+    expert_rows = flat_rows(rows.m_indptr)
+    g = new((total, 2 * i), dtype=torch.float32)
+    grouped_gemm(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g, expert_rows)
+    q = new((total, i), dtype=torch.float8_e4m3fn)
+    q_scale = new((i // FUSED_SCALE_BLOCK, total), dtype=torch.float32)
+    swiglu_quant(g, q, q_scale, rows.m_indptr)
+    o = new((total, h))
+    grouped_gemm(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o, expert_rows)
+    combine(o, rows.pair_row, rows.weights, output)
 
 
 def permute(

@@ -97,11 +97,11 @@ Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
 
 
-def _unmarked(stage: str) -> None:
+def unmarked(stage: str) -> None:
     pass
 
 
-def _mark_empty(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
+def mark_all(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
     for stage in stages:
         mark(stage)
 
@@ -135,7 +135,7 @@ class Layer:
         self,
         inputs: MoeInputs,
         output: torch.Tensor,
-        mark: Callable[[str], None] = _unmarked,
+        mark: Callable[[str], None] = unmarked,
     ) -> None:
         """Write the layer's output; `mark` is told of each stage once it is enqueued.
 
@@ -149,12 +149,18 @@ class Layer:
         device = output.device
         select(device)  # refuse an unsupported GPU before anything is launched
         if tokens == 0:
-            return _mark_empty(STAGES, mark)
+            return mark_all(STAGES, mark)
         with on_device(device):
             for part, part_output in _chunks(inputs, output):
-                rows = self.group(part)
-                mark("routing")
-                self.finish(part, part_output, rows, mark)
+                self.launch(part, part_output, mark)
+
+    def launch(
+        self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]
+    ) -> None:
+        """Compute a part of the tokens, at least one."""
+        rows = self.group(inputs)
+        mark("routing")
+        self.finish(inputs, output, rows, mark)
 
     def group(self, inputs: MoeInputs) -> GroupedRows:
         """Route the tokens and number the pairs of this rank. Reads nothing on the host."""
@@ -196,7 +202,7 @@ class PaddedLayer(Layer):
         host = self.permutation.read(rows)
         if host.total_rows == 0:
             output.zero_()
-            return _mark_empty(STAGES[1:], mark)
+            return mark_all(STAGES[1:], mark)
         self.compute(inputs, output, rows, host, mark)
 
     def compute(
@@ -205,7 +211,7 @@ class PaddedLayer(Layer):
         output: torch.Tensor,
         rows: GroupedRows,
         host: HostRows,
-        mark: Callable[[str], None] = _unmarked,
+        mark: Callable[[str], None] = unmarked,
     ) -> None:
         """Everything after the host knows the row counts, which must be those of `rows`."""
         backend = select(output.device)
@@ -270,7 +276,7 @@ class PlacedLayer(Layer):
         placed = self.placed(rows)
         if placed.rows == 0:
             output.zero_()
-            return _mark_empty(STAGES[1:], mark)
+            return mark_all(STAGES[1:], mark)
         self.compute(inputs, output, placed, mark)
 
     def compute(
@@ -278,7 +284,7 @@ class PlacedLayer(Layer):
         inputs: MoeInputs,
         output: torch.Tensor,
         placed: PlacedRows,
-        mark: Callable[[str], None] = _unmarked,
+        mark: Callable[[str], None] = unmarked,
     ) -> None:
         """Everything after the rows have their places. Reads nothing on the host."""
         backend = select(output.device)

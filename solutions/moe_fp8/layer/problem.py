@@ -125,8 +125,10 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
                 and argument.is_contiguous()
             )
         if good:
-            x, w13, w2 = inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
-            addresses = x.data_ptr() | w13.data_ptr() | w2.data_ptr() | output.data_ptr()
+            bias, x = inputs.routing_bias, inputs.hidden_states
+            w13, w2 = inputs.gemm1_weights, inputs.gemm2_weights
+            addresses = logits.data_ptr() | bias.data_ptr() | x.data_ptr()
+            addresses |= w13.data_ptr() | w2.data_ptr() | output.data_ptr()
             good = addresses % ALIGNMENT == 0
     except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
         good = False
@@ -213,12 +215,11 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
                 f"for shape {list(argument.shape)} (it is addressed by its shape; "
                 "call .contiguous())"
             )
-        if dtype in (torch.float8_e4m3fn, torch.bfloat16) and argument.dim() > 1:
-            if argument.data_ptr() % ALIGNMENT:
-                raise ValueError(
-                    f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
-                    f"{argument.data_ptr():#x} (rows move in {ALIGNMENT}-byte pieces; .clone() it)"
-                )
+        if argument.data_ptr() % ALIGNMENT and not name.endswith("scale"):
+            raise ValueError(
+                f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
+                f"{argument.data_ptr():#x} (it moves in {ALIGNMENT}-byte pieces; .clone() it)"
+            )
     _explain_scalar("local_expert_offset", inputs.local_expert_offset, "an integer", _is_integer)
     _explain_scalar(
         "routed_scaling_factor", inputs.routed_scaling_factor, "a real number", _is_real

@@ -1,8 +1,6 @@
 """Routing of tokens to experts and grouping of the chosen pairs by expert, in vectorised torch.
 
-Nothing here reads a device value on the host and every shape follows from T alone, so it runs
-ahead of the GPU and can be captured in a CUDA graph. Every torch operation costs the host about
-as much as a kernel launch of our own, which at small T is the whole cost: operations are counted.
+The model of `kernels.route`. Nothing here reads a device value on the host.
 """
 
 from typing import NamedTuple
@@ -19,7 +17,7 @@ class GroupedRows(NamedTuple):
     P rows are real; only the device knows P (`m_indptr[E]`).
     """
 
-    # [T*top_k] int32; past P: unspecified, but a token. None where nobody asked for it.
+    # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
     token_of_row: torch.Tensor | None
     m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
     pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
@@ -39,7 +37,6 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
         inputs.routing_bias,
         float(inputs.routed_scaling_factor),
         shape,
-        index_dtype=torch.int64,
     )
     offset = int(inputs.local_expert_offset)
     return group_rows(ids, weights, offset, shape.num_local_experts, with_tokens)
@@ -50,38 +47,42 @@ def choose_experts(
     bias: torch.Tensor,  # [num_experts] bfloat16
     scaling: float,
     shape: MoeShape,
-    index_dtype: torch.dtype = torch.int32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `top_k` experts for every token: ids [T, top_k], ascending, and their weights.
+    """Choose `top_k` experts for every token: ids [T, top_k] int64, ascending, and their weights.
 
     Scores are sigmoids. The bias takes part in the choice (the `topk_group` groups with the
     largest sum of their two best experts, then the best experts of those) but not in the weights,
     which are the chosen scores divided by their sum, times `scaling`.
 
-    Ids come in ascending order because `topk` leaves theirs open, and the order of the slots is
-    the order in which weights and, later, expert outputs are summed. `index_dtype=torch.int64`
-    spares `group_rows` the conversion that torch's indexing needs.
+    Ties go to the lower expert or group, and a NaN is larger than every number: then all weights of
+    the token are NaN. Ids are ascending: the order of the slots is that in which expert outputs are
+    summed. Weights are summed as a tree, neighbours first.
     """
     tokens = logits.shape[0]
     scores = torch.sigmoid(logits)
     by_group = (scores + bias).view(tokens, shape.n_group, shape.group_size)
     group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
     if shape.topk_group < shape.n_group:
-        # The worst groups by index, not those under the score of the last one kept: exactly
-        # topk_group groups remain even where scores tie.
-        surplus = shape.n_group - shape.topk_group
-        dropped = group_score.topk(surplus, dim=-1, largest=False, sorted=False).indices
+        dropped = _best_first(group_score)[:, shape.topk_group :]
         members = dropped.unsqueeze(-1).expand(-1, -1, shape.group_size)
         by_group.scatter_(1, members, float("-inf"))
     candidates = by_group.view(tokens, shape.num_experts)
-    ids = candidates.topk(shape.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ids = _best_first(candidates)[:, : shape.top_k].sort(dim=-1).values
     weights = scores.gather(1, ids)
-    total = weights.sum(dim=-1, keepdim=True).add_(EPSILON)
-    return ids.to(index_dtype), weights.div_(total).mul_(scaling)
+    total = weights
+    while total.shape[1] > 1:
+        even, odd = total[:, ::2], total[:, 1::2]
+        total = torch.cat((even[:, : odd.shape[1]] + odd, even[:, odd.shape[1] :]), dim=1)
+    return ids, weights.div_(total + EPSILON).mul_(scaling)
+
+
+def _best_first(values: torch.Tensor) -> torch.Tensor:
+    """Indices by descending value; `topk` leaves the order of ties open."""
+    return values.sort(dim=-1, descending=True, stable=True).indices
 
 
 def group_rows(
-    ids: torch.Tensor,  # [T, top_k] int32 or int64, no expert twice in a row
+    ids: torch.Tensor,  # [T, top_k] int64, no expert twice in a row
     weights: torch.Tensor,  # [T, top_k] float32
     local_expert_offset: int,
     num_local_experts: int,
@@ -103,15 +104,14 @@ def group_rows(
     After an inclusive sum each cell of column j holds the rows before token j's cell, so column 0
     is `m_indptr` and a pair (e, t) finds its row in column t, left of its mark.
 
-    Who moves rows by `pair_row` alone spares the operations of `token_of_row`, which is None
-    without `with_tokens`.
+    `token_of_row` is None without `with_tokens`.
     """
     tokens, top_k = ids.shape
     experts = num_local_experts
     width = tokens + 1
     offset = bounded_offset(local_expert_offset, experts)
-    # 0 below, 1..E local, E+1 above; int64 is what scatter_ and gather index by on every backend.
-    table_row = ids.sub(offset - 1).clamp_(0, experts + 1).long()
+    # 0 below, 1..E local, E+1 above.
+    table_row = ids.sub(offset - 1).clamp_(0, experts + 1)
     table = ids.new_zeros((experts + 2, width), dtype=torch.int32)
     table[:, 1:].t().scatter_(1, table_row, 1)
     flat = table.view(-1)

@@ -25,14 +25,17 @@ class StageCounts(NamedTuple):
     """What completes a phase of a pipeline stage's two mbarriers.
 
     Attributes:
-        full_arrivals: on `full`: the producer's expect-tx, and what of A does not come by TMA.
-        full_bytes: TMA's, of A, its scales and B.
+        full_arrivals: on `full`: the expect-tx of both loading warps, and what of A does not come by
+            TMA.
+        a_bytes: TMA's, of A and its scales.
+        b_bytes: of B.
         empty_arrivals: on `empty`: every consumer warp of every CTA that the stage's copies are
             multicast to: those of its row and of its column of the cluster, itself counted once.
     """
 
     full_arrivals: int
-    full_bytes: int
+    a_bytes: int
+    b_bytes: int
     empty_arrivals: int
 
 
@@ -40,7 +43,8 @@ def stage_counts(config: GemmConfig, a_arrivals: int, a_bytes: int, b_bytes: int
     """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
     warps = config.consumer_warpgroups * WARPGROUP // WARP
     return StageCounts(
-        full_arrivals=1 + a_arrivals,
-        full_bytes=a_bytes + b_bytes,
+        full_arrivals=2 + a_arrivals,
+        a_bytes=a_bytes,
+        b_bytes=b_bytes,
         empty_arrivals=warps * (config.cluster_m + config.cluster_n - 1),
     )

@@ -1,7 +1,7 @@
 """What becomes of a tile's float32 sums: a strategy of the GEMM.
 
-A strategy names its shared memory, what the host function makes of the output, and how a consumer
-warpgroup writes its part of a tile.
+A strategy names its shared memory, which rows of B make a tile, what the host function makes of the
+output, and how a consumer warpgroup writes its part of a tile.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from cutlass import BFloat16, Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
+from ...numerics import BLOCK
 from ..tiles import Tile
 from .barriers import Barriers
 from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
@@ -45,6 +46,9 @@ class StoreBFloat16:
     while the warpgroup goes on to its next tile; one that its expert ends in, row by row.
     """
 
+    halves = 1  # scales of B that the columns of a tile have
+    staging_type = BFloat16  # of the staging buffer
+
     def __init__(self, config: GemmConfig, operands: Operands, n: int):
         self.config = config
         self.operands = operands
@@ -52,8 +56,19 @@ class StoreBFloat16:
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
         self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
 
+    def weights(self, b: cute.Tensor) -> cute.Tensor:
+        """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
+        return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+
+    def scale_block(self, n_tile: Int32, half: int) -> Int32:
+        """Row of the B scales for the columns of a tile."""
+        column = n_tile * self.config.tile_n
+        if cutlass.const_expr(self.ragged_n):
+            column = cutlass.min(column, self.n - 1)
+        return column // BLOCK
+
     def staging_elements(self) -> int:
-        """bfloat16 elements of the staging buffer."""
+        """Elements of the staging buffer."""
         return cute.cosize(self.operands.staging_layout())
 
     def staging(self, buffer) -> Staging:

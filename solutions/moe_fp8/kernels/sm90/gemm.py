@@ -19,6 +19,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ...numerics import BLOCK
+from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
 from .a_load import ContiguousRows
 from .barriers import stage_counts
@@ -52,7 +53,7 @@ class Shared(NamedTuple):
 
     a: cute.Tensor  # (tile_m, 128, stages)
     b: cute.Tensor  # (tile_n, 128, stages)
-    a_scale: cute.Tensor  # (scale_rows, 1, stages)
+    a_scale: cute.Tensor  # (scale_rows, parts, stages)
 
 
 class Fragments(NamedTuple):
@@ -60,16 +61,17 @@ class Fragments(NamedTuple):
 
     a: cute.Tensor
     b: cute.Tensor
-    b_scale: cute.Tensor  # (ceil(k_blocks / 32)) registers: lane l holds K blocks l, l + 32, ...
+    b_scale: cute.Tensor  # (ceil(k_blocks / 32), halves): lane l holds K blocks l, l + 32, ...
 
 
 class GroupedGemmSm90:
     """`out[r, :] = sum_kb (a_scale[kb, r] * b_scale[e, :, kb]) * (a[r, kb] @ b[e, :, kb]^T)`.
 
     Roles of a CTA:
-      producer   warp 0 of warpgroup 0: the copies of a K block's A rows and scales (`a_load`) and
-                 one TMA of its B tile; the warpgroup gives its registers away.
-      server     warp 1 of warpgroup 0, with `dynamic`: fetches the cluster's next tile.
+      rows       warp 0 of warpgroup 0: the copies of a K block's A rows and scales (`a_load`).
+      weights    warp 1: one TMA of its B tile.
+      server     warp 2, with `dynamic`: fetches the cluster's next tile. Warpgroup 0 gives its
+                 registers away.
       consumers  warpgroups 1..: together on one tile, 64 rows of the MMA each. Per K block: wait,
                  four WGMMA (k = 32) into a fresh accumulator, release the stage, promote (multiply
                  by both scales and add to the float32 sum). While one warpgroup promotes, the
@@ -79,8 +81,11 @@ class GroupedGemmSm90:
     In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
     the B tile for those below it (cluster_m), and multicast writes it to all of them.
 
-    Pipeline `load` (producer -> consumers), `num_stages` deep, a K block each;
+    Pipeline `load` (rows, weights -> consumers), `num_stages` deep, a K block each;
     `barriers.StageCounts` says what completes its barriers.
+
+    What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only A
+    comes from it: the weights of the first stages are on their way before.
 
     The consumers' B scales never touch shared memory: at the start of a tile lane l of every warp
     reads those of K blocks l, l + 32, ..., and the main loop broadcasts them by shuffle.
@@ -94,6 +99,7 @@ class GroupedGemmSm90:
         experts: up to `MAX_EXPERTS`.
         a_load: strategy for A, made of the config.
         epilogue: strategy for the sums, made of the config, the operand order and n.
+        rows_known: `expert_rows` is older than the kernel before.
 
     Raises:
         ValueError: a size is not supported.
@@ -107,6 +113,7 @@ class GroupedGemmSm90:
         experts: int,
         a_load: type = ContiguousRows,
         epilogue: type = StoreBFloat16,
+        rows_known: bool = False,
     ):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
@@ -116,6 +123,7 @@ class GroupedGemmSm90:
             raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}")
         self.config = config
         self.n, self.k, self.experts = n, k, experts
+        self.rows_known = rows_known
         self.operands = operands_of(config)
         self.a_load = a_load(config)
         self.epilogue = epilogue(config, self.operands, n)
@@ -123,6 +131,7 @@ class GroupedGemmSm90:
             config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
         )
         self.k_blocks = k // BLOCK
+        self.parts = config.scale_parts
         # K blocks of a turn of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.turn = config.num_stages
@@ -149,16 +158,16 @@ class GroupedGemmSm90:
         )
         # What the barriers wait for is what the copies bring.
         b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
-        assert self.counts.full_bytes == self.a_load.bytes + b_bytes
+        assert self.counts.b_bytes == b_bytes
 
     @cute.jit
     def __call__(
         self,
         a: cute.Tensor,  # (rows, k) e4m3
-        a_scale: cute.Tensor,  # (k / 128, rows) f32
+        a_scale: cute.Tensor,  # (k / a_scale_block, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
-        out: cute.Tensor,  # (rows, n) bf16
+        out,  # (rows, n) bf16, or what else the epilogue writes
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
         counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
         num_ctas: Int32,
@@ -166,8 +175,7 @@ class GroupedGemmSm90:
     ):
         self._setup_attributes()
         c = self.config
-        b_nke = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
-        tma_b = tma_load(b_nke, self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
+        tma_b = tma_load(self.epilogue.weights(b), self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
 
         @cute.struct
         class SharedStorage:
@@ -179,7 +187,10 @@ class GroupedGemmSm90:
                 cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN
             ]
             out: cute.struct.Align[
-                cute.struct.MemRange[BFloat16, self.epilogue.staging_elements()], ALIGN
+                cute.struct.MemRange[
+                    self.epilogue.staging_type, self.epilogue.staging_elements()
+                ],
+                ALIGN,
             ]
             a_scale: cute.struct.Align[
                 cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
@@ -200,6 +211,7 @@ class GroupedGemmSm90:
             cluster=[c.cluster_size, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -215,8 +227,9 @@ class GroupedGemmSm90:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
-        # The first thing to wait for: nothing can be loaded before the experts' rows are known.
-        rows = rows_of_lane(expert_rows)
+        if cutlass.const_expr(self.rows_known):
+            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
             self.a_load.prefetch(a)
             cpasync.prefetch_descriptor(b.tma)
@@ -231,7 +244,7 @@ class GroupedGemmSm90:
         staging = self.epilogue.staging(storage.out)
         queue = None
         if cutlass.const_expr(c.dynamic):
-            reading_warps = 1 + c.consumer_warpgroups * WARPGROUP // WARP
+            reading_warps = 2 + c.consumer_warpgroups * WARPGROUP // WARP
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -247,10 +260,13 @@ class GroupedGemmSm90:
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, self.counts.empty_arrivals
             ),
-            tx_count=self.counts.full_bytes,
+            tx_count=self.counts.a_bytes + self.counts.b_bytes,
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
 
+        if cutlass.const_expr(not self.rows_known):
+            wait_for_previous()
+            rows = rows_of_lane(expert_rows)
         tiles = ExpertTiles.create(
             rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
         )
@@ -259,9 +275,11 @@ class GroupedGemmSm90:
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
-                self._load_warp(load, work, a, b, shared)
+                self._rows_warp(load, work, a, shared)
+            if warp_idx == 1:
+                self._weights_warp(load, work, b, shared)
             if cutlass.const_expr(c.dynamic):
-                if warp_idx == 1 and cute.arch.block_idx_in_cluster() == 0:
+                if warp_idx == 2 and cute.arch.block_idx_in_cluster() == 0:
                     first, clusters = self._first_tile()
                     queue.serve(counter.iterator, first, clusters, tiles.total())
         else:
@@ -295,38 +313,65 @@ class GroupedGemmSm90:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
+    def _acquire(self, load, state, size: int) -> cute.Pointer:
+        """Wait for a stage to be free; its `full` barrier, told of `size` bytes that will come."""
+        load.sync_object_empty.wait(state.index, state.phase)
+        full = load.producer_get_barrier(state)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        return full
+
     @cute.jit
-    def _load_warp(self, load, work: Work, a, b: Weights, shared: Shared):
-        """Keep the pipeline full: the copies of every K block of every tile of this CTA."""
+    def _rows_warp(self, load, work: Work, a, shared: Shared):
+        """Load A: its rows and scales of every K block of every tile of this CTA."""
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.config.num_stages
+        )
+        cta = self._cta_in_cluster()
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        if cutlass.const_expr(self.rows_known):
+            wait_for_previous()
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            copies = self.a_load.tile_copies(a, shared.a, shared.a_scale, tile, cta)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                full = self._acquire(load, state, self.counts.a_bytes)
+                self.a_load.copy(a, copies, kb, state.index, full)
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+
+    @cute.jit
+    def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
+        """Load B: its tile of every K block of every tile of this CTA."""
         c = self.config
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
         cta = self._cta_in_cluster()
         # B is shared by the CTAs of one column of the cluster.
-        mask_b = multicast_mask((c.cluster_m, c.cluster_n), cta, 0)
+        mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 0)
         tiles = work.tiles
         total = tiles.total()
         linear, clusters = self._first_tile()
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            a_copies = self.a_load.tile_copies(a, shared.a, shared.a_scale, tile, cta)
             # (tile_n, 128, k_blocks)
             g_b = cute.local_tile(b.tma_tensor, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
             b_to, b_from = tma_partition(b.tma, shared.b, g_b, cta[0], c.cluster_m)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                load.producer_acquire(state)
-                full = load.producer_get_barrier(state)
+                full = self._acquire(load, state, self.counts.b_bytes)
                 cute.copy(
                     b.tma,
                     b_from[None, kb],
                     b_to[None, state.index],
                     tma_bar_ptr=full,
-                    mcast_mask=mask_b,
+                    mcast_mask=mask,
                 )
-                self.a_load.copy(a, a_copies, kb, state.index, full)
-                load.producer_commit(state)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
 
     @cute.jit
@@ -351,7 +396,9 @@ class GroupedGemmSm90:
         fragments = Fragments(
             self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
             self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
-            cute.make_rmem_tensor((self.k_blocks + WARP - 1) // WARP, Float32),
+            cute.make_rmem_tensor(
+                ((self.k_blocks + WARP - 1) // WARP, self.epilogue.halves), Float32
+            ),
         )
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
@@ -362,6 +409,8 @@ class GroupedGemmSm90:
         total = tiles.total()
         linear, clusters = self._first_tile()
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        if cutlass.const_expr(self.rows_known):
+            wait_for_previous()  # before it stores
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         if linear < total:
             self._load_b_scale(fragments.b_scale, b.scales, tile)
@@ -410,9 +459,17 @@ class GroupedGemmSm90:
             for i in cutlass.range_constexpr(self.turn):
                 now = self._stage(state, i)
                 load.consumer_wait(now, arrived)
+                for part in cutlass.range_constexpr(self.parts - 1):
+                    self._load_scales(
+                        scales, s_a_scale, fragments, first + i, part, now.index, thread
+                    )
+                    self._issue_wgmma(acc, fragments, part, now.index)
+                    warpgroup.wait_group(0)
+                    self._promote(total_acc, acc, scales)
+                last = self.parts - 1
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
-                self._issue_wgmma(acc, fragments, now.index)
+                self._load_scales(scales, s_a_scale, fragments, first + i, last, now.index, thread)
+                self._issue_wgmma(acc, fragments, last, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
                 # Ask for the next stage now: the answer comes while this block is promoted.
@@ -457,28 +514,36 @@ class GroupedGemmSm90:
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
         for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            for i in cutlass.range_constexpr(self.turn + 1):
-                if cutlass.const_expr(i < self.turn):
-                    now = self._stage(state, i)
-                    load.consumer_wait(now)
+            steps = self.turn * self.parts
+            for i in cutlass.range_constexpr(steps + 1):
+                if cutlass.const_expr(i < steps):
+                    block, part = divmod(i, self.parts)
+                    now = self._stage(state, block)
+                    if cutlass.const_expr(part == 0):
+                        load.consumer_wait(now)
                     self._load_scales(
-                        scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
+                        scales[i % 2], s_a_scale, fragments, first + block, part, now.index, thread
                     )
-                    self._issue_wgmma(accs[i % 2], fragments, now.index)
+                    self._issue_wgmma(accs[i % 2], fragments, part, now.index)
                 if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1 if i < self.turn else 0)
-                    load.consumer_release(self._stage(state, i - 1))
+                    warpgroup.wait_group(1 if i < steps else 0)
+                    if cutlass.const_expr(i % self.parts == 0):
+                        load.consumer_release(self._stage(state, i // self.parts - 1))
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
             state = self._stage(state, self.turn)
         return state
 
     @cute.jit
-    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
-        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
+    def _issue_wgmma(
+        self, acc: cute.Tensor, fragments: Fragments, part: cutlass.Constexpr, stage: Int32
+    ):
+        """Start `acc = A tile @ B tile^T` of a part of a K block; a wait for its group completes it."""
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
-            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
+        steps = BLOCK // WGMMA_K // self.parts
+        for i in cutlass.range_constexpr(steps):
+            atom.set(warpgroup.Field.ACCUMULATE, i != 0)
+            k = part * steps + i
             of_a, of_b = fragments.a[None, None, k, stage], fragments.b[None, None, k, stage]
             cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
@@ -486,18 +551,16 @@ class GroupedGemmSm90:
     @cute.jit
     def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile):
         """Read a tile's B scales into the registers of `Fragments.b_scale`."""
-        column = tile.n_tile * self.config.tile_n
-        if cutlass.const_expr(self.ragged_n):
-            column = cutlass.min(column, self.n - 1)
-        row = b_scale[tile.expert, column // BLOCK, None]
-        for i in cutlass.range_constexpr(cute.size(held)):
-            kb = i * WARP + cute.arch.lane_idx()
-            if kb < self.k_blocks:
-                held[i] = row[kb]
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half), None]
+            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    held[i, half] = row[kb]
 
     def _make_scales(self) -> cute.Tensor:
-        """Registers for the factors of one K block, one for each of a thread's tokens."""
-        return cute.make_rmem_tensor(self.operands.token_scales, Float32)
+        """Registers for the factors of one product, for each of a thread's tokens and halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.halves), Float32)
 
     @cute.jit
     def _load_scales(
@@ -506,18 +569,20 @@ class GroupedGemmSm90:
         s_a_scale: cute.Tensor,
         fragments: Fragments,
         kb: Int32,
+        part: cutlass.Constexpr,
         stage: Int32,
         thread: Int32,
     ):
-        """scales[i] = this thread's token scale i times the column scale of K block kb."""
-        mine = fragments.b_scale[0]
-        for i in cutlass.range_constexpr(1, cute.size(fragments.b_scale)):
-            if kb >= i * WARP:
-                mine = fragments.b_scale[i]
-        scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
-        for i in cutlass.range_constexpr(cute.size(scales)):
-            token = self.operands.scale_token(i, thread)
-            scales[i] = s_a_scale[token, 0, stage] * scale_b
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            mine = fragments.b_scale[0, half]
+            for i in cutlass.range_constexpr(1, cute.size(fragments.b_scale, mode=[0])):
+                if kb >= i * WARP:
+                    mine = fragments.b_scale[i, half]
+            scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = s_a_scale[token, part, stage] * scale_b
 
     @cute.jit
     def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
@@ -525,5 +590,6 @@ class GroupedGemmSm90:
         flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for v in cutlass.range(cute.size(acc), unroll_full=True):
-            scale = scales[self.operands.scale_of_value(v)]
+            half = self.operands.half_of_value(v) if self.epilogue.halves > 1 else 0
+            scale = scales[self.operands.scale_of_value(v), half]
             flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])

@@ -35,6 +35,9 @@ class TokensAsRows:
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
         self.token_scales = 2
+        # Rows of up and of gate in turns that put both of a column into one thread: its column
+        # groups j and j + 8.
+        self.interleave = config.tile_n // 2
 
     def tiled_mma(self) -> cute.TiledMma:
         return _tiled_mma(self.config.consumer_warpgroups, self.config.tile_n)
@@ -53,6 +56,10 @@ class TokensAsRows:
     def scale_of_value(self, v: int) -> int:
         """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 2 % 2
+
+    def half_of_value(self, v: int) -> int:
+        """Whether accumulator value `v` is of an interleaved tile's up (0) or gate (1)."""
+        return v // (self.config.tile_n // 4)
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""
@@ -79,6 +86,7 @@ class TokensAsColumns:
         self.staged_rows = config.tile_m
         self.parts = 1
         self.token_scales = config.tile_m // 4
+        self.interleave = 8  # rows r and r + 8 are a thread's
 
     def tiled_mma(self) -> cute.TiledMma:
         return _tiled_mma(self.config.consumer_warpgroups, self.config.tile_m)
@@ -97,6 +105,10 @@ class TokensAsColumns:
     def scale_of_value(self, v: int) -> int:
         """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 4 * 2 + v % 2
+
+    def half_of_value(self, v: int) -> int:
+        """Whether accumulator value `v` is of an interleaved tile's up (0) or gate (1)."""
+        return v // 2 % 2
 
     def first_token(self, warpgroup_index: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup."""

@@ -1,0 +1,54 @@
+"""Fused: SwiGLU and FP8 in the first GEMM's epilogue, and every kernel from one host function.
+
+What: routing, permute, GEMM with SwiGLU and requantisation, GEMM, combine: six kernels that one
+compiled function launches, each of which starts while the one before it ends. Up and gate of a
+column meet in one thread, so the first GEMM writes the FP8 operand of the second, with a scale for
+64 columns; the second one has its first weights on their way before that operand is complete.
+
+Why: in flat the sums of up and gate travel to memory in BF16 and back, a kernel of its own for
+that, and the host spends more time on launches than the GPU on a few tokens.
+
+Expected gain over flat: the activation's kernel and its traffic (16 KB a row), and at small T the
+host's time.
+
+A token's bits depend neither on the other tokens nor on their number.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from .layer.fused import FusedLayer
+from .layer.model import FUSED_SCALE_BLOCK
+from .layer.pipeline import Choose
+from .layer.problem import MoeInputs, MoeShape
+from .layer.rows import expected_rows
+
+SOLUTION = {
+    "name": "cutedsl_moe_fp8_fused",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
+}
+
+
+def fused_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
+    """Of both GEMMs, from what the host knows: the number of tokens, at least one."""
+    rows = expected_rows(tokens, shape)
+    h, i = shape.hidden_size, shape.intermediate_size
+    return choose(rows, 2 * i, h), replace(choose(rows, h, i), a_scale_block=FUSED_SCALE_BLOCK)
+
+
+LAYER = FusedLayer(fused_configs)
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)
