@@ -168,7 +168,8 @@ class FusedMoe:
             q, q_scale, w2, w2_scale, o,
             expert_rows, second, self._ctas(self.gemm2, rows), stream,
         )  # fmt: skip
-        self.combine(o, pair_row, weights, out, stream)
+        ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
+        self.combine(o, pair_row, weights, out, ctas, stream)
 
     def _ctas(self, gemm: Any, rows: Int32) -> Int32:
         """One CTA a multiprocessor, or as many tiles as the rows can make."""

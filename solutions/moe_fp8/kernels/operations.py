@@ -144,7 +144,9 @@ def combine(
     """
     tokens, hidden = out.shape
     if tokens:
-        compile_combine(hidden, pair_row.shape[1], _target(o.device))(o, pair_row, weights, out)
+        top_k = pair_row.shape[1]
+        ctas = min(tokens, Combine(hidden, top_k).most_ctas(_multiprocessors(o.device)))
+        compile_combine(hidden, top_k, _target(o.device))(o, pair_row, weights, out, ctas)
 
 
 def fused(
@@ -282,6 +284,7 @@ def compile_combine(hidden: int, top_k: int, target: str) -> Any:
         Tensor(Int32, (tokens, top_k), align=4),
         Tensor(Float32, (tokens, top_k), align=4),
         Tensor(BFloat16, (tokens, hidden)),
+        Scalar(Int32),
     )
     return compiled(Combine, (hidden, top_k), arguments, target)
 

@@ -3,8 +3,7 @@
 import enum
 from typing import NamedTuple
 
-from ..tiles import WARP
-from .config import MAX_CONSUMER_WARPGROUPS, WARPGROUP, GemmConfig
+from .config import MAX_CONSUMER_WARPGROUPS, GemmConfig
 
 HARDWARE_BARRIERS = 16
 """Named barriers of a CTA."""
@@ -41,10 +40,9 @@ class StageCounts(NamedTuple):
 
 def stage_counts(config: GemmConfig, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
     """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
-    warps = config.consumer_warpgroups * WARPGROUP // WARP
     return StageCounts(
         full_arrivals=2 + a_arrivals,
         a_bytes=a_bytes,
         b_bytes=b_bytes,
-        empty_arrivals=warps * (config.cluster_m + config.cluster_n - 1),
+        empty_arrivals=config.consumer_warps * (config.cluster_m + config.cluster_n - 1),
     )

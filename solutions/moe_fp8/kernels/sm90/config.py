@@ -7,6 +7,9 @@ from ...numerics import BLOCK, TMA_ROWS
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
+WARPS = 4
+"""Warps of a warpgroup."""
+
 SMEM_BYTES = 227 * 1024
 """Shared memory that one CTA can have."""
 
@@ -27,6 +30,9 @@ PRODUCER_REGISTERS = 24
 
 MAX_REGISTERS = 240
 """Of a consumer thread: 232, the usual choice, made 128x192 tiles 2 % slower on an H200."""
+
+B_SCALES = 128
+"""B scales of a tile that a warp has room for: one a K block, or with up and gate two."""
 
 OTHER_REGISTERS = 32
 """Registers of a consumer thread that are not accumulators, at least."""
@@ -98,6 +104,11 @@ class GemmConfig:
         return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
 
     @property
+    def consumer_warps(self) -> int:
+        """Warps of the consumer warpgroups."""
+        return self.consumer_warpgroups * WARPS
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA: the consumers and one producer warpgroup."""
         return (self.consumer_warpgroups + 1) * WARPGROUP
@@ -146,8 +157,9 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the stages: output staging, barriers and alignment."""
-        return self.tile_m * self.tile_n * 2 + 2048
+        """Shared memory beside the stages: output staging, B scales, barriers and alignment."""
+        b_scales = self.consumer_warps * B_SCALES * 4
+        return self.tile_m * self.tile_n * 2 + b_scales + 2048
 
     @property
     def num_stages(self) -> int:

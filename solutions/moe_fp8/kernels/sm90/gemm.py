@@ -23,7 +23,7 @@ from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
 from .a_load import ContiguousRows
 from .barriers import stage_counts
-from .config import PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
+from .config import B_SCALES, PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
 from .epilogue import StoreBFloat16
 from .operands import operands_of
 from .tma import multicast_mask, tma_load, tma_partition
@@ -53,15 +53,16 @@ class Shared(NamedTuple):
 
     a: cute.Tensor  # (tile_m, 128, stages)
     b: cute.Tensor  # (tile_n, 128, stages)
+    b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
     a_scale: cute.Tensor  # (scale_rows, parts, stages)
 
 
 class Fragments(NamedTuple):
-    """What a consumer thread multiplies: descriptors of the stages' operands, its scales of B."""
+    """What a consumer thread multiplies: descriptors of the stages' operands, its warp's B scales."""
 
     a: cute.Tensor
     b: cute.Tensor
-    b_scale: cute.Tensor  # (ceil(k_blocks / 32), halves): lane l holds K blocks l, l + 32, ...
+    b_scale: cute.Tensor  # (k_blocks, halves) in shared memory
 
 
 class GroupedGemmSm90:
@@ -87,8 +88,8 @@ class GroupedGemmSm90:
     What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only A
     comes from it: the weights of the first stages are on their way before.
 
-    The consumers' B scales never touch shared memory: at the start of a tile lane l of every warp
-    reads those of K blocks l, l + 32, ..., and the main loop broadcasts them by shuffle.
+    Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
+    waits for another one: its lanes read those of the next tile while this one is stored.
 
     Rows of other experts or of padding that a tile reads past its expert's end reach only
     accumulator values that are not stored.
@@ -127,6 +128,9 @@ class GroupedGemmSm90:
         self.operands = operands_of(config)
         self.a_load = a_load(config)
         self.epilogue = epilogue(config, self.operands, n)
+        self.b_scale_shape = (k // BLOCK, self.epilogue.halves, config.consumer_warps)
+        if k // BLOCK * self.epilogue.halves > B_SCALES:
+            raise ValueError(f"k={k}: expected at most {B_SCALES // self.epilogue.halves * BLOCK}")
         self.counts = stage_counts(
             config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
         )
@@ -195,6 +199,7 @@ class GroupedGemmSm90:
             a_scale: cute.struct.Align[
                 cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
             ]
+            b_scale: cute.struct.MemRange[Float32, cute.size(self.b_scale_shape)]
             queue_barriers: cute.struct.MemRange[Int64, 2]
             queue_slot: Int32
 
@@ -239,12 +244,13 @@ class GroupedGemmSm90:
         shared = Shared(
             storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
             storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
+            storage.b_scale.get_tensor(cute.make_layout(self.b_scale_shape)),
             storage.a_scale.get_tensor(self.a_scale_smem),
         )
         staging = self.epilogue.staging(storage.out)
         queue = None
         if cutlass.const_expr(c.dynamic):
-            reading_warps = 2 + c.consumer_warpgroups * WARPGROUP // WARP
+            reading_warps = 2 + c.consumer_warps
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -396,9 +402,7 @@ class GroupedGemmSm90:
         fragments = Fragments(
             self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
             self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
-            cute.make_rmem_tensor(
-                ((self.k_blocks + WARP - 1) // WARP, self.epilogue.halves), Float32
-            ),
+            shared.b_scale[None, None, thread // WARP],
         )
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
@@ -412,8 +416,10 @@ class GroupedGemmSm90:
         if cutlass.const_expr(self.rows_known):
             wait_for_previous()  # before it stores
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)
         if linear < total:
-            self._load_b_scale(fragments.b_scale, b.scales, tile)
+            self._load_b_scale(held, b.scales, tile)
+            self._keep_b_scale(fragments.b_scale, held)
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
             if valid:
@@ -431,11 +437,12 @@ class GroupedGemmSm90:
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(fragments.b_scale, b.scales, following)
+            self._load_b_scale(held, b.scales, following)
             if valid:
                 self.epilogue.store(
                     output, staging, self.tiled_mma, total_acc, tile, consumer, thread
                 )
+            self._keep_b_scale(fragments.b_scale, held)
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()
@@ -550,13 +557,24 @@ class GroupedGemmSm90:
 
     @cute.jit
     def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile):
-        """Read a tile's B scales into the registers of `Fragments.b_scale`."""
+        """Ask for a tile's B scales: lane l for those of K blocks l, l + 32, ..."""
         for half in cutlass.range_constexpr(self.epilogue.halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half), None]
             for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     held[i, half] = row[kb]
+
+    @cute.jit
+    def _keep_b_scale(self, kept: cute.Tensor, held: cute.Tensor):
+        """Put this warp's B scales where its lanes read them."""
+        cute.arch.sync_warp()  # they have read those of the tile before
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    kept[kb, half] = held[i, half]
+        cute.arch.sync_warp()
 
     def _make_scales(self) -> cute.Tensor:
         """Registers for the factors of one product, for each of a thread's tokens and halves."""
@@ -575,11 +593,7 @@ class GroupedGemmSm90:
     ):
         """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
         for half in cutlass.range_constexpr(self.epilogue.halves):
-            mine = fragments.b_scale[0, half]
-            for i in cutlass.range_constexpr(1, cute.size(fragments.b_scale, mode=[0])):
-                if kb >= i * WARP:
-                    mine = fragments.b_scale[i, half]
-            scale_b = cute.arch.shuffle_sync(mine, kb % WARP)
+            scale_b = fragments.b_scale[kb, half]
             for i in cutlass.range_constexpr(self.operands.token_scales):
                 token = self.operands.scale_token(i, thread)
                 scales[i, half] = s_a_scale[token, part, stage] * scale_b

@@ -16,7 +16,7 @@ from ...numerics import BLOCK
 from ..swiglu_quant import block_scale, silu
 from ..tiles import WARP, Tile
 from .barriers import Barriers
-from .config import WARPGROUP, GemmConfig
+from .config import GemmConfig
 from .operands import Operands
 
 COLUMNS = BLOCK // 2
@@ -65,7 +65,7 @@ class SwigluQuantise:
             )
         self.config, self.operands, self.n = config, operands, n
         self.intermediate = n // 2
-        self.warps = config.consumer_warpgroups * WARPGROUP // WARP
+        self.warps = config.consumer_warps
 
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
