@@ -18,8 +18,8 @@ from math import lcm
 
 import torch
 
-from .layer.pipeline import Choose, PlacedLayer, PlacedRows, round_up
-from .layer.problem import MoeInputs, MoeShape
+from .layer.pipeline import PlacedLayer, PlacedRows, round_up
+from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.routing import GroupedRows
 
 SOLUTION = {

@@ -14,8 +14,8 @@ padded rows; most at small T, where the host is what a call waits for.
 
 from typing import Any
 
-from .layer.pipeline import Choose, PlacedLayer, PlacedRows, round_up
-from .layer.problem import MoeInputs, MoeShape
+from .layer.pipeline import PlacedLayer, PlacedRows, round_up
+from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.routing import GroupedRows
 from .layer.rows import expected_rows, flat_rows
 

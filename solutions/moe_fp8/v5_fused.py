@@ -19,8 +19,7 @@ from typing import Any
 
 from .layer.fused import FusedLayer
 from .layer.model import FUSED_SCALE_BLOCK
-from .layer.pipeline import Choose
-from .layer.problem import MoeInputs, MoeShape
+from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.rows import expected_rows
 
 SOLUTION = {

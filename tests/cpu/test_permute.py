@@ -7,10 +7,10 @@ from moe_fp8.kernels.sm90.heuristic import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.layer.pipeline import HostRows
 from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
 from moe_fp8.layer.routing import GroupedRows, group_rows
+from moe_fp8.layer.rows import expected_rows
 from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
-from moe_fp8.layer.rows import expected_rows
 from moe_fp8.v4_flat import place_flat
 from torch._subclasses.fake_tensor import FakeTensorMode
 

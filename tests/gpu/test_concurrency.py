@@ -12,6 +12,7 @@ from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
+from moe_fp8 import v5_fused as v5
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -40,7 +41,7 @@ WAITING = {v1, v2, v3}
 """Their host waits for the routing, so their calls cannot be captured."""
 
 
-@pytest.fixture(params=[v1, v2, v3, v4, *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
+@pytest.fixture(params=[v1, v2, v3, v4, v5, *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
 def module(request):
     library = LIBRARIES.get(request.param)
     if library is not None and importlib.util.find_spec(library) is None:
@@ -144,7 +145,7 @@ def test_a_first_call_within_a_capture_is_refused(make_inputs, monkeypatch):
     assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("module", [v1, v2, v3, v4], ids=["v1", "v2", "v3", "flat"])
+@pytest.mark.parametrize("module", [v1, v2, v3, v4, v5], ids=["v1", "v2", "v3", "flat", "fused"])
 def test_chunks_of_tokens_change_nothing(module, make_inputs, monkeypatch):
     inputs = make_inputs(1009)
     wanted = output_of(module, inputs)

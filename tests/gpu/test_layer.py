@@ -9,6 +9,7 @@ from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
+from moe_fp8 import v5_fused as v5
 from moe_fp8.layer import backend, model, pipeline
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
@@ -32,7 +33,8 @@ ROUTINGS = {
     "first_and_last": {64: 8.0, 95: 8.0},
 }
 TOKENS = [1, 2, 7, 61, 127, 128, 129, 257, 1009]
-MODULES = {"v1": v1, "v2": v2, "v3": v3, "flat": v4}
+UNFUSED = {"v1": v1, "v2": v2, "v3": v3, "flat": v4}
+MODULES = {**UNFUSED, "fused": v5}
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 STAGE_COSINE, STAGE_DIFF = 0.99999, 1e-5
@@ -159,7 +161,7 @@ def test_generations_are_bitwise_equal(tokens, routing, make_inputs):
     inputs = make_inputs(tokens, routing)
     first = output_of(v1, inputs)
     assert first.isfinite().all()
-    for name, module in MODULES.items():
+    for name, module in UNFUSED.items():
         assert torch.equal(first, output_of(module, inputs)), name
     local = v2.LAYER.group(inputs).pair_row.ge(0).any(dim=1)
     assert (first[~local] == 0).all()
@@ -344,7 +346,9 @@ def test_routing_does_not_wait_for_the_gpu(make_inputs):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("module", "waits"), [(v2, 1), (v3, 1), (v4, 0)], ids=["v2", "v3", "flat"])
+@pytest.mark.parametrize(
+    ("module", "waits"), [(v2, 1), (v3, 1), (v4, 0), (v5, 0)], ids=["v2", "v3", "flat", "fused"]
+)
 def test_waits_for_the_gpu(module, waits, make_inputs):
     said = waits_of(module, make_inputs(61))
     assert len(said) == waits, said

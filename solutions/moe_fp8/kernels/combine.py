@@ -22,7 +22,8 @@ class Combine:
     when this one's are summed. `grid = (ctas, hidden / 1024)`.
     """
 
-    ctas_per_multiprocessor = 8
+    ctas_per_multiprocessor = 16
+    """T=14107 on an H200: 8 161 us, 16 154, one CTA a token 154."""
 
     def __init__(self, hidden: int, top_k: int):
         if hidden % VECTOR:

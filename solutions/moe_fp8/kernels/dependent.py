@@ -13,6 +13,6 @@ import cutlass.cute as cute
 
 
 def wait_for_previous() -> None:
-    """Until the kernel before has completed and its stores are visible; then let the next one go."""
+    """Until the kernel before is complete and its stores are visible; then let the next one go."""
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -163,7 +163,7 @@ class FusedMoe:
             a, a_scale, w13, w13_scale, (q, q_scale),
             expert_rows, counters, self._ctas(self.gemm1, rows), stream,
         )  # fmt: skip
-        second = cute.make_tensor(counters.iterator + 1, cute.make_layout(1))
+        second = cute.domain_offset((1,), counters)
         self.gemm2(
             q, q_scale, w2, w2_scale, o,
             expert_rows, second, self._ctas(self.gemm2, rows), stream,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
-from ..layer.problem import MoeInputs, MoeShape, bounded_offset
+from ..layer.problem import Configs, MoeInputs, MoeShape, bounded_offset
 from ..layer.routing import GroupedRows
 from ..numerics import BLOCK
 from .architectures import of_device, of_target
@@ -149,25 +149,32 @@ def combine(
         compile_combine(hidden, top_k, _target(o.device))(o, pair_row, weights, out, ctas)
 
 
-def fused(
-    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, config1: Any, config2: Any
-) -> None:
+def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs) -> None:
     """The whole layer in one call; see `kernels.fused`.
 
     Args:
         inputs: the layer's, with at least one token.
         output: `[tokens, H]` bfloat16, written.
         shape: of the layer.
-        config1, config2: of the two GEMMs; `config2.a_scale_block` is 64.
+        configs: of the two GEMMs, from the number of tokens.
     """
-    tokens, device = output.shape[0], output.device
-    function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
-    size = workspace_bytes(shape, config2.a_scale_block, tokens)
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    function, size = _fused_plan(output.shape[0], output.device, shape, configs)
+    workspace = torch.empty(size, dtype=torch.uint8, device=output.device)
     offset = bounded_offset(int(inputs.local_expert_offset), shape.num_local_experts)
     scaling = float(inputs.routed_scaling_factor)
     logits, bias, *tensors = inputs[:8]
     function(logits, bias, offset, scaling, *tensors, output, workspace)
+
+
+@functools.lru_cache(maxsize=4096)  # a call of few tokens takes as long as its host part
+def _fused_plan(
+    tokens: int, device: torch.device, shape: MoeShape, configs: Configs
+) -> tuple[Any, int]:
+    """(the compiled layer, bytes of its workspace)."""
+    architecture = of_device(device)
+    config1, config2 = configs(tokens, shape, architecture.choose)
+    function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
+    return function, workspace_bytes(shape, config2.a_scale_block, tokens)
 
 
 @CompiledOnce

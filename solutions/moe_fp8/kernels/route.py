@@ -27,7 +27,7 @@ WORD = 32
 THREADS = 1024
 WARPS = THREADS // WARP
 WORDS = 4
-"""Words of a CTA of `NumberRows`: the pairs of 128 tokens, with 8 experts each, are one a thread."""
+"""Words of a CTA of `NumberRows`: pairs of 128 tokens, with 8 experts each, are one a thread."""
 LOWEST = -(2**31)
 """Order of what cannot be chosen: below that of -inf."""
 NAN_ORDER = 2**31 - 1

@@ -25,7 +25,7 @@ def silu(x: Float32) -> Float32:
 
 
 def block_scale(amax: Float32) -> Float32:
-    """What maps the largest magnitude of a block to the largest FP8 value; 1 where it would be 0."""
+    """What maps a block's largest magnitude to the largest FP8 value; 1 where it would be 0."""
     scale = amax / FP8_MAX
     return cutlass.select_(scale == 0.0, Float32(1.0), scale)
 

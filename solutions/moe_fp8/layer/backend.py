@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.architectures import ARCHITECTURES
-from .problem import MoeInputs, MoeShape
+from .problem import Configs, MoeInputs, MoeShape
 from .routing import GroupedRows
 
 
@@ -40,12 +40,7 @@ class Backend(Protocol):
     ) -> None: ...
 
     def fused(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        shape: MoeShape,
-        config1: Any,
-        config2: Any,
+        self, inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs
     ) -> None: ...
 
     def combine(

@@ -2,17 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..kernels import architectures
 from .backend import select
-from .pipeline import STAGES, Choose, Layer, mark_all
-from .problem import DEEPSEEK_V3, MoeInputs, MoeShape
-
-Configs = Callable[[int, MoeShape, Choose], tuple[Any, Any]]
-"""The configs of both GEMMs from the number of tokens, which is all that the host knows."""
+from .pipeline import STAGES, Layer, mark_all
+from .problem import DEEPSEEK_V3, Configs, MoeInputs, MoeShape
 
 
 @dataclass(frozen=True)
@@ -24,14 +19,9 @@ class FusedLayer(Layer):
     """
 
     configs: Configs
-    choose: Choose | None = None  # the architecture's heuristic
     shape: MoeShape = DEEPSEEK_V3
 
-    def launch(
-        self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]
-    ) -> None:
+    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]) -> None:
         """Compute a part of the tokens, at least one."""
-        choose = self.choose or architectures.of_device(output.device).choose
-        config1, config2 = self.configs(output.shape[0], self.shape, choose)
-        select(output.device).fused(inputs, output, self.shape, config1, config2)
+        select(output.device).fused(inputs, output, self.shape, self.configs)
         mark_all(STAGES, mark)

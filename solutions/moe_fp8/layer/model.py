@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from .problem import MoeInputs, MoeShape
+from .problem import Configs, MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
 
@@ -107,11 +107,11 @@ def swiglu_quant(
 
 
 def fused(
-    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, config1: Any, config2: Any
+    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs | None = None
 ) -> None:
     """The whole layer with an intermediate of float32, then FP8 with a scale per 64 columns.
 
-    The configs only shape kernels and are ignored.
+    `configs` only shape kernels and are ignored.
     """
     rows = route(inputs, shape, with_tokens=False)
     total, new = int(rows.m_indptr[-1]), output.new_empty

@@ -10,7 +10,7 @@ from ..kernels import architectures
 from ..numerics import BLOCK
 from .backend import select
 from .device import on_device
-from .problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .problem import DEEPSEEK_V3, Choose, MoeInputs, MoeShape, validate
 from .routing import GroupedRows
 from .workspace import workspace
 
@@ -89,10 +89,6 @@ class PlacedRows(NamedTuple):
     config2: Any
 
 
-Choose = Callable[..., Any]
-"""Picks a GEMM's config from the rows per active expert, n and k, and, by name, what else the
-placement knows: see `sm90.heuristic.choose`."""
-
 Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
 
@@ -154,9 +150,7 @@ class Layer:
             for part, part_output in _chunks(inputs, output):
                 self.launch(part, part_output, mark)
 
-    def launch(
-        self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]
-    ) -> None:
+    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]) -> None:
         """Compute a part of the tokens, at least one."""
         rows = self.group(inputs)
         mark("routing")

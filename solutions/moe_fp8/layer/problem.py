@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -83,6 +83,13 @@ class MoeShape:
 
 
 DEEPSEEK_V3 = MoeShape()
+
+Choose = Callable[..., Any]
+"""Picks a GEMM's config from the rows per active expert, n and k, and, by name, what else the
+caller knows: see `sm90.heuristic.choose`."""
+
+Configs = Callable[[int, MoeShape, Choose], tuple[Any, Any]]
+"""The configs of both GEMMs from the number of tokens, which is all that the host knows."""
 
 
 class MoeInputs(NamedTuple):

@@ -24,8 +24,7 @@ class StageCounts(NamedTuple):
     """What completes a phase of a pipeline stage's two mbarriers.
 
     Attributes:
-        full_arrivals: on `full`: the expect-tx of both loading warps, and what of A does not come by
-            TMA.
+        full_arrivals: on `full`: both loading warps' expect-tx, and what of A does not come by TMA.
         a_bytes: TMA's, of A and its scales.
         b_bytes: of B.
         empty_arrivals: on `empty`: every consumer warp of every CTA that the stage's copies are

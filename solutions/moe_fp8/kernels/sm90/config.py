@@ -83,7 +83,7 @@ class GemmConfig:
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
             )
         if self.a_scale_block not in (BLOCK, BLOCK // 2):
-            raise ValueError(f"a_scale_block={self.a_scale_block}: expected {BLOCK} or {BLOCK // 2}")
+            raise ValueError(f"a_scale_block={self.a_scale_block}: expected 128 or 64")
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(

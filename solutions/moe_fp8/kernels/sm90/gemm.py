@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -58,7 +58,7 @@ class Shared(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """What a consumer thread multiplies: descriptors of the stages' operands, its warp's B scales."""
+    """What a consumer thread multiplies: descriptors of the operands, its warp's B scales."""
 
     a: cute.Tensor
     b: cute.Tensor
@@ -85,8 +85,8 @@ class GroupedGemmSm90:
     Pipeline `load` (rows, weights -> consumers), `num_stages` deep, a K block each;
     `barriers.StageCounts` says what completes its barriers.
 
-    What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only A
-    comes from it: the weights of the first stages are on their way before.
+    What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
+    A comes from it: the weights of the first stages are on their way before.
 
     Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
     waits for another one: its lanes read those of the next tile while this one is stored.
@@ -191,9 +191,7 @@ class GroupedGemmSm90:
                 cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN
             ]
             out: cute.struct.Align[
-                cute.struct.MemRange[
-                    self.epilogue.staging_type, self.epilogue.staging_elements()
-                ],
+                cute.struct.MemRange[self.epilogue.staging_type, self.epilogue.staging_elements()],
                 ALIGN,
             ]
             a_scale: cute.struct.Align[
@@ -544,7 +542,7 @@ class GroupedGemmSm90:
     def _issue_wgmma(
         self, acc: cute.Tensor, fragments: Fragments, part: cutlass.Constexpr, stage: Int32
     ):
-        """Start `acc = A tile @ B tile^T` of a part of a K block; a wait for its group completes it."""
+        """Start `acc = A tile @ B tile^T` of a part of a K block; a wait for its group ends it."""
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
         steps = BLOCK // WGMMA_K // self.parts

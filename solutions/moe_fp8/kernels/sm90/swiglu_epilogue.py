@@ -69,7 +69,7 @@ class SwigluQuantise:
 
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
-        experts, n, k = b.shape
+        experts, n, k = (cute.size(b, mode=[i]) for i in range(3))
         group = self.operands.interleave
         shape = ((group, 2, self.intermediate // group), k, experts)
         stride = ((k, self.intermediate * k, group * k), 1, n * k)
@@ -194,9 +194,7 @@ class SwigluQuantise:
             self._store_part(output, staging, tile, place // PARTS, place % PARTS)
 
     @cute.jit
-    def _store_part(
-        self, output: Quantised, staging: Staging, tile: Tile, row: Int32, part: Int32
-    ):
+    def _store_part(self, output: Quantised, staging: Staging, tile: Tile, row: Int32, part: Int32):
         """16 bytes of a row that the tile's expert has."""
         if row < tile.rows:
             vector = cute.make_layout(VECTOR)

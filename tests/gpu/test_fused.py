@@ -1,0 +1,114 @@
+"""The fused layer on a GPU: against its model, and the promise that a token's bits are its own."""
+
+import os
+
+import pytest
+import test_layer
+import torch
+from moe_fp8 import v4_flat as v4
+from moe_fp8 import v5_fused as v5
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff, cosine
+from moe_fp8.layer.problem import MoeInputs
+from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
+
+pytestmark = pytest.mark.gpu
+
+weights, make_inputs = test_layer.weights, test_layer.make_inputs
+
+SOAK = int(os.environ.get("MOE_FP8_SOAK", "40"))
+"""Calls of `test_random_calls`; 10000 before a release."""
+
+COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
+"""See there: what lies next to the middle between two FP8 values goes one way or the other."""
+
+
+def part_of(inputs: MoeInputs, part: slice) -> MoeInputs:
+    return inputs._replace(
+        routing_logits=inputs.routing_logits[part],
+        hidden_states=inputs.hidden_states[part],
+        hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
+    )
+
+
+def check(inputs: MoeInputs) -> torch.Tensor:
+    """The output, if it is near the model's."""
+    output, wanted = output_of(v5, inputs), new_output(inputs)
+    model.fused(inputs, wanted, SHAPE)
+    assert output.isfinite().all()
+    if bool((wanted != 0).any()):
+        assert cosine(output, wanted) > COSINE and calc_diff(output, wanted) < DIFF
+    else:
+        assert not bool((output != 0).any())
+    return output
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_as_the_model(tokens, routing, make_inputs):
+    inputs = make_inputs(tokens, routing)
+    output = check(inputs)
+    assert torch.equal(output, output_of(v5, inputs)), "from run to run"
+
+
+@pytest.mark.parametrize("offset", [0, 224, 250, -5, 256, -32, 100000, -(2**31)])
+def test_offsets(offset, make_inputs):
+    output = check(make_inputs(61, offset=offset, seed=3))
+    assert bool((output != 0).any()) == (-32 < offset < 256)
+
+
+@pytest.mark.parametrize("width", [1, 7, 80])
+def test_a_token_s_bits_are_its_own(width, make_inputs):
+    inputs = make_inputs(901)
+    whole = output_of(v5, inputs)
+    for first in range(0, 901, width):
+        part = slice(first, first + width)
+        assert torch.equal(output_of(v5, part_of(inputs, part)), whole[part]), first
+
+
+@pytest.mark.parametrize("tokens", [4096, 14107])
+def test_many_tokens(tokens, make_inputs):
+    """Other configs than at 901 tokens; the same bits, and near the unfused layer."""
+    inputs = make_inputs(tokens)
+    whole = output_of(v5, inputs)
+    assert torch.equal(output_of(v5, part_of(inputs, slice(100, 1001))), whole[100:1001])
+    unfused = output_of(v4, inputs)
+    assert calc_diff(whole, unfused) < 2e-3 and whole.isfinite().all()
+
+
+def test_in_a_graph_after_other_calls_and_on_another_stream(make_inputs):
+    cases = [make_inputs(80, routing, seed=seed) for seed, routing in enumerate(ROUTINGS)]
+    wanted = [output_of(v5, inputs) for inputs in cases]
+    held = cases[0]._replace(
+        **{name: getattr(cases[0], name).clone() for name in MoeInputs._fields[:4]}
+    )
+    output = new_output(held)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        v5.run(*held, output)
+    output_of(v5, make_inputs(1009))  # a larger workspace than the captured one
+    for inputs, expected in zip(cases, wanted, strict=True):
+        for name in MoeInputs._fields[:4]:
+            getattr(held, name).copy_(getattr(inputs, name))
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, expected)
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            again = output_of(v5, inputs)
+        torch.cuda.default_stream().wait_stream(stream)
+        assert torch.equal(again, expected)
+
+
+def test_random_calls(make_inputs):
+    """The soak: random calls, by default a few, against the model."""
+    generator = torch.Generator().manual_seed(SOAK)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=generator))
+
+    routings = list(ROUTINGS)
+    for call in range(SOAK):
+        tokens = [1 + draw(8), 1 + draw(130), 1 + draw(1500)][draw(3)]
+        inputs = make_inputs(tokens, routings[draw(len(routings))], draw(300) - 40, seed=call)
+        check(inputs)
