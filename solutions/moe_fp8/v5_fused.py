@@ -2,8 +2,9 @@
 
 What: routing, permute, GEMM with SwiGLU and requantisation, GEMM, combine: six kernels that one
 compiled function launches, each of which starts while the one before it ends. Up and gate of a
-column meet in one thread, so the first GEMM writes the FP8 operand of the second, with a scale for
-64 columns; the second one has its first weights on their way before that operand is complete.
+column meet in one thread, so the first GEMM writes the FP8 operand of the second; a pair of CTAs
+shares the maxima that make a scale. The second one has its first weights on their way before that
+operand is complete.
 
 Why: in flat the sums of up and gate travel to memory in BF16 and back, a kernel of its own for
 that, and the host spends more time on launches than the GPU on a few tokens.
@@ -18,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from .layer.fused import FusedLayer
-from .layer.model import FUSED_SCALE_BLOCK
 from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.rows import expected_rows
 
@@ -34,7 +34,8 @@ def fused_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, An
     """Of both GEMMs, from what the host knows: the number of tokens, at least one."""
     rows = expected_rows(tokens, shape)
     h, i = shape.hidden_size, shape.intermediate_size
-    return choose(rows, 2 * i, h), replace(choose(rows, h, i), a_scale_block=FUSED_SCALE_BLOCK)
+    # Pairs of CTAs make the 128 columns of a scale.
+    return replace(choose(rows, 2 * i, h), cluster_n=2), choose(rows, h, i)
 
 
 LAYER = FusedLayer(fused_configs)

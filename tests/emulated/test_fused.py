@@ -9,24 +9,14 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs
 from test_layers import SHAPE, inputs_of
 
-HALF = {"a_scale_block": 64}
 CONFIGS = {
-    "8 swapped": (
-        GemmConfig(tile_m=8, swap_ab=True, stages=3),
-        GemmConfig(tile_m=8, swap_ab=True, stages=3, **HALF),
-    ),
-    "32 swapped": (
-        GemmConfig(tile_m=32, swap_ab=True, stages=3),
-        GemmConfig(tile_m=32, swap_ab=True, stages=3, **HALF),
-    ),
-    "64 overlapped": (
-        GemmConfig(tile_m=64, cluster_n=2, overlap=True),
-        GemmConfig(tile_m=64, cluster_n=2, overlap=True, **HALF),
-    ),
-    "128": (GemmConfig(cluster_n=2), GemmConfig(cluster_n=2, **HALF)),
+    "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
+    "32 swapped": 2 * (GemmConfig(tile_m=32, swap_ab=True, cluster_n=2, stages=3),),
+    "64 overlapped": 2 * (GemmConfig(tile_m=64, cluster_n=2, overlap=True),),
+    "128": 2 * (GemmConfig(cluster_n=2),),
     "192 on demand": (
         GemmConfig(tile_m=192, cluster_n=2, stages=3, dynamic=True, unroll=True),
-        GemmConfig(tile_m=192, cluster_n=1, stages=2, dynamic=True, unroll=True, **HALF),
+        GemmConfig(tile_m=192, cluster_n=1, stages=2, dynamic=True, unroll=True),
     ),
 }
 

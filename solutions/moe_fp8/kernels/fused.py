@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
     a: Any  # (rows, H) e4m3; once it and its scales are used, `o` (rows, H) bf16 lies over both
     a_scale: Any  # (H / 128, rows) f32, and room for the rest of `o`
     q: Any  # (rows, I) e4m3
-    q_scale: Any  # (I / 64, rows) f32
+    q_scale: Any  # (I / 128, rows) f32
 
 
-def sizes(shape: MoeShape, scale_block: int, tokens: Any) -> Sizes:
+def sizes(shape: MoeShape, tokens: Any) -> Sizes:
     """For an `int` on the host and an `Int64` of the compiled function; rows are tokens * top_k."""
     h, i = shape.hidden_size, shape.intermediate_size
     rows = _rounded(tokens * shape.top_k, 4)
@@ -55,7 +55,7 @@ def sizes(shape: MoeShape, scale_block: int, tokens: Any) -> Sizes:
         a=rows * h,
         a_scale=rows * h,
         q=rows * i,
-        q_scale=rows * (4 * (i // scale_block)),
+        q_scale=rows * (4 * (i // BLOCK)),
     )
 
 
@@ -72,9 +72,9 @@ def offsets(of: Sizes) -> tuple[Sizes, Any]:
     return Sizes(*starts), at
 
 
-def workspace_bytes(shape: MoeShape, scale_block: int, tokens: int) -> int:
+def workspace_bytes(shape: MoeShape, tokens: int) -> int:
     """Bytes of the workspace for `tokens` tokens."""
-    return offsets(sizes(shape, scale_block, tokens))[1]
+    return offsets(sizes(shape, tokens))[1]
 
 
 class FusedMoe:
@@ -106,7 +106,6 @@ class FusedMoe:
         self.gemm1 = gemm(config1, 2 * i, h, local, ContiguousRows, swiglu)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k)
-        self.scale_block = config2.a_scale_block
 
     @cute.jit
     def __call__(
@@ -130,7 +129,7 @@ class FusedMoe:
         local = shape.num_local_experts
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(_rounded(tokens * top_k, 4), divby=4)
-        at, _ = offsets(sizes(shape, self.scale_block, Int64(tokens)))
+        at, _ = offsets(sizes(shape, Int64(tokens)))
 
         def tensor(offset, dtype: type, *dims, stride: tuple | None = None) -> cute.Tensor:
             start = cute.recast_ptr(workspace.iterator + offset, dtype=dtype).align(16)
@@ -151,7 +150,7 @@ class FusedMoe:
         a = tensor(at.a, Float8E4M3FN, rows, h)
         a_scale = tensor(at.a_scale, Float32, h // BLOCK, rows)
         q = tensor(at.q, Float8E4M3FN, rows, i)
-        q_scale = tensor(at.q_scale, Float32, i // self.scale_block, rows)
+        q_scale = tensor(at.q_scale, Float32, i // BLOCK, rows)
         o = tensor(at.a, BFloat16, rows, h)
 
         self.route(

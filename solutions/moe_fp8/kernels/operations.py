@@ -174,7 +174,7 @@ def _fused_plan(
     architecture = of_device(device)
     config1, config2 = configs(tokens, shape, architecture.choose)
     function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
-    return function, workspace_bytes(shape, config2.a_scale_block, tokens)
+    return function, workspace_bytes(shape, tokens)
 
 
 @CompiledOnce

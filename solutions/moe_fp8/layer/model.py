@@ -17,10 +17,6 @@ from .rows import flat_rows
 COLUMNS = 1024
 """Output columns computed at once: their weights in float32 stay within a few MB per expert."""
 
-FUSED_SCALE_BLOCK = BLOCK // 2
-"""Columns of the fused layer's intermediate that share a scale: what a tile of 64 up and 64 gate
-columns makes."""
-
 ROWS = 1024
 """Rows computed at once, which bounds the partial products of all K blocks held together."""
 
@@ -109,7 +105,7 @@ def swiglu_quant(
 def fused(
     inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs | None = None
 ) -> None:
-    """The whole layer with an intermediate of float32, then FP8 with a scale per 64 columns.
+    """The whole layer with an intermediate that is float32 until it is quantised.
 
     `configs` only shape kernels and are ignored.
     """
@@ -123,7 +119,7 @@ def fused(
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g, expert_rows)
     q = new((total, i), dtype=torch.float8_e4m3fn)
-    q_scale = new((i // FUSED_SCALE_BLOCK, total), dtype=torch.float32)
+    q_scale = new((i // BLOCK, total), dtype=torch.float32)
     swiglu_quant(g, q, q_scale, rows.m_indptr)
     o = new((total, h))
     grouped_gemm(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o, expert_rows)

@@ -107,6 +107,7 @@ class StoreBFloat16:
         tile: Tile,
         warpgroup: Int32,
         thread: Int32,
+        stored: Int32,
     ):
         """Write the valid rows of this warpgroup's part of a tile.
 
@@ -119,6 +120,7 @@ class StoreBFloat16:
             warpgroup: index among the consumer warpgroups.
             thread: index among the consumer threads. Handed on rather than read again: with the
                 latter ptxas spilled 144 bytes of 192x128 tiles' sums.
+            stored: tiles that this warpgroup has stored before.
         """
         local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(

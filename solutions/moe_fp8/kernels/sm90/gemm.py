@@ -418,6 +418,7 @@ class GroupedGemmSm90:
         if linear < total:
             self._load_b_scale(held, b.scales, tile)
             self._keep_b_scale(fragments.b_scale, held)
+        stored = Int32(0)
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
             if valid:
@@ -438,8 +439,9 @@ class GroupedGemmSm90:
             self._load_b_scale(held, b.scales, following)
             if valid:
                 self.epilogue.store(
-                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread
+                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored
                 )
+                stored += 1
             self._keep_b_scale(fragments.b_scale, held)
             tile = following
         if thread % WARPGROUP == 0:

@@ -11,61 +11,75 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK
 from ..swiglu_quant import block_scale, silu
 from ..tiles import WARP, Tile
 from .barriers import Barriers
-from .config import GemmConfig
+from .config import WARPS, GemmConfig
 from .operands import Operands
 
 COLUMNS = BLOCK // 2
-"""Of the result that a tile makes, and that share a scale."""
+"""Of the result that a tile makes: half of those that share a scale."""
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
 PARTS = COLUMNS // VECTOR
 """Accesses of a row."""
+TURNS = 2
+"""Tiles whose maxima from the other CTA have a place at once."""
 
 
 class Quantised(NamedTuple):
     """What the epilogue writes."""
 
     q: cute.Tensor  # (rows, n / 2) e4m3
-    scale: cute.Tensor  # (n / 128, rows) f32
+    scale: cute.Tensor  # (n / 256, rows) f32
 
 
 class Staging(NamedTuple):
-    """A CTA's staging buffer."""
+    """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
 
     rows: cute.Tensor  # (tile_m, 64) e4m3
-    amax: cute.Tensor  # (warps, tile_m) f32: of a warp's columns, under swap_ab
+    amax: cute.Tensor  # (warps, tile_m) i32: of a warp's columns, under swap_ab
+    theirs: cute.Tensor  # (turns, tile_m) i32: of the other CTA's columns
+    arrived: cute.Pointer  # mbarriers (turns, parties) of `theirs`
 
 
 class SwigluQuantise:
     """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
 
-    A scale is that of a row's 64 columns in this tile, so that no tile waits for another one, and
-    the same whatever the config. Where tokens are accumulator rows, four lanes hold a row, and a
-    warp stores its 16 rows alone. Under swap_ab a token's columns are spread over all consumer
-    warps, which exchange their maxima and the quantised values through shared memory.
+    A scale is that of a row's 128 columns, which the two CTAs of a cluster make: each sends the
+    maxima of its 64 to the other one's shared memory. Where tokens are accumulator rows, four lanes
+    hold a row and a warp stores its 16 rows alone. Under swap_ab a token's columns are spread over
+    all consumer warps, which exchange maxima and quantised values through shared memory first.
 
-    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded.
+    The other CTA's maxima of a tile come to one of two places in turn. That CTA cannot be two tiles
+    ahead: the end of its next tile waits for the arrival of those who have read the last maxima.
+
+    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
+    a row's bits depend neither on the other rows nor on the config.
 
     Raises:
-        ValueError: the tile is not 128 columns wide or n is ragged.
+        ValueError: the tile is not 128 columns wide, n is ragged, or the cluster is no such pair.
     """
 
     halves = 2
     staging_type = Float8E4M3FN
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int):
-        if config.tile_n != BLOCK or n % (BLOCK * config.cluster_n * 2):
+        if config.tile_n != BLOCK or config.cluster_n != 2 or n % (2 * BLOCK):
             raise ValueError(
-                f"tile_n={config.tile_n}, n={n}: expected tiles of {BLOCK} columns that divide n"
+                f"{config}, n={n}: expected tiles of {BLOCK} columns in clusters of two side by "
+                f"side, and n a multiple of {2 * BLOCK}"
             )
         self.config, self.operands, self.n = config, operands, n
         self.intermediate = n // 2
         self.warps = config.consumer_warps
+        # Who waits for the other CTA: every warpgroup for its rows, or all for the tile's; and who
+        # there says that they have read the last maxima: every warp, or one thread for all.
+        self.parties = 1 if config.swap_ab else config.consumer_warpgroups
+        self.arrivals = 1 if config.swap_ab else WARPS
 
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
@@ -81,16 +95,28 @@ class SwigluQuantise:
 
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
-        return self.config.tile_m * (COLUMNS + 4 * self.warps)
+        maxima = 4 * (self.warps + TURNS)
+        return self.config.tile_m * (COLUMNS + maxima) + 8 * TURNS * self.parties
 
+    @cute.jit
     def staging(self, buffer) -> Staging:
-        """The views of the staging buffer, a member of the kernel's shared memory."""
-        rows = self.config.tile_m
-        base = buffer.data_ptr()
-        amax = cute.recast_ptr(base + rows * COLUMNS, dtype=Float32)
+        """The views of the staging buffer, a member of the kernel's shared memory.
+
+        Initialises its barriers; the caller synchronises the cluster before their first use.
+        """
+        rows, base = self.config.tile_m, buffer.data_ptr()
+        amax = cute.recast_ptr(base + rows * COLUMNS, dtype=Int32)
+        theirs = amax + rows * self.warps
+        arrived = cute.recast_ptr(theirs + rows * TURNS, dtype=Int64)
+        if cute.arch.warp_idx() == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(TURNS * self.parties):
+                    cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return Staging(
             cute.make_tensor(base, cute.make_layout((rows, COLUMNS), stride=(COLUMNS, 1))),
             cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
+            cute.make_tensor(theirs, cute.make_layout((TURNS, rows), stride=(rows, 1))),
+            arrived,
         )
 
     def output(self, out: tuple[cute.Tensor, cute.Tensor]) -> Quantised:
@@ -113,41 +139,62 @@ class SwigluQuantise:
         tile: Tile,
         warpgroup: Int32,
         thread: Int32,
+        stored: Int32,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         if cutlass.const_expr(self.config.swap_ab):
-            self._store_columns(output, staging, sums, tile, thread)
+            self._store_columns(output, staging, sums, tile, thread, stored)
         else:
-            self._store_rows(output, staging, sums, tile, thread)
+            self._store_rows(output, staging, sums, tile, warpgroup, thread, stored)
 
     @cute.jit
     def _store_rows(
-        self, output: Quantised, staging: Staging, sums: cute.Tensor, tile: Tile, thread: Int32
+        self,
+        output: Quantised,
+        staging: Staging,
+        sums: cute.Tensor,
+        tile: Tile,
+        warpgroup: Int32,
+        thread: Int32,
+        stored: Int32,
     ):
         """Tokens are accumulator rows: a warp has 16 of them with all 64 columns."""
         lane = thread % WARP
         first = thread // WARP * 16
         pairs = COLUMNS // 8  # of neighbouring columns that a thread holds of a row
+        c = cute.make_rmem_tensor((2, pairs, 2), Float32)
+        amax = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            row = first + lane // 4 + 8 * r
-            c = cute.make_rmem_tensor((2, pairs), Float32)
-            amax = Float32(0.0)
+            amax[r] = Float32(0.0)
             for j in cutlass.range_constexpr(pairs):
                 for i in cutlass.range_constexpr(2):
                     v = i + 2 * r + 4 * j
-                    c[i, j] = silu(sums[v + 4 * pairs]) * sums[v]
-                    amax = cute.arch.fmax(amax, cute.math.absf(c[i, j]))
-            scale = block_scale(cute.arch.warp_reduction_max(amax, threads_in_group=4))
+                    c[i, j, r] = silu(sums[v + 4 * pairs]) * sums[v]
+                    amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
+            amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
+        turn = stored % TURNS
+        arrived = staging.arrived + turn * self.parties + warpgroup
+        if lane == 0:
+            self._announce(arrived, 16)
+        bits = cute.recast_tensor(amax, Int32)
+        for r in cutlass.range_constexpr(2):
+            if lane % 4 == 0:
+                self._send(staging, turn, first + lane // 4 + 8 * r, bits[r], arrived)
+        cute.arch.mbarrier_wait(arrived, stored // TURNS % 2)
+        for r in cutlass.range_constexpr(2):
+            row = first + lane // 4 + 8 * r
+            bits[r] = cutlass.max(bits[r], staging.theirs[turn, row])
+            scale = block_scale(amax[r])
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
-            quantised.store((c.load() / scale).to(Float8E4M3FN))
+            quantised.store((c[None, None, r].load() / scale).to(Float8E4M3FN))
             for j in cutlass.range_constexpr(pairs):
                 target = staging.rows.iterator + row * COLUMNS + 8 * j + lane % 4 * 2
                 cute.autovec_copy(
                     quantised[None, j], cute.make_tensor(target.align(2), cute.make_layout(2))
                 )
-            if lane % 4 == 0 and row < tile.rows:
-                output.scale[tile.n_tile, tile.row + row] = scale
+            if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
+                output.scale[tile.n_tile // 2, tile.row + row] = scale
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(16 * PARTS // WARP):
             place = i * WARP + lane
@@ -156,42 +203,77 @@ class SwigluQuantise:
 
     @cute.jit
     def _store_columns(
-        self, output: Quantised, staging: Staging, sums: cute.Tensor, tile: Tile, thread: Int32
+        self,
+        output: Quantised,
+        staging: Staging,
+        sums: cute.Tensor,
+        tile: Tile,
+        thread: Int32,
+        stored: Int32,
     ):
         """Tokens are accumulator columns: a thread has one column of every eighth pair of them."""
         lane, warp = thread % WARP, thread // WARP
-        threads = self.warps * WARP
-        tokens = self.config.tile_m // 4
+        threads, rows = self.warps * WARP, self.config.tile_m
+        tokens = rows // 4
         barrier = pipeline.NamedBarrier(barrier_id=Barriers.STAGING, num_threads=threads)
         c = cute.make_rmem_tensor(tokens, Float32)
+        amax = cute.make_rmem_tensor(tokens, Float32)
+        bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
             c[i] = silu(sums[v + 2]) * sums[v]
-            amax = cute.math.absf(c[i])
-            amax = cute.arch.fmax(Float32(0.0), amax)  # not a NaN
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
             for distance in cutlass.range_constexpr(2, 5):
-                other = cute.arch.shuffle_sync_bfly(amax, 1 << distance)
-                amax = cute.arch.fmax(amax, other)
+                other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
+                amax[i] = cute.arch.fmax(amax[i], other)
             if lane < 4:
-                staging.amax[warp, self.operands.scale_token(i, thread)] = amax
+                staging.amax[warp, self.operands.scale_token(i, thread)] = bits[i]
+        turn = stored % TURNS
+        arrived = staging.arrived + turn
+        if thread == 0:
+            self._announce(arrived, rows)
         barrier.arrive_and_wait()
-        scales = cute.make_rmem_tensor(tokens, Float32)
+        if thread < rows:
+            self._send(staging, turn, thread, self._of_all_warps(staging, thread), arrived)
+        for i in cutlass.range_constexpr(tokens):
+            bits[i] = self._of_all_warps(staging, self.operands.scale_token(i, thread))
+        cute.arch.mbarrier_wait(arrived, stored // TURNS % 2)
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
-            amax = staging.amax[0, token]
-            for w in cutlass.range_constexpr(1, self.warps):
-                amax = cute.arch.fmax(amax, staging.amax[w, token])
-            scales[i] = block_scale(amax)
-            if warp == 0 and lane < 4 and token < tile.rows:
-                output.scale[tile.n_tile, tile.row + token] = scales[i]
+            bits[i] = cutlass.max(bits[i], staging.theirs[turn, token])
+            amax[i] = block_scale(amax[i])
+            if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
+                output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
-        quantised.store((c.load() / scales.load()).to(Float8E4M3FN))
+        quantised.store((c.load() / amax.load()).to(Float8E4M3FN))
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
             staging.rows[token, warp * 8 + lane // 4] = quantised[i]
         barrier.arrive_and_wait()
-        for place in cutlass.range(thread, self.config.tile_m * PARTS, threads, unroll=1):
+        for place in cutlass.range(thread, rows * PARTS, threads, unroll=1):
             self._store_part(output, staging, tile, place // PARTS, place % PARTS)
+
+    def _of_all_warps(self, staging: Staging, token: Int32) -> Int32:
+        """The maximum over this CTA's columns."""
+        amax = Int32(0)
+        for w in range(self.warps):
+            amax = cutlass.max(amax, staging.amax[w, token])
+        return amax
+
+    def _announce(self, arrived: cute.Pointer, rows: int) -> None:
+        """Tell the other CTA that the maxima of some rows will come."""
+        other = cute.arch.block_idx_in_cluster() ^ 1
+        cute.arch.mbarrier_arrive_and_expect_tx(
+            arrived, rows * 4, other, scope=MemScopeKind.CLUSTER
+        )
+
+    def _send(
+        self, staging: Staging, turn: Int32, row: Int32, amax: Int32, arrived: cute.Pointer
+    ) -> None:
+        """Put a row's maximum into the other CTA's `theirs`, whose barrier gets 4 bytes."""
+        place = staging.theirs.iterator + turn * self.config.tile_m + row
+        other = cute.arch.block_idx_in_cluster() ^ 1
+        cute.arch.store_async_dsmem(place, amax, arrived, other)
 
     @cute.jit
     def _store_part(self, output: Quantised, staging: Staging, tile: Tile, row: Int32, part: Int32):
