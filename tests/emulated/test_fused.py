@@ -7,7 +7,9 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs
+from ptxemu import MODES
 from test_layers import SHAPE, inputs_of
+from test_mutations import PARITY, WAIT, Edit, replace
 
 CONFIGS = {
     "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
@@ -59,3 +61,53 @@ def test_a_token_s_bits_depend_on_nothing_else(emulator):
             hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
         )
         assert torch.equal(output_of(alone, "8 swapped"), whole["128"][part])
+
+
+def noticed(name: str, edit: Edit, emulator) -> bool:
+    """Whether a mutant of the kernels shows, in any way, in some order of what runs at once."""
+    inputs = inputs_of(41, 4)
+    wanted = output_of(inputs, name)
+
+    def transform(ptx: str) -> str:
+        assert edit(ptx) != ptx, "the edit changed nothing"
+        return edit(ptx)
+
+    emulator.host.ptx_transform = transform
+    for emulator.options.mode in MODES:
+        del emulator.reports[:]
+        try:
+            same = torch.equal(output_of(inputs, name), wanted)
+        except emulator.EmulationError:
+            return True
+        if not same or any(report.hazards for report in emulator.reports):
+            return True
+    return False
+
+
+KERNELS = ("choose", "number", "permute", "gemm1", "gemm2's rows", "gemm2's consumers", "combine")
+NOT_NEEDED_WITHIN_A_CALL = {"choose", "gemm2's consumers"}
+"""The first kernel waits for the call before; what the second GEMM's consumers get has waited."""
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_without_a_wait_for_the_kernel_before(which, emulator):
+    edit = replace(r"griddepcontrol\.wait;", "", KERNELS.index(which))
+    assert noticed("8 swapped", edit, emulator) == (which not in NOT_NEEDED_WITHIN_A_CALL)
+
+
+def without_the_other_s_maxima(ptx: str) -> str:
+    """Go on without waiting for what the other CTA of the cluster sends."""
+    start = ptx.rindex("st.async")
+    return ptx[:start] + replace(WAIT, "setp.eq.u32 P1, 0, 0;", 0)(ptx[start:])
+
+
+def one_place_for_maxima(ptx: str) -> str:
+    """The barrier's phases do not change with the tiles."""
+    start = ptx.rindex("st.async")
+    return ptx[:start] + replace(PARITY, r"\1, 0", 0)(ptx[start:])
+
+
+@pytest.mark.parametrize("name", ["8 swapped", "128"])
+@pytest.mark.parametrize("edit", [without_the_other_s_maxima, one_place_for_maxima])
+def test_without_the_exchange_of_maxima(name, edit, emulator):
+    assert noticed(name, edit, emulator)

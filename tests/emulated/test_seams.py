@@ -24,8 +24,16 @@ N, K = 256, 384
 class StoreFloat32:
     """An epilogue that stores the sums as they are: value by value, without staging."""
 
+    halves, staging_type = 1, BFloat16
+
     def __init__(self, config, operands, n: int):
         self.config, self.operands, self.n = config, operands, n
+
+    def weights(self, b: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+
+    def scale_block(self, n_tile: Int32, half: int) -> Int32:
+        return n_tile * self.config.tile_n // BLOCK
 
     def staging_elements(self) -> int:
         return 8  # a member of the kernel's shared memory cannot be empty
@@ -164,6 +172,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
         gemm=lambda: GroupedGemmSimt,
+        swiglu=lambda: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})
     monkeypatch.setattr(kernels, "_target", lambda device: simt.target)

@@ -180,7 +180,7 @@ def test_combine_of_a_row_past_32_bits(emulator):
     o[row] = torch.randn(hidden).bfloat16()
     pair_row = torch.tensor([[row, -1]], dtype=torch.int32)
     out = torch.full((1, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 2, "sm_90a")(o, pair_row, torch.tensor([[2.0, 5.0]]), out)
+    compile_combine(hidden, 2, "sm_90a")(o, pair_row, torch.tensor([[2.0, 5.0]]), out, 1)
     assert torch.equal(out[0], 2 * o[row])
     assert emulator.reports[-1].hazards == []
 
@@ -192,7 +192,7 @@ def test_combine_sums_slots_in_order(mode, emulator):
     o = values.unsqueeze(1).expand(3, hidden).bfloat16().contiguous()
     pair_row = torch.tensor([[0, 1, 2], [2, 0, 1], [0, 2, 1]], dtype=torch.int32)
     out = torch.full((3, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 3, "sm_90a")(o, pair_row, torch.ones(3, 3), out)
+    compile_combine(hidden, 3, "sm_90a")(o, pair_row, torch.ones(3, 3), out, 2)
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
@@ -206,7 +206,7 @@ def test_combine(tokens, mode, emulator):
     weights = torch.rand(tokens, top_k)
     out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
     expected = torch.empty_like(out)
-    compile_combine(hidden, top_k, "sm_90a")(o, pair_row, weights, out)
+    compile_combine(hidden, top_k, "sm_90a")(o, pair_row, weights, out, min(tokens, 2))
     model.combine(o, pair_row, weights, expected)
     assert not out[0].any()
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)

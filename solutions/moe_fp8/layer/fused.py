@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .backend import select
-from .pipeline import STAGES, Layer, mark_all
+from .pipeline import Layer
 from .problem import DEEPSEEK_V3, Configs, MoeInputs, MoeShape
 
 
@@ -15,7 +15,7 @@ class FusedLayer(Layer):
     """The MoE layer whose kernels one host function launches, each while the one before ends.
 
     The host knows T only and waits for nothing: a call can be captured in a CUDA graph that serves
-    any routing of T tokens. Its stages are not apart: all are marked once all are enqueued.
+    any routing of T tokens. There is one stage to mark.
     """
 
     configs: Configs
@@ -24,4 +24,4 @@ class FusedLayer(Layer):
     def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]) -> None:
         """Compute a part of the tokens, at least one."""
         select(output.device).fused(inputs, output, self.shape, self.configs)
-        mark_all(STAGES, mark)
+        mark("fused")

@@ -23,7 +23,7 @@ ROWS = 1024
 
 def grouped_gemm(
     a: torch.Tensor,  # [R, K] float8_e4m3fn
-    a_scale: torch.Tensor,  # [K/s, R] float32, s = 128 or a divisor of it
+    a_scale: torch.Tensor,  # [K/128, R] float32
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16 or float32
@@ -32,9 +32,9 @@ def grouped_gemm(
 ) -> None:
     """`out = a @ b[expert].T` with block scales, for the rows of each expert.
 
-    Over blocks of s columns of A, ascending: `acc += (a_scale * b_scale) * (products of the block,
-    summed)`, all in float32, rounded to `out`'s type at the end. Other rows of `out` are not
-    written. `config` only shapes kernels and is ignored.
+    Over K blocks ascending: `acc += (a_scale * b_scale) * (products of the block, summed)`, all
+    in float32, rounded to `out`'s type at the end. Other rows of `out` are not written. `config`
+    only shapes kernels and is ignored.
     """
     for expert, (first, end) in enumerate(expert_rows.t().tolist()):
         for start in range(first, end, ROWS):
@@ -49,24 +49,21 @@ def grouped_gemm(
 
 def _scaled_product(
     a: torch.Tensor,  # [m, K] float8_e4m3fn
-    a_scale: torch.Tensor,  # [K/s, m]
+    a_scale: torch.Tensor,  # [K/128, m]
     b: torch.Tensor,  # [n, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [n/128, K/128]
 ) -> torch.Tensor:
     """Float32 [m, n]."""
     (m, k), n = a.shape, b.shape[0]
-    blocks = a_scale.shape[0]
-    width = k // blocks
     # Any type that torch may secretly multiply float32 in (TF32, bfloat16) holds FP8 values
     # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing
     # that matters and leaves not even that: the sum is exact, then rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
-    a_blocks = a.to(dtype).view(m, blocks, width).transpose(0, 1)
-    b_blocks = b.to(dtype).view(n, blocks, width).permute(1, 2, 0)
-    products = torch.bmm(a_blocks, b_blocks).float()  # [K/s, m, n]
-    b_scale = b_scale.t().repeat_interleave(BLOCK // width, dim=0)
-    scale = a_scale.unsqueeze(-1) * b_scale.unsqueeze(1)  # [K/s, m, n/128]
-    products.view(blocks, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
+    a_blocks = a.to(dtype).view(m, k // BLOCK, BLOCK).transpose(0, 1)
+    b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
+    products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
+    scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
+    products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
     acc = torch.zeros_like(products[0])
     for product in products:  # torch.sum would pick an order of its own
         acc += product
@@ -76,10 +73,10 @@ def _scaled_product(
 def swiglu_quant(
     g: torch.Tensor,  # [R, 2I] bfloat16 or float32: up columns, then gate columns
     q: torch.Tensor,  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor,  # [I/s, R] float32
+    q_scale: torch.Tensor,  # [I/128, R] float32
     m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
 ) -> None:
-    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and s columns.
+    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
 
     Rows from `m_indptr[-1]` on are neither read nor written.
 
@@ -90,9 +87,9 @@ def swiglu_quant(
     follows spreads it over its row of the output. Where the largest magnitude is infinite, so is
     the scale: infinite values become NaN and the others of the block 0.
     """
-    rows, intermediate, blocks = int(m_indptr[-1]), q.shape[1], q_scale.shape[0]
+    rows, intermediate = int(m_indptr[-1]), q.shape[1]
     up, gate = g[:rows].float().split(intermediate, dim=1)
-    c = (torch.nn.functional.silu(gate) * up).view(rows, blocks, intermediate // blocks)
+    c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
     scale = c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether

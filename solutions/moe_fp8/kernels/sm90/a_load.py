@@ -24,7 +24,7 @@ class TmaOperand(NamedTuple):
     rows: cute.CopyAtom
     rows_tensor: cute.Tensor  # (rows, k)
     scales: cute.CopyAtom
-    scales_tensor: cute.Tensor  # (rows, k / a_scale_block)
+    scales_tensor: cute.Tensor  # (rows, k / 128)
 
 
 class TileCopies(NamedTuple):
@@ -49,7 +49,7 @@ class ContiguousRows:
 
     def __init__(self, config: GemmConfig):
         self.config = config
-        self.bytes = config.tile_m * BLOCK + config.scale_bytes
+        self.bytes = config.tile_m * BLOCK + config.scale_rows * 4
 
     def rows_layout(self):
         """Shared memory of the rows: (tile_m, 128, stages), swizzled."""
@@ -58,19 +58,18 @@ class ContiguousRows:
         return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, c.num_stages)
 
     def scales_layout(self) -> cute.Layout:
-        """Shared memory of the scales: (scale_rows, parts, stages)."""
+        """Shared memory of the scales: (scale_rows, 1, stages)."""
         c = self.config
-        shape = (c.scale_rows, c.scale_parts, c.num_stages)
-        return cute.make_layout(shape, stride=(1, c.scale_rows, c.scale_block_bytes // 4))
+        shape = (c.scale_rows, 1, c.num_stages)
+        return cute.make_layout(shape, stride=(1, 0, c.scale_block_bytes // 4))
 
     def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
-        """In the host function: `a` (rows, k) e4m3, `a_scale` (k / a_scale_block, rows)
-        f32."""
+        """In the host function: `a` (rows, k) e4m3, `a_scale` (k / 128, rows) f32."""
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         return TmaOperand(
             *tma_load(a, self.rows_layout(), (c.tile_m, BLOCK), c.cluster_n),
-            *tma_load(by_row, self.scales_layout(), (c.scale_rows, c.scale_parts), 1),
+            *tma_load(by_row, self.scales_layout(), (c.scale_rows, 1), 1),
         )
 
     def prefetch(self, operand: TmaOperand) -> None:
@@ -88,13 +87,13 @@ class ContiguousRows:
     ) -> TileCopies:
         """What `copy` needs of a tile."""
         c = self.config
-        # (tile_m, 128, k_blocks), (scale_rows, parts, k_blocks)
+        # (tile_m, 128, k_blocks), (scale_rows, 1, k_blocks)
         rows = cute.local_tile(
             cute.domain_offset((tile.row, 0), operand.rows_tensor), (c.tile_m, BLOCK), (0, None)
         )
         scales = cute.local_tile(
             cute.domain_offset((tile.row // TMA_ROWS * TMA_ROWS, 0), operand.scales_tensor),
-            (c.scale_rows, c.scale_parts),
+            (c.scale_rows, 1),
             (0, None),
         )
         rows_to, rows_from = tma_partition(operand.rows, s_a, rows, cta[1], c.cluster_n)

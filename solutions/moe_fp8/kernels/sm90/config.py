@@ -51,8 +51,6 @@ class GemmConfig:
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
-        a_scale_block: columns of A that share a scale: 128, or 64, which a K block is promoted in
-            two parts for.
         unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
             constants; where its depth does not divide K, a turn is up to four stages.
 
@@ -69,7 +67,6 @@ class GemmConfig:
     overlap: bool = False
     dynamic: bool = False
     unroll: bool = False
-    a_scale_block: int = BLOCK
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
@@ -82,8 +79,6 @@ class GemmConfig:
             raise ValueError(
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
             )
-        if self.a_scale_block not in (BLOCK, BLOCK // 2):
-            raise ValueError(f"a_scale_block={self.a_scale_block}: expected 128 or 64")
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(
@@ -136,19 +131,9 @@ class GemmConfig:
         return self.tile_m + TMA_ROWS
 
     @property
-    def scale_parts(self) -> int:
-        """Scales of a row of A in one K block."""
-        return BLOCK // self.a_scale_block
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the A scales of one K block."""
-        return self.scale_rows * self.scale_parts * 4
-
-    @property
     def scale_block_bytes(self) -> int:
         """Shared memory of the A scales of one K block; TMA writes to multiples of 128 bytes."""
-        return -(-self.scale_bytes // 128) * 128
+        return -(-self.scale_rows * 4 // 128) * 128
 
     @property
     def stage_bytes(self) -> int:
@@ -175,6 +160,4 @@ class GemmConfig:
         flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
-        if self.scale_parts > 1:
-            flags.append(f"a scale for {self.a_scale_block} columns")
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

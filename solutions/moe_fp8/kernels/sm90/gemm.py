@@ -54,7 +54,7 @@ class Shared(NamedTuple):
     a: cute.Tensor  # (tile_m, 128, stages)
     b: cute.Tensor  # (tile_n, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
-    a_scale: cute.Tensor  # (scale_rows, parts, stages)
+    a_scale: cute.Tensor  # (scale_rows, 1, stages)
 
 
 class Fragments(NamedTuple):
@@ -135,7 +135,6 @@ class GroupedGemmSm90:
             config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
         )
         self.k_blocks = k // BLOCK
-        self.parts = config.scale_parts
         # K blocks of a turn of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.turn = config.num_stages
@@ -168,7 +167,7 @@ class GroupedGemmSm90:
     def __call__(
         self,
         a: cute.Tensor,  # (rows, k) e4m3
-        a_scale: cute.Tensor,  # (k / a_scale_block, rows) f32
+        a_scale: cute.Tensor,  # (k / 128, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
         out,  # (rows, n) bf16, or what else the epilogue writes
@@ -466,17 +465,9 @@ class GroupedGemmSm90:
             for i in cutlass.range_constexpr(self.turn):
                 now = self._stage(state, i)
                 load.consumer_wait(now, arrived)
-                for part in cutlass.range_constexpr(self.parts - 1):
-                    self._load_scales(
-                        scales, s_a_scale, fragments, first + i, part, now.index, thread
-                    )
-                    self._issue_wgmma(acc, fragments, part, now.index)
-                    warpgroup.wait_group(0)
-                    self._promote(total_acc, acc, scales)
-                last = self.parts - 1
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, fragments, first + i, last, now.index, thread)
-                self._issue_wgmma(acc, fragments, last, now.index)
+                self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
+                self._issue_wgmma(acc, fragments, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
                 # Ask for the next stage now: the answer comes while this block is promoted.
@@ -521,36 +512,28 @@ class GroupedGemmSm90:
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
         for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            steps = self.turn * self.parts
-            for i in cutlass.range_constexpr(steps + 1):
-                if cutlass.const_expr(i < steps):
-                    block, part = divmod(i, self.parts)
-                    now = self._stage(state, block)
-                    if cutlass.const_expr(part == 0):
-                        load.consumer_wait(now)
+            for i in cutlass.range_constexpr(self.turn + 1):
+                if cutlass.const_expr(i < self.turn):
+                    now = self._stage(state, i)
+                    load.consumer_wait(now)
                     self._load_scales(
-                        scales[i % 2], s_a_scale, fragments, first + block, part, now.index, thread
+                        scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
                     )
-                    self._issue_wgmma(accs[i % 2], fragments, part, now.index)
+                    self._issue_wgmma(accs[i % 2], fragments, now.index)
                 if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1 if i < steps else 0)
-                    if cutlass.const_expr(i % self.parts == 0):
-                        load.consumer_release(self._stage(state, i // self.parts - 1))
+                    warpgroup.wait_group(1 if i < self.turn else 0)
+                    load.consumer_release(self._stage(state, i - 1))
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
             state = self._stage(state, self.turn)
         return state
 
     @cute.jit
-    def _issue_wgmma(
-        self, acc: cute.Tensor, fragments: Fragments, part: cutlass.Constexpr, stage: Int32
-    ):
-        """Start `acc = A tile @ B tile^T` of a part of a K block; a wait for its group ends it."""
+    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
+        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
-        steps = BLOCK // WGMMA_K // self.parts
-        for i in cutlass.range_constexpr(steps):
-            atom.set(warpgroup.Field.ACCUMULATE, i != 0)
-            k = part * steps + i
+        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
             of_a, of_b = fragments.a[None, None, k, stage], fragments.b[None, None, k, stage]
             cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
@@ -587,7 +570,6 @@ class GroupedGemmSm90:
         s_a_scale: cute.Tensor,
         fragments: Fragments,
         kb: Int32,
-        part: cutlass.Constexpr,
         stage: Int32,
         thread: Int32,
     ):
@@ -596,7 +578,7 @@ class GroupedGemmSm90:
             scale_b = fragments.b_scale[kb, half]
             for i in cutlass.range_constexpr(self.operands.token_scales):
                 token = self.operands.scale_token(i, thread)
-                scales[i, half] = s_a_scale[token, part, stage] * scale_b
+                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
 
     @cute.jit
     def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
