@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -93,6 +94,38 @@ NOT_NEEDED_WITHIN_A_CALL = {"choose", "gemm2's consumers"}
 def test_without_a_wait_for_the_kernel_before(which, emulator):
     edit = replace(r"griddepcontrol\.wait;", "", KERNELS.index(which))
     assert noticed("8 swapped", edit, emulator) == (which not in NOT_NEEDED_WITHIN_A_CALL)
+
+
+def two_calls(emulator) -> tuple[list[torch.Tensor], set[str]]:
+    """Outputs of two calls on one workspace with nothing between them, and the hazards seen."""
+    function = kernels.compile_fused(SHAPE, *CONFIGS["8 swapped"], 4, "sm_90a")
+    cases = [inputs_of(41, 4), inputs_of(9, 4)]
+    outputs = [torch.full(x.hidden_states.shape, torch.nan, dtype=torch.bfloat16) for x in cases]
+    workspace = torch.zeros(workspace_bytes(SHAPE, 41), dtype=torch.uint8)
+    del emulator.reports[:]
+    with emulator.in_flight():
+        for inputs, output in zip(cases, outputs, strict=True):
+            logits, bias, *tensors = inputs[:8]
+            function(logits, bias, 4, 2.5, *tensors, output, workspace)
+    return outputs, set().union(*(report.hazard_kinds() for report in emulator.reports))
+
+
+@pytest.mark.parametrize("dependents", ["late", "early", "random"])
+def test_a_call_may_begin_while_the_one_before_ends(dependents, emulator):
+    """As a caching allocator has it: the next call's workspace is this one's."""
+    emulator.options.dependents = dependents
+    outputs, hazards = two_calls(emulator)
+    assert hazards == set()
+    for tokens, output in zip((41, 9), outputs, strict=True):
+        assert torch.equal(output, output_of(inputs_of(tokens, 4), "128"))
+
+
+def test_without_the_first_kernel_s_wait_calls_collide(emulator):
+    """The first call goes by the rows of the second: it reads what is nobody's."""
+    emulator.options.dependents = "early"
+    emulator.host.ptx_transform = replace(r"griddepcontrol\.wait;", "", KERNELS.index("choose"))
+    with pytest.raises(emulator.EmulationError, match="outside every registered tensor"):
+        two_calls(emulator)
 
 
 def without_the_other_s_maxima(ptx: str) -> str:
