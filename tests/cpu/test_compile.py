@@ -123,9 +123,17 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     used = resources(cubin, tmp_path)
     assert used["frame"] == 0, f"{config} spills"
     assert used["registers"] * config.threads <= 65536
+    check_registers_given(ptx, config.threads, used["registers"])
     assert bool(re.search(r"\batom\.", ptx)) == config.dynamic
     if config.dynamic:
         check_queue(ptx)
+
+
+def check_registers_given(ptx: str, threads: int, registers: int) -> None:
+    """What setmaxnreg gives the consumers is what the CTA has: more is waited for forever."""
+    (producer,) = map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx))
+    (consumer,) = map(int, re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx))
+    assert producer * 128 + consumer * (threads - 128) <= registers * threads
 
 
 def check_queue(ptx: str) -> None:

@@ -1,8 +1,13 @@
 """The permute, the activation and the combine kernel as compiled for sm_90a."""
 
+import cutlass.cute as cute
 import pytest
 import torch
+from cuda.bindings import driver as cuda
+from cutlass import Float32
+from moe_fp8.kernels.compile import Extent, Tensor, compiled
 from moe_fp8.kernels.operations import compile_combine, compile_permute, compile_swiglu_quant
+from moe_fp8.kernels.swiglu_quant import divide
 from moe_fp8.layer import model
 from problems import FP8, UNTOUCHED, fp8
 
@@ -102,6 +107,50 @@ def test_swiglu_quant_divides_by_the_scale(emulator):
     assert torch.equal(q[:, :8].float(), wanted)
     times = middles * scales.unsqueeze(1) * (1 / scales).unsqueeze(1)
     assert not torch.equal(times.to(FP8).float(), wanted), "a multiplication must show here"
+
+
+class Divide:
+    """A thread divides one value."""
+
+    @cute.jit
+    def __call__(self, values: cute.Tensor, scales: cute.Tensor, stream: cuda.CUstream):
+        blocks = cute.ceil_div(cute.size(values), 1024)
+        self.kernel(values, scales).launch(
+            grid=[blocks, 1, 1], block=[1024, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, values: cute.Tensor, scales: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        i = block * 1024 + thread
+        if i < cute.size(values):
+            value = cute.make_rmem_tensor(1, Float32)
+            value[0] = values[i]
+            divide(value, scales[i])
+            values[i] = value[0]
+
+
+def test_divide_is_the_division_that_fp8_sees(emulator):
+    """The same float32 where FP8 does not round to zero, and the same zero where it does."""
+    torch.manual_seed(5)
+    count = 1 << 15
+    scales = torch.randn(count).abs() * torch.exp2(torch.randint(-126, 126, (count,)).float())
+    scales[:9] = torch.tensor(
+        [0.0, torch.inf, torch.nan, 2**-60, 2**60, 1e-45, 3e38, 1.0, torch.inf]
+    )
+    values = torch.randn(count) * scales * torch.exp2(torch.randint(-40, 9, (count,)).float())
+    values[9:11] = torch.tensor([0.0, -0.0])
+    values[:3] = torch.tensor([1.0, -1.0, 1.0])
+    values[7:9] = torch.tensor([torch.nan, -torch.inf])
+    wanted, got = values / scales, values.clone()
+    number = Tensor(Float32, (Extent("values"),), align=4)
+    compiled(Divide, (), (number, number), "sm_90a")(got, scales)
+    seen = ~(wanted.abs() < 2.0**-20)
+    assert seen.sum() > count // 3
+    torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=0, equal_nan=True)
+    assert (got[~seen].abs() <= 2.0**-19).all()
+    assert torch.equal(got[~seen].signbit(), wanted[~seen].signbit())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -30,6 +30,28 @@ def block_scale(amax: Float32) -> Float32:
     return cutlass.select_(scale == 0.0, Float32(1.0), scale)
 
 
+@cute.jit
+def divide(values: cute.Tensor, scale: Float32):
+    """`values / scale` in place, rounded as a division is, but without its detour for tiny values.
+
+    The hardware's division leaves its fast path for numerators near zero, and `silu` makes many:
+    with it the fused layer's first GEMM took 1.24 times as long at T=14107. Here a product with the
+    reciprocal is corrected by its residual, which an FMA gives exactly (Markstein, IBM Journal of
+    Research and Development 34, 1990). Where the residual underflows, what is lost is far below
+    the smallest FP8 value. A scale of an extraordinary size, as that of infinite values, takes
+    the division itself.
+    """
+    if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
+        inverse = 1.0 / scale
+        for i in cutlass.range_constexpr(cute.size(values)):
+            quotient = values[i] * inverse
+            residual = cute.math.fma(-quotient, scale, values[i])
+            values[i] = cute.math.fma(residual, inverse, quotient)
+    else:
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] / scale
+
+
 class SwigluQuant:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with `scale = amax(|c|) / 448`.
 
@@ -124,5 +146,6 @@ class SwigluQuant:
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)
 
         scale = block_scale(amax)
-        quantised.store((c.load() / scale).to(Float8E4M3FN))
+        divide(c, scale)
+        quantised.store(c.load().to(Float8E4M3FN))
         return scale

@@ -14,7 +14,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK
-from ..swiglu_quant import block_scale, silu
+from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP, Tile
 from .barriers import Barriers
 from .config import WARPS, GemmConfig
@@ -187,7 +187,8 @@ class SwigluQuantise:
             bits[r] = cutlass.max(bits[r], staging.theirs[turn, row])
             scale = block_scale(amax[r])
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
-            quantised.store((c[None, None, r].load() / scale).to(Float8E4M3FN))
+            divide(c[None, None, r], scale)
+            quantised.store(c[None, None, r].load().to(Float8E4M3FN))
             for j in cutlass.range_constexpr(pairs):
                 target = staging.rows.iterator + row * COLUMNS + 8 * j + lane % 4 * 2
                 cute.autovec_copy(
@@ -244,8 +245,9 @@ class SwigluQuantise:
             amax[i] = block_scale(amax[i])
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
+            divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
-        quantised.store((c.load() / amax.load()).to(Float8E4M3FN))
+        quantised.store(c.load().to(Float8E4M3FN))
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
             staging.rows[token, warp * 8 + lane // 4] = quantised[i]
