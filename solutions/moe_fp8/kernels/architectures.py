@@ -26,6 +26,8 @@ class Architecture:
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
         swiglu: loads its epilogue that makes FP8 of up and gate.
+        gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
+            with the GEMM of a config.
     """
 
     gpus: str
@@ -34,6 +36,7 @@ class Architecture:
     choose: Callable[..., Any]
     gemm: Callable[[], type]
     swiglu: Callable[[], type]
+    gather: Callable[[Any], type | None]
 
 
 def _sm90_gemm() -> type:
@@ -48,6 +51,12 @@ def _sm90_swiglu() -> type:
     return SwigluQuantise
 
 
+def _sm90_gather(config: GemmConfig) -> type | None:
+    from .sm90.a_load import GatheredRows
+
+    return GatheredRows if config.swap_ab else None
+
+
 HOPPER = Architecture(
     gpus="compute capability 9.0 (H100, H200, H800, H20, GH200)",
     target="sm_90a",
@@ -55,6 +64,7 @@ HOPPER = Architecture(
     choose=sm90.choose,
     gemm=_sm90_gemm,
     swiglu=_sm90_swiglu,
+    gather=_sm90_gather,
 )
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}

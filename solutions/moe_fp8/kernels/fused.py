@@ -1,6 +1,6 @@
 """The layer as one host function: routing, permute, GEMM with SwiGLU and FP8, GEMM, combine.
 
-Six kernels, each started while the one before it ends (`dependent`). What they hand each other lies
+Each kernel is started while the one before it ends (`dependent`). What they hand each other lies
 in one workspace, whose layout follows from the number of tokens on the host and in the compiled
 function alike.
 """
@@ -17,7 +17,6 @@ from ..numerics import BLOCK
 from .combine import Combine
 from .permute import Permute
 from .route import WORD, Route
-from .sm90.a_load import ContiguousRows
 
 COUNTERS = 2
 """Of tiles on demand, one for each GEMM."""
@@ -34,6 +33,7 @@ class Sizes(NamedTuple):
     m_indptr: Any  # (experts + 1) i32
     pair_row: Any  # (tokens, top_k) i32
     counters: Any  # (2) i32
+    token_of_row: Any  # (rows,) i32
     a: Any  # (rows, H) e4m3; once it and its scales are used, `o` (rows, H) bf16 lies over both
     a_scale: Any  # (H / 128, rows) f32, and room for the rest of `o`
     q: Any  # (rows, I) e4m3
@@ -52,6 +52,7 @@ def sizes(shape: MoeShape, tokens: Any) -> Sizes:
         m_indptr=4 * (shape.num_local_experts + 1),
         pair_row=pairs,
         counters=4 * COUNTERS,
+        token_of_row=rows * 4,
         a=rows * h,
         a_scale=rows * h,
         q=rows * i,
@@ -86,6 +87,8 @@ class FusedMoe:
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
         swiglu: its epilogue that makes FP8 of up and gate.
+        gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
+            rows are brought together first.
     """
 
     def __init__(
@@ -96,14 +99,19 @@ class FusedMoe:
         multiprocessors: int,
         gemm: type,
         swiglu: type,
+        gather: type | None,
     ):
         h, i = shape.hidden_size, shape.intermediate_size
         local, top_k = shape.num_local_experts, shape.top_k
         self.shape = shape
         self.multiprocessors = multiprocessors
-        self.route = Route(shape.num_experts, local, shape.n_group, shape.topk_group, top_k)
+        self.gathers = gather is not None
+        self.route = Route(
+            shape.num_experts, local, shape.n_group, shape.topk_group, top_k, self.gathers
+        )
         self.permute = Permute(h, top_k)
-        self.gemm1 = gemm(config1, 2 * i, h, local, ContiguousRows, swiglu)
+        load = {"a_load": gather} if gather else {}
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **load)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k)
 
@@ -147,6 +155,7 @@ class FusedMoe:
         expert_rows = tensor(at.m_indptr, Int32, 2, local, stride=(1, 1))
         pair_row = tensor(at.pair_row, Int32, tokens, top_k)
         counters = tensor(at.counters, Int32, COUNTERS)
+        token_of_row = tensor(at.token_of_row, Int32, rows)
         a = tensor(at.a, Float8E4M3FN, rows, h)
         a_scale = tensor(at.a_scale, Float32, h // BLOCK, rows)
         q = tensor(at.q, Float8E4M3FN, rows, i)
@@ -155,11 +164,15 @@ class FusedMoe:
 
         self.route(
             logits, bias, offset, scaling,
-            expert, marks, weights, m_indptr, pair_row, m_indptr, counters, stream,
+            expert, marks, weights, m_indptr, pair_row, token_of_row, counters, stream,
         )  # fmt: skip
-        self.permute(x, x_scale, pair_row, a, a_scale, stream)
+        if cutlass.const_expr(self.gathers):
+            rows_of_a = (x, token_of_row), x_scale
+        else:
+            self.permute(x, x_scale, pair_row, a, a_scale, stream)
+            rows_of_a = a, a_scale
         self.gemm1(
-            a, a_scale, w13, w13_scale, (q, q_scale),
+            *rows_of_a, w13, w13_scale, (q, q_scale),
             expert_rows, counters, self._ctas(self.gemm1, rows), stream,
         )  # fmt: skip
         second = cute.domain_offset((1,), counters)

@@ -200,7 +200,7 @@ def compile_fused(
         Tensor(Uint8, (Extent("bytes"),)),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu()
+    classes = architecture.gemm(), architecture.swiglu(), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes)
     return compiled(FusedMoe, parameters, arguments, target)
 

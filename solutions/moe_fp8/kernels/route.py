@@ -3,7 +3,8 @@
 Two kernels with the arithmetic of `layer.routing`. `ChooseExperts` gives each token a warp and
 leaves, for every local expert, which tokens chose it as bits, a word for 32 tokens. `NumberRows`
 numbers the pairs by expert, then by token: by counting the bits of all experts before and those
-below the token's own. Nothing is sorted and nothing depends on the order in which blocks run.
+below the token's own. Nothing is sorted and nothing depends on the order in which blocks run. Up to
+32 tokens are one word, whose CTA numbers them itself (`RouteWord`).
 
 Ties go to the lower expert, and among groups to the lower group. A NaN is larger than every number,
 as in `torch.topk`.
@@ -34,7 +35,7 @@ NAN_ORDER = 2**31 - 1
 
 
 class Route:
-    """Both kernels, from one host function.
+    """All kernels, from one host function.
 
     Args:
         experts, groups, kept_groups, top_k: of the whole model.
@@ -51,7 +52,9 @@ class Route:
         top_k: int,
         names_tokens: bool = False,
     ):
-        self.choose = ChooseExperts(experts, local, groups, kept_groups, top_k)
+        geometry = (experts, local, groups, kept_groups, top_k)
+        self.word = RouteWord(*geometry, names_tokens)
+        self.choose = ChooseExperts(*geometry)
         self.number = NumberRows(local, top_k, names_tokens)
 
     @cute.jit
@@ -70,8 +73,14 @@ class Route:
         counters: cute.Tensor,  # (any) i32, zeroed: what follows counts in them
         stream: cuda.CUstream,
     ):
-        self.choose(logits, bias, offset, scaling, expert, weights, marks, stream)
-        self.number(expert, marks, m_indptr, pair_row, token_of_row, counters, stream)
+        if cute.size(marks, mode=[0]) == 1:
+            self.word(
+                logits, bias, offset, scaling,
+                weights, m_indptr, pair_row, token_of_row, counters, stream,
+            )  # fmt: skip
+        else:
+            self.choose(logits, bias, offset, scaling, expert, weights, marks, stream)
+            self.number(expert, marks, m_indptr, pair_row, token_of_row, counters, stream)
 
 
 class ChooseExperts:
@@ -137,6 +146,32 @@ class ChooseExperts:
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
+        local = self._word(logits, bias, offset, scaling, weights, word, memory, marked)
+        token = word * WORD + warp
+        if token < cute.size(logits, mode=[0]) and lane < self.top_k:
+            expert[token, lane] = local
+        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+            marks[word, e] = marked[e]
+
+    @cute.jit
+    def _word(
+        self,
+        logits: cute.Tensor,
+        bias: cute.Tensor,
+        offset: Int32,
+        scaling: Float32,
+        weights: cute.Tensor,
+        word: Int32,
+        memory: SmemAllocator,
+        marked: cute.Tensor,  # (local,) i32 in shared memory, written: the word's marks
+    ) -> Int32:
+        """The local expert of this warp's token and this lane's slot, or -1; writes the weight.
+
+        All threads of the CTA call it, and all see `marked` after it.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
         chosen_id = memory.allocate_tensor(Int32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
         chosen = memory.allocate_tensor(Float32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
@@ -145,6 +180,7 @@ class ChooseExperts:
         wait_for_previous()
 
         token = word * WORD + warp
+        local = Int32(-1)
         if token < cute.size(logits, mode=[0]):
             self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
             cute.arch.sync_warp()
@@ -153,17 +189,15 @@ class ChooseExperts:
                 score = chosen[warp, lane]
             total = self._tree_sum(score) + EPSILON
             if lane < self.top_k:
+                weights[token, lane] = score / total * scaling
                 local = chosen_id[warp, lane] - offset
                 if local < 0 or local >= self.local:
                     local = Int32(-1)
                 else:
                     mark = Int32(1) << warp
                     cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
-                expert[token, lane] = local
-                weights[token, lane] = score / total * scaling
         cute.arch.barrier()
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            marks[word, e] = marked[e]
+        return local
 
     @cute.jit
     def _choose(
@@ -279,6 +313,83 @@ class ChooseExperts:
         return cute.arch.shuffle_sync(value, 0)
 
 
+class RouteWord(ChooseExperts):
+    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`.
+
+    Args:
+        experts, local, groups, kept_groups, top_k: as `ChooseExperts` has them.
+        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        local: int,
+        groups: int,
+        kept_groups: int,
+        top_k: int,
+        names_tokens: bool,
+    ):
+        super().__init__(experts, local, groups, kept_groups, top_k)
+        self.names_tokens = names_tokens
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Tensor,  # (tokens, experts) f32
+        bias: cute.Tensor,  # (experts,) bf16
+        offset: Int32,  # first local expert
+        scaling: Float32,
+        weights: cute.Tensor,  # (tokens, top_k) f32, written
+        m_indptr: cute.Tensor,  # (local + 1,) i32, written
+        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
+        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
+        counters: cute.Tensor,  # (any) i32, zeroed
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            logits, bias, offset, scaling, weights, m_indptr, pair_row, token_of_row, counters
+        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(
+        self,
+        logits: cute.Tensor,
+        bias: cute.Tensor,
+        offset: Int32,
+        scaling: Float32,
+        weights: cute.Tensor,
+        m_indptr: cute.Tensor,
+        pair_row: cute.Tensor,
+        token_of_row: cute.Tensor,
+        counters: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = SmemAllocator()
+        layout = cute.make_layout(self.local)
+        marked = memory.allocate_tensor(Int32, layout)
+        begins = memory.allocate_tensor(Int32, layout)
+        total = memory.allocate_tensor(Int32, layout)
+        local = self._word(logits, bias, offset, scaling, weights, Int32(0), memory, marked)
+        for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
+            counters[i] = Int32(0)
+        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+            begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
+        cute.arch.barrier()
+        if warp == 0:
+            add_begins(begins, total, m_indptr, Boolean(True))
+        cute.arch.barrier()
+        if warp < cute.size(logits, mode=[0]) and lane < self.top_k:
+            row = Int32(-1)
+            if local >= 0:
+                row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
+                if cutlass.const_expr(self.names_tokens):
+                    token_of_row[row] = warp
+            pair_row[warp, lane] = row
+
+
 class NumberRows:
     """`m_indptr` and `pair_row` of the marks that `ChooseExperts` left; zeroes `counters`.
 
@@ -295,7 +406,6 @@ class NumberRows:
         if not 1 <= local <= THREADS:
             raise ValueError(f"local={local}: expected 1..{THREADS}")
         self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
-        self.share = -(-local // WARP)
 
     @cute.jit
     def __call__(
@@ -328,7 +438,6 @@ class NumberRows:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
         words = cute.size(marks, mode=[0])
         tokens = cute.size(expert, mode=[0])
         memory = SmemAllocator()
@@ -355,22 +464,8 @@ class NumberRows:
             cute.arch.atomic_add(total.iterator + e, every, sem="relaxed", scope="cta")
         cute.arch.barrier()
 
-        if warp == 0:  # a lane has `share` experts that follow each other
-            rows = Int32(0)
-            for i in cutlass.range_constexpr(self.share):
-                e = lane * self.share + i
-                if e < self.local:
-                    rows += total[e]
-            begin = inclusive_sum(rows) - rows
-            for i in cutlass.range_constexpr(self.share):
-                e = lane * self.share + i
-                if e < self.local:
-                    if block == 0:
-                        m_indptr[e] = begin
-                    before[e] = before[e] + begin
-                    begin += total[e]
-                    if block == 0 and e == self.local - 1:
-                        m_indptr[self.local] = begin
+        if warp == 0:
+            add_begins(before, total, m_indptr, block == 0)
         cute.arch.barrier()
 
         for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
@@ -390,6 +485,30 @@ class NumberRows:
                     if cutlass.const_expr(self.names_tokens):
                         token_of_row[row] = token
                 pair_row[token, i % self.top_k] = row
+
+
+@cute.jit
+def add_begins(begins: cute.Tensor, total: cute.Tensor, m_indptr: cute.Tensor, writes: Boolean):
+    """`begins[e] += total[0] + ... + total[e - 1]`; by one warp, in shared memory.
+
+    Args:
+        begins, total: (local,) i32.
+        m_indptr: (local + 1,) i32, gets the sums if `writes`.
+    """
+    local = cute.size(total)
+    share = -(-local // WARP)  # of experts that follow each other, a lane
+    first = cute.arch.lane_idx() * share
+    rows = Int32(0)
+    for e in cutlass.range(first, cutlass.min(first + share, local), unroll=1):
+        rows += total[e]
+    begin = inclusive_sum(rows) - rows
+    for e in cutlass.range(first, cutlass.min(first + share, local), unroll=1):
+        if writes:
+            m_indptr[e] = begin
+        begins[e] = begins[e] + begin
+        begin += total[e]
+        if writes and e == local - 1:
+            m_indptr[local] = begin
 
 
 def exchanges(count: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ class StageCounts(NamedTuple):
     """What completes a phase of a pipeline stage's two mbarriers.
 
     Attributes:
-        full_arrivals: on `full`: both loading warps' expect-tx, and what of A does not come by TMA.
+        full_arrivals: on `full`: A's, and the expect-tx of the weights.
         a_bytes: TMA's, of A and its scales.
         b_bytes: of B.
         empty_arrivals: on `empty`: every consumer warp of every CTA that the stage's copies are
@@ -40,7 +40,7 @@ class StageCounts(NamedTuple):
 def stage_counts(config: GemmConfig, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
     """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
     return StageCounts(
-        full_arrivals=2 + a_arrivals,
+        full_arrivals=a_arrivals + 1,
         a_bytes=a_bytes,
         b_bytes=b_bytes,
         empty_arrivals=config.consumer_warps * (config.cluster_m + config.cluster_n - 1),

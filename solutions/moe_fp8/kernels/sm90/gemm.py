@@ -21,14 +21,17 @@ from cutlass.tensor_utils import LayoutEnum
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
+from . import a_load as rows_of_a
 from .a_load import ContiguousRows
 from .barriers import stage_counts
 from .config import B_SCALES, PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
 from .epilogue import StoreBFloat16
 from .operands import operands_of
-from .tma import multicast_mask, tma_load, tma_partition
+from .tma import expect, multicast_mask, tma_load, tma_partition
 
 WGMMA_K = 32
+ROWS_WARPS = (0, 3)
+"""Of warpgroup 0: those that load A, as many as `a_load` has."""
 ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
 
@@ -51,10 +54,9 @@ class Work(NamedTuple):
 class Shared(NamedTuple):
     """The operands in shared memory, a stage after the other."""
 
-    a: cute.Tensor  # (tile_m, 128, stages)
+    a: rows_of_a.Shared
     b: cute.Tensor  # (tile_n, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
-    a_scale: cute.Tensor  # (scale_rows, 1, stages)
 
 
 class Fragments(NamedTuple):
@@ -69,7 +71,8 @@ class GroupedGemmSm90:
     """`out[r, :] = sum_kb (a_scale[kb, r] * b_scale[e, :, kb]) * (a[r, kb] @ b[e, :, kb]^T)`.
 
     Roles of a CTA:
-      rows       warp 0 of warpgroup 0: the copies of a K block's A rows and scales (`a_load`).
+      rows       warp 0 of warpgroup 0, or 0 and 3: the copies of a K block's A rows and scales
+                 (`a_load`).
       weights    warp 1: one TMA of its B tile.
       server     warp 2, with `dynamic`: fetches the cluster's next tile. Warpgroup 0 gives its
                  registers away.
@@ -154,8 +157,8 @@ class GroupedGemmSm90:
         c = self.config
         self.tiled_mma = self.operands.tiled_mma()
         tile_mnk = (c.tile_m, c.tile_n, BLOCK)
-        self.a_smem = self.a_load.rows_layout()
-        self.a_scale_smem = self.a_load.scales_layout()
+        self.a_smem = rows_of_a.rows_layout(c)
+        self.a_scale_smem = rows_of_a.scales_layout(c)
         self.b_smem = hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, tile_mnk, Float8E4M3FN, c.num_stages
         )
@@ -166,7 +169,7 @@ class GroupedGemmSm90:
     @cute.jit
     def __call__(
         self,
-        a: cute.Tensor,  # (rows, k) e4m3
+        a,  # (rows, k) e4m3, or what else `a_load` takes
         a_scale: cute.Tensor,  # (k / 128, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
@@ -197,6 +200,7 @@ class GroupedGemmSm90:
                 cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
             ]
             b_scale: cute.struct.MemRange[Float32, cute.size(self.b_scale_shape)]
+            tokens: cute.struct.Align[cute.struct.MemRange[Int32, self.a_load.tokens], 16]
             queue_barriers: cute.struct.MemRange[Int64, 2]
             queue_slot: Int32
 
@@ -239,15 +243,18 @@ class GroupedGemmSm90:
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = Shared(
-            storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
+            rows_of_a.Shared(
+                storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
+                storage.a_scale.get_tensor(self.a_scale_smem),
+                storage.tokens.data_ptr(),
+            ),
             storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
             storage.b_scale.get_tensor(cute.make_layout(self.b_scale_shape)),
-            storage.a_scale.get_tensor(self.a_scale_smem),
         )
         staging = self.epilogue.staging(storage.out)
         queue = None
         if cutlass.const_expr(c.dynamic):
-            reading_warps = 2 + c.consumer_warps
+            reading_warps = self.a_load.warps + 1 + c.consumer_warps
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -277,8 +284,9 @@ class GroupedGemmSm90:
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp_idx == 0:
-                self._rows_warp(load, work, a, shared)
+            for i in cutlass.range_constexpr(self.a_load.warps):
+                if warp_idx == ROWS_WARPS[i]:
+                    self._rows_warp(load, work, a, shared, i)
             if warp_idx == 1:
                 self._weights_warp(load, work, b, shared)
             if cutlass.const_expr(c.dynamic):
@@ -316,17 +324,13 @@ class GroupedGemmSm90:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
-    def _acquire(self, load, state, size: int) -> cute.Pointer:
-        """Wait for a stage to be free; its `full` barrier, told of `size` bytes that will come."""
-        load.sync_object_empty.wait(state.index, state.phase)
-        full = load.producer_get_barrier(state)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-        return full
-
     @cute.jit
-    def _rows_warp(self, load, work: Work, a, shared: Shared):
-        """Load A: its rows and scales of every K block of every tile of this CTA."""
+    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int):
+        """Load A: its rows and scales of every K block of every tile of this CTA.
+
+        Args:
+            warp: which of the strategy's.
+        """
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.config.num_stages
         )
@@ -339,10 +343,10 @@ class GroupedGemmSm90:
             wait_for_previous()
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            copies = self.a_load.tile_copies(a, shared.a, shared.a_scale, tile, cta)
+            copies = self.a_load.tile_copies(a, shared.a, tile, cta, warp)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                full = self._acquire(load, state, self.counts.a_bytes)
-                self.a_load.copy(a, copies, kb, state.index, full)
+                load.sync_object_empty.wait(state.index, state.phase)
+                self.a_load.copy(a, copies, kb, load, state, warp)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
 
@@ -364,7 +368,8 @@ class GroupedGemmSm90:
             g_b = cute.local_tile(b.tma_tensor, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
             b_to, b_from = tma_partition(b.tma, shared.b, g_b, cta[0], c.cluster_m)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                full = self._acquire(load, state, self.counts.b_bytes)
+                load.sync_object_empty.wait(state.index, state.phase)
+                full = expect(load, state, self.counts.b_bytes)
                 cute.copy(
                     b.tma,
                     b_from[None, kb],
@@ -395,7 +400,7 @@ class GroupedGemmSm90:
         thr_mma = self.tiled_mma.get_slice(
             cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
         )
-        operand_a, operand_b = self.operands.operands(shared.a, shared.b)
+        operand_a, operand_b = self.operands.operands(shared.a.rows, shared.b)
         fragments = Fragments(
             self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
             self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
@@ -424,7 +429,7 @@ class GroupedGemmSm90:
                 mainloop = (
                     self._overlapped_mainloop if cutlass.const_expr(c.overlap) else self._mainloop
                 )
-                scales = self.a_load.first_scale(tile, shared.a_scale)
+                scales = self.a_load.first_scale(tile, shared.a.scales)
                 state = mainloop(load, state, fragments, total_acc, scales, thread)
             else:
                 # No row to compute: leave the tensor cores to the other warpgroups.
@@ -465,6 +470,7 @@ class GroupedGemmSm90:
             for i in cutlass.range_constexpr(self.turn):
                 now = self._stage(state, i)
                 load.consumer_wait(now, arrived)
+                self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
                 self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
                 self._issue_wgmma(acc, fragments, now.index)
@@ -516,6 +522,7 @@ class GroupedGemmSm90:
                 if cutlass.const_expr(i < self.turn):
                     now = self._stage(state, i)
                     load.consumer_wait(now)
+                    self.a_load.arrived()
                     self._load_scales(
                         scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
                     )

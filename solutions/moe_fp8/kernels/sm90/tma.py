@@ -34,3 +34,11 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     if cluster[mode] == 1:
         return None
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
+
+
+def expect(load, state, size: int) -> cute.Pointer:
+    """A stage's `full` barrier, told of `size` bytes that will come; by one warp."""
+    full = load.producer_get_barrier(state)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    return full
