@@ -173,6 +173,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         choose=lambda rows, n, k, **known: SimtConfig(),
         gemm=lambda: GroupedGemmSimt,
         swiglu=lambda: None,
+        gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})
     monkeypatch.setattr(kernels, "_target", lambda device: simt.target)

@@ -167,7 +167,7 @@ class FusedMoe:
             expert, marks, weights, m_indptr, pair_row, token_of_row, counters, stream,
         )  # fmt: skip
         if cutlass.const_expr(self.gathers):
-            rows_of_a = (x, token_of_row), x_scale
+            rows_of_a: tuple = (x, token_of_row), x_scale
         else:
             self.permute(x, x_scale, pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale

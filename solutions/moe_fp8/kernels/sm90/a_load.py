@@ -19,7 +19,6 @@ from ..tiles import WARP, Tile
 from .config import GemmConfig
 from .tma import expect, multicast_mask, tma_load, tma_partition
 
-
 CHUNK = 16
 """e4m3 elements of a cp.async and of the swizzle's pieces of a row."""
 
