@@ -17,11 +17,12 @@ captured from is an error, not a time.
 
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmark.kernel_trace import Call, traced
 from scripts.benchmark.second_pass import choose
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
 from scripts.common.progress import Progress
@@ -35,13 +36,12 @@ from scripts.workloads.dataset import Inputs, tokens
 
 if TYPE_CHECKING:
     import torch
-    from flashinfer_bench.data import Solution, Trace, TraceSet
+    from flashinfer_bench.data import Definition, Solution, Trace, TraceSet
 
 WARMUP = 3
+NOT_TIMED = "returns its output: not timed here"
 TRACED_CALLS = 7
 """Of a solution that cannot be captured: starting the profiler for each takes long."""
-
-Call = Callable[[], Any]
 
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -98,17 +98,7 @@ def captured(call: Call, output: "torch.Tensor") -> Call:
 
 def traced_ms(call: Call) -> float:
     """The sum of a call's kernels and copies on the GPU."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as traced:
-        call()
-        torch.cuda.synchronize()
-    device = torch.autograd.DeviceType.CUDA
-    spans = [e.time_range for e in traced.events() if e.device_type == device]
-    if not spans:
-        raise RuntimeError("the profiler saw no kernel: is CUPTI there?")
-    return 1e-3 * sum(s.end - s.start for s in spans)
+    return 1e-3 * sum(span.end - span.start for span in traced(call))
 
 
 @dataclass(frozen=True)
@@ -124,6 +114,20 @@ class Timed:
     @property
     def output(self) -> "torch.Tensor":
         return self.arguments[-1]
+
+
+def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any]) -> Timed | None:
+    """A call of the solution with inputs of its own but for the weights, of which there is one set;
+    None where it returns its output: such a call is not timed here."""
+    import torch
+    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+    from flashinfer_bench.compile import BuilderRegistry
+
+    runnable = BuilderRegistry.get_instance().build(definition, solution)
+    if not runnable.metadata.destination_passing_style:
+        return None
+    own = [x.clone() if isinstance(x, torch.Tensor) and x.dim() < 3 else x for x in inputs]
+    return Timed(runnable, [*own, *allocate_outputs(definition, own, "cuda")])
 
 
 def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
@@ -189,10 +193,7 @@ def measure(
     """`device` and `harness` figures, or `error`, by (uuid, solution): those of one workload after
     the other, so that a run which is cut short keeps what it measured."""
     import torch
-    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
-    from flashinfer_bench.compile import BuilderRegistry
 
-    registry = BuilderRegistry.get_instance()
     definition = trace_set.definitions[DEFINITION]
     inputs_of = Inputs(trace_set, "cuda", seed)
     progress = Progress(len(workloads), sum(2000 + tokens(t.workload) for t in workloads))
@@ -205,14 +206,11 @@ def measure(
         for solution in solutions:
             if wanted is not None and (uuid, solution.name) not in wanted:
                 continue
-            runnable = registry.build(definition, solution)
-            if not runnable.metadata.destination_passing_style:
-                results[uuid, solution.name] = {"error": "returns its output: not timed here"}
-                continue
-            # Of its own but for the weights, of which there is one set.
-            own = [x.clone() if isinstance(x, torch.Tensor) and x.dim() < 3 else x for x in inputs]
-            outputs = allocate_outputs(definition, own, "cuda")
-            calls[solution.name] = Timed(runnable, [*own, *outputs])
+            call = timed(definition, solution, inputs)
+            if call is None:
+                results[uuid, solution.name] = {"error": NOT_TIMED}
+            else:
+                calls[solution.name] = call
         with torch.no_grad():
             for name, device in device_times(calls, repeats).items():
                 if "error" in device:

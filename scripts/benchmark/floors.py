@@ -128,6 +128,20 @@ def workloads(found: Sequence[Histogram]) -> list[dict[str, Any]]:
     ]
 
 
+def recorded_rates(path: Path) -> tuple[dict[str, Any], Rates]:
+    """What a record of gemm_bench, ablation or floors was measured on, and the rates it measured.
+
+    Raises:
+        UsageError: it has none.
+    """
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        source = {key: measured[key] for key in ("hardware", "environment")}
+        return {**source, "rates_from": path.name}, measured["floors"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} has no measured rates ({error!r})") from None
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set of the workloads")
@@ -147,13 +161,7 @@ def main() -> int:
         source = {"hardware": require_gpu(), "environment": environment.capture()}
         rates = measure_floors()
     else:
-        try:
-            measured = json.loads(args.rates.read_text(encoding="utf-8"))
-            source = {key: measured[key] for key in ("hardware", "environment")}
-            rates = measured["floors"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{args.rates} has no measured rates ({error!r})") from None
-        source["rates_from"] = args.rates.name
+        source, rates = recorded_rates(args.rates)
     found = histograms(args.local)
     counted = workloads(found)
     if args.rates is None:

@@ -112,10 +112,11 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
     selectors = [f"T={t}" for t in tokens or ()]
     traces = dataset.select_workloads(trace_set.workloads[DEFINITION], selectors)
     dataset.make_missing_workloads(root, traces)
-    return [_histogram(trace_set, trace.workload) for trace in traces]
+    return [histogram(trace_set, trace.workload) for trace in traces]
 
 
-def _histogram(trace_set: Any, workload: Any) -> Histogram:
+def histogram(trace_set: Any, workload: Any) -> Histogram:
+    """Of one workload, whose tensors are there."""
     from flashinfer_bench.bench.utils import load_safetensors
     from moe_fp8.layer.problem import DEEPSEEK_V3
     from moe_fp8.layer.routing import choose_experts

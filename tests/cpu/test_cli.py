@@ -13,7 +13,7 @@ import run
 from scripts.common.project import DEFINITION, ROOT
 
 PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
-PROGRAMS += ["readme_tables", "report", "stages"]
+PROGRAMS += ["profile_kernels", "readme_tables", "report", "stages"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -54,6 +54,7 @@ def test_help(program: str) -> None:
         ("stages", ["--tokens", "0"], "argument --tokens: '0' is no whole number of at least 1"),
         ("stages", ["--iterations", "0"], "argument --iterations: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
+        ("profile_kernels", [], "the following arguments are required: --workloads"),
     ],
 )
 def test_usage_errors_have_status_2_and_one_line(program, arguments, message) -> None:
@@ -72,9 +73,11 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
 
 
 @no_gpu
-@pytest.mark.parametrize("program", ["stages", "gemm_bench"])
-def test_what_needs_a_gpu_says_so(program: str) -> None:
-    result = call(program)
+@pytest.mark.parametrize(
+    "command", [["stages"], ["gemm_bench"], ["profile_kernels", "--workloads", "1"]]
+)
+def test_what_needs_a_gpu_says_so(command: list[str]) -> None:
+    result = call(*command)
     assert result.returncode == 2 and "no GPU is visible" in result.stderr
 
 
