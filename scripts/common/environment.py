@@ -21,6 +21,7 @@ PACKAGES = (
     "sglang-kernel",
     "sgl-kernel",
     "sgl-deep-gemm",
+    "hpc-ops",
 )
 
 

@@ -159,6 +159,49 @@ def deep_gemm(shape: MoeShape) -> ModuleType:
     return found
 
 
+def hpc(shape: MoeShape) -> ModuleType:
+    def tile_of(mean: int) -> int:
+        if mean > 64:
+            return 48 if mean <= 96 else 32 if mean <= 128 else 48 if mean <= 144 else 64
+        return next(tile for tile in (8, 16, 32, 48, 64) if mean <= tile)
+
+    def group_gemm_blockwise_fp8(
+        x, weight, seqlens, cu_seqlens, x_scale, w_scale, num_seq_per_group_avg=32, output=None,
+        tma_desc=None, task_map_workspace=None,
+    ):  # fmt: skip
+        groups, n, k = weight.shape
+        assert x.dtype == weight.dtype == FP8 and output.dtype == BF16
+        assert seqlens.dtype == cu_seqlens.dtype == torch.int32
+        assert x.is_contiguous() and weight.is_contiguous() and output.is_contiguous()
+        assert seqlens.is_contiguous() and len(seqlens) == groups == len(cu_seqlens) - 1
+        assert w_scale.is_contiguous() and w_scale.shape == (groups, n // 128, k // 128)
+        assert x_scale.is_contiguous() and x_scale.shape == (k // 128, len(x))
+        assert len(x) % 4 == 0 and output.shape == (len(x), n) and tma_desc is None  # TMA
+        tile = tile_of(num_seq_per_group_avg)
+        tiles = [-(-m // tile) for m in seqlens.tolist()]
+        if tile == 8:
+            assert task_map_workspace.dtype == torch.int32 and task_map_workspace.is_contiguous()
+            waves, processors, task = task_map_workspace.shape
+            assert processors == triton_stages_processors() and task == 4
+            assert waves * processors >= sum(tiles) * (n // 128) + processors
+            task_map_workspace.fill_(-7)
+        else:
+            assert sum(tiles) > 0, "the kernel divides by it"
+        for e, (begin, m) in enumerate(zip(cu_seqlens.tolist(), seqlens.tolist(), strict=False)):
+            rows = slice(begin, begin + m)
+            first = sum(tiles[:e]) * tile
+            scale = x_scale[:, first : first + m].t()
+            one_expert(x[rows], scale, weight[e], w_scale[e], output[rows])
+        return output
+
+    def triton_stages_processors() -> int:
+        from moe_fp8.baselines.triton_stages import processors
+
+        return processors(torch.device("cpu"))
+
+    return module("hpc", locals())
+
+
 def fused_moe(shape: MoeShape) -> ModuleType:
     """`flashinfer.fused_moe` as far as its CUTLASS function goes."""
 

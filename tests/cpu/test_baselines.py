@@ -19,6 +19,7 @@ from moe_fp8.baselines import (
     deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
+    hpc_ops_moe,
     sglang_moe,
     supported,
 )
@@ -34,6 +35,7 @@ MODULES = {
     "deepgemm_mega_moe": deepgemm_mega_moe,
     "flashinfer_moe": flashinfer_moe,
     "flashinfer_cutlass_moe": flashinfer_cutlass_moe,
+    "hpc_ops_moe": hpc_ops_moe,
 }
 LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel==0.4.3"),
@@ -41,6 +43,10 @@ LIBRARIES = {
     "deepgemm_mega_moe": ("deep_gemm", "sgl-deep-gemm==0.1.5"),
     "flashinfer_moe": ("flashinfer", "flashinfer-python"),
     "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.2.post1"),
+    "hpc_ops_moe": (
+        "hpc",
+        "hpc-ops@git+https://github.com/Tencent/hpc-ops@6e2ecede9d6d47b2e680e839cc7ad7422bc8d88b",
+    ),
 }
 NEEDS = {name: "90" for name in MODULES} | {"sglang_moe": "90/100/103", "flashinfer_moe": "100/103"}
 every_module = pytest.mark.parametrize("name", MODULES)
@@ -58,6 +64,7 @@ def nothing_kept() -> None:
     deepgemm_moe.masked_buffers.clear()
     deepgemm_mega_moe.held.clear()
     deepgemm_mega_moe.routed_tokens.clear()
+    hpc_ops_moe.buffers.clear()
 
 
 def arguments(tokens: int = 1) -> list:
@@ -275,6 +282,7 @@ def layer(request, monkeypatch, interpreter_that_rounds) -> Callable[..., None]:
     monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
     monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(TINY))
     monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm(TINY))
+    monkeypatch.setitem(sys.modules, "hpc", fake_libraries.hpc(TINY))
     install(monkeypatch, fake_libraries.fused_moe(TINY))
     if request.param.endswith("contiguous"):
         monkeypatch.setattr(module, "MASKED_TOKENS", 0)
@@ -350,3 +358,38 @@ def test_ids_and_rank_of_the_window(offset):
 def test_capacities_are_few():
     rooms = [deepgemm_mega_moe.capacity(t) for t in (1, 80, 128, 129, 901, 11948, 14107, 16385)]
     assert rooms == [128, 128, 128, 256, 1024, 16384, 16384, 32768]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(1, 8), (287, 8), (288, 16), (901, 32), (1600, 64), (2080, 48), (4096, 32), (4640, 64),
+     (14107, 64)],
+)  # fmt: skip
+def test_rows_of_hpcs_tiles(tokens, tile):
+    assert hpc_ops_moe.tile_rows(hpc_ops_moe.mean_rows(tokens, DEEPSEEK_V3)) == tile
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, 8), (80, 108)])
+def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
+    """8 experts with a row each; 640 rows on 32 experts, each with one row in its last tile. The
+    second GEMM has 56 column tiles; an entry a CTA ends the list."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from moe_fp8.baselines.triton_stages import processors
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tasks = hpc_ops_moe.buffers(tokens, DEEPSEEK_V3, device).tasks
+    assert tasks.shape[0] * tasks.shape[1] >= tiles * 56 + processors(device)
+
+
+@pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
+@pytest.mark.parametrize(("tokens", "tile"), [(60, 16), (220, 48)])
+def test_hpc_takes_larger_tiles(layer, tokens, tile):
+    """Experts begin at multiples of them, where the library looks for the scales; without its list
+    of tiles it must not be called without a row."""
+    assert hpc_ops_moe.tile_rows(hpc_ops_moe.mean_rows(tokens, TINY)) == tile
+    inputs = bruteforce.random_inputs(TINY, tokens, 4, tokens, favourite=6)
+    got = output_of(layer, inputs)
+    wanted = torch.from_numpy(bruteforce.layer(inputs, TINY))
+    assert calc_diff(got, wanted) < 1e-4
+    assert (output_of(layer, inputs._replace(local_expert_offset=99)) == 0).all()
+    assert torch.equal(output_of(layer, inputs), got)

@@ -10,6 +10,7 @@ from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
+    hpc_ops_moe,
     sgl_grouped_gemm,
     sglang_moe,
     triton_fused_moe_v2,
@@ -99,6 +100,7 @@ def test_everything_that_a_baseline_writes_to_is_held_so():
         (deepgemm_moe, ["tables", "masked_buffers"]),
         (deepgemm_mega_moe, ["held", "routed_tokens"]),
         (flashinfer_cutlass_moe, ["buffers"]),
+        (hpc_ops_moe, ["buffers"]),
         (sgl_grouped_gemm, ["scratch"]),
         (sglang_moe, ["tables"]),
     ]

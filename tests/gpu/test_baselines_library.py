@@ -12,6 +12,7 @@ from moe_fp8.baselines import (
     deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
+    hpc_ops_moe,
     sglang_moe,
 )
 from test_layer import (
@@ -33,6 +34,7 @@ LIBRARIES = {
     deepgemm_moe: "deep_gemm",
     deepgemm_mega_moe: "deep_gemm",
     flashinfer_cutlass_moe: "flashinfer",
+    hpc_ops_moe: "hpc",
 }
 LOOSE = {
     sglang_moe: 1e-3,  # activation and weights rounded to bfloat16
@@ -62,6 +64,7 @@ def nothing_kept() -> Iterator[None]:
         deepgemm_mega_moe.held,
         deepgemm_mega_moe.routed_tokens,
         flashinfer_cutlass_moe.buffers,
+        hpc_ops_moe.buffers,
     ):
         cache.clear()
 

@@ -17,6 +17,7 @@ from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
+    hpc_ops_moe,
     sglang_moe,
     triton_fused_moe_v2,
     triton_moe,
@@ -36,6 +37,7 @@ LIBRARIES = {
     deepgemm_moe: "deep_gemm",
     deepgemm_mega_moe: "deep_gemm",
     flashinfer_cutlass_moe: "flashinfer",
+    hpc_ops_moe: "hpc",
 }
 WAITING = {v1, v2, v3}
 """Their host waits for the routing, so their calls cannot be captured."""

@@ -1,0 +1,195 @@
+"""Tencent's hpc-ops: its FP8 block-scaled grouped GEMM, with Triton for the stages around it.
+
+What: both GEMMs are `group_gemm_blockwise_fp8` of the package hpc-ops; routing, scatter, SwiGLU +
+FP8 and combine are one Triton launch each (`triton_stages`). No host sync; buffers are kept until T
+changes.
+
+Why not its own call of the whole layer, `fuse_moe_blockwise`: that takes routed tokens and a first
+projection with the gate rows first. The definition has them second, and a solution is given the
+weights anew in every call; to swap them is to move 0.94 GB. Of the call's parts the package exposes
+the GEMM; a gather and a reduction too, but that gather is the one of its per-tensor layer, which
+leaves the scales of the tokens behind, and the reduction writes a tensor of its own, which would
+have to be copied. Triton's do neither.
+
+Rows: the library takes a tile of 8 to 64 rows, by the mean rows of an expert that it is told, and
+looks for an expert's token scales at the number of tiles before it. With every expert at a multiple
+of that tile, rows and scales lie at the same place. Few rows a tile: it has its own list of tiles
+written on the device, for which it is given room.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..numerics import BLOCK
+from .held import HeldPerStream
+from .requirement import require
+from .supported import HOPPER, on_its_device, require_gpu
+
+if TYPE_CHECKING:
+    from .triton_stages import Routed, Rows
+
+SOLUTION = {
+    "name": "hpc_ops_moe",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": [
+        "torch",
+        "triton",
+        "hpc-ops@git+https://github.com/Tencent/hpc-ops@6e2ecede9d6d47b2e680e839cc7ad7422bc8d88b",
+    ],
+}
+
+REQUIREMENT = SOLUTION["dependencies"][-1]
+
+LISTED_MEAN = 8
+"""Up to these mean rows the library can work from a list of tiles."""
+TILES = ((8, 8), (16, 16), (32, 32), (48, 48), (64, 64), (96, 48), (128, 32), (144, 48))
+"""(mean rows of an expert up to which, rows of the tile that the library takes)."""
+LARGEST_TILE = 64
+TILE_N = 128
+TASK = 4
+"""int32 of a tile in the list."""
+
+
+def mean_rows(tokens: int, shape: MoeShape) -> int:
+    """Of an expert with even routing, as the library's own layer tells its GEMM."""
+    return tokens * shape.top_k // shape.num_experts
+
+
+def tile_rows(mean: int) -> int:
+    return next((tile for most, tile in TILES if mean <= most), LARGEST_TILE)
+
+
+class Buffers(NamedTuple):
+    """What a call writes on its way, for R rows."""
+
+    routed: "Routed"
+    rows: "Rows"
+    a: torch.Tensor  # [R, H] float8_e4m3fn
+    a_scale: torch.Tensor  # [H/128, R] float32
+    g: torch.Tensor  # [R, 2I] bfloat16
+    q: torch.Tensor  # [R, I] float8_e4m3fn
+    q_scale: torch.Tensor  # [I/128, R] float32
+    o: torch.Tensor  # [R, H] bfloat16
+    tasks: torch.Tensor | None  # [waves, multiprocessors, 4] int32, of either GEMM
+
+
+@HeldPerStream
+def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
+    """For a number of tokens."""
+    from .triton_stages import new_routed, new_rows, processors, row_bound
+
+    h, i = shape.hidden_size, shape.intermediate_size
+    mean = mean_rows(tokens, shape)
+    tile = tile_rows(mean)
+    bound = row_bound(tokens, shape, tile)
+
+    def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    tasks = None
+    if mean <= LISTED_MEAN:
+        ctas = processors(device)
+        tiles = bound // tile * -(-max(2 * i, h) // TILE_N)
+        # After the last tile stands one entry for each CTA that says that there are no more.
+        tasks = new(-(-tiles // ctas) + 1, ctas, TASK, dtype=torch.int32)
+    fp8, f32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+    return Buffers(
+        new_routed(tokens, shape, device),
+        new_rows(tokens, bound, shape, device),
+        new(bound, h, dtype=fp8),
+        new(h // BLOCK, bound, dtype=f32),
+        new(bound, 2 * i, dtype=bf16),
+        new(bound, i, dtype=fp8),
+        new(i // BLOCK, bound, dtype=f32),
+        new(bound, h, dtype=bf16),
+        tasks,
+    )
+
+
+class HpcOpsLayer:
+    """The MoE layer on hpc-ops' grouped GEMM."""
+
+    shape = DEEPSEEK_V3
+
+    @torch.inference_mode()
+    @on_its_device
+    def __call__(
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        mark: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+
+        Raises:
+            ValueError: an argument is wrong.
+            RuntimeError: the GPU is not supported, or a package is not installed.
+        """
+        shape = self.shape
+        tokens = validate(inputs, output, shape)
+        require_gpu(output.device, HOPPER)
+        hpc = require("hpc", REQUIREMENT)
+        require("triton", "triton")
+        if tokens == 0:
+            return
+        from . import triton_stages as stages
+
+        routed, rows, a, a_scale, g, q, q_scale, o, tasks = buffers(tokens, shape, output.device)
+        offset = int(inputs.local_expert_offset)
+        scaling = float(inputs.routed_scaling_factor)
+        mean = mean_rows(tokens, shape)
+        counts, starts = rows.counts[0], rows.m_indptr
+
+        def multiply(a, a_scale, b, b_scale, out) -> None:
+            hpc.group_gemm_blockwise_fp8(
+                a,
+                b,
+                counts,
+                starts,
+                a_scale,
+                b_scale,
+                num_seq_per_group_avg=mean,
+                output=out,
+                task_map_workspace=tasks,
+            )
+
+        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
+        stages.place(routed, offset, rows, align=tile_rows(mean))
+        if tasks is None:
+            # Without its list the kernel divides by the number of tiles: without a pair, the first
+            # expert has one row, of whatever is there, and nobody reads what becomes of it.
+            counts[:1].add_(starts[-1:] == 0)
+        mark("routing")
+
+        stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale.t())
+        multiply(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g)
+        mark("gemm1")
+
+        stages.swiglu_quant(g, q, q_scale.t(), rows)
+        mark("swiglu_quant")
+
+        multiply(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o)
+        mark("gemm2")
+
+        stages.combine(o, routed.weights, rows, output)
+        mark("combine")
+
+
+LAYER = HpcOpsLayer()
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)
