@@ -199,6 +199,29 @@ def hpc(shape: MoeShape) -> ModuleType:
 
         return processors(torch.device("cpu"))
 
+    def fuse_moe_blockwise(
+        x, x_scale, gate_up_weight, gate_up_weight_scale, down_weight, down_weight_scale, topk_ids,
+        topk_scale, rank_ep, num_expert_total, shared_output=None, output=None,
+    ):  # fmt: skip
+        assert x.dtype == gate_up_weight.dtype == down_weight.dtype == FP8
+        assert topk_ids.dtype == torch.int32 and topk_ids.is_contiguous()
+        assert x_scale.is_contiguous() and x_scale.shape == (len(x), x.shape[1] // 128)
+        assert shared_output is None and num_expert_total == shape.num_experts
+        assert gate_up_weight.is_contiguous() and gate_up_weight_scale.is_contiguous()
+        total = torch.zeros(output.shape)
+        for e, (w13, w2) in enumerate(zip(gate_up_weight, down_weight, strict=True)):
+            token, slot = (topk_ids == rank_ep * len(down_weight) + e).nonzero(as_tuple=True)
+            g = torch.empty(len(token), len(w13), dtype=BF16)
+            one_expert(x[token], x_scale[token], w13, gate_up_weight_scale[e], g)
+            gate, up = g.chunk(2, dim=1)
+            q = torch.empty(len(token), w2.shape[1], dtype=FP8)
+            q_scale = torch.empty(w2.shape[1] // 128, len(token))
+            model.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(token)]))
+            o = torch.empty(len(token), len(w2), dtype=BF16)
+            one_expert(q, q_scale.t(), w2, down_weight_scale[e], o)
+            total[token] += topk_scale[token, slot].unsqueeze(1) * o.float()
+        return output.copy_(total)
+
     return module("hpc", locals())
 
 

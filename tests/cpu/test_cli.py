@@ -13,7 +13,7 @@ import run
 from scripts.common.project import DEFINITION, ROOT
 
 PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
-PROGRAMS += ["profile_kernels", "readme_tables", "report", "stages"]
+PROGRAMS += ["prepared_weights", "profile_kernels", "readme_tables", "report", "stages"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -74,7 +74,8 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
 
 @no_gpu
 @pytest.mark.parametrize(
-    "command", [["stages"], ["gemm_bench"], ["profile_kernels", "--workloads", "1"]]
+    "command",
+    [["stages"], ["gemm_bench"], ["profile_kernels", "--workloads", "1"], ["prepared_weights"]],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:
     result = call(*command)
