@@ -88,15 +88,17 @@ def work(h: Histogram, gathers: bool, quantises: bool) -> dict[str, Work]:
     saved = pairs * (UP_AND_GATE_BYTES - INTERMEDIATE_BYTES) if quantises else 0
     saved += (pairs - h.hit) * TOKEN_BYTES - 4 * pairs if gathers else 0
     tables = h.tokens * PAIR_TABLE_BYTES
+    # Where the first GEMM waits for the tensor cores, it writes the zeros.
+    zeros = (h.tokens - h.hit) * OUTPUT_BYTES if quantises and not gathers else 0
     return {
         "route": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes rows and weights
         "choose": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes experts and weights
         "number": Work(2 * tables),  # experts to rows
         "permute": Work(tables + (h.hit + pairs) * TOKEN_BYTES),
-        "gemm1": Work(gemm1.bytes - saved, gemm1.flops),
+        "gemm1": Work(gemm1.bytes - saved + zeros, gemm1.flops),
         "swiglu_quant": Work(pairs * (UP_AND_GATE_BYTES + INTERMEDIATE_BYTES)),
         "gemm2": Work(gemm2.bytes, gemm2.flops),
-        "combine": Work(2 * tables + 2 * pairs * HIDDEN + h.tokens * OUTPUT_BYTES),
+        "combine": Work(2 * tables + 2 * pairs * HIDDEN + h.tokens * OUTPUT_BYTES - zeros),
     }
 
 

@@ -1,5 +1,7 @@
 """Numbers of the definition that the torch model, the layer and every kernel share."""
 
+from typing import Any
+
 BLOCK = 128
 """Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
 
@@ -12,3 +14,8 @@ chosen logit underflows to zero."""
 
 TMA_ROWS = 4
 """float32 scales of 16 bytes: TMA reads a row of scales from multiples of that only."""
+
+
+def round_up(value: Any, multiple: int) -> Any:
+    """The least multiple that is not below `value`, an `int` or an integer of a kernel."""
+    return (value + (multiple - 1)) // multiple * multiple

@@ -18,9 +18,10 @@ from math import lcm
 
 import torch
 
-from .layer.pipeline import PlacedLayer, PlacedRows, round_up
+from .layer.pipeline import PlacedLayer, PlacedRows
 from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.routing import GroupedRows
+from .numerics import round_up
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_v3",

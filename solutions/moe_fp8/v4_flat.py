@@ -14,10 +14,11 @@ padded rows; most at small T, where the host is what a call waits for.
 
 from typing import Any
 
-from .layer.pipeline import PlacedLayer, PlacedRows, round_up
+from .layer.pipeline import PlacedLayer, PlacedRows
 from .layer.problem import Choose, MoeInputs, MoeShape
 from .layer.routing import GroupedRows
 from .layer.rows import expected_rows, flat_rows
+from .numerics import round_up
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",

@@ -4,12 +4,17 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from .dependent import wait_for_previous
+from .vectors import load
 
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
 THREADS = 128
+STAGES = 2
+"""Tokens whose rows a thread has on their way or at hand."""
 
 
 class Combine:
@@ -18,18 +23,25 @@ class Combine:
     float32, slots in ascending order, so the result does not depend on how rows were grouped and
     is the same in every run. A token without a local expert gets zeros.
 
-    A thread owns 8 columns; the CTAs walk over the tokens, and the rows of the next token are known
-    when this one's are summed. `grid = (ctas, hidden / 1024)`.
+    A thread owns 8 columns; the CTAs walk over the tokens. A token's rows lie far apart: a thread
+    copies its part of those of the next token into shared memory of its own, by cp.async, while it
+    sums this one's, and asks for the rows and weights of the one after that.
+    `grid = (ctas, hidden / 1024)`.
+
+    Args:
+        hidden, top_k: of the layer.
+        zeros: whether those tokens' zeros are written; they are there already if not.
     """
 
-    ctas_per_multiprocessor = 16
-    """T=14107 on an H200: 8 161 us, 16 154, one CTA a token 154."""
+    ctas_per_multiprocessor = 7
+    """As many as its shared memory lets in."""
 
-    def __init__(self, hidden: int, top_k: int):
+    def __init__(self, hidden: int, top_k: int, zeros: bool = True):
         if hidden % VECTOR:
             raise ValueError(f"hidden={hidden}: expected a multiple of {VECTOR}")
         self.hidden = hidden
         self.top_k = top_k
+        self.zeros = zeros
         self.column_groups = -(-hidden // (VECTOR * THREADS))
 
     def most_ctas(self, multiprocessors: int) -> int:
@@ -60,31 +72,62 @@ class Combine:
         ctas, _, _ = cute.arch.grid_dim()
         tokens = Int32(cute.size(out, mode=[0]))
         column = (column_group * THREADS + thread) * VECTOR
+        layout = cute.make_layout(
+            (VECTOR, self.top_k, STAGES, THREADS),
+            stride=(1, VECTOR * THREADS, VECTOR * THREADS * self.top_k, VECTOR),
+        )
+        held = SmemAllocator().allocate_tensor(BFloat16, layout, byte_alignment=16)
+        mine = held[None, None, None, thread]
         wait_for_previous()
         if column < self.hidden:
             vector = cute.make_layout(VECTOR)
             total = cute.make_rmem_tensor(vector, Float32)
-            held = cute.make_rmem_tensor((VECTOR, self.top_k), BFloat16)
             rows = cute.make_rmem_tensor(self.top_k, Int32)
-            following = cute.make_rmem_tensor(self.top_k, Int32)
-            for s in cutlass.range_constexpr(self.top_k):
-                following[s] = pair_row[cta, s]
+            scales = cute.make_rmem_tensor(self.top_k, Float32)
+            next_scales = cute.make_rmem_tensor(self.top_k, Float32)
+            load(pair_row.iterator + cta * self.top_k, rows)
+            load(weights.iterator + cta * self.top_k, next_scales)
+            valid = self._fetch(o, rows, column, mine[None, None, 0])
+            following = cutlass.min(cta + ctas, tokens - 1) * self.top_k
+            load(pair_row.iterator + following, rows)
+            stage = Int32(0)
             for token in cutlass.range(cta, tokens, ctas, unroll=1):
-                # All loads first: a token's rows lie far apart, and their latencies should overlap.
+                next_valid = self._fetch(o, rows, column, mine[None, None, stage ^ 1])
                 for s in cutlass.range_constexpr(self.top_k):
-                    rows[s] = following[s]
-                    if rows[s] >= 0:
-                        source = o.iterator + Int64(rows[s]) * self.hidden + column
-                        cute.autovec_copy(cute.make_tensor(source.align(16), vector), held[None, s])
-                for s in cutlass.range_constexpr(self.top_k):
-                    following[s] = pair_row[cutlass.min(token + ctas, tokens - 1), s]
-                total.fill(0.0)
-                for s in cutlass.range_constexpr(self.top_k):
-                    if rows[s] >= 0:
-                        weight = weights[token, s]
-                        for i in cutlass.range_constexpr(VECTOR):
-                            total[i] = cute.math.fma(weight, Float32(held[i, s]), total[i])
-                rounded = cute.make_rmem_tensor(vector, BFloat16)
-                rounded.store(total.load().to(BFloat16))
-                destination = out.iterator + Int64(token) * self.hidden + column
-                cute.autovec_copy(rounded, cute.make_tensor(destination.align(16), vector))
+                    scales[s] = next_scales[s]
+                load(weights.iterator + following, next_scales)
+                following = cutlass.min(token + 2 * ctas, tokens - 1) * self.top_k
+                load(pair_row.iterator + following, rows)
+                cute.arch.cp_async_wait_group(1)
+                if self.zeros or valid != 0:
+                    total.fill(0.0)
+                    for s in cutlass.range_constexpr(self.top_k):
+                        if valid & (1 << s):
+                            row = cute.make_rmem_tensor(vector, BFloat16)
+                            cute.autovec_copy(mine[None, s, stage], row)
+                            for i in cutlass.range_constexpr(VECTOR):
+                                total[i] = cute.math.fma(scales[s], Float32(row[i]), total[i])
+                    rounded = cute.make_rmem_tensor(vector, BFloat16)
+                    rounded.store(total.load().to(BFloat16))
+                    destination = out.iterator + Int64(token) * self.hidden + column
+                    cute.autovec_copy(rounded, cute.make_tensor(destination.align(16), vector))
+                valid = next_valid
+                stage = stage ^ 1
+
+    @cute.jit
+    def _fetch(self, o: cute.Tensor, rows: cute.Tensor, column: Int32, to: cute.Tensor) -> Int32:
+        """Start the copies of this thread's part of a token's rows; bit s: slot s has one."""
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+            BFloat16,
+            num_bits_per_copy=16 * VECTOR,
+        )
+        valid = Int32(0)
+        for s in cutlass.range_constexpr(self.top_k):
+            if rows[s] >= 0:
+                source = o.iterator + Int64(rows[s]) * self.hidden + column
+                source = cute.make_tensor(source.align(16), cute.make_layout(VECTOR))
+                cute.copy(atom, source, to[None, s])
+                valid |= 1 << s
+        cute.arch.cp_async_commit_group()
+        return valid

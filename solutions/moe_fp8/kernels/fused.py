@@ -5,6 +5,8 @@ in one workspace, whose layout follows from the number of tokens on the host and
 function alike.
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -13,10 +15,12 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..layer.problem import MoeShape
-from ..numerics import BLOCK
+from ..numerics import BLOCK, TMA_ROWS, round_up
 from .combine import Combine
 from .permute import Permute
 from .route import WORD, Route
+from .tiles import most_ctas
+from .zero import ZeroTokens
 
 COUNTERS = 2
 """Of tiles on demand, one for each GEMM."""
@@ -24,58 +28,67 @@ ALIGN = 256
 """Bytes between the beginnings of tensors in the workspace are a multiple of it."""
 
 
-class Sizes(NamedTuple):
-    """Bytes of the tensors in the workspace, in their order."""
+class Part(NamedTuple):
+    """A tensor in the workspace."""
 
-    expert: Any  # (tokens, top_k) i32
-    marks: Any  # (ceil(tokens / 32), experts) i32
-    weights: Any  # (tokens, top_k) f32
-    m_indptr: Any  # (experts + 1) i32
-    pair_row: Any  # (tokens, top_k) i32
-    counters: Any  # (2) i32
-    token_of_row: Any  # (rows,) i32
-    a: Any  # (rows, H) e4m3; once it and its scales are used, `o` (rows, H) bf16 lies over both
-    a_scale: Any  # (H / 128, rows) f32, and room for the rest of `o`
-    q: Any  # (rows, I) e4m3
-    q_scale: Any  # (I / 128, rows) f32
+    dtype: Any
+    dims: tuple[Any, ...]
+
+    @property
+    def bytes(self) -> Any:
+        """Multiplied in the order of `dims`: the product of the first decides the type."""
+        return functools.reduce(operator.mul, self.dims) * self.dtype.width // 8
 
 
-def sizes(shape: MoeShape, tokens: Any) -> Sizes:
-    """For an `int` on the host and an `Int64` of the compiled function; rows are tokens * top_k."""
-    h, i = shape.hidden_size, shape.intermediate_size
-    rows = _rounded(tokens * shape.top_k, 4)
-    pairs = 4 * tokens * shape.top_k
-    return Sizes(
-        expert=pairs,
-        marks=(tokens + (WORD - 1)) // WORD * (4 * shape.num_local_experts),
-        weights=pairs,
-        m_indptr=4 * (shape.num_local_experts + 1),
-        pair_row=pairs,
-        counters=4 * COUNTERS,
-        token_of_row=rows * 4,
-        a=rows * h,
-        a_scale=rows * h,
-        q=rows * i,
-        q_scale=rows * (4 * (i // BLOCK)),
+class Parts(NamedTuple):
+    """What the kernels hand each other, or their addresses in the workspace."""
+
+    expert: Any  # (tokens, top_k)
+    marks: Any  # (ceil(tokens / 32), local experts)
+    weights: Any  # (tokens, top_k)
+    m_indptr: Any  # (local experts + 1,)
+    pair_row: Any  # (tokens, top_k)
+    token_of_row: Any  # (rows,)
+    counters: Any  # (2,)
+    o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie in it
+    q: Any  # (rows, I)
+    q_scale: Any  # (I / 128, rows)
+
+
+def parts(shape: MoeShape, tokens: Any, rows: Any) -> Parts:
+    """What there is for so many tokens and rows: on the host and in the compiled function alike."""
+    i, local, slots = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
+    return Parts(
+        expert=Part(Int32, slots),
+        marks=Part(Int32, ((tokens + (WORD - 1)) // WORD, local)),
+        weights=Part(Float32, slots),
+        m_indptr=Part(Int32, (local + 1,)),
+        pair_row=Part(Int32, slots),
+        token_of_row=Part(Int32, (rows,)),
+        counters=Part(Int32, (COUNTERS,)),
+        o=Part(BFloat16, (rows, shape.hidden_size)),
+        q=Part(Float8E4M3FN, (rows, i)),
+        q_scale=Part(Float32, (i // BLOCK, rows)),
     )
 
 
-def _rounded(value: Any, multiple: int) -> Any:
-    return (value + (multiple - 1)) // multiple * multiple
+def bound(shape: MoeShape, tokens: Any) -> Any:
+    """Rows there may be, a multiple of 4."""
+    return round_up(tokens * shape.top_k, TMA_ROWS)
 
 
-def offsets(of: Sizes) -> tuple[Sizes, Any]:
-    """(where each tensor begins, bytes of the workspace)."""
+def places(of: Parts) -> tuple[Parts, Any]:
+    """(where each part begins, bytes of the workspace)."""
     at, starts = 0, []
-    for size in of:
+    for part in of:
         starts.append(at)
-        at = at + _rounded(size, ALIGN)
-    return Sizes(*starts), at
+        at = at + round_up(part.bytes, ALIGN)
+    return Parts(*starts), at
 
 
 def workspace_bytes(shape: MoeShape, tokens: int) -> int:
     """Bytes of the workspace for `tokens` tokens."""
-    return offsets(sizes(shape, tokens))[1]
+    return places(parts(shape, tokens, bound(shape, tokens)))[1]
 
 
 class FusedMoe:
@@ -110,10 +123,11 @@ class FusedMoe:
             shape.num_experts, local, shape.n_group, shape.topk_group, top_k, self.gathers
         )
         self.permute = Permute(h, top_k)
-        load = {"a_load": gather} if gather else {}
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **load)
+        # With few rows the GEMM reads weights all the time, and there is little to zero.
+        how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
-        self.combine = Combine(h, top_k)
+        self.combine = Combine(h, top_k, zeros=self.gathers)
 
     @cute.jit
     def __call__(
@@ -133,59 +147,52 @@ class FusedMoe:
         stream: cuda.CUstream,
     ):
         shape = self.shape
-        h, i, top_k = shape.hidden_size, shape.intermediate_size, shape.top_k
-        local = shape.num_local_experts
+        h = shape.hidden_size
         tokens = cute.size(logits, mode=[0])
-        rows = cute.assume(_rounded(tokens * top_k, 4), divby=4)
-        at, _ = offsets(sizes(shape, Int64(tokens)))
-
-        def tensor(offset, dtype: type, *dims, stride: tuple | None = None) -> cute.Tensor:
-            start = cute.recast_ptr(workspace.iterator + offset, dtype=dtype).align(16)
-            layout = (
-                cute.make_ordered_layout(dims, order=tuple(reversed(range(len(dims)))))
-                if stride is None
-                else cute.make_layout(dims, stride=stride)
+        rows = cute.assume(bound(shape, tokens), divby=TMA_ROWS)
+        starts, _ = places(parts(shape, Int64(tokens), Int64(rows)))
+        of = Parts(
+            *(
+                cute.make_tensor(
+                    cute.recast_ptr(workspace.iterator + start, dtype=part.dtype).align(16),
+                    cute.make_ordered_layout(part.dims, order=tuple(range(len(part.dims)))[::-1]),
+                )
+                for start, part in zip(starts, parts(shape, tokens, rows), strict=True)
             )
-            return cute.make_tensor(start, layout)
-
-        expert = tensor(at.expert, Int32, tokens, top_k)
-        marks = tensor(at.marks, Int32, (tokens + (WORD - 1)) // WORD, local)
-        weights = tensor(at.weights, Float32, tokens, top_k)
-        m_indptr = tensor(at.m_indptr, Int32, local + 1)
-        expert_rows = tensor(at.m_indptr, Int32, 2, local, stride=(1, 1))
-        pair_row = tensor(at.pair_row, Int32, tokens, top_k)
-        counters = tensor(at.counters, Int32, COUNTERS)
-        token_of_row = tensor(at.token_of_row, Int32, rows)
-        a = tensor(at.a, Float8E4M3FN, rows, h)
-        a_scale = tensor(at.a_scale, Float32, h // BLOCK, rows)
-        q = tensor(at.q, Float8E4M3FN, rows, i)
-        q_scale = tensor(at.q_scale, Float32, i // BLOCK, rows)
-        o = tensor(at.a, BFloat16, rows, h)
+        )
+        begin = cute.recast_ptr(workspace.iterator + starts.o, dtype=Float8E4M3FN).align(16)
+        a = cute.make_tensor(begin, cute.make_layout((rows, h), stride=(h, 1)))
+        begin = cute.recast_ptr(begin + Int64(rows) * h, dtype=Float32).align(16)
+        a_scale = cute.make_tensor(begin, cute.make_layout((h // BLOCK, rows), stride=(rows, 1)))
+        expert_rows = cute.make_tensor(
+            of.m_indptr.iterator, cute.make_layout((2, shape.num_local_experts), stride=(1, 1))
+        )
 
         self.route(
             logits, bias, offset, scaling,
-            expert, marks, weights, m_indptr, pair_row, token_of_row, counters, stream,
+            of.expert, of.marks, of.weights, of.m_indptr,
+            of.pair_row, of.token_of_row, of.counters, stream,
         )  # fmt: skip
         if cutlass.const_expr(self.gathers):
-            rows_of_a: tuple = (x, token_of_row), x_scale
+            rows_of_a: tuple = (x, of.token_of_row), x_scale
+            of_beside: tuple = ()
         else:
-            self.permute(x, x_scale, pair_row, a, a_scale, stream)
+            self.permute(x, x_scale, of.pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale
+            of_beside = of.pair_row, out
         self.gemm1(
-            *rows_of_a, w13, w13_scale, (q, q_scale),
-            expert_rows, counters, self._ctas(self.gemm1, rows), stream,
+            *rows_of_a, w13, w13_scale, (of.q, of.q_scale),
+            expert_rows, of.counters, self._ctas(self.gemm1, rows), stream, of_beside,
         )  # fmt: skip
-        second = cute.domain_offset((1,), counters)
+        second = cute.domain_offset((1,), of.counters)
         self.gemm2(
-            q, q_scale, w2, w2_scale, o,
+            of.q, of.q_scale, w2, w2_scale, of.o,
             expert_rows, second, self._ctas(self.gemm2, rows), stream,
         )  # fmt: skip
         ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
-        self.combine(o, pair_row, weights, out, ctas, stream)
+        self.combine(of.o, of.pair_row, of.weights, out, ctas, stream)
 
     def _ctas(self, gemm: Any, rows: Int32) -> Int32:
-        """One CTA a multiprocessor, or as many tiles as the rows can make."""
-        c = gemm.config
-        m_tiles = rows // (c.tile_m * c.cluster_m) + self.shape.num_local_experts
-        most = self.multiprocessors // c.cluster_size
-        return cutlass.min(m_tiles * gemm.n_tiles, most) * c.cluster_size
+        return most_ctas(
+            gemm.config, rows, gemm.n, gemm.experts, self.multiprocessors, smaller=cutlass.min
+        )

@@ -16,6 +16,8 @@ from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
 from .route import WORD, Route
 from .swiglu_quant import SwigluQuant
+from .tiles import most_ctas
+from .vectors import alignment
 
 
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
@@ -74,15 +76,8 @@ def grouped_gemm(
     experts, n, k = b.shape
     config = config or of_device(a.device).config
     function = compile_grouped_gemm(config, n, k, experts, _target(a.device))
-    # Bounds of what only the device knows: every expert may end with a part of a tile.
-    cluster_rows = config.tile_m * config.cluster_m
-    m_tiles = a.shape[0] // cluster_rows + experts
-    n_tiles = -(-n // (config.tile_n * config.cluster_n))
-    # One CTA a multiprocessor; pairs of them always fit.
-    most = _multiprocessors(a.device) // config.cluster_size
-    clusters = min(m_tiles * n_tiles, most)
     if a.shape[0]:
-        ctas = clusters * config.cluster_size
+        ctas = most_ctas(config, a.shape[0], n, experts, _multiprocessors(a.device))
         # Of its own for every launch: launches may overlap, and a captured one is replayed. With
         # tiles in turns nobody looks at it.
         counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
@@ -261,7 +256,7 @@ def compile_permute(hidden: int, top_k: int, target: str) -> Any:
     arguments = (
         Tensor(Float8E4M3FN, (tokens, hidden)),
         Tensor(Float32, (blocks, tokens), align=4),
-        Tensor(Int32, (tokens, top_k), align=4),
+        Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
         Tensor(Float8E4M3FN, (rows, hidden)),
         Tensor(Float32, (blocks, rows), align=4),
     )
@@ -288,8 +283,8 @@ def compile_combine(hidden: int, top_k: int, target: str) -> Any:
     rows, tokens = Extent("rows"), Extent("tokens")
     arguments = (
         Tensor(BFloat16, (rows, hidden)),
-        Tensor(Int32, (tokens, top_k), align=4),
-        Tensor(Float32, (tokens, top_k), align=4),
+        Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
+        Tensor(Float32, (tokens, top_k), align=alignment(top_k)),
         Tensor(BFloat16, (tokens, hidden)),
         Scalar(Int32),
     )

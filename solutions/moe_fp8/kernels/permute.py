@@ -7,6 +7,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
 from .dependent import wait_for_previous
+from .vectors import load
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
@@ -63,9 +64,9 @@ class Permute:
         token, _, _ = cute.arch.block_idx()
         wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
+        load(pair_row.iterator + token * self.top_k, rows)
         last = Int32(-1)
         for s in cutlass.range_constexpr(self.top_k):
-            rows[s] = pair_row[token, s]
             last = cutlass.max(last, rows[s])
         if last >= 0:
             values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)

@@ -10,7 +10,6 @@ Ties go to the lower expert, and among groups to the lower group. A NaN is large
 as in `torch.topk`.
 """
 
-import math
 from collections.abc import Iterator
 
 import cutlass
@@ -22,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from ..numerics import EPSILON
 from .dependent import wait_for_previous
 from .tiles import WARP, inclusive_sum
+from .vectors import load
 
 WORD = 32
 """Tokens of a word of marks, and of a CTA of `ChooseExperts`."""
@@ -216,8 +216,8 @@ class ChooseExperts:
         values = cute.make_rmem_tensor(self.own, Float32)
         biases = cute.make_rmem_tensor(self.own, BFloat16)
         if cutlass.const_expr(self.experts % WARP == 0):
-            _load(logits.iterator + Int64(token) * self.experts + first, values)
-            _load(bias.iterator + first, biases)
+            load(logits.iterator + Int64(token) * self.experts + first, values)
+            load(bias.iterator + first, biases)
         else:
             for j in cutlass.range_constexpr(self.own):
                 values[j], biases[j] = Float32(0.0), BFloat16(0.0)
@@ -526,13 +526,6 @@ def exchanges(count: int) -> Iterator[tuple[int, int]]:
                     yield i, i + distance
             distance, q, r = q - p, q // 2, p
         p //= 2
-
-
-def _load(source: cute.Pointer, values: cute.Tensor) -> None:
-    """Fill the registers from memory, 16 bytes at a time where there are as many."""
-    size = cute.size(values)
-    aligned = math.gcd(16, size * values.element_type.width // 8)
-    cute.autovec_copy(cute.make_tensor(source.align(aligned), cute.make_layout(size)), values)
 
 
 def sigmoid(x: Float32) -> Float32:

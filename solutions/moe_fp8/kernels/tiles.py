@@ -1,7 +1,8 @@
 """Which output tile a persistent CTA computes next, from row counts that only the device knows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +21,25 @@ class Tile(NamedTuple):
     n_tile: Int32
     row: Int32
     rows: Int32
+
+
+def most_ctas(
+    config: Any, rows: Any, n: int, experts: int, multiprocessors: int, smaller: Callable = min
+) -> Any:
+    """CTAs of a grouped GEMM over `rows` rows at most.
+
+    As many tiles as those can make, where every expert may end with a part of one, and one a
+    multiprocessor at most: pairs of them always fit.
+
+    Args:
+        config: of the GEMM.
+        rows, n, experts, multiprocessors: how many there are.
+        smaller: of two integers of the kind that `rows` is.
+    """
+    m_tiles = rows // (config.tile_m * config.cluster_m) + experts
+    n_tiles = -(-n // (config.tile_n * config.cluster_n))
+    clusters = smaller(m_tiles * n_tiles, multiprocessors // config.cluster_size)
+    return clusters * config.cluster_size
 
 
 class ExpertTiles:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from ..kernels import architectures
-from ..numerics import BLOCK
+from ..numerics import BLOCK, round_up
 from .backend import select
 from .device import on_device
 from .problem import DEEPSEEK_V3, Choose, MoeInputs, MoeShape, validate
@@ -41,11 +41,7 @@ class HostRows(NamedTuple):
 def host_rows(ends: Sequence[int]) -> HostRows:
     """Of the experts' ends, which the caller has waited for."""
     counts = (end - start for start, end in zip((0, *ends), ends, strict=False))
-    return HostRows(ends, round_up(max(counts)))
-
-
-def round_up(rows: int, multiple: int = BLOCK) -> int:
-    return -(-rows // multiple) * multiple
+    return HostRows(ends, round_up(max(counts), BLOCK))
 
 
 class Permutation(Protocol):

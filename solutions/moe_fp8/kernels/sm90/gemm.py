@@ -6,7 +6,7 @@ tuned from `config`.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,8 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
-from . import a_load as rows_of_a
-from .a_load import ContiguousRows
+from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .config import B_SCALES, PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
 from .epilogue import StoreBFloat16
@@ -54,7 +53,7 @@ class Work(NamedTuple):
 class Shared(NamedTuple):
     """The operands in shared memory, a stage after the other."""
 
-    a: rows_of_a.Shared
+    a: SharedRows
     b: cute.Tensor  # (tile_n, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
 
@@ -74,6 +73,7 @@ class GroupedGemmSm90:
       rows       warp 0 of warpgroup 0, or 0 and 3: the copies of a K block's A rows and scales
                  (`a_load`).
       weights    warp 1: one TMA of its B tile.
+      beside     warp 3, if asked for: something that has nothing to do with the GEMM.
       server     warp 2, with `dynamic`: fetches the cluster's next tile. Warpgroup 0 gives its
                  registers away.
       consumers  warpgroups 1..: together on one tile, 64 rows of the MMA each. Per K block: wait,
@@ -89,7 +89,8 @@ class GroupedGemmSm90:
     `barriers.StageCounts` says what completes its barriers.
 
     What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
-    A comes from it: the weights of the first stages are on their way before.
+    A comes from it, and only who loads A waits: the weights of the first stages are on their way
+    before, and the consumers cannot store before they have A.
 
     Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
     waits for another one: its lanes read those of the next tile while this one is stored.
@@ -104,6 +105,7 @@ class GroupedGemmSm90:
         a_load: strategy for A, made of the config.
         epilogue: strategy for the sums, made of the config, the operand order and n.
         rows_known: `expert_rows` is older than the kernel before.
+        beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
 
     Raises:
         ValueError: a size is not supported.
@@ -118,6 +120,7 @@ class GroupedGemmSm90:
         a_load: type = ContiguousRows,
         epilogue: type = StoreBFloat16,
         rows_known: bool = False,
+        beside: Any = None,
     ):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
@@ -128,9 +131,12 @@ class GroupedGemmSm90:
         self.config = config
         self.n, self.k, self.experts = n, k, experts
         self.rows_known = rows_known
+        self.beside = beside
         self.operands = operands_of(config)
         self.a_load = a_load(config)
         self.epilogue = epilogue(config, self.operands, n)
+        if beside and self.a_load.warps == len(ROWS_WARPS):
+            raise ValueError(f"{a_load.__name__} leaves no warp for {beside}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.halves, config.consumer_warps)
         if k // BLOCK * self.epilogue.halves > B_SCALES:
             raise ValueError(f"k={k}: expected at most {B_SCALES // self.epilogue.halves * BLOCK}")
@@ -157,8 +163,8 @@ class GroupedGemmSm90:
         c = self.config
         self.tiled_mma = self.operands.tiled_mma()
         tile_mnk = (c.tile_m, c.tile_n, BLOCK)
-        self.a_smem = rows_of_a.rows_layout(c)
-        self.a_scale_smem = rows_of_a.scales_layout(c)
+        self.a_smem = rows_layout(c)
+        self.a_scale_smem = scales_layout(c)
         self.b_smem = hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, tile_mnk, Float8E4M3FN, c.num_stages
         )
@@ -178,6 +184,7 @@ class GroupedGemmSm90:
         counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
         num_ctas: Int32,
         stream: cuda.CUstream,
+        of_beside=(),  # its tensors
     ):
         self._setup_attributes()
         c = self.config
@@ -211,6 +218,7 @@ class GroupedGemmSm90:
             self.epilogue.output(out),
             expert_rows,
             counter,
+            of_beside,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
@@ -228,6 +236,7 @@ class GroupedGemmSm90:
         output,  # what `epilogue` made of out
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
+        of_beside,
     ):
         self._setup_attributes()
         c = self.config
@@ -243,7 +252,7 @@ class GroupedGemmSm90:
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = Shared(
-            rows_of_a.Shared(
+            SharedRows(
                 storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
                 storage.a_scale.get_tensor(self.a_scale_smem),
                 storage.tokens.data_ptr(),
@@ -289,6 +298,11 @@ class GroupedGemmSm90:
                     self._rows_warp(load, work, a, shared, i)
             if warp_idx == 1:
                 self._weights_warp(load, work, b, shared)
+            if cutlass.const_expr(self.beside is not None):
+                if warp_idx == ROWS_WARPS[-1]:
+                    block, _, _ = cute.arch.block_idx()
+                    blocks, _, _ = cute.arch.grid_dim()
+                    self.beside.run(*of_beside, block, blocks)
             if cutlass.const_expr(c.dynamic):
                 if warp_idx == 2 and cute.arch.block_idx_in_cluster() == 0:
                     first, clusters = self._first_tile()
@@ -415,8 +429,6 @@ class GroupedGemmSm90:
         total = tiles.total()
         linear, clusters = self._first_tile()
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        if cutlass.const_expr(self.rows_known):
-            wait_for_previous()  # before it stores
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)
         if linear < total:

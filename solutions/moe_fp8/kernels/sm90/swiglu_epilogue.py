@@ -26,6 +26,8 @@ VECTOR = 16
 """e4m3 elements of a 16-byte access."""
 PARTS = COLUMNS // VECTOR
 """Accesses of a row."""
+PITCH = COLUMNS + VECTOR
+"""Bytes from a staged row to the next: 8 rows of a column then lie in different banks."""
 TURNS = 2
 """Tiles whose maxima from the other CTA have a place at once."""
 
@@ -96,7 +98,7 @@ class SwigluQuantise:
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
         maxima = 4 * (self.warps + TURNS)
-        return self.config.tile_m * (COLUMNS + maxima) + 8 * TURNS * self.parties
+        return self.config.tile_m * (PITCH + maxima) + 8 * TURNS * self.parties
 
     @cute.jit
     def staging(self, buffer) -> Staging:
@@ -105,7 +107,7 @@ class SwigluQuantise:
         Initialises its barriers; the caller synchronises the cluster before their first use.
         """
         rows, base = self.config.tile_m, buffer.data_ptr()
-        amax = cute.recast_ptr(base + rows * COLUMNS, dtype=Int32)
+        amax = cute.recast_ptr(base + rows * PITCH, dtype=Int32)
         theirs = amax + rows * self.warps
         arrived = cute.recast_ptr(theirs + rows * TURNS, dtype=Int64)
         if cute.arch.warp_idx() == 0:
@@ -113,7 +115,7 @@ class SwigluQuantise:
                 for i in cutlass.range_constexpr(TURNS * self.parties):
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return Staging(
-            cute.make_tensor(base, cute.make_layout((rows, COLUMNS), stride=(COLUMNS, 1))),
+            cute.make_tensor(base, cute.make_layout((rows, COLUMNS), stride=(PITCH, 1))),
             cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
             cute.make_tensor(theirs, cute.make_layout((TURNS, rows), stride=(rows, 1))),
             arrived,
@@ -190,7 +192,7 @@ class SwigluQuantise:
             divide(c[None, None, r], scale)
             quantised.store(c[None, None, r].load().to(Float8E4M3FN))
             for j in cutlass.range_constexpr(pairs):
-                target = staging.rows.iterator + row * COLUMNS + 8 * j + lane % 4 * 2
+                target = staging.rows.iterator + row * PITCH + 8 * j + lane % 4 * 2
                 cute.autovec_copy(
                     quantised[None, j], cute.make_tensor(target.align(2), cute.make_layout(2))
                 )
@@ -282,7 +284,7 @@ class SwigluQuantise:
         """16 bytes of a row that the tile's expert has."""
         if row < tile.rows:
             vector = cute.make_layout(VECTOR)
-            source = staging.rows.iterator + row * COLUMNS + part * VECTOR
+            source = staging.rows.iterator + row * PITCH + part * VECTOR
             # 64-bit offset: rows * columns can pass 2^31.
             start = Int64(tile.row + row) * self.intermediate
             target = output.q.iterator + start + tile.n_tile * COLUMNS + part * VECTOR
