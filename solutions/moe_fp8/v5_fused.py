@@ -1,10 +1,12 @@
 """Fused: SwiGLU and FP8 in the first GEMM's epilogue, and every kernel from one host function.
 
-What: routing, permute, GEMM with SwiGLU and requantisation, GEMM, combine: six kernels that one
-compiled function launches, each of which starts while the one before it ends. Up and gate of a
-column meet in one thread, so the first GEMM writes the FP8 operand of the second; a pair of CTAs
-shares the maxima that make a scale. The second one has its first weights on their way before that
-operand is complete.
+What: routing, permute, GEMM with SwiGLU and requantisation, GEMM, combine: four to six kernels that
+one compiled function launches, each of which starts while the one before it ends. Up to 32 tokens
+are routed by one kernel. With few rows the first GEMM gathers the tokens itself; with many, where
+that does not keep up, it is permuted for, and a warp of it writes the zeros of the tokens that no
+expert here has. Up and gate of a column meet in one thread, so that it writes the FP8 operand of
+the second GEMM; a pair of CTAs shares the maxima that make a scale. The second one has its first
+weights on their way before that operand is complete.
 
 Why: in flat the sums of up and gate travel to memory in BF16 and back, a kernel of its own for
 that, and the host spends more time on launches than the GPU on a few tokens.

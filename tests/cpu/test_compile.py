@@ -212,7 +212,7 @@ def test_combine(compiled_code, tmp_path):
     assert len(re.findall(r"cp\.async\.cg\S*", ptx)) == 2 * 8
     assert re.findall(r"st\.global\S*", ptx) == ["st.global.v4.b32"]
     # 64-bit offsets, of the rows of all slots and of the token's.
-    assert len(re.findall(r"mul\.wide\.[su]32[^;]*, 14336;", ptx)) == 9
+    assert len(re.findall(r"mul\.wide\.[su]32[^;]*, 14336;", ptx)) == 17
     assert resources(cubin, tmp_path)["frame"] == 0
 
 

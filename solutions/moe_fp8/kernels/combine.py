@@ -33,8 +33,9 @@ class Combine:
         zeros: whether those tokens' zeros are written; they are there already if not.
     """
 
-    ctas_per_multiprocessor = 7
-    """As many as its shared memory lets in."""
+    ctas_per_multiprocessor = 16
+    """More than its shared memory lets in at once: T=14107 on an H200, the whole fused layer, 16
+    1428 us, 7 1457; with registers for a token's rows instead of copies ahead 1451."""
 
     def __init__(self, hidden: int, top_k: int, zeros: bool = True):
         if hidden % VECTOR:

@@ -180,9 +180,9 @@ class FusedMoe:
             self.permute(x, x_scale, of.pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale
             of_beside = of.pair_row, out
-        self.gemm1(
+        self.gemm1.launch(
             *rows_of_a, w13, w13_scale, (of.q, of.q_scale),
-            expert_rows, of.counters, self._ctas(self.gemm1, rows), stream, of_beside,
+            expert_rows, of.counters, of_beside, self._ctas(self.gemm1, rows), stream,
         )  # fmt: skip
         second = cute.domain_offset((1,), of.counters)
         self.gemm2(

@@ -184,8 +184,25 @@ class GroupedGemmSm90:
         counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
         num_ctas: Int32,
         stream: cuda.CUstream,
-        of_beside=(),  # its tensors
     ):
+        nothing: tuple = ()
+        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, nothing, num_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out,
+        expert_rows: cute.Tensor,
+        counter: cute.Tensor,
+        of_beside: tuple,  # tensors of `beside`
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """As `__call__`, with work for `beside`."""
         self._setup_attributes()
         c = self.config
         tma_b = tma_load(self.epilogue.weights(b), self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
