@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNE
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.layer.problem import DEEPSEEK_V3
 from moe_fp8.v5_fused import fused_configs
+from moe_fp8.v6_fused_hifi import hifi_configs
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -202,6 +204,22 @@ def test_fused(tokens, compiled_code, tmp_path):
     # 16 bytes of every eighth row, for each of two warps; and the combine's.
     wide = len(re.findall(r"cp\.async\.cg\S*", ptx))
     assert wide == 2 * 8 + (2 * configs[0].tile_m // 8 if gathers else 0)
+    assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+@pytest.mark.parametrize("tokens", [1, 80, 500, 901, 14107])
+def test_fused_hifi(tokens, compiled_code, tmp_path):
+    """The second GEMM multiplies two terms a K block, by one tile of weights."""
+    first, second = hifi_configs(tokens, DEEPSEEK_V3, HOPPER.choose)
+    second = replace(second, terms=2)
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, ARCH)
+    gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part)
+    loads = r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global"
+    # Weights, and rows and scales where they are not gathered; then a second term's rows.
+    assert len(re.findall(loads, gemm1)) == (1 if first.swap_ab else 3)
+    assert len(re.findall(loads, gemm2)) == 4
+    stores = re.findall(r"st\.global\.v4\S*", gemm1)
+    assert len(stores) >= 2 and "cvt.rn.f16x2.e4m3x2" in gemm1, "what the first term leaves"
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 

@@ -10,6 +10,7 @@ from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
+from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model, pipeline, routing
 from moe_fp8.layer.fused import FusedLayer
@@ -57,7 +58,7 @@ def layers_of(shape: MoeShape) -> dict[str, Layer]:
 LAYERS = layers_of(SMALL)
 FUSED = FusedLayer(fused_configs, SMALL)
 LOOP, VECTORISED, CLUSTERED, FLAT = LAYERS.values()
-MODULES = {"v1": v1, "v2": v2, "v3": v3, "flat": v4, "fused": v5}
+MODULES = {"v1": v1, "v2": v2, "v3": v3, "flat": v4, "fused": v5, "hifi": v6}
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 OFFSETS = [0, 32, 224, 250, -5, 256, -32, 1000, -(2**31), 2**31 - 1]
 
@@ -346,10 +347,10 @@ def test_layers_match_the_reference_on_the_true_geometry(first, end, full_size):
     for module in MODULES.values():
         outputs.append(torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16))
         module.run(*inputs, outputs[-1])
-    *unfused, fused = outputs
+    *unfused, fused, hifi = outputs
     assert all(torch.equal(unfused[0], other) for other in unfused)
     assert (wanted.abs().sum(dim=1) > 0).all()
-    for got in (unfused[0], fused):
+    for got in (unfused[0], fused, hifi):
         assert cosine(got, wanted) > 0.999 and calc_diff(got, wanted) < 1e-3
         assert matched_ratio(got, wanted, rtol=0.2, atol=0.1) > 0.85
         assert matched_ratio(got, wanted, rtol=0.3, atol=1.0) > 0.9
@@ -430,7 +431,7 @@ def test_memory_of_many_tokens_is_bounded():
     assert made.a.untyped_storage().nbytes() < 2.5e9
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fused"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("fused", "hifi")])
 def test_the_device_of_the_tensors_is_made_the_current_one(name, monkeypatch):
     """Launches, allocations and streams go by the current device."""
     entered: list[torch.device] = []

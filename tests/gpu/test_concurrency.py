@@ -13,6 +13,7 @@ from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
+from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -43,7 +44,10 @@ WAITING = {v1, v2, v3}
 """Their host waits for the routing, so their calls cannot be captured."""
 
 
-@pytest.fixture(params=[v1, v2, v3, v4, v5, *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
+OURS = {"v1": v1, "v2": v2, "v3": v3, "flat": v4, "fused": v5, "hifi": v6}
+
+
+@pytest.fixture(params=[*OURS.values(), *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
 def module(request):
     library = LIBRARIES.get(request.param)
     if library is not None and importlib.util.find_spec(library) is None:
@@ -147,7 +151,7 @@ def test_a_first_call_within_a_capture_is_refused(make_inputs, monkeypatch):
     assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("module", [v1, v2, v3, v4, v5], ids=["v1", "v2", "v3", "flat", "fused"])
+@pytest.mark.parametrize("module", OURS.values(), ids=OURS)
 def test_chunks_of_tokens_change_nothing(module, make_inputs, monkeypatch):
     inputs = make_inputs(1009)
     wanted = output_of(module, inputs)

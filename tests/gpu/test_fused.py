@@ -7,6 +7,7 @@ import test_layer
 import torch
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
+from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import MoeInputs
@@ -31,10 +32,15 @@ def part_of(inputs: MoeInputs, part: slice) -> MoeInputs:
     )
 
 
-def check(inputs: MoeInputs) -> torch.Tensor:
+@pytest.fixture(params=[v5, v6], ids=["fused", "hifi"])
+def module(request):
+    return request.param
+
+
+def check(module, inputs: MoeInputs) -> torch.Tensor:
     """The output, if it is near the model's."""
-    output, wanted = output_of(v5, inputs), new_output(inputs)
-    model.fused(inputs, wanted, SHAPE)
+    output, wanted = output_of(module, inputs), new_output(inputs)
+    model.fused(inputs, wanted, SHAPE, terms=module.LAYER.terms)
     assert output.isfinite().all()
     if bool((wanted != 0).any()):
         assert cosine(output, wanted) > COSINE and calc_diff(output, wanted) < DIFF
@@ -45,48 +51,48 @@ def check(inputs: MoeInputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_as_the_model(tokens, routing, make_inputs):
+def test_as_the_model(module, tokens, routing, make_inputs):
     inputs = make_inputs(tokens, routing)
-    output = check(inputs)
-    assert torch.equal(output, output_of(v5, inputs)), "from run to run"
+    output = check(module, inputs)
+    assert torch.equal(output, output_of(module, inputs)), "from run to run"
 
 
 @pytest.mark.parametrize("offset", [0, 224, 250, -5, 256, -32, 100000, -(2**31)])
-def test_offsets(offset, make_inputs):
-    output = check(make_inputs(61, offset=offset, seed=3))
+def test_offsets(module, offset, make_inputs):
+    output = check(module, make_inputs(61, offset=offset, seed=3))
     assert bool((output != 0).any()) == (-32 < offset < 256)
 
 
 @pytest.mark.parametrize("width", [1, 7, 80])
-def test_a_token_s_bits_are_its_own(width, make_inputs):
+def test_a_token_s_bits_are_its_own(module, width, make_inputs):
     inputs = make_inputs(901)
-    whole = output_of(v5, inputs)
+    whole = output_of(module, inputs)
     for first in range(0, 901, width):
         part = slice(first, first + width)
-        assert torch.equal(output_of(v5, part_of(inputs, part)), whole[part]), first
+        assert torch.equal(output_of(module, part_of(inputs, part)), whole[part]), first
 
 
 @pytest.mark.parametrize("tokens", [4096, 14107])
-def test_many_tokens(tokens, make_inputs):
+def test_many_tokens(module, tokens, make_inputs):
     """Other configs than at 901 tokens; the same bits, and near the unfused layer."""
     inputs = make_inputs(tokens)
-    whole = output_of(v5, inputs)
-    assert torch.equal(output_of(v5, part_of(inputs, slice(100, 1001))), whole[100:1001])
+    whole = output_of(module, inputs)
+    assert torch.equal(output_of(module, part_of(inputs, slice(100, 1001))), whole[100:1001])
     unfused = output_of(v4, inputs)
     assert calc_diff(whole, unfused) < 2e-3 and whole.isfinite().all()
 
 
-def test_in_a_graph_after_other_calls_and_on_another_stream(make_inputs):
+def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs):
     cases = [make_inputs(80, routing, seed=seed) for seed, routing in enumerate(ROUTINGS)]
-    wanted = [output_of(v5, inputs) for inputs in cases]
+    wanted = [output_of(module, inputs) for inputs in cases]
     held = cases[0]._replace(
         **{name: getattr(cases[0], name).clone() for name in MoeInputs._fields[:4]}
     )
     output = new_output(held)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph):
-        v5.run(*held, output)
-    output_of(v5, make_inputs(1009))  # a larger workspace than the captured one
+        module.run(*held, output)
+    output_of(module, make_inputs(1009))  # a larger workspace than the captured one
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in MoeInputs._fields[:4]:
             getattr(held, name).copy_(getattr(inputs, name))
@@ -95,12 +101,12 @@ def test_in_a_graph_after_other_calls_and_on_another_stream(make_inputs):
         assert torch.equal(output, expected)
         with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.default_stream())
-            again = output_of(v5, inputs)
+            again = output_of(module, inputs)
         torch.cuda.default_stream().wait_stream(stream)
         assert torch.equal(again, expected)
 
 
-def test_random_calls(make_inputs):
+def test_random_calls(module, make_inputs):
     """The soak: random calls, by default a few, against the model."""
     generator = torch.Generator().manual_seed(SOAK)
 
@@ -111,4 +117,4 @@ def test_random_calls(make_inputs):
     for call in range(SOAK):
         tokens = [1 + draw(8), 1 + draw(130), 1 + draw(1500)][draw(3)]
         inputs = make_inputs(tokens, routings[draw(len(routings))], draw(300) - 40, seed=call)
-        check(inputs)
+        check(module, inputs)

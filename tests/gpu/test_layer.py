@@ -10,6 +10,7 @@ from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
+from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.layer import backend, model, pipeline
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
@@ -34,7 +35,7 @@ ROUTINGS = {
 }
 TOKENS = [1, 2, 7, 61, 127, 128, 129, 257, 1009]
 UNFUSED = {"v1": v1, "v2": v2, "v3": v3, "flat": v4}
-MODULES = {**UNFUSED, "fused": v5}
+MODULES = {**UNFUSED, "fused": v5, "hifi": v6}
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 STAGE_COSINE, STAGE_DIFF = 0.99999, 1e-5
@@ -347,7 +348,9 @@ def test_routing_does_not_wait_for_the_gpu(make_inputs):
 
 
 @pytest.mark.parametrize(
-    ("module", "waits"), [(v2, 1), (v3, 1), (v4, 0), (v5, 0)], ids=["v2", "v3", "flat", "fused"]
+    ("module", "waits"),
+    [(v2, 1), (v3, 1), (v4, 0), (v5, 0), (v6, 0)],
+    ids=["v2", "v3", "flat", "fused", "hifi"],
 )
 def test_waits_for_the_gpu(module, waits, make_inputs):
     said = waits_of(module, make_inputs(61))

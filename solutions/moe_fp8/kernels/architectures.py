@@ -25,7 +25,7 @@ class Architecture:
         config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
-        swiglu: loads its epilogue that makes FP8 of up and gate.
+        swiglu: loads its epilogue that makes one or two FP8 terms of up and gate.
         gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
             with the GEMM of a config.
     """
@@ -35,7 +35,7 @@ class Architecture:
     config: Any
     choose: Callable[..., Any]
     gemm: Callable[[], type]
-    swiglu: Callable[[], type]
+    swiglu: Callable[[int], type]
     gather: Callable[[Any], type | None]
 
 
@@ -45,10 +45,10 @@ def _sm90_gemm() -> type:
     return GroupedGemmSm90
 
 
-def _sm90_swiglu() -> type:
-    from .sm90.swiglu_epilogue import SwigluQuantise
+def _sm90_swiglu(terms: int) -> type:
+    from .sm90.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
 
-    return SwigluQuantise
+    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
 def _sm90_gather(config: GemmConfig) -> type | None:

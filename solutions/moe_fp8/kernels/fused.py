@@ -51,11 +51,11 @@ class Parts(NamedTuple):
     token_of_row: Any  # (rows,)
     counters: Any  # (2,)
     o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie in it
-    q: Any  # (rows, I)
+    q: Any  # (rows, terms * I)
     q_scale: Any  # (I / 128, rows)
 
 
-def parts(shape: MoeShape, tokens: Any, rows: Any) -> Parts:
+def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any) -> Parts:
     """What there is for so many tokens and rows: on the host and in the compiled function alike."""
     i, local, slots = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
     return Parts(
@@ -67,7 +67,7 @@ def parts(shape: MoeShape, tokens: Any, rows: Any) -> Parts:
         token_of_row=Part(Int32, (rows,)),
         counters=Part(Int32, (COUNTERS,)),
         o=Part(BFloat16, (rows, shape.hidden_size)),
-        q=Part(Float8E4M3FN, (rows, i)),
+        q=Part(Float8E4M3FN, (rows, terms * i)),
         q_scale=Part(Float32, (i // BLOCK, rows)),
     )
 
@@ -86,9 +86,9 @@ def places(of: Parts) -> tuple[Parts, Any]:
     return Parts(*starts), at
 
 
-def workspace_bytes(shape: MoeShape, tokens: int) -> int:
-    """Bytes of the workspace for `tokens` tokens."""
-    return places(parts(shape, tokens, bound(shape, tokens)))[1]
+def workspace_bytes(shape: MoeShape, terms: int, tokens: int) -> int:
+    """Bytes of the workspace for `tokens` tokens, whose intermediate is so many FP8 terms."""
+    return places(parts(shape, terms, tokens, bound(shape, tokens)))[1]
 
 
 class FusedMoe:
@@ -96,7 +96,8 @@ class FusedMoe:
 
     Args:
         shape: of the layer.
-        config1, config2: of the two GEMMs.
+        config1, config2: of the two GEMMs; the intermediate has as many FP8 terms as the second
+            one takes.
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
         swiglu: its epilogue that makes FP8 of up and gate.
@@ -118,6 +119,7 @@ class FusedMoe:
         local, top_k = shape.num_local_experts, shape.top_k
         self.shape = shape
         self.multiprocessors = multiprocessors
+        self.terms = config2.terms
         self.gathers = gather is not None
         self.route = Route(
             shape.num_experts, local, shape.n_group, shape.topk_group, top_k, self.gathers
@@ -150,14 +152,14 @@ class FusedMoe:
         h = shape.hidden_size
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(bound(shape, tokens), divby=TMA_ROWS)
-        starts, _ = places(parts(shape, Int64(tokens), Int64(rows)))
+        starts, _ = places(parts(shape, self.terms, Int64(tokens), Int64(rows)))
         of = Parts(
             *(
                 cute.make_tensor(
                     cute.recast_ptr(workspace.iterator + start, dtype=part.dtype).align(16),
                     cute.make_ordered_layout(part.dims, order=tuple(range(len(part.dims)))[::-1]),
                 )
-                for start, part in zip(starts, parts(shape, tokens, rows), strict=True)
+                for start, part in zip(starts, parts(shape, self.terms, tokens, rows), strict=True)
             )
         )
         begin = cute.recast_ptr(workspace.iterator + starts.o, dtype=Float8E4M3FN).align(16)

@@ -1,6 +1,7 @@
 """The CuTe DSL kernels as functions of torch tensors, with the signatures of `model`."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,7 +145,9 @@ def combine(
         compile_combine(hidden, top_k, _target(o.device))(o, pair_row, weights, out, ctas)
 
 
-def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs) -> None:
+def fused(
+    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs, terms: int = 1
+) -> None:
     """The whole layer in one call; see `kernels.fused`.
 
     Args:
@@ -152,8 +155,9 @@ def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Con
         output: `[tokens, H]` bfloat16, written.
         shape: of the layer.
         configs: of the two GEMMs, from the number of tokens.
+        terms: FP8 values that an element of the intermediate is the sum of.
     """
-    function, size = _fused_plan(output.shape[0], output.device, shape, configs)
+    function, size = _fused_plan(output.shape[0], output.device, shape, configs, terms)
     workspace = torch.empty(size, dtype=torch.uint8, device=output.device)
     offset = bounded_offset(int(inputs.local_expert_offset), shape.num_local_experts)
     scaling = float(inputs.routed_scaling_factor)
@@ -163,13 +167,14 @@ def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Con
 
 @functools.lru_cache(maxsize=4096)  # a call of few tokens takes as long as its host part
 def _fused_plan(
-    tokens: int, device: torch.device, shape: MoeShape, configs: Configs
+    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int
 ) -> tuple[Any, int]:
     """(the compiled layer, bytes of its workspace)."""
     architecture = of_device(device)
     config1, config2 = configs(tokens, shape, architecture.choose)
+    config2 = replace(config2, terms=terms)
     function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
-    return function, workspace_bytes(shape, tokens)
+    return function, workspace_bytes(shape, terms, tokens)
 
 
 @CompiledOnce
@@ -195,7 +200,7 @@ def compile_fused(
         Tensor(Uint8, (Extent("bytes"),)),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(), architecture.gather(config1)
+    classes = architecture.gemm(), architecture.swiglu(config2.terms), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes)
     return compiled(FusedMoe, parameters, arguments, target)
 

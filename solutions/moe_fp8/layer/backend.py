@@ -40,7 +40,12 @@ class Backend(Protocol):
     ) -> None: ...
 
     def fused(
-        self, inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs
+        self,
+        inputs: MoeInputs,
+        output: torch.Tensor,
+        shape: MoeShape,
+        configs: Configs,
+        terms: int = 1,
     ) -> None: ...
 
     def combine(

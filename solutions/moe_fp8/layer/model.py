@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..numerics import BLOCK, FP8_MAX
+from ..numerics import BLOCK, FP8_MAX, RESIDUAL
 from .problem import Configs, MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
@@ -22,7 +22,7 @@ ROWS = 1024
 
 
 def grouped_gemm(
-    a: torch.Tensor,  # [R, K] float8_e4m3fn
+    a: torch.Tensor,  # [R, K] float8_e4m3fn, or [R, 2K]: two terms of each value
     a_scale: torch.Tensor,  # [K/128, R] float32
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
@@ -48,18 +48,20 @@ def grouped_gemm(
 
 
 def _scaled_product(
-    a: torch.Tensor,  # [m, K] float8_e4m3fn
+    a: torch.Tensor,  # [m, terms * K] float8_e4m3fn
     a_scale: torch.Tensor,  # [K/128, m]
     b: torch.Tensor,  # [n, K] float8_e4m3fn
     b_scale: torch.Tensor,  # [n/128, K/128]
 ) -> torch.Tensor:
     """Float32 [m, n]."""
-    (m, k), n = a.shape, b.shape[0]
+    m, (n, k) = a.shape[0], b.shape
     # Any type that torch may secretly multiply float32 in (TF32, bfloat16) holds FP8 values
     # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing
     # that matters and leaves not even that: the sum is exact, then rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
-    a_blocks = a.to(dtype).view(m, k // BLOCK, BLOCK).transpose(0, 1)
+    terms = a.to(dtype).split(k, dim=1)
+    values = sum(term * RESIDUAL**i for i, term in enumerate(terms))
+    a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
     products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
     scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
@@ -72,11 +74,13 @@ def _scaled_product(
 
 def swiglu_quant(
     g: torch.Tensor,  # [R, 2I] bfloat16 or float32: up columns, then gate columns
-    q: torch.Tensor,  # [R, I] float8_e4m3fn
+    q: torch.Tensor,  # [R, I] float8_e4m3fn, or [R, 2I] for two terms
     q_scale: torch.Tensor,  # [I/128, R] float32
     m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
 ) -> None:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+
+    With two terms the second one is FP8 of what the first one leaves, divided by `RESIDUAL`.
 
     Rows from `m_indptr[-1]` on are neither read nor written.
 
@@ -87,7 +91,7 @@ def swiglu_quant(
     follows spreads it over its row of the output. Where the largest magnitude is infinite, so is
     the scale: infinite values become NaN and the others of the block 0.
     """
-    rows, intermediate = int(m_indptr[-1]), q.shape[1]
+    rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
     scale = c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1) / FP8_MAX
@@ -95,14 +99,21 @@ def swiglu_quant(
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
-    q[:rows] = scaled.view(rows, intermediate).to(q.dtype)
+    left = scaled.view(rows, intermediate)
+    for term in q[:rows].split(intermediate, dim=1):
+        term.copy_(left)
+        left = (left - term.float()) / RESIDUAL
     q_scale[:, :rows] = scale.t()
 
 
 def fused(
-    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs | None = None
+    inputs: MoeInputs,
+    output: torch.Tensor,
+    shape: MoeShape,
+    configs: Configs | None = None,
+    terms: int = 1,
 ) -> None:
-    """The whole layer with an intermediate that is float32 until it is quantised.
+    """The whole layer with an intermediate that is float32 until it is quantised, in FP8 terms.
 
     `configs` only shape kernels and are ignored.
     """
@@ -115,7 +126,7 @@ def fused(
     expert_rows = flat_rows(rows.m_indptr)
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g, expert_rows)
-    q = new((total, i), dtype=torch.float8_e4m3fn)
+    q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
     swiglu_quant(g, q, q_scale, rows.m_indptr)
     o = new((total, h))

@@ -21,7 +21,7 @@ from .tma import expect, multicast_mask, tma_load, tma_partition
 class SharedRows(NamedTuple):
     """A's part of a CTA's shared memory."""
 
-    rows: cute.Tensor  # (tile_m, 128, stages) e4m3
+    rows: cute.Tensor  # (tile_m, 128, stages * terms) e4m3
     scales: cute.Tensor  # (scale_rows, 1, stages) f32
     tokens: cute.Pointer  # i32, 16-byte aligned: what the strategy keeps of a tile
 
@@ -46,9 +46,10 @@ class TileCopies(NamedTuple):
 
 
 def rows_layout(config: GemmConfig):
-    """Shared memory of the rows: (tile_m, 128, stages), swizzled."""
+    """Shared memory of the rows: (tile_m, 128, stages * terms), swizzled."""
     tile = (config.tile_m, config.tile_n, BLOCK)
-    return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, config.num_stages)
+    copies = config.num_stages * config.terms
+    return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
 
 
 def scales_layout(config: GemmConfig) -> cute.Layout:
@@ -71,10 +72,11 @@ class ContiguousRows:
 
     def __init__(self, config: GemmConfig):
         self.config = config
-        self.bytes = config.tile_m * BLOCK + config.scale_rows * 4
+        self.bytes = config.tile_m * config.terms * BLOCK + config.scale_rows * 4
 
     def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
-        """In the host function: `a` (rows, k) e4m3, `a_scale` (k / 128, rows) f32."""
+        """In the host function: `a` (rows, terms * k) e4m3, a term beside the other, `a_scale`
+        (k / 128, rows) f32."""
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         return TmaOperand(
@@ -116,13 +118,16 @@ class ContiguousRows:
     ) -> None:
         """Start the copies of K block `kb` into a free stage."""
         full = expect(load, state, self.bytes)
-        cute.copy(
-            operand.rows,
-            of_tile.rows_from[None, kb],
-            of_tile.rows_to[None, state.index],
-            tma_bar_ptr=full,
-            mcast_mask=of_tile.mask,
-        )
+        terms = self.config.terms
+        k_blocks = cute.size(of_tile.rows_from, mode=[1]) // terms
+        for t in range(terms):
+            cute.copy(
+                operand.rows,
+                of_tile.rows_from[None, kb + t * k_blocks],
+                of_tile.rows_to[None, state.index * terms + t],
+                tma_bar_ptr=full,
+                mcast_mask=of_tile.mask,
+            )
         cute.copy(
             operand.scales,
             of_tile.scales_from[None, kb],

@@ -51,6 +51,8 @@ class GemmConfig:
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
+        terms: FP8 values that an element of A is the sum of, the second one times `RESIDUAL`;
+            both multiply the same B.
         unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
             constants; where its depth does not divide K, a turn is up to four stages.
 
@@ -67,6 +69,7 @@ class GemmConfig:
     overlap: bool = False
     dynamic: bool = False
     unroll: bool = False
+    terms: int = 1
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
@@ -85,6 +88,8 @@ class GemmConfig:
                 f"{self}: {self.accumulator_registers} accumulator registers a thread, "
                 f"expected at most {most}"
             )
+        if self.terms not in (1, 2):
+            raise ValueError(f"terms={self.terms}: expected 1 or 2")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -138,7 +143,7 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
-        return (self.tile_m + self.tile_n) * BLOCK + self.scale_block_bytes
+        return (self.tile_m * self.terms + self.tile_n) * BLOCK + self.scale_block_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -160,4 +165,6 @@ class GemmConfig:
         flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        if self.terms > 1:
+            flags.append(f"{self.terms} terms")
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])

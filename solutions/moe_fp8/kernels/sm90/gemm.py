@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK
+from ...numerics import BLOCK, RESIDUAL
 from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
 from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
@@ -491,6 +491,7 @@ class GroupedGemmSm90:
         thread: Int32,
     ):
         """total_acc = the tile's sum over K; returns the state after its last block."""
+        c = self.config
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -502,18 +503,20 @@ class GroupedGemmSm90:
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
                 self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
-                self._issue_wgmma(acc, fragments, now.index)
-                warpgroup.wait_group(0)
-                load.consumer_release(now)
-                # Ask for the next stage now: the answer comes while this block is promoted.
-                arrived = Boolean(True)
-                if cutlass.const_expr(i + 1 < self.turn):
-                    arrived = load.consumer_try_wait(self._stage(state, i + 1))
-                else:
-                    state = self._stage(state, self.turn)
-                    if first + self.turn < self.k_blocks:
-                        arrived = load.consumer_try_wait(state)
-                self._promote(total_acc, acc, scales)
+                for t in cutlass.range_constexpr(c.terms):
+                    self._issue_wgmma(acc, fragments, now.index, t)
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(t == c.terms - 1):
+                        load.consumer_release(now)
+                        # Ask for the next stage now: the answer comes during the promotion.
+                        arrived = Boolean(True)
+                        if cutlass.const_expr(i + 1 < self.turn):
+                            arrived = load.consumer_try_wait(self._stage(state, i + 1))
+                        else:
+                            state = self._stage(state, self.turn)
+                            if first + self.turn < self.k_blocks:
+                                arrived = load.consumer_try_wait(state)
+                    self._promote(total_acc, acc, scales, t)
         return state
 
     def _stage(self, state, i: int):
@@ -546,31 +549,39 @@ class GroupedGemmSm90:
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
+        terms = self.config.terms
+        steps = self.turn * terms
         for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            for i in cutlass.range_constexpr(self.turn + 1):
-                if cutlass.const_expr(i < self.turn):
+            for j in cutlass.range_constexpr(steps + 1):
+                i, t = j // terms, j % terms
+                if cutlass.const_expr(j < steps):
                     now = self._stage(state, i)
-                    load.consumer_wait(now)
-                    self.a_load.arrived()
-                    self._load_scales(
-                        scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
-                    )
-                    self._issue_wgmma(accs[i % 2], fragments, now.index)
-                if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1 if i < self.turn else 0)
-                    load.consumer_release(self._stage(state, i - 1))
-                    self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
+                    if cutlass.const_expr(t == 0):
+                        load.consumer_wait(now)
+                        self.a_load.arrived()
+                        self._load_scales(
+                            scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
+                        )
+                    self._issue_wgmma(accs[j % 2], fragments, now.index, t)
+                if cutlass.const_expr(j > 0):
+                    before, of = (j - 1) // terms, (j - 1) % terms
+                    warpgroup.wait_group(1 if j < steps else 0)
+                    if cutlass.const_expr(of == terms - 1):
+                        load.consumer_release(self._stage(state, before))
+                    self._promote(total_acc, accs[1 - j % 2], scales[before % 2], of)
             state = self._stage(state, self.turn)
         return state
 
     @cute.jit
-    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
+    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32, term: int):
         """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
+        of_tokens = stage * self.config.terms + term
+        at_a, at_b = self.operands.operands(of_tokens, stage)
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
         for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
             atom.set(warpgroup.Field.ACCUMULATE, k != 0)
-            of_a, of_b = fragments.a[None, None, k, stage], fragments.b[None, None, k, stage]
+            of_a, of_b = fragments.a[None, None, k, at_a], fragments.b[None, None, k, at_b]
             cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
 
@@ -617,11 +628,13 @@ class GroupedGemmSm90:
                 scales[i, half] = s_a_scale[token, 0, stage] * scale_b
 
     @cute.jit
-    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
-        """total += scale * acc, with the scale of each value's token."""
+    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor, term: int):
+        """total += scale * acc, with the scale of each value's token and of the term."""
         flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for v in cutlass.range(cute.size(acc), unroll_full=True):
             half = self.operands.half_of_value(v) if self.epilogue.halves > 1 else 0
             scale = scales[self.operands.scale_of_value(v), half]
+            if cutlass.const_expr(term > 0):
+                scale = scale * RESIDUAL**term
             flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])

@@ -13,7 +13,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
-from ...numerics import BLOCK
+from ...numerics import BLOCK, RESIDUAL
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP, Tile
 from .barriers import Barriers
@@ -35,14 +35,14 @@ TURNS = 2
 class Quantised(NamedTuple):
     """What the epilogue writes."""
 
-    q: cute.Tensor  # (rows, n / 2) e4m3
+    q: cute.Tensor  # (rows, terms * n / 2) e4m3
     scale: cute.Tensor  # (n / 256, rows) f32
 
 
 class Staging(NamedTuple):
     """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
 
-    rows: cute.Tensor  # (tile_m, 64) e4m3
+    rows: cute.Tensor  # (tile_m, 64, terms) e4m3
     amax: cute.Tensor  # (warps, tile_m) i32: of a warp's columns, under swap_ab
     theirs: cute.Tensor  # (turns, tile_m) i32: of the other CTA's columns
     arrived: cute.Pointer  # mbarriers (turns, parties) of `theirs`
@@ -67,6 +67,7 @@ class SwigluQuantise:
     """
 
     halves = 2
+    terms = 1
     staging_type = Float8E4M3FN
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int):
@@ -98,7 +99,7 @@ class SwigluQuantise:
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
         maxima = 4 * (self.warps + TURNS)
-        return self.config.tile_m * (PITCH + maxima) + 8 * TURNS * self.parties
+        return self.config.tile_m * (PITCH * self.terms + maxima) + 8 * TURNS * self.parties
 
     @cute.jit
     def staging(self, buffer) -> Staging:
@@ -107,7 +108,7 @@ class SwigluQuantise:
         Initialises its barriers; the caller synchronises the cluster before their first use.
         """
         rows, base = self.config.tile_m, buffer.data_ptr()
-        amax = cute.recast_ptr(base + rows * PITCH, dtype=Int32)
+        amax = cute.recast_ptr(base + rows * PITCH * self.terms, dtype=Int32)
         theirs = amax + rows * self.warps
         arrived = cute.recast_ptr(theirs + rows * TURNS, dtype=Int64)
         if cute.arch.warp_idx() == 0:
@@ -115,7 +116,9 @@ class SwigluQuantise:
                 for i in cutlass.range_constexpr(TURNS * self.parties):
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return Staging(
-            cute.make_tensor(base, cute.make_layout((rows, COLUMNS), stride=(PITCH, 1))),
+            cute.make_tensor(
+                base, cute.make_layout((rows, COLUMNS, self.terms), stride=(PITCH, 1, rows * PITCH))
+            ),
             cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
             cute.make_tensor(theirs, cute.make_layout((TURNS, rows), stride=(rows, 1))),
             arrived,
@@ -190,12 +193,13 @@ class SwigluQuantise:
             scale = block_scale(amax[r])
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
             divide(c[None, None, r], scale)
-            quantised.store(c[None, None, r].load().to(Float8E4M3FN))
-            for j in cutlass.range_constexpr(pairs):
-                target = staging.rows.iterator + row * PITCH + 8 * j + lane % 4 * 2
-                cute.autovec_copy(
-                    quantised[None, j], cute.make_tensor(target.align(2), cute.make_layout(2))
-                )
+            for t in cutlass.range_constexpr(self.terms):
+                self._next_term(c[None, None, r], quantised, t)
+                for j in cutlass.range_constexpr(pairs):
+                    target = self._staged(staging, row, t) + 8 * j + lane % 4 * 2
+                    cute.autovec_copy(
+                        quantised[None, j], cute.make_tensor(target.align(2), cute.make_layout(2))
+                    )
             if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + row] = scale
         cute.arch.sync_warp()
@@ -249,13 +253,25 @@ class SwigluQuantise:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
-        quantised.store(c.load().to(Float8E4M3FN))
-        for i in cutlass.range_constexpr(tokens):
-            token = self.operands.scale_token(i, thread)
-            staging.rows[token, warp * 8 + lane // 4] = quantised[i]
+        for t in cutlass.range_constexpr(self.terms):
+            self._next_term(c, quantised, t)
+            for i in cutlass.range_constexpr(tokens):
+                token = self.operands.scale_token(i, thread)
+                staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
         barrier.arrive_and_wait()
         for place in cutlass.range(thread, rows * PARTS, threads, unroll=1):
             self._store_part(output, staging, tile, place // PARTS, place % PARTS)
+
+    def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
+        """The values' FP8 term; before a later one, what the one before has left of them."""
+        if term > 0:
+            left = values.load() - quantised.load().to(Float32)
+            values.store(left * (1.0 / RESIDUAL))
+        quantised.store(values.load().to(Float8E4M3FN))
+
+    def _staged(self, staging: Staging, row: Int32, term: int) -> cute.Pointer:
+        """Where a term of a row is staged."""
+        return staging.rows.iterator + (term * self.config.tile_m + row) * PITCH
 
     def _of_all_warps(self, staging: Staging, token: Int32) -> Int32:
         """The maximum over this CTA's columns."""
@@ -281,14 +297,25 @@ class SwigluQuantise:
 
     @cute.jit
     def _store_part(self, output: Quantised, staging: Staging, tile: Tile, row: Int32, part: Int32):
-        """16 bytes of a row that the tile's expert has."""
+        """16 bytes of each term of a row that the tile's expert has."""
         if row < tile.rows:
             vector = cute.make_layout(VECTOR)
-            source = staging.rows.iterator + row * PITCH + part * VECTOR
+            source = self._staged(staging, row, 0) + part * VECTOR
             # 64-bit offset: rows * columns can pass 2^31.
-            start = Int64(tile.row + row) * self.intermediate
+            start = Int64(tile.row + row) * (self.terms * self.intermediate)
             target = output.q.iterator + start + tile.n_tile * COLUMNS + part * VECTOR
-            cute.autovec_copy(
-                cute.make_tensor(source.align(VECTOR), vector),
-                cute.make_tensor(target.align(VECTOR), vector),
-            )
+            for t in cutlass.range_constexpr(self.terms):
+                of_term = source + t * self.config.tile_m * PITCH
+                cute.autovec_copy(
+                    cute.make_tensor(of_term.align(VECTOR), vector),
+                    cute.make_tensor((target + t * self.intermediate).align(VECTOR), vector),
+                )
+
+
+class SwigluTwoTerms(SwigluQuantise):
+    """As `SwigluQuantise`, with what the FP8 value leaves of `c / scale` as a second FP8 value.
+
+    `q[:, n / 2:] = fp8((c / scale - q[:, :n / 2]) / RESIDUAL)`, beside the first ones.
+    """
+
+    terms = 2

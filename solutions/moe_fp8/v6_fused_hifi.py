@@ -1,0 +1,51 @@
+"""Fused, accurate: the intermediate as two FP8 terms instead of one.
+
+What: the first GEMM's epilogue writes `q = fp8(c / scale)` and what that leaves of it,
+`fp8((c / scale - q) * 16)`. The second GEMM multiplies both by the same weight tile in shared
+memory and adds them with their scales. All else is fused's.
+
+Why: rounding the intermediate to FP8 is what limits the accuracy of a layer of this definition: the
+two GEMMs' own errors are a hundred times smaller. Two terms of 4 significant bits hold 8, as
+bfloat16 does.
+
+Expected cost over fused: the second GEMM's MMA and the bytes of the intermediate twice, no byte of
+weights: little where weights are what is read, much where the tensor cores are what is waited for.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from .layer.fused import FusedLayer
+from .layer.problem import Choose, MoeInputs, MoeShape
+from .v5_fused import fused_configs
+
+SOLUTION = {
+    "name": "cutedsl_moe_fp8_fused_hifi",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
+}
+
+
+def hifi_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
+    """Fused's; the second GEMM's tiles so that three stages with both terms fit."""
+    first, second = fused_configs(tokens, shape, choose)
+    if not second.swap_ab:
+        second = replace(second, tile_m=min(second.tile_m, 128), stages=0)
+    return first, second
+
+
+LAYER = FusedLayer(hifi_configs, terms=2)
+
+
+# fmt: off
+def run(
+    routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    local_expert_offset, routed_scaling_factor, output,
+):
+    LAYER(MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    ), output)
