@@ -17,12 +17,8 @@ host's time.
 A token's bits depend neither on the other tokens nor on their number.
 """
 
-from dataclasses import replace
-from typing import Any
-
-from .layer.fused import FusedLayer
-from .layer.problem import Choose, MoeInputs, MoeShape
-from .layer.rows import expected_rows
+from .layer.fused import FusedLayer, fused_configs
+from .layer.problem import MoeInputs
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused",
@@ -30,23 +26,6 @@ SOLUTION = {
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
 }
-
-
-def fused_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
-    """Of both GEMMs, from what the host knows: the number of tokens, at least one.
-
-    Pairs of CTAs make the 128 columns of a scale. With few rows a deeper ring keeps the second
-    GEMM's CTAs out until one of the first leaves (T=1, H200: 6 stages 55.9 us, 8 55.1, 10 55.4);
-    with many, tiles on demand cost nothing where the counter is zeroed beside the routing (T=901:
-    397.4 -> 394.7 us).
-    """
-    rows = expected_rows(tokens, shape)
-    h, i = shape.hidden_size, shape.intermediate_size
-    first, second = (
-        replace(config, stages=8) if config.swap_ab else replace(config, dynamic=True)
-        for config in (choose(rows, 2 * i, h), choose(rows, h, i))
-    )
-    return replace(first, cluster_n=2), second
 
 
 LAYER = FusedLayer(fused_configs)

@@ -15,9 +15,8 @@ weights: little where weights are what is read, much where the tensor cores are 
 from dataclasses import replace
 from typing import Any
 
-from .layer.fused import FusedLayer
+from .layer.fused import FusedLayer, fused_configs
 from .layer.problem import Choose, MoeInputs, MoeShape
-from .v5_fused import fused_configs
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",

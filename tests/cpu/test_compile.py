@@ -25,8 +25,8 @@ from moe_fp8.kernels.sm90.barriers import HARDWARE_BARRIERS, Barriers, stage_cou
 from moe_fp8.kernels.sm90.config import BLOCK, SMEM_BYTES, GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3
-from moe_fp8.v5_fused import fused_configs
 from moe_fp8.v6_fused_hifi import hifi_configs
 
 ARCH = "sm_90a"

@@ -13,7 +13,7 @@ from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model, pipeline, routing
-from moe_fp8.layer.fused import FusedLayer
+from moe_fp8.layer.fused import FusedLayer, fused_configs
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 from moe_fp8.layer.pipeline import (
     STAGES,
@@ -29,7 +29,6 @@ from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
 from moe_fp8.v4_flat import place_flat
-from moe_fp8.v5_fused import fused_configs
 from test_permute import new_poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
