@@ -106,6 +106,18 @@ def with_counts(
     return found
 
 
+def call_of(what: Pass, solution: "Solution", inputs: Sequence[Any]) -> Timed:
+    """A call of the solution.
+
+    Raises:
+        UsageError: it is of the kind that is not timed.
+    """
+    call = timed(what.trace_set.definitions[DEFINITION], solution, inputs)
+    if call is None:
+        raise UsageError(f"{solution.name}: {NOT_TIMED}")
+    return call
+
+
 def one_call(call: Timed) -> None:
     """A call between cudaProfilerStart and Stop, for Nsight Compute and Systems."""
     import torch
@@ -214,9 +226,7 @@ def profile(
     floor_us = 1e3 * max(floors.floor_ms(workload, rates))
     results = []
     for solution in what.solutions:
-        call = timed(what.trace_set.definitions[DEFINITION], solution, inputs)
-        if call is None:
-            raise UsageError(f"{solution.name}: {NOT_TIMED}")
+        call = call_of(what, solution, inputs)
         result = measure(call, args.repeats, args.eager)
         del call  # its buffers: ncu's process needs the memory, too
         result["kernels"] = kernel_work.with_work(result["kernels"], h, rates)
@@ -253,10 +263,7 @@ def main() -> int:
     if args.only_call:
         for trace in what.workloads:
             for solution in what.solutions:
-                inputs = inputs_of.of(trace.workload)
-                call = timed(what.trace_set.definitions[DEFINITION], solution, inputs)
-                if call is None:
-                    raise UsageError(f"{solution.name}: {NOT_TIMED}")
+                call = call_of(what, solution, inputs_of.of(trace.workload))
                 with torch.no_grad():
                     one_call(call)
         return EXIT_OK

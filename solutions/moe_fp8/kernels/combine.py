@@ -4,11 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from .dependent import wait_for_previous
-from .vectors import load
+from .vectors import copy_async, load
 
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
@@ -46,7 +45,7 @@ class Combine:
         self.column_groups = -(-hidden // (VECTOR * THREADS))
 
     def most_ctas(self, multiprocessors: int) -> int:
-        """The grid's first extent where there are as many tokens: one wave."""
+        """The grid's first extent where there are as many tokens."""
         return -(-multiprocessors * self.ctas_per_multiprocessor // self.column_groups)
 
     @cute.jit
@@ -118,17 +117,11 @@ class Combine:
     @cute.jit
     def _fetch(self, o: cute.Tensor, rows: cute.Tensor, column: Int32, to: cute.Tensor) -> Int32:
         """Start the copies of this thread's part of a token's rows; bit s: slot s has one."""
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
-            BFloat16,
-            num_bits_per_copy=16 * VECTOR,
-        )
         valid = Int32(0)
         for s in cutlass.range_constexpr(self.top_k):
             if rows[s] >= 0:
                 source = o.iterator + Int64(rows[s]) * self.hidden + column
-                source = cute.make_tensor(source.align(16), cute.make_layout(VECTOR))
-                cute.copy(atom, source, to[None, s])
+                copy_async(source, to[None, s].iterator, VECTOR)
                 valid |= 1 << s
         cute.arch.cp_async_commit_group()
         return valid

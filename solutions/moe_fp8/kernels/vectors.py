@@ -3,6 +3,7 @@
 import math
 
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
 
 BYTES = 16
 """Of the widest access."""
@@ -18,3 +19,19 @@ def load(source: cute.Pointer, values: cute.Tensor) -> None:
     size = cute.size(values)
     aligned = source.align(alignment(size, values.element_type.width))
     cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(size)), values)
+
+
+def copy_async(source: cute.Pointer, to: cute.Pointer, count: int) -> None:
+    """Start a thread's copy of `count` values, 4, 8 or 16 bytes, to shared memory: cp.async."""
+    size = count * source.dtype.width // 8
+    around_l1 = size == BYTES  # smaller ones cannot go around it
+    cache = cpasync.LoadCacheMode.GLOBAL if around_l1 else cpasync.LoadCacheMode.ALWAYS
+    atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cache), source.dtype, num_bits_per_copy=8 * size
+    )
+    layout = cute.make_layout(count)
+    cute.copy(
+        atom,
+        cute.make_tensor(source.align(size), layout),
+        cute.make_tensor(to.align(size), layout),
+    )

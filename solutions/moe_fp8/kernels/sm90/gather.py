@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float8E4M3FN, Int32, Int64
 
 from ...numerics import BLOCK
+from .. import vectors
 from ..tiles import WARP, Tile
 from .a_load import SharedRows
 from .config import GemmConfig
@@ -97,16 +97,6 @@ class GatheredRows:
         c = self.config
         lane = cute.arch.lane_idx()
         tokens, shared = of_tile.tokens, of_tile.shared
-        wide = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
-            Float8E4M3FN,
-            num_bits_per_copy=8 * CHUNK,
-        )
-        narrow = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.ALWAYS),
-            Float32,
-            num_bits_per_copy=32,
-        )
         k = cute.size(operand.tokens, mode=[1])
         columns = operand.tokens.iterator + kb * BLOCK + lane % 8 * CHUNK
         row = self._row(warp, lane // 8)
@@ -118,18 +108,16 @@ class GatheredRows:
         at_once = math.gcd(c.tile_m // 8, 4)
         held = cute.make_rmem_tensor(at_once, Int32)
         for first in cutlass.range_constexpr(0, c.tile_m // 8, at_once):
-            mine = tokens.iterator + row * (c.tile_m // 8) + first
-            mine = cute.make_tensor(mine.align(4 * at_once), cute.make_layout(at_once))
-            cute.autovec_copy(mine, held)
+            vectors.load(tokens.iterator + row * (c.tile_m // 8) + first, held)
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(held[i]) * k
-                copy_vector(wide, source, place + 8 * BLOCK * (first + i), CHUNK)
+                vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
         scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
         place = shared.scales.iterator + state.index * (c.scale_block_bytes // 4)
         for i in cutlass.range(lane, self.tokens // self.warps, WARP):
             of_scale = self._row(warp, Int32(i))
             token = tokens[of_scale // 8, of_scale % 8]
-            copy_vector(narrow, scales + token, place + of_scale, 1)
+            vectors.copy_async(scales + token, place + of_scale, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(load.producer_get_barrier(state))
 
     def arrived(self) -> None:
@@ -139,14 +127,3 @@ class GatheredRows:
     def first_scale(self, tile: Tile, s_a_scale: cute.Tensor) -> cute.Tensor:
         """The scales in shared memory from the tile's first row on."""
         return s_a_scale
-
-
-def copy_vector(atom: cute.CopyAtom, source: cute.Pointer, to: cute.Pointer, size: int) -> None:
-    """A thread's cp.async of `size` elements."""
-    aligned = size * source.dtype.width // 8
-    layout = cute.make_layout(size)
-    cute.copy(
-        atom,
-        cute.make_tensor(source.align(aligned), layout),
-        cute.make_tensor(to.align(aligned), layout),
-    )
