@@ -172,7 +172,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
         gemm=lambda: GroupedGemmSimt,
-        swiglu=lambda: None,
+        epilogues=lambda terms: None,
         gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})

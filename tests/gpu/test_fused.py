@@ -11,6 +11,7 @@ from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import MoeInputs
+from sanitizer import TOOLS, sanitized
 from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
 
 pytestmark = pytest.mark.gpu
@@ -118,3 +119,37 @@ def test_random_calls(module, make_inputs):
         tokens = [1 + draw(8), 1 + draw(130), 1 + draw(1500)][draw(3)]
         inputs = make_inputs(tokens, routings[draw(len(routings))], draw(300) - 40, seed=call)
         check(module, inputs)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizer(tool, terms):
+    """All kernels of the layer at a small geometry, one and two of the routing, with every way to
+    the rows; only what a call wrote itself counts as initialised."""
+    sanitized(
+        tool,
+        f"""
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer.problem import MoeInputs, MoeShape
+shape = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
+                 n_group=4, topk_group=2, top_k=3)
+def fp8(*size):
+    return torch.randn(*size, device="cuda").to(torch.float8_e4m3fn)
+def f32(*size):
+    return torch.randn(*size, device="cuda")
+for config in (
+    GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
+    GemmConfig(tile_m=64, cluster_n=2, overlap=True),
+    GemmConfig(cluster_n=2, stages=2, dynamic=True, unroll=True),
+):
+    for tokens in (9, 41):
+        inputs = MoeInputs(
+            f32(tokens, 16), f32(16).bfloat16(), fp8(tokens, 384), f32(3, tokens),
+            fp8(5, 512, 384), f32(5, 4, 3), fp8(5, 384, 256), f32(5, 3, 2), 4, 2.5,
+        )
+        out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
+        kernels.fused(inputs, out, shape, lambda *_: (config, config), {terms})
+        assert bool(out.isfinite().all())
+""",
+    )

@@ -25,7 +25,8 @@ class Architecture:
         config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
-        swiglu: loads its epilogue that makes one or two FP8 terms of up and gate.
+        epilogues: loads the fused layer's for an intermediate of one or two FP8 terms: what makes
+            them of up and gate, and what stores the second GEMM's rows, in bfloat16 or float32.
         gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
             with the GEMM of a config.
     """
@@ -35,7 +36,7 @@ class Architecture:
     config: Any
     choose: Callable[..., Any]
     gemm: Callable[[], type]
-    swiglu: Callable[[int], type]
+    epilogues: Callable[[int], tuple[type, type]]
     gather: Callable[[Any], type | None]
 
 
@@ -45,10 +46,11 @@ def _sm90_gemm() -> type:
     return GroupedGemmSm90
 
 
-def _sm90_swiglu(terms: int) -> type:
+def _sm90_epilogues(terms: int) -> tuple[type, type]:
+    from .sm90.epilogue import StoreBFloat16, StoreFloat32
     from .sm90.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
 
-    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
+    return {1: (SwigluQuantise, StoreBFloat16), 2: (SwigluTwoTerms, StoreFloat32)}[terms]
 
 
 def _sm90_gather(config: GemmConfig) -> type | None:
@@ -63,7 +65,7 @@ HOPPER = Architecture(
     config=GemmConfig(),
     choose=sm90.choose,
     gemm=_sm90_gemm,
-    swiglu=_sm90_swiglu,
+    epilogues=_sm90_epilogues,
     gather=_sm90_gather,
 )
 

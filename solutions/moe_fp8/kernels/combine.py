@@ -1,5 +1,7 @@
 """Weighted sum over every token's local experts, in a fixed order."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
@@ -7,10 +9,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from .dependent import wait_for_previous
-from .vectors import copy_async, load
+from .vectors import BYTES, copy_async, load
 
-VECTOR = 8
-"""bfloat16 elements of a 16-byte access."""
 THREADS = 128
 STAGES = 2
 """Tokens whose rows a thread has on their way or at hand."""
@@ -22,13 +22,14 @@ class Combine:
     float32, slots in ascending order, so the result does not depend on how rows were grouped and
     is the same in every run. A token without a local expert gets zeros.
 
-    A thread owns 8 columns; the CTAs walk over the tokens. A token's rows lie far apart: a thread
-    copies its part of those of the next token into shared memory of its own, by cp.async, while it
-    sums this one's, and asks for the rows and weights of the one after that.
-    `grid = (ctas, hidden / 1024)`.
+    A thread owns 16 bytes of a row; the CTAs walk over the tokens. A token's rows lie far apart: a
+    thread copies its part of those of the next token into shared memory of its own, by cp.async,
+    while it sums this one's, and asks for the rows and weights of the one after that.
+    `grid = (ctas, 16-byte columns of a row / 128)`.
 
     Args:
         hidden, top_k: of the layer.
+        rows: type of `o`.
         zeros: whether those tokens' zeros are written; they are there already if not.
     """
 
@@ -36,13 +37,15 @@ class Combine:
     """More than its shared memory lets in at once: T=14107 on an H200, the whole fused layer, 16
     1428 us, 7 1457; with registers for a token's rows instead of copies ahead 1451."""
 
-    def __init__(self, hidden: int, top_k: int, zeros: bool = True):
-        if hidden % VECTOR:
-            raise ValueError(f"hidden={hidden}: expected a multiple of {VECTOR}")
+    def __init__(self, hidden: int, top_k: int, rows: Any = BFloat16, zeros: bool = True):
+        self.vector = BYTES * 8 // rows.width
+        if hidden % self.vector:
+            raise ValueError(f"hidden={hidden}: expected a multiple of {self.vector}")
         self.hidden = hidden
         self.top_k = top_k
+        self.rows = rows
         self.zeros = zeros
-        self.column_groups = -(-hidden // (VECTOR * THREADS))
+        self.column_groups = -(-hidden // (self.vector * THREADS))
 
     def most_ctas(self, multiprocessors: int) -> int:
         """The grid's first extent where there are as many tokens."""
@@ -51,7 +54,7 @@ class Combine:
     @cute.jit
     def __call__(
         self,
-        o: cute.Tensor,  # (rows, hidden) bf16
+        o: cute.Tensor,  # (rows, hidden) of `rows`
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
         weights: cute.Tensor,  # (tokens, top_k) f32
         out: cute.Tensor,  # (tokens, hidden) bf16
@@ -71,16 +74,17 @@ class Combine:
         cta, column_group, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         tokens = Int32(cute.size(out, mode=[0]))
-        column = (column_group * THREADS + thread) * VECTOR
+        width = self.vector
+        column = (column_group * THREADS + thread) * width
         layout = cute.make_layout(
-            (VECTOR, self.top_k, STAGES, THREADS),
-            stride=(1, VECTOR * THREADS, VECTOR * THREADS * self.top_k, VECTOR),
+            (width, self.top_k, STAGES, THREADS),
+            stride=(1, width * THREADS, width * THREADS * self.top_k, width),
         )
-        held = SmemAllocator().allocate_tensor(BFloat16, layout, byte_alignment=16)
+        held = SmemAllocator().allocate_tensor(self.rows, layout, byte_alignment=BYTES)
         mine = held[None, None, None, thread]
         wait_for_previous()
         if column < self.hidden:
-            vector = cute.make_layout(VECTOR)
+            vector = cute.make_layout(width)
             total = cute.make_rmem_tensor(vector, Float32)
             rows = cute.make_rmem_tensor(self.top_k, Int32)
             scales = cute.make_rmem_tensor(self.top_k, Float32)
@@ -103,14 +107,16 @@ class Combine:
                     total.fill(0.0)
                     for s in cutlass.range_constexpr(self.top_k):
                         if valid & (1 << s):
-                            row = cute.make_rmem_tensor(vector, BFloat16)
+                            row = cute.make_rmem_tensor(vector, self.rows)
                             cute.autovec_copy(mine[None, s, stage], row)
-                            for i in cutlass.range_constexpr(VECTOR):
+                            for i in cutlass.range_constexpr(width):
                                 total[i] = cute.math.fma(scales[s], Float32(row[i]), total[i])
                     rounded = cute.make_rmem_tensor(vector, BFloat16)
                     rounded.store(total.load().to(BFloat16))
                     destination = out.iterator + Int64(token) * self.hidden + column
-                    cute.autovec_copy(rounded, cute.make_tensor(destination.align(16), vector))
+                    cute.autovec_copy(
+                        rounded, cute.make_tensor(destination.align(2 * width), vector)
+                    )
                 valid = next_valid
                 stage = stage ^ 1
 
@@ -121,7 +127,7 @@ class Combine:
         for s in cutlass.range_constexpr(self.top_k):
             if rows[s] >= 0:
                 source = o.iterator + Int64(rows[s]) * self.hidden + column
-                copy_async(source, to[None, s].iterator, VECTOR)
+                copy_async(source, to[None, s].iterator, self.vector)
                 valid |= 1 << s
         cute.arch.cp_async_commit_group()
         return valid

@@ -24,6 +24,9 @@ from .zero import ZeroTokens
 
 COUNTERS = 2
 """Of tiles on demand, one for each GEMM."""
+ROWS = {1: BFloat16, 2: Float32}
+"""Type of the rows that the combine sums, by the FP8 terms of the intermediate: where two make it
+as accurate as bfloat16, rounding a pair's row would cost more than they gained."""
 ALIGN = 256
 """Bytes between the beginnings of tensors in the workspace are a multiple of it."""
 
@@ -66,7 +69,7 @@ def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any) -> Parts:
         pair_row=Part(Int32, slots),
         token_of_row=Part(Int32, (rows,)),
         counters=Part(Int32, (COUNTERS,)),
-        o=Part(BFloat16, (rows, shape.hidden_size)),
+        o=Part(ROWS[terms], (rows, shape.hidden_size)),
         q=Part(Float8E4M3FN, (rows, terms * i)),
         q_scale=Part(Float32, (i // BLOCK, rows)),
     )
@@ -101,6 +104,7 @@ class FusedMoe:
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
         swiglu: its epilogue that makes FP8 of up and gate.
+        store: its epilogue that stores the rows of the second GEMM.
         gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
             rows are brought together first.
     """
@@ -113,6 +117,7 @@ class FusedMoe:
         multiprocessors: int,
         gemm: type,
         swiglu: type,
+        store: type,
         gather: type | None,
     ):
         h, i = shape.hidden_size, shape.intermediate_size
@@ -128,8 +133,8 @@ class FusedMoe:
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
-        self.gemm2 = gemm(config2, h, i, local, rows_known=True)
-        self.combine = Combine(h, top_k, zeros=self.gathers)
+        self.gemm2 = gemm(config2, h, i, local, epilogue=store, rows_known=True)
+        self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers)
 
     @cute.jit
     def __call__(

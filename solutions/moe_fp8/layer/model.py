@@ -115,6 +115,8 @@ def fused(
 ) -> None:
     """The whole layer with an intermediate that is float32 until it is quantised, in FP8 terms.
 
+    With two terms the pairs' rows stay float32 until the combine.
+
     `configs` only shape kernels and are ignored.
     """
     rows = route(inputs, shape, with_tokens=False)
@@ -129,7 +131,7 @@ def fused(
     q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
     swiglu_quant(g, q, q_scale, rows.m_indptr)
-    o = new((total, h))
+    o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
     grouped_gemm(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o, expert_rows)
     combine(o, rows.pair_row, rows.weights, output)
 
@@ -152,7 +154,7 @@ def permute(
 
 
 def combine(
-    o: torch.Tensor,  # [R, H] bfloat16
+    o: torch.Tensor,  # [R, H] bfloat16 or float32
     pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local
     weights: torch.Tensor,  # [T, top_k] float32
     out: torch.Tensor,  # [T, H] bfloat16

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
@@ -39,15 +39,10 @@ class Staging(NamedTuple):
     rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
 
 
-class StoreBFloat16:
-    """Rounds the sums to bfloat16 and stores the rows of the tile's expert.
-
-    A warpgroup's part goes through shared memory (stmatrix). With all its rows it goes out by TMA
-    while the warpgroup goes on to its next tile; one that its expert ends in, row by row.
-    """
+class StoreRows:
+    """What storing the sums as they are needs to know of the weights."""
 
     halves = 1  # scales of B that the columns of a tile have
-    staging_type = BFloat16  # of the staging buffer
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int):
         self.config = config
@@ -66,6 +61,16 @@ class StoreBFloat16:
         if cutlass.const_expr(self.ragged_n):
             column = cutlass.min(column, self.n - 1)
         return column // BLOCK
+
+
+class StoreBFloat16(StoreRows):
+    """Rounds the sums to bfloat16 and stores the rows of the tile's expert.
+
+    A warpgroup's part goes through shared memory (stmatrix). With all its rows it goes out by TMA
+    while the warpgroup goes on to its next tile; one that its expert ends in, row by row.
+    """
+
+    staging_type = BFloat16  # of the staging buffer
 
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
@@ -203,3 +208,58 @@ class StoreBFloat16:
                     # Not visible to the compiler, which would store two bytes at a time.
                     target = (first + Int64(r) * self.n + column).align(VECTOR * 2)
                     cute.autovec_copy(source, cute.make_tensor(target, vector))
+
+
+class StoreFloat32(StoreRows):
+    """Stores the sums of the rows of the tile's expert, out of the registers.
+
+    Eight neighbouring columns are four or eight lanes': their stores fill 32-byte sectors, and what
+    shared memory would add is their order alone.
+    """
+
+    staging_type = Float32  # of nothing
+
+    def staging_elements(self) -> int:
+        """None."""
+        return 0
+
+    def staging(self, buffer) -> None:
+        """None."""
+
+    def output(self, out: cute.Tensor) -> cute.Tensor:
+        """In the host function: `out` (rows, n) f32."""
+        return out
+
+    def prefetch(self, output: cute.Tensor) -> None:
+        """Nothing: the stores take no descriptor."""
+
+    def finish(self) -> None:
+        """Nothing is under way after `store`."""
+
+    @cute.jit
+    def store(
+        self,
+        output: cute.Tensor,
+        staging: None,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tile: Tile,
+        warpgroup: Int32,
+        thread: Int32,
+        stored: Int32,
+    ):
+        """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
+        width = self.operands.columns_side_by_side
+        vector = cute.make_layout(width)
+        # 64-bit offset: rows * n can pass 2^31.
+        first = output.iterator + Int64(tile.row) * self.n
+        for v in cutlass.range_constexpr(0, cute.size(acc), width):
+            token = self.operands.scale_token(self.operands.scale_of_value(v), thread)
+            column = tile.n_tile * self.config.tile_n + self.operands.column_of_value(v, thread)
+            inside = token < tile.rows
+            if cutlass.const_expr(self.ragged_n):
+                inside = inside and column < self.n
+            if inside:
+                target = (first + Int64(token) * self.n + column).align(4 * width)
+                values = cute.make_tensor(acc.iterator + v, vector)
+                cute.autovec_copy(values, cute.make_tensor(target, vector))

@@ -30,6 +30,8 @@ def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
 class TokensAsRows:
     """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
 
+    columns_side_by_side = 2  # of a token, values v and v + 1 of a thread
+
     def __init__(self, config: GemmConfig):
         self.config = config
         self.staged_rows = WGMMA_M
@@ -57,6 +59,10 @@ class TokensAsRows:
         """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 2 % 2
 
+    def column_of_value(self, v: int, thread: Int32) -> Int32:
+        """Column in the tile of accumulator value `v`."""
+        return v // 4 * 8 + thread % 4 * 2 + v % 2
+
     def half_of_value(self, v: int) -> int:
         """Whether accumulator value `v` is of an interleaved tile's up (0) or gate (1)."""
         return v // (self.config.tile_n // 4)
@@ -80,6 +86,8 @@ class TokensAsRows:
 
 class TokensAsColumns:
     """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
+
+    columns_side_by_side = 1
 
     def __init__(self, config: GemmConfig):
         self.config = config
@@ -105,6 +113,10 @@ class TokensAsColumns:
     def scale_of_value(self, v: int) -> int:
         """Token scale of accumulator value `v`, which count (2 columns, 2 rows, ...)."""
         return v // 4 * 2 + v % 2
+
+    def column_of_value(self, v: int, thread: Int32) -> Int32:
+        """Column in the tile of accumulator value `v`."""
+        return thread // WARP * 16 + thread % WARP // 4 + 8 * (v // 2 % 2)
 
     def half_of_value(self, v: int) -> int:
         """Whether accumulator value `v` is of an interleaved tile's up (0) or gate (1)."""
