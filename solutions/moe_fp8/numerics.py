@@ -12,10 +12,6 @@ EPSILON = 1e-20
 """Added to the sum of a token's scores, which keeps its weights finite where the sigmoid of every
 chosen logit underflows to zero."""
 
-RESIDUAL = 2.0**-4
-"""Scale of the second of two FP8 terms, relative to that of the first: what rounding to e4m3 leaves
-of a value is at most 16, and 448 * 2^-4 is 28."""
-
 TMA_ROWS = 4
 """float32 scales of 16 bytes: TMA reads a row of scales from multiples of that only."""
 

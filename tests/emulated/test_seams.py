@@ -172,7 +172,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
         gemm=lambda: GroupedGemmSimt,
-        epilogues=lambda terms: None,
+        swiglu=lambda terms: None,
         gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})

@@ -18,17 +18,21 @@ pytestmark = pytest.mark.gpu
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
-SOAK = int(os.environ.get("MOE_FP8_SOAK", "40"))
+SOAK = int(os.environ.get("MOE_FP8_SOAK", "500"))
 """Calls of `test_random_calls`; 10000 before a release."""
+CALLS_OF_POOL = 100
+"""That draw from the same tokens."""
 
 COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
 """See there: what lies next to the middle between two FP8 values goes one way or the other."""
 
 
-def part_of(inputs: MoeInputs, part: slice) -> MoeInputs:
+def part_of(inputs: MoeInputs, part: slice | torch.Tensor) -> MoeInputs:
+    # As bytes: torch does not index float8.
+    states = inputs.hidden_states.view(torch.uint8)[part].view(torch.float8_e4m3fn)
     return inputs._replace(
         routing_logits=inputs.routing_logits[part],
-        hidden_states=inputs.hidden_states[part],
+        hidden_states=states,
         hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
     )
 
@@ -108,17 +112,26 @@ def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs)
 
 
 def test_random_calls(module, make_inputs):
-    """The soak: random calls, by default a few, against the model."""
+    """The soak: calls of any number of a pool's tokens, in any order, each as often as it comes.
+
+    A pool has its own routing, offset and values. All of its tokens together are near the model;
+    alone or in any company they have the same bits.
+    """
     generator = torch.Generator().manual_seed(SOAK)
 
     def draw(most: int) -> int:
         return int(torch.randint(most, (1,), generator=generator))
 
     routings = list(ROUTINGS)
-    for call in range(SOAK):
-        tokens = [1 + draw(8), 1 + draw(130), 1 + draw(1500)][draw(3)]
-        inputs = make_inputs(tokens, routings[draw(len(routings))], draw(300) - 40, seed=call)
-        check(module, inputs)
+    for first in range(0, SOAK, CALLS_OF_POOL):
+        routing, offset = routings[draw(len(routings))], draw(300) - 40
+        pool = make_inputs(300 + draw(1200), routing, offset, seed=first)
+        whole = check(module, pool)
+        for call in range(first, min(first + CALLS_OF_POOL, SOAK)):
+            tokens = [1 + draw(8), 1 + draw(130), 1 + draw(1500)][draw(3)]
+            which = torch.randint(len(whole), (tokens,), generator=generator).cuda()
+            output = output_of(module, part_of(pool, which))
+            assert torch.equal(output, whole[which]), f"call {call}: {tokens} tokens"
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -143,7 +156,8 @@ for config in (
     GemmConfig(tile_m=64, cluster_n=2, overlap=True),
     GemmConfig(cluster_n=2, stages=2, dynamic=True, unroll=True),
 ):
-    for tokens in (9, 41):
+    for tokens in (1, 9, 41):
+        torch.manual_seed(tokens)
         inputs = MoeInputs(
             f32(tokens, 16), f32(16).bfloat16(), fp8(tokens, 384), f32(3, tokens),
             fp8(5, 512, 384), f32(5, 4, 3), fp8(5, 384, 256), f32(5, 3, 2), 4, 2.5,

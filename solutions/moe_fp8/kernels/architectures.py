@@ -25,8 +25,7 @@ class Architecture:
         config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
-        epilogues: loads the fused layer's for an intermediate of one or two FP8 terms: what makes
-            them of up and gate, and what stores the second GEMM's rows, in bfloat16 or float32.
+        swiglu: loads its epilogue that makes one or two FP8 terms of up and gate.
         gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
             with the GEMM of a config.
     """
@@ -36,7 +35,7 @@ class Architecture:
     config: Any
     choose: Callable[..., Any]
     gemm: Callable[[], type]
-    epilogues: Callable[[int], tuple[type, type]]
+    swiglu: Callable[[int], type]
     gather: Callable[[Any], type | None]
 
 
@@ -46,11 +45,10 @@ def _sm90_gemm() -> type:
     return GroupedGemmSm90
 
 
-def _sm90_epilogues(terms: int) -> tuple[type, type]:
-    from .sm90.epilogue import StoreBFloat16, StoreFloat32
+def _sm90_swiglu(terms: int) -> type:
     from .sm90.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
 
-    return {1: (SwigluQuantise, StoreBFloat16), 2: (SwigluTwoTerms, StoreFloat32)}[terms]
+    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
 def _sm90_gather(config: GemmConfig) -> type | None:
@@ -65,7 +63,7 @@ HOPPER = Architecture(
     config=GemmConfig(),
     choose=sm90.choose,
     gemm=_sm90_gemm,
-    epilogues=_sm90_epilogues,
+    swiglu=_sm90_swiglu,
     gather=_sm90_gather,
 )
 

@@ -104,7 +104,6 @@ class FusedMoe:
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
         swiglu: its epilogue that makes FP8 of up and gate.
-        store: its epilogue that stores the rows of the second GEMM.
         gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
             rows are brought together first.
     """
@@ -117,7 +116,6 @@ class FusedMoe:
         multiprocessors: int,
         gemm: type,
         swiglu: type,
-        store: type,
         gather: type | None,
     ):
         h, i = shape.hidden_size, shape.intermediate_size
@@ -133,7 +131,7 @@ class FusedMoe:
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
-        self.gemm2 = gemm(config2, h, i, local, epilogue=store, rows_known=True)
+        self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers)
 
     @cute.jit

@@ -200,8 +200,7 @@ def compile_fused(
         Tensor(Uint8, (Extent("bytes"),)),
     )
     architecture = of_target(target)
-    epilogues = architecture.epilogues(config2.terms)
-    classes = architecture.gemm(), *epilogues, architecture.gather(config1)
+    classes = architecture.gemm(), architecture.swiglu(config2.terms), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes)
     return compiled(FusedMoe, parameters, arguments, target)
 

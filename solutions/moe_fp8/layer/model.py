@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..numerics import BLOCK, FP8_MAX, RESIDUAL
+from ..numerics import BLOCK, FP8_MAX
 from .problem import Configs, MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
@@ -59,8 +59,7 @@ def _scaled_product(
     # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing
     # that matters and leaves not even that: the sum is exact, then rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
-    terms = a.to(dtype).split(k, dim=1)
-    values = sum(term * RESIDUAL**i for i, term in enumerate(terms))
+    values = sum(a.to(dtype).split(k, dim=1))  # of two FP8 values exact in either type
     a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
     products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
@@ -80,7 +79,7 @@ def swiglu_quant(
 ) -> None:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
 
-    With two terms the second one is FP8 of what the first one leaves, divided by `RESIDUAL`.
+    With two terms the second one is FP8 of what the first one leaves.
 
     Rows from `m_indptr[-1]` on are neither read nor written.
 
@@ -102,7 +101,7 @@ def swiglu_quant(
     left = scaled.view(rows, intermediate)
     for term in q[:rows].split(intermediate, dim=1):
         term.copy_(left)
-        left = (left - term.float()) / RESIDUAL
+        left = left - term.float()
     q_scale[:, :rows] = scale.t()
 
 

@@ -51,8 +51,8 @@ class GemmConfig:
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
-        terms: FP8 values that an element of A is the sum of, the second one times `RESIDUAL`;
-            both multiply the same B.
+        terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
+            two are stored in float32: rounding them would cost what the second term gains.
         unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
             constants; where its depth does not divide K, a turn is up to four stages.
 
@@ -148,8 +148,9 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, B scales, barriers and alignment."""
+        staging = self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
         b_scales = self.consumer_warps * B_SCALES * 4
-        return self.tile_m * self.tile_n * 2 + b_scales + 2048
+        return staging + b_scales + 2048
 
     @property
     def num_stages(self) -> int:

@@ -263,3 +263,7 @@ class StoreFloat32(StoreRows):
                 target = (first + Int64(token) * self.n + column).align(4 * width)
                 values = cute.make_tensor(acc.iterator + v, vector)
                 cute.autovec_copy(values, cute.make_tensor(target, vector))
+
+
+STORE = {1: StoreBFloat16, 2: StoreFloat32}
+"""By the FP8 terms of A, see `GemmConfig.terms`."""

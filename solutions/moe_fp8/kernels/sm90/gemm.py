@@ -18,13 +18,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK, RESIDUAL
+from ...numerics import BLOCK
 from ..dependent import wait_for_previous
 from ..tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
 from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .config import B_SCALES, PRODUCER_REGISTERS, WARPGROUP, WGMMA_M, GemmConfig
-from .epilogue import StoreBFloat16
+from .epilogue import STORE
 from .operands import operands_of
 from .tma import expect, multicast_mask, tma_load, tma_partition
 
@@ -103,7 +103,8 @@ class GroupedGemmSm90:
         n, k: of the weights, multiples of 128.
         experts: up to `MAX_EXPERTS`.
         a_load: strategy for A, made of the config.
-        epilogue: strategy for the sums, made of the config, the operand order and n.
+        epilogue: strategy for the sums, made of the config, the operand order and n; without one
+            they are stored, see `epilogue.STORE`.
         rows_known: `expert_rows` is older than the kernel before.
         beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
 
@@ -118,7 +119,7 @@ class GroupedGemmSm90:
         k: int,
         experts: int,
         a_load: type = ContiguousRows,
-        epilogue: type = StoreBFloat16,
+        epilogue: type | None = None,
         rows_known: bool = False,
         beside: Any = None,
     ):
@@ -134,7 +135,7 @@ class GroupedGemmSm90:
         self.beside = beside
         self.operands = operands_of(config)
         self.a_load = a_load(config)
-        self.epilogue = epilogue(config, self.operands, n)
+        self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
         if beside and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{a_load.__name__} leaves no warp for {beside}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.halves, config.consumer_warps)
@@ -179,7 +180,7 @@ class GroupedGemmSm90:
         a_scale: cute.Tensor,  # (k / 128, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
-        out,  # (rows, n) bf16, or what else the epilogue writes
+        out,  # (rows, n) bf16, of two terms f32, or what else the epilogue writes
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
         counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
         num_ctas: Int32,
@@ -491,7 +492,6 @@ class GroupedGemmSm90:
         thread: Int32,
     ):
         """total_acc = the tile's sum over K; returns the state after its last block."""
-        c = self.config
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -503,20 +503,18 @@ class GroupedGemmSm90:
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
                 self._load_scales(scales, s_a_scale, fragments, first + i, now.index, thread)
-                for t in cutlass.range_constexpr(c.terms):
-                    self._issue_wgmma(acc, fragments, now.index, t)
-                    warpgroup.wait_group(0)
-                    if cutlass.const_expr(t == c.terms - 1):
-                        load.consumer_release(now)
-                        # Ask for the next stage now: the answer comes during the promotion.
-                        arrived = Boolean(True)
-                        if cutlass.const_expr(i + 1 < self.turn):
-                            arrived = load.consumer_try_wait(self._stage(state, i + 1))
-                        else:
-                            state = self._stage(state, self.turn)
-                            if first + self.turn < self.k_blocks:
-                                arrived = load.consumer_try_wait(state)
-                    self._promote(total_acc, acc, scales, t)
+                self._issue_wgmma(acc, fragments, now.index)
+                warpgroup.wait_group(0)
+                load.consumer_release(now)
+                # Ask for the next stage now: the answer comes during the promotion.
+                arrived = Boolean(True)
+                if cutlass.const_expr(i + 1 < self.turn):
+                    arrived = load.consumer_try_wait(self._stage(state, i + 1))
+                else:
+                    state = self._stage(state, self.turn)
+                    if first + self.turn < self.k_blocks:
+                        arrived = load.consumer_try_wait(state)
+                self._promote(total_acc, acc, scales)
         return state
 
     def _stage(self, state, i: int):
@@ -549,40 +547,40 @@ class GroupedGemmSm90:
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
-        terms = self.config.terms
-        steps = self.turn * terms
         for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            for j in cutlass.range_constexpr(steps + 1):
-                i, t = j // terms, j % terms
-                if cutlass.const_expr(j < steps):
+            for i in cutlass.range_constexpr(self.turn + 1):
+                if cutlass.const_expr(i < self.turn):
                     now = self._stage(state, i)
-                    if cutlass.const_expr(t == 0):
-                        load.consumer_wait(now)
-                        self.a_load.arrived()
-                        self._load_scales(
-                            scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
-                        )
-                    self._issue_wgmma(accs[j % 2], fragments, now.index, t)
-                if cutlass.const_expr(j > 0):
-                    before, of = (j - 1) // terms, (j - 1) % terms
-                    warpgroup.wait_group(1 if j < steps else 0)
-                    if cutlass.const_expr(of == terms - 1):
-                        load.consumer_release(self._stage(state, before))
-                    self._promote(total_acc, accs[1 - j % 2], scales[before % 2], of)
+                    load.consumer_wait(now)
+                    self.a_load.arrived()
+                    self._load_scales(
+                        scales[i % 2], s_a_scale, fragments, first + i, now.index, thread
+                    )
+                    self._issue_wgmma(accs[i % 2], fragments, now.index)
+                if cutlass.const_expr(i > 0):
+                    warpgroup.wait_group(1 if i < self.turn else 0)
+                    load.consumer_release(self._stage(state, i - 1))
+                    self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
             state = self._stage(state, self.turn)
         return state
 
     @cute.jit
-    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32, term: int):
-        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it."""
-        of_tokens = stage * self.config.terms + term
-        at_a, at_b = self.operands.operands(of_tokens, stage)
+    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
+        """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it.
+
+        The last term comes first: the tensor cores sum in 14 bits, and what is small keeps more of
+        them before what is large is added to it.
+        """
+        terms = self.config.terms
         atom = cute.make_mma_atom(self.tiled_mma.op)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
-            atom.set(warpgroup.Field.ACCUMULATE, k != 0)
-            of_a, of_b = fragments.a[None, None, k, at_a], fragments.b[None, None, k, at_b]
-            cute.gemm(atom, acc, of_a, of_b, acc)
+        for i in cutlass.range_constexpr(terms):
+            of_tokens = stage * terms + (terms - 1 - i)
+            at_a, at_b = self.operands.operands(of_tokens, stage)
+            for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+                atom.set(warpgroup.Field.ACCUMULATE, i + k != 0)
+                of_a, of_b = fragments.a[None, None, k, at_a], fragments.b[None, None, k, at_b]
+                cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
 
     @cute.jit
@@ -628,13 +626,11 @@ class GroupedGemmSm90:
                 scales[i, half] = s_a_scale[token, 0, stage] * scale_b
 
     @cute.jit
-    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor, term: int):
-        """total += scale * acc, with the scale of each value's token and of the term."""
+    def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor):
+        """total += scale * acc, with the scale of each value's token."""
         flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for v in cutlass.range(cute.size(acc), unroll_full=True):
             half = self.operands.half_of_value(v) if self.epilogue.halves > 1 else 0
             scale = scales[self.operands.scale_of_value(v), half]
-            if cutlass.const_expr(term > 0):
-                scale = scale * RESIDUAL**term
             flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])
