@@ -36,8 +36,16 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
+    """A GPU, whose allocator hands out memory that is NaN in every type and -1 as an integer."""
+    empty = torch.empty
     monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernels.torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
+
+
+def poisoned(memory: torch.Tensor) -> torch.Tensor:
+    memory.view(torch.uint8).fill_(0xFF)
+    return memory
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -49,6 +57,7 @@ def test_as_the_model(name, tokens, offset, terms, mode, emulator):
     model.fused(inputs, wanted, SHAPE, terms=terms)
     out = output_of(inputs, name, terms)
     assert calc_diff(out, wanted) < TOLERANCE[terms]
+    assert out.isfinite().all()
     routing, permute = (1 if tokens <= 32 else 2), 0 if "swapped" in name else 1
     assert [report.hazards for report in emulator.reports] == [[]] * (routing + permute + 3)
     assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
