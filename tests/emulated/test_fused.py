@@ -117,6 +117,43 @@ def test_a_wrong_second_term(factor, name, emulator):
     assert calc_diff(output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
 
 
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """As many elements of the type, one element past an aligned address."""
+    return x.new_empty(x.numel() + 16)[1:].as_strided(x.shape, x.stride())
+
+
+FAULTS = {
+    "another type": lambda x: x.new_empty(x.shape, dtype=torch.float16),
+    "wider": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] + 16)),
+    "longer": lambda x: x.new_empty((x.shape[0] + 1, *x.shape[1:])),
+    "a dimension more": lambda x: x.new_empty((*x.shape, 1)),
+    "a dimension less": lambda x: x.new_empty(x.shape[1:]),
+    "every other element": lambda x: x.new_empty((*x.shape, 2))[..., 0],
+    "misaligned": misaligned,
+    "none": lambda x: None,
+    "a number": lambda x: 1.0,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_compiled_function_refuses(fault, emulator):
+    """What `FusedLayer` leaves to it; before anything is launched, and a call after it is good."""
+    inputs = inputs_of(9, 4)
+    arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
+    wanted = arguments["output"].clone()
+    emulator.reports.clear()
+    for name in [*MoeInputs._fields[:8], "output"]:
+        if fault == "misaligned" and name.endswith("scale"):
+            continue  # not asked of them
+        given = arguments | {name: FAULTS[fault](arguments[name])}
+        output = given.pop("output")
+        wrong = MoeInputs(**given)
+        with pytest.raises((TypeError, ValueError, AttributeError, IndexError, RuntimeError)):
+            kernels.fused(wrong, output, SHAPE, lambda *_: CONFIGS["8 swapped"])
+        assert not emulator.reports, name
+    assert torch.equal(output_of(inputs, "8 swapped"), wanted)
+
+
 GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")
 PERMUTED = (*GATHERED[:3], "permute", *GATHERED[3:])
 NOT_NEEDED_WITHIN_A_CALL = {"word", "choose"}
