@@ -18,6 +18,8 @@ from scripts.report import run_data
 from scripts.report.run_data import Recorded
 
 STUDY_TOKENS = 1024
+GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
+LADDER_TOKENS = (1, 80, 901, 14107)
 MANY_EXPERTS = 16
 """Active experts from which on the weights alone keep the whole GPU reading."""
 
@@ -83,6 +85,24 @@ def ranking(recorded: Recorded) -> str:
     changed = run_data.changed_sources(main)
     header, rows = run_data.ranking_table(main)
     return parts(paragraph(lines, clocks, changed), table(header, rows, left=2))
+
+
+def ladder(recorded: Recorded) -> str:
+    """Our generations, one below the other, at a few numbers of tokens, by the device's clock."""
+    main = recorded.main
+    chosen = [(length, uuid) for length, uuid in main.workloads if length in LADDER_TOKENS]
+    rows, before = [], dict[str, float]()
+    for name in GENERATIONS:
+        row = [name]
+        for _, uuid in chosen:
+            ms = main.latency_ms(uuid, PREFIX + name, "device")
+            faster = f" ({before[uuid] / ms:.2f}x)" if ms and uuid in before else ""
+            row.append(f"{ms:.3f}{faster}" if ms else "-")
+            if ms:
+                before[uuid] = ms
+        rows.append(row)
+    text = "Device time in ms, and in brackets how much faster than the generation above:"
+    return parts(paragraph(text), table(["", *(f"T={t}" for t, _ in chosen)], rows, left=1))
 
 
 def latency(recorded: Recorded) -> str:
@@ -280,6 +300,7 @@ BLOCKS: dict[str, Callable[[Recorded], str]] = {
         latency_plot,
         accuracy,
         stages,
+        ladder,
         speed_of_v2,
         gemm,
         gemm_layers,

@@ -234,3 +234,16 @@ def test_configurations_below_the_best_peer_are_counted() -> None:
     rows = recorded.gemm["gemm_study"]["results"]
     below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
     assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)
+
+
+def test_the_ladder_compares_with_the_generation_above(recorded: Recorded, monkeypatch) -> None:
+    monkeypatch.setattr(generated, "GENERATIONS", ("v1", "none of ours", "fused"))
+    *_, v1, missing, fused = generated.ladder(recorded).splitlines()
+    uuid = next(uuid for length, uuid in recorded.main.workloads if length == 1)
+    above, ms = (
+        recorded.main.latency_ms(uuid, f"cutedsl_moe_fp8_{name}", "device")
+        for name in ("v1", "fused")
+    )
+    assert above and ms and above > ms
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (v1, missing, fused)]
+    assert [cell[1] for cell in cells] == [f"{above:.3f}", "-", f"{ms:.3f} ({above / ms:.2f}x)"]
