@@ -1,0 +1,170 @@
+"""The layer as a function on torch tensors, in eager code, under torch.compile and in CUDA graphs.
+
+Also a custom operator, `torch.ops.moe_fp8.fused_moe`, so that torch.compile keeps the call in its
+graph.
+"""
+
+import functools
+
+import torch
+
+from .layer.fused import FusedLayer, fused_configs
+from .layer.problem import MoeInputs, MoeShape
+from .v6_fused_hifi import hifi_configs
+
+
+def fused_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    *,
+    local_expert_offset: int = 0,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 8,
+    topk_group: int = 4,
+    top_k: int = 8,
+    accurate: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mixture-of-experts layer of one expert-parallel rank: its experts' share of every token.
+
+    DeepSeek-V3's routing: the scores are sigmoids of the logits; experts are chosen by score plus
+    bias, `top_k` of those in the `topk_group` groups (of `n_group`) whose two best are largest in
+    sum; their weights are the scores over their sum, times `routed_scaling_factor`. An expert is
+    `down(silu(gate(x)) * up(x))`. The output is the weighted sum over those of a token's experts
+    that live here, so the sum over all ranks is the whole layer's; a token without one gets zeros.
+
+    T tokens, E experts of which L live here, width H, expert width I; H and I are multiples of 128.
+    `quantise` makes the FP8 operands.
+
+    Runs on the current stream of the tensors' device, and does not wait for it: after one call with
+    as many tokens a call can be captured in a CUDA graph, which then serves any routing. On CPU
+    tensors a model in plain torch runs. No gradient flows through it.
+
+    Args:
+        routing_logits: `[T, E]` float32.
+        routing_bias: `[E]` bfloat16, for the choice alone.
+        hidden_states: `[T, H]` float8_e4m3fn.
+        hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by.
+        gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
+        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
+        gemm2_weights: `[L, H, I]` float8_e4m3fn.
+        gemm2_weights_scale: `[L, H/128, I/128]` float32.
+        local_expert_offset: the first of the L experts that live here.
+        routed_scaling_factor: of all weights.
+        n_group, topk_group, top_k: of the routing.
+        accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
+            1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
+        out: `[T, H]` bfloat16, written and returned; else a new tensor is.
+
+    Returns:
+        `[T, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
+            Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured and no call with as many tokens came before.
+    """
+    tensors = (
+        routing_logits,
+        routing_bias,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+    )
+    if out is None:
+        out = torch.empty_like(hidden_states, dtype=torch.bfloat16)
+    # The operator's own part of a call is 7 us of the host's.
+    run = torch.ops.moe_fp8.fused_moe if torch.compiler.is_compiling() else _run
+    scalars = local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k, accurate
+    run(*tensors, *scalars, out)
+    return out
+
+
+def _run(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    local_expert_offset: int,
+    routed_scaling_factor: float,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    accurate: bool,
+    out: torch.Tensor,
+) -> None:
+    sizes = _sizes(routing_logits, hidden_states, gemm1_weights, gemm2_weights)
+    layer = _layer(*sizes, n_group, topk_group, top_k, accurate)
+    inputs = MoeInputs(
+        routing_logits,
+        routing_bias,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+        local_expert_offset,
+        routed_scaling_factor,
+    )
+    layer(inputs, out)
+
+
+def _sizes(
+    logits: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> tuple[int, int, int, int]:
+    """(experts, local experts, hidden size, intermediate size), each from where it is told first;
+    whether the other arguments agree is the layer's to say."""
+    for name, tensor, dims in (
+        ("routing_logits", logits, "[T, E]"),
+        ("hidden_states", x, "[T, H]"),
+        ("gemm1_weights", w13, "[L, 2 I, H]"),
+        ("gemm2_weights", w2, "[L, H, I]"),
+    ):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
+            given = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ValueError(f"{name}: expected a tensor {dims}, got {given}")
+    return logits.shape[1], w13.shape[0], x.shape[1], w2.shape[2]
+
+
+@functools.lru_cache(maxsize=64)
+def _layer(
+    experts: int,
+    local: int,
+    hidden: int,
+    intermediate: int,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    accurate: bool,
+) -> FusedLayer:
+    shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
+    return FusedLayer(hifi_configs, shape, 2) if accurate else FusedLayer(fused_configs, shape)
+
+
+# With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.
+OPERATOR = "moe_fp8::fused_moe"
+torch.library.define(
+    OPERATOR,
+    torch.library.infer_schema(_run, mutates_args=("out",)),
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+torch.library.impl(OPERATOR, ("cpu", "cuda"), _run)
+
+
+@torch.library.register_fake(OPERATOR)
+def _fake(*arguments: object) -> None:
+    """The output is an argument: there is nothing to say of it."""

@@ -1,0 +1,60 @@
+"""FP8 operands of the layer from what a model has: values in e4m3 and the scales of their blocks.
+
+Plain torch, for weights once and as a starting point for activations; on both ends of a GEMM the
+scale maps a block's largest magnitude to FP8's largest value.
+"""
+
+import torch
+
+from .numerics import BLOCK, FP8_MAX
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations: a scale for 128 values of a row.
+
+    Args:
+        x: `[T, H]`, any floating-point type; H is a multiple of 128.
+
+    Returns:
+        `[T, H]` float8_e4m3fn and `[H/128, T]` float32, so that `x` is about their product.
+
+    Raises:
+        ValueError: H is no multiple of 128.
+    """
+    tokens, hidden = x.shape
+    if hidden % BLOCK:
+        raise ValueError(f"width {hidden}: expected a multiple of {BLOCK}")
+    blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
+    scale = _scale(blocks.abs().amax(dim=-1))
+    return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden), scale.t().contiguous()
+
+
+def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights: a scale for a block of 128 x 128.
+
+    Args:
+        w: `[..., N, K]`, any floating-point type; N and K are multiples of 128.
+
+    Returns:
+        `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32.
+
+    Raises:
+        ValueError: N or K is no multiple of 128.
+    """
+    *experts, n, k = w.shape
+    if n % BLOCK or k % BLOCK:
+        raise ValueError(f"weights of {n} x {k}: expected multiples of {BLOCK}")
+    blocks = w.float().view(*experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    scale = _scale(blocks.abs().amax(dim=(-3, -1)))
+    q = _rounded(blocks, scale.view(*experts, n // BLOCK, 1, k // BLOCK, 1))
+    return q.view(w.shape), scale
+
+
+def _scale(largest: torch.Tensor) -> torch.Tensor:
+    scale = largest / FP8_MAX
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def _rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # A quotient can exceed the range by rounding, and torch's conversion may then make it NaN.
+    return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

@@ -1,0 +1,166 @@
+"""The layer as a function and as an operator, and the examples that use it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_fp8 import functional, v5_fused, v6_fused_hifi
+from moe_fp8.functional import fused_moe
+from moe_fp8.layer import model
+from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.numerics import BLOCK
+from moe_fp8.quantise import quantise_blocks, quantise_rows
+
+from scripts.common.project import ROOT
+
+SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
+                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
+ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
+
+
+def tensors_of(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    return (
+        random(tokens, SHAPE.num_experts),
+        random(SHAPE.num_experts).bfloat16(),
+        *quantise_rows(random(tokens, h)),
+        *quantise_blocks(random(e, 2 * i, h)),
+        *quantise_blocks(random(e, h, i)),
+    )
+
+
+def wanted_of(tensors: tuple[torch.Tensor, ...], offset: int, scaling: float, terms: int = 1):
+    out = torch.empty(tensors[2].shape, dtype=torch.bfloat16)
+    model.fused(MoeInputs(*tensors, offset, scaling), out, SHAPE, terms=terms)
+    return out
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("accurate", [False, True])
+def test_allocates_or_writes_a_given_output(tokens, accurate):
+    tensors = tensors_of(tokens)
+    wanted = wanted_of(tensors, 4, 2.5, 2 if accurate else 1)
+    options = {"local_expert_offset": 4, "routed_scaling_factor": 2.5, "accurate": accurate}
+    made = fused_moe(*tensors, **options, **ROUTING)
+    out = torch.full_like(wanted, torch.nan)
+    assert fused_moe(*tensors, **options, **ROUTING, out=out) is out
+    assert made.dtype == torch.bfloat16 and torch.equal(made, wanted) and torch.equal(out, wanted)
+    assert tokens == 0 or bool((wanted != 0).any())
+
+
+def test_it_is_the_solutions_layer():
+    """At the definition's geometry the defaults are those of fused and hifi."""
+    sizes = (256, 32, 7168, 2048, 8, 4, 8)
+    assert functional._layer(*sizes, False) == v5_fused.LAYER
+    assert functional._layer(*sizes, True) == v6_fused_hifi.LAYER
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, torch.zeros(40), r"routing_logits: expected a tensor \[T, E\], got \[40\]"),
+        (2, None, "hidden_states: expected a tensor"),
+        (4, torch.zeros(4, 256), r"gemm1_weights: expected a tensor \[L, 2 I, H\], got \[4, 256\]"),
+        (1, torch.zeros(16), "routing_bias: expected dtype torch.bfloat16"),
+        (3, torch.zeros(40, 2), r"hidden_states_scale: expected shape \[2, 40\]"),
+    ],
+)
+def test_wrong_tensors(position, value, message):
+    tensors = list(tensors_of(40))
+    tensors[position] = value
+    out = torch.empty(40, SHAPE.hidden_size, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        fused_moe(*tensors, **ROUTING, out=out)
+
+
+def test_impossible_routing():
+    with pytest.raises(ValueError, match="n_group=5: expected a divisor of num_experts=16"):
+        fused_moe(*tensors_of(3), n_group=5)
+
+
+def test_the_operator():
+    tensors = tensors_of(5)
+    out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
+    operator = torch.ops.moe_fp8.fused_moe.default
+    arguments = (*tensors, 4, 2.5, *ROUTING.values(), False, out)
+    # Not `test_schema`: torch compares no float8 tensors.
+    torch.library.opcheck(
+        operator,
+        arguments,
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+    operator(*arguments)
+    assert torch.equal(out, wanted_of(tensors, 4, 2.5))
+
+
+@pytest.mark.parametrize("accurate", [False, True])
+def test_compiled_without_a_break_for_any_number_of_tokens(accurate):
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        out = fused_moe(*tensors, local_expert_offset=4, accurate=accurate, **ROUTING)
+        return 2 * out + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 17, 40):
+        tensors = tensors_of(tokens)
+        assert torch.equal(compiled(*tensors), layer(*tensors))
+
+
+def test_compiled_into_a_given_output():
+    tensors = tensors_of(7)
+
+    def layer(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return fused_moe(*tensors, local_expert_offset=4, out=out, **ROUTING)
+
+    out = torch.full((7, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16)
+    made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, *tensors)
+    wanted = wanted_of(tensors, 4, 1.0)
+    assert torch.equal(made, wanted) and torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_quantised_values_are_near(magnitude):
+    """e4m3 has 4 significant bits: half a step is 1/16 of a value, or of the smallest normal."""
+    x = magnitude * torch.randn(5, 384)
+    q, scale = quantise_rows(x)
+    assert q.shape == x.shape and scale.shape == (3, 5) and scale.is_contiguous()
+    wide = scale.t().repeat_interleave(BLOCK, 1)
+    assert ((q.float() * wide - x).abs() <= x.abs() / 16 + wide * 2**-10).all()
+    assert (q.float().abs().view(5, 3, BLOCK).amax(-1) == 448).all()
+
+    w = magnitude * torch.randn(2, 256, 384)
+    q, scale = quantise_blocks(w)
+    assert q.shape == w.shape and scale.shape == (2, 2, 3)
+    wide = scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    assert ((q.float() * wide - w).abs() <= w.abs() / 16 + wide * 2**-10).all()
+
+
+def test_zeros_are_zeros():
+    for q, scale in (quantise_rows(torch.zeros(2, 128)), quantise_blocks(torch.zeros(1, 128, 128))):
+        assert (q.float() == 0).all() and (scale == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("quantise", "size"), [(quantise_rows, (2, 100)), (quantise_blocks, (1, 128, 100))]
+)
+def test_no_whole_blocks(quantise, size):
+    with pytest.raises(ValueError, match="expected .*multiples? of 128"):
+        quantise(torch.zeros(size))
+
+
+@pytest.mark.parametrize("name", ["moe_layer", "deepseek_v3_block"])
+def test_examples(name):
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py"], cwd=ROOT, capture_output=True, text=True,
+        timeout=300, env={"PYTHONPATH": "solutions", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cosines = [float(x) for x in re.findall(r"\d\.\d{6}", done.stdout)]
+    assert len(cosines) == 2 and min(cosines) > 0.997
+    assert "False" not in done.stdout.replace("accurate=False", "")
