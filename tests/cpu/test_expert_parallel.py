@@ -1,0 +1,61 @@
+"""The layer over several ranks, on the CPU: gloo, the torch model, a reduced size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_fp8.expert_parallel import expert_parallel_moe
+from moe_fp8.functional import fused_moe
+from test_functional import ROUTING, SHAPE, tensors_of
+
+from scripts.common.project import ROOT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "scripts/benchmark/expert_parallel.py", "--cpu", *arguments]
+    path = {"PYTHONPATH": f"{ROOT / 'solutions'}:{ROOT}", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=path)
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["--accurate"])])
+def test_the_ranks_together_are_one_that_has_all_experts(ranks, more, tmp_path):
+    record = tmp_path / "record.json"
+    done = run("--ranks", str(ranks), "--tokens", "1", "9", *more, "--json", str(record))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(record.read_text())["results"]
+    assert [result["tokens"] for result in results] == [1, 9]
+    # Not 0: the parts of a token are rounded; and well below one part that is missing.
+    assert all(0 < result["calc_diff"] < 1e-5 for result in results)
+    assert f"{ranks} ranks (CPU, torch model, gloo)" in done.stdout
+
+
+def test_ranks_that_do_not_divide_the_experts():
+    done = run("--ranks", "3")
+    assert done.returncode == 2 and "expected a divisor of 16 experts" in done.stderr
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_rank_is_the_layer(alone):
+    logits, bias, *others = tensors_of(11)
+    held = SHAPE.num_local_experts
+    arguments = logits[:, :held].contiguous(), bias[:held].contiguous(), *others
+    routing = ROUTING | {"n_group": 2, "topk_group": 2}
+    wanted = fused_moe(*arguments, **routing)
+    assert torch.equal(expert_parallel_moe(*arguments, **routing), wanted)
+    assert wanted.abs().sum() > 0
+
+
+def test_experts_of_nobody(alone):
+    with pytest.raises(ValueError, match="expected 4 experts, 4 of each of 1 ranks, got 16"):
+        expert_parallel_moe(*tensors_of(3), **ROUTING)
