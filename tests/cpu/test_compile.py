@@ -19,9 +19,9 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.kernels.sm90.a_load import ContiguousRows
-from moe_fp8.kernels.sm90.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
+from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.sm90.config import BLOCK, SMEM_BYTES, GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant

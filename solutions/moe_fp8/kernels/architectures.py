@@ -52,7 +52,7 @@ def _sm90_swiglu(terms: int) -> type:
 
 
 def _sm90_gather(config: GemmConfig) -> type | None:
-    from .sm90.gather import GatheredRows
+    from .gather import GatheredRows
 
     return GatheredRows if config.swap_ab else None
 

@@ -10,8 +10,9 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from ..limits import EPILOGUE_COLUMNS
 from ..tiles import WARP
-from .config import EPILOGUE_COLUMNS, WGMMA_M, GemmConfig
+from .config import WGMMA_M, GemmConfig
 
 
 def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
@@ -25,6 +26,12 @@ def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
         (warpgroups, 1, 1),
         (WGMMA_M, columns),
     )
+
+
+def _staged_copy(stmatrix, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+    atom = cute.make_copy_atom(stmatrix, BFloat16)
+    tiled = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
+    return tiled.get_slice(thread)
 
 
 class TokensAsRows:
@@ -69,8 +76,10 @@ class TokensAsRows:
         """First column in the tile of a warpgroup's 64-column part `part`."""
         return Int32(part * EPILOGUE_COLUMNS)
 
-    def stmatrix(self) -> cute.CopyAtom:
-        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Of this thread's values, rounded, to the staging buffer."""
+        stmatrix = warp.StMatrix8x8x16bOp(False, 4)
+        return _staged_copy(stmatrix, tiled_mma, thread)
 
     def staging_layout(self):
         """Staging buffer of a tile, in accumulator coordinates."""
@@ -118,10 +127,11 @@ class TokensAsColumns:
         """First column in the tile of a warpgroup's 64-column part `part`."""
         return warpgroup_index * WGMMA_M
 
-    def stmatrix(self) -> cute.CopyAtom:
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Of this thread's values, rounded, to the staging buffer."""
         # Transposed: a token's 64 columns end up side by side, as they lie in the output.
         matrices = 4 if self.config.tile_m % 16 == 0 else 2
-        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), BFloat16)
+        return _staged_copy(warp.StMatrix8x8x16bOp(True, matrices), tiled_mma, thread)
 
     def staging_layout(self):
         """Staging buffer of a tile, in accumulator coordinates."""

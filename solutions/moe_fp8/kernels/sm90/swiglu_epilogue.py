@@ -14,10 +14,11 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK, RESIDUAL
+from ..barriers import Barriers
+from ..limits import WARPS
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP, Tile
-from .barriers import Barriers
-from .config import WARPS, GemmConfig
+from .config import GemmConfig
 from .operands import Operands
 
 COLUMNS = BLOCK // 2

@@ -4,7 +4,7 @@ A strategy names its shared memory, which rows of B make a tile, what the host f
 output, and how a consumer warpgroup writes its part of a tile.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,11 +14,10 @@ from cutlass import BFloat16, Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK
-from ..tiles import Tile
+from ..numerics import BLOCK
 from .barriers import Barriers
-from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
-from .operands import Operands
+from .limits import EPILOGUE_COLUMNS, WARPGROUP
+from .tiles import Tile
 
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
@@ -49,7 +48,7 @@ class StoreBFloat16:
     halves = 1  # scales of B that the columns of a tile have
     staging_type = BFloat16  # of the staging buffer
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int):
+    def __init__(self, config: Any, operands: Any, n: int):
         self.config = config
         self.operands = operands
         self.n = n
@@ -128,10 +127,7 @@ class StoreBFloat16:
         )
         if local == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        stmatrix = self.operands.stmatrix()
-        to_smem = cute.make_tiled_copy_S(
-            stmatrix, cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
-        ).get_slice(thread)
+        to_smem = self.operands.staged_copy(tiled_mma, thread)
         shape = cute.shape(to_smem.partition_S(staging.accumulator))
         rounded = cute.make_rmem_tensor(shape, BFloat16)
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))

@@ -1,17 +1,16 @@
 """Rows of A that lie anywhere, by cp.async: a strategy of the GEMM, see `a_load`."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64
 
-from ...numerics import BLOCK
-from .. import vectors
-from ..tiles import WARP, Tile
+from ..numerics import BLOCK
+from . import vectors
 from .a_load import SharedRows
-from .config import GemmConfig
+from .tiles import WARP, Tile
 
 CHUNK = 16
 """e4m3 elements of a cp.async and of the swizzle's pieces of a row."""
@@ -45,7 +44,7 @@ class GatheredRows:
     arrivals = 2 * WARP
     bytes = 0
 
-    def __init__(self, config: GemmConfig):
+    def __init__(self, config: Any):
         self.config = config
         self.tokens = config.tile_m
 
