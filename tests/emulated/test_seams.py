@@ -32,7 +32,7 @@ class StoreFloat32:
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
 
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
         return n_tile * self.config.tile_n // BLOCK
 
     def staging_elements(self) -> int:

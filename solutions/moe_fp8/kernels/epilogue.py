@@ -59,9 +59,9 @@ class StoreBFloat16:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
         return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
 
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
-        """Row of the B scales for the columns of a tile."""
-        column = n_tile * self.config.tile_n
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
+        """Row of the B scales for a consumer warpgroup's columns of a tile."""
+        column = n_tile * self.config.tile_n + self.operands.scale_column(warpgroup)
         if cutlass.const_expr(self.ragged_n):
             column = cutlass.min(column, self.n - 1)
         return column // BLOCK
@@ -75,9 +75,10 @@ class StoreBFloat16:
         layout = self.operands.staging_layout()
         rows, parts = self.operands.staged_rows, self.operands.parts
         warpgroups, part = self.config.consumer_warpgroups, rows * EPILOGUE_COLUMNS
+        to_warpgroup, to_part = self.operands.staging_blocks()
         by_rows = cute.make_layout(
             (warpgroups, parts, rows, EPILOGUE_COLUMNS),
-            stride=(part, warpgroups * part, EPILOGUE_COLUMNS, 1),
+            stride=(to_warpgroup * part, to_part * part, EPILOGUE_COLUMNS, 1),
         )
         return Staging(
             buffer.get_tensor(layout.outer, swizzle=layout.inner),

@@ -391,10 +391,10 @@ class GroupedGemm:
     # --- the consumers' scales --------------------------------------------------------------------
 
     @cute.jit
-    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile):
+    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile, consumer: Int32):
         """Ask for a tile's B scales: lane l for those of K blocks l, l + 32, ..."""
         for half in cutlass.range_constexpr(self.epilogue.halves):
-            row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half), None]
+            row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
             for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
@@ -410,6 +410,27 @@ class GroupedGemm:
                 if kb < self.k_blocks:
                     kept[kb, half] = held[i, half]
         cute.arch.sync_warp()
+
+    def _make_scales(self) -> cute.Tensor:
+        """Registers for the factors of one product, for each of a thread's tokens and halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.halves), Float32)
+
+    @cute.jit
+    def _load_scales(
+        self,
+        scales: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        kept: cute.Tensor,
+        kb: Int32,
+        stage: Int32,
+        thread: Int32,
+    ):
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            scale_b = kept[kb, half]
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
 
     # --- the consumers ----------------------------------------------------------------------------
 
@@ -436,7 +457,7 @@ class GroupedGemm:
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)
         if linear < total:
-            self._load_b_scale(held, b_scale, tile)
+            self._load_b_scale(held, b_scale, tile, consumer)
             self._keep_b_scale(kept, held)
         stored = Int32(0)
         while linear < total:
@@ -448,7 +469,7 @@ class GroupedGemm:
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(held, b_scale, following)
+            self._load_b_scale(held, b_scale, following, consumer)
             if valid:
                 self.epilogue.store(
                     output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored

@@ -293,27 +293,6 @@ class GroupedGemmSm90(GroupedGemm):
             cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
 
-    def _make_scales(self) -> cute.Tensor:
-        """Registers for the factors of one product, for each of a thread's tokens and halves."""
-        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.halves), Float32)
-
-    @cute.jit
-    def _load_scales(
-        self,
-        scales: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        kept: cute.Tensor,
-        kb: Int32,
-        stage: Int32,
-        thread: Int32,
-    ):
-        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
-        for half in cutlass.range_constexpr(self.epilogue.halves):
-            scale_b = kept[kb, half]
-            for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, thread)
-                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
-
     @cute.jit
     def _promote(self, total: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor, term: int):
         """total += scale * acc, with the scale of each value's token and of the term."""

@@ -34,11 +34,27 @@ def _staged_copy(stmatrix, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrC
     return tiled.get_slice(thread)
 
 
-class TokensAsRows:
-    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+class _Operands:
+    """What both orders share."""
 
     def __init__(self, config: GemmConfig):
         self.config = config
+
+    def scale_column(self, warpgroup_index: Int32) -> int:
+        """First column in the tile that has another scale of B: all warpgroups have one."""
+        return 0
+
+    def staging_blocks(self) -> tuple[int, int]:
+        """From a warpgroup's part of the staging buffer to the next one's, and from a part to the
+        next, in blocks of `staged_rows` times 64 columns."""
+        return 1, self.config.consumer_warpgroups
+
+
+class TokensAsRows(_Operands):
+    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+
+    def __init__(self, config: GemmConfig):
+        super().__init__(config)
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
         self.token_scales = 2
@@ -87,11 +103,11 @@ class TokensAsRows:
         return cute.tile_to_shape(atom, self.accumulator_shape(), (0, 1))
 
 
-class TokensAsColumns:
+class TokensAsColumns(_Operands):
     """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
 
     def __init__(self, config: GemmConfig):
-        self.config = config
+        super().__init__(config)
         self.staged_rows = config.tile_m
         self.parts = 1
         self.token_scales = config.tile_m // 4

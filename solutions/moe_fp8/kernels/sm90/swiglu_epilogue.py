@@ -93,7 +93,7 @@ class SwigluQuantise:
         stride = ((k, self.intermediate * k, group * k), 1, n * k)
         return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
 
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
         """Row of the B scales for the up (0) or gate (1) columns of a tile."""
         return (half * self.intermediate + n_tile * COLUMNS) // BLOCK
 
