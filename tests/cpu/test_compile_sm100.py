@@ -9,6 +9,7 @@ from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, LARGEST_FROM, MANY_ROWS, choose
+from moe_fp8.layer.problem import DEEPSEEK_V3
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
 
@@ -125,3 +126,23 @@ def test_thresholds():
     ]  # fmt: skip
     assert choose(49, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
     assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=3) == LARGEST
+
+
+STAGES = {
+    "routing": (kernels.compile_route, DEEPSEEK_V3, False),
+    "permute": (kernels.compile_permute, 7168, 8),
+    "swiglu_quant": (kernels.compile_swiglu_quant, 2048),
+    "combine": (kernels.compile_combine, 7168, 8),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
+    """Made for no architecture: as on Hopper without a spill, and with its wide accesses."""
+    function, *arguments = STAGES[name]
+    ptx, cubin = compiled_code(function, *arguments, "sm_100a")
+    assert ".target sm_100a" in ptx
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0 and used["registers"] <= 128
+    wide = re.findall(r"(?:ld|st)\.global\.v4|cp\.async\.cg", ptx)
+    assert wide and ptx.count("griddepcontrol.wait") == len(re.findall(r"\.entry", ptx))

@@ -74,6 +74,11 @@ static Handler decode(Instr& I) {
       I.i1 = I.has("rm") ? FE_DOWNWARD : I.has("rp") ? FE_UPWARD : FE_TOWARDZERO;
       return h_fma_directed;
     }
+    if ((t == T_F16 || t == T_BF16) && I.has("f32")) {  // of sm_100: some operands are narrower
+      only({"rn"});
+      I.i1 = b == "sub" ? -1 : 1;
+      return b == "add" || b == "sub" ? h_add_mixed : b == "fma" ? h_fma_mixed : nullptr;
+    }
     only({"lo", "hi", "wide", "rn", "ftz", "sat", "full", "approx", "NaN", "relu", "rnd"});
     if (t < T_F32 && I.has("sat")) return nullptr;
     I.i1 = b == "add"                 ? I.has("sat")
