@@ -28,7 +28,7 @@ SOLUTION = {
 
 def hifi_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
     """Fused's; the second GEMM's tiles so that three stages with both terms fit."""
-    first, second = fused_configs(tokens, shape, choose)
+    first, second = fused_configs(tokens, shape, choose, terms=2)
     if not second.swap_ab:
         second = replace(second, tile_m=min(second.tile_m, 128), stages=0)
     return first, second

@@ -1,6 +1,7 @@
 """Every kernel compiles for sm_100a without a GPU, into the instructions it was written for."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from moe_fp8.kernels import operations as kernels
@@ -9,7 +10,9 @@ from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, LARGEST_FROM, MANY_ROWS, choose
+from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3
+from moe_fp8.v6_fused_hifi import hifi_configs
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
 
@@ -21,6 +24,7 @@ OTHERS = [
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2),
     GemmConfig(tile_n=256, cluster_m=2),
+    GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2),
 ]
 CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
@@ -85,6 +89,8 @@ def test_grouped_gemm_for_the_other_target(compiled_code):
         ({"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: expected one of \(128,\)"),
         ({"cluster_m": 3}, r"cluster \(3, 1\): expected \(1, 1\), \(1, 2\) or \(2, 1\)"),
         ({"terms": 3}, "terms=3: expected 1 or 2"),
+        ({"quantises": 3, "tile_n": 256}, "quantises=3: expected 0, 1 or 2"),
+        ({"quantises": 1}, r"tile_n=128: expected one of \(256,\) without swap_ab and quantises=1"),
         ({"stages": 1}, "stages=1: expected 0"),
         ({"stages": -2}, "stages=-2"),
         ({"accumulators": 1}, r"accumulators=1: expected 0 \(as many as fit\) or 2 to 4"),
@@ -121,11 +127,28 @@ def test_what_completes_the_barriers_of_a_stage():
 
 
 def test_thresholds():
-    assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20, 21, 48)] == [
-        16, 16, 32, 32, 64, 64
-    ]  # fmt: skip
-    assert choose(49, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
+    assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
+    assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
     assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=3) == LARGEST
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 80, 500, 901, 14107])
+def test_fused(tokens, terms, compiled_code):
+    """All kernels of one host function, with configs that the heuristic picks."""
+    configs_of = fused_configs if terms == 1 else hifi_configs
+    first, second = configs_of(tokens, DEEPSEEK_V3, BLACKWELL.choose)
+    second = replace(second, terms=terms)
+    ptx, _ = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
+    # The routing of one word and of more, the permute, two GEMMs and the combine; of the second
+    # GEMM, which knows its rows, only who loads A or its scales waits for the first.
+    assert len(re.findall(r"\.entry", ptx)) == 7 and ptx.count("griddepcontrol.wait") == 8
+    gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "tcgen05.mma." in part)
+    # Up and gate of 128 columns: under swap_ab two MMA one above the other.
+    assert gemm1.count("tcgen05.mma.") == (8 if first.swap_ab else 4)
+    assert gemm2.count("tcgen05.mma.") == 4 * terms
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.5d\S*global", ptx)) == 1
+    assert ("cvt.rn.f16x2.e4m3x2" in gemm1) == (terms == 2), "what the first term leaves"
 
 
 STAGES = {
@@ -146,3 +169,12 @@ def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
     assert used["frame"] == 0 and used["registers"] <= 128
     wide = re.findall(r"(?:ld|st)\.global\.v4|cp\.async\.cg", ptx)
     assert wide and ptx.count("griddepcontrol.wait") == len(re.findall(r"\.entry", ptx))
+
+
+def test_an_epilogue_of_another_config():
+    """The staging buffer and the rows of a tile are the config's: they must be the epilogue's."""
+    with pytest.raises(ValueError, match="StoreBFloat16 stores what the GEMM gives"):
+        kernels.compile_grouped_gemm(MANY_ROWS.with_swiglu(1), 512, 256, 2, "sm_100a")
+    for config in (MANY_ROWS, MANY_ROWS.with_swiglu(2)):
+        with pytest.raises(ValueError, match="expected quantises=1 and n a multiple of 256"):
+            kernels.compile_fused.make(DEEPSEEK_V3, config, MANY_ROWS, 148, "sm_100a")

@@ -19,6 +19,7 @@ OTHERS = [
     GemmConfig(cluster_n=2, stages=3, accumulators=3),
     GemmConfig(tile_n=64, cluster_m=2, dynamic=True),
     GemmConfig(tile_n=256, cluster_n=2),
+    GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
     GemmConfig(tile_m=32, swap_ab=True, cluster_m=2, dynamic=True),
 ]

@@ -77,7 +77,9 @@ def _sm100_gemm() -> type:
 
 
 def _sm100_swiglu(terms: int) -> type:
-    raise NotImplementedError
+    from .sm100.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
+
+    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
 def _sm100_gather(config: GemmConfigSm100) -> type | None:

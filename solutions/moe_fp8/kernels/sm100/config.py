@@ -1,6 +1,6 @@
 """Compile-time configuration of the grouped GEMM on Blackwell: what can be tuned, what is legal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK, TMA_ROWS
 from ..limits import (
@@ -37,7 +37,8 @@ class GemmConfig:
 
     Attributes:
         tile_m: rows (tokens) of a CTA tile: 128; with `swap_ab` 16, 32 or 64.
-        tile_n: output columns of a CTA tile: 64, 128 or 256; with `swap_ab` 128.
+        tile_n: output columns of a CTA tile: 64, 128 or 256; with `swap_ab` 128. With `quantises`
+            256, the up and gate of 128 columns.
         cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
         stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
@@ -46,6 +47,8 @@ class GemmConfig:
         terms: FP8 values that an element of A is the sum of, the second one times `RESIDUAL`;
             both multiply the same B.
         accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
+        quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
+            what the GEMM gives.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -60,14 +63,18 @@ class GemmConfig:
     dynamic: bool = False
     terms: int = 1
     accumulators: int = 0
+    quantises: int = 0
 
     def __post_init__(self) -> None:
         rows = (16, 32, 64) if self.swap_ab else (MMA_ROWS,)
         columns = (MMA_ROWS,) if self.swap_ab else (64, 128, 256)
+        if self.quantises:
+            columns = (2 * BLOCK,)
         side = "with swap_ab" if self.swap_ab else "without swap_ab"
         if self.tile_m not in rows:
             raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
         if self.tile_n not in columns:
+            side += f" and quantises={self.quantises}"
             raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
             raise ValueError(
@@ -75,6 +82,8 @@ class GemmConfig:
             )
         if self.terms not in (1, 2):
             raise ValueError(f"terms={self.terms}: expected 1 or 2")
+        if self.quantises not in (0, 1, 2):
+            raise ValueError(f"quantises={self.quantises}: expected 0, 1 or 2")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         most = min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.mma_columns)
@@ -91,8 +100,8 @@ class GemmConfig:
 
     @property
     def mma_columns(self) -> int:
-        """Columns of one MMA, and of an accumulator in tensor memory."""
-        return self.tile_m if self.swap_ab else self.tile_n
+        """Columns of an accumulator in tensor memory."""
+        return self.tile_m * (self.tile_n // MMA_ROWS) if self.swap_ab else self.tile_n
 
     @property
     def num_accumulators(self) -> int:
@@ -108,7 +117,7 @@ class GemmConfig:
     def consumer_warpgroups(self) -> int:
         """Warpgroups that promote, each up to 128 columns of the accumulator: a lane of tensor
         memory, and so a row, a thread."""
-        return max(1, self.mma_columns // MMA_ROWS)
+        return 1 if self.swap_ab else max(1, self.mma_columns // MMA_ROWS)
 
     @property
     def consumer_columns(self) -> int:
@@ -170,7 +179,14 @@ class GemmConfig:
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, scales, barriers and alignment."""
         scales = self.consumer_warps * B_SCALES * 4 + SCALE_STAGES * self.scale_block_bytes
-        return self.tile_m * self.tile_n * 2 + scales + 2048
+        return self.staging_bytes + scales + 2048
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue: the tile in bfloat16, or its FP8 terms and maxima."""
+        if not self.quantises:
+            return self.tile_m * self.tile_n * 2
+        return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
 
     @property
     def num_stages(self) -> int:
@@ -182,11 +198,17 @@ class GemmConfig:
         """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
 
+    def with_swiglu(self, terms: int) -> "GemmConfig":
+        """This one for the epilogue that makes so many FP8 terms of up and gate."""
+        return replace(self, tile_n=2 * BLOCK, quantises=terms, stages=0, accumulators=0)
+
     def __str__(self) -> str:
         flags = [f for f in ("swap_ab", "dynamic") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         if self.terms > 1:
             flags.append(f"{self.terms} terms")
+        if self.quantises:
+            flags.append(f"quantises {self.quantises}")
         accumulators = f"{self.num_accumulators} accumulators"
         return ", ".join([tile, cluster, f"{self.num_stages} stages", accumulators, *flags])

@@ -82,6 +82,8 @@ class GroupedGemmSm100(GroupedGemm):
         rows_known: bool = False,
         beside: Any = None,
     ):
+        if config.quantises and epilogue is StoreBFloat16:
+            raise ValueError(f"{config}: {epilogue.__name__} stores what the GEMM gives")
         operands = operands_of(config)
         super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, beside)
         # The barriers of both pipelines, and the address of the tensor memory.

@@ -8,7 +8,6 @@ from .config import GemmConfig
 FEW_ROWS = (
     (10, GemmConfig(tile_m=16, swap_ab=True)),
     (20, GemmConfig(tile_m=32, swap_ab=True)),
-    (48, GemmConfig(tile_m=64, swap_ab=True)),
 )
 # 128x128 tiles leave the MMA no shared memory bandwidth to spare, 256 columns a quarter of it; but
 # they halve the tiles there are to share out.

@@ -30,11 +30,8 @@ class _Operands:
             OperandMajorMode.K,
             Float32,
             tcgen05.CtaGroup.ONE,
-            self.accumulator_shape(),
+            (MMA_ROWS, self.accumulator_shape()[1]),
         )
-
-    def accumulator_shape(self) -> tuple[int, int]:
-        return MMA_ROWS, self.config.mma_columns
 
     def first_token(self, warpgroup: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup: all have all tokens."""
@@ -63,6 +60,9 @@ class TokensAsRows(_Operands):
         # Rows of up and of gate in turns that put both of a column into one thread: the first and
         # the second half of a warpgroup's columns.
         self.interleave = config.consumer_columns // 2
+
+    def accumulator_shape(self) -> tuple[int, int]:
+        return self.config.tile_m, self.config.tile_n
 
     def operands(self, tokens, weights):
         """(A, B) of the MMA."""
@@ -106,6 +106,10 @@ class TokensAsColumns(_Operands):
         self.staged_rows = config.tile_m
         self.parts = MMA_ROWS // EPILOGUE_COLUMNS
         self.token_scales = config.tile_m
+        self.interleave = MMA_ROWS  # those of one MMA and those of the next are a thread's
+
+    def accumulator_shape(self) -> tuple[int, int]:
+        return self.config.tile_n, self.config.tile_m
 
     def operands(self, tokens, weights):
         """(A, B) of the MMA."""
@@ -116,8 +120,12 @@ class TokensAsColumns(_Operands):
         return Int32(i)
 
     def scale_of_value(self, v: int) -> int:
-        """Token scale of this thread's column `v` of the accumulator."""
-        return v
+        """Token scale of this thread's column `v`: all tokens of up, then those of gate."""
+        return v % self.config.tile_m
+
+    def half_of_value(self, v: int) -> int:
+        """Whether this thread's column `v` is of an interleaved tile's up (0) or gate (1)."""
+        return v // self.config.tile_m
 
     def scale_column(self, warpgroup: Int32) -> Int32:
         """First column in the tile of a warpgroup, which has one scale of B for all its columns."""

@@ -1,6 +1,6 @@
 """Compile-time configuration of the grouped GEMM: what can be tuned, and what is legal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK, TMA_ROWS
 from ..limits import (
@@ -157,6 +157,10 @@ class GemmConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
+
+    def with_swiglu(self, terms: int) -> "GemmConfig":
+        """This one for the epilogue that makes so many FP8 terms of up and gate."""
+        return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
 
     def __str__(self) -> str:
         flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]

@@ -1,0 +1,63 @@
+"""The fused layer as compiled for sm_100a against its torch model and against Hopper's bits."""
+
+import pytest
+import torch
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
+from moe_fp8.kernels.sm100.config import GemmConfig
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.problem import MoeInputs
+from test_layers import SHAPE, inputs_of
+
+CONFIGS = {
+    "16 swapped": GemmConfig(tile_m=16, swap_ab=True, stages=3),
+    "32 swapped": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
+    "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
+    "128": GemmConfig(),
+    "128 in pairs": GemmConfig(cluster_m=2, dynamic=True),
+    "256 on demand": GemmConfig(tile_n=256, dynamic=True),
+}
+HOPPER = HopperConfig(tile_m=64, stages=3)
+
+
+def output_of(inputs: MoeInputs, config, terms: int = 1) -> torch.Tensor:
+    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    configs = config.with_swiglu(terms), config
+    kernels.fused(inputs, out, SHAPE, lambda *_: configs, terms)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_100a")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    kernels._fused_plan.cache_clear()
+    yield
+    kernels._fused_plan.cache_clear()
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(("tokens", "offset"), [(1, 4), (41, 4), (9, 100)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_the_model(name, tokens, offset, terms, mode, emulator):
+    inputs = inputs_of(tokens, offset)
+    wanted = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    model.fused(inputs, wanted, SHAPE, terms=terms)
+    out = output_of(inputs, CONFIGS[name], terms)
+    assert calc_diff(out, wanted) < (1e-4 if terms == 1 else 1e-5)
+    # Routing, permute, two GEMMs and the combine.
+    launched = (1 if tokens <= 32 else 2) + 4
+    assert [report.hazards for report in emulator.reports] == [[]] * launched
+    assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
+    inputs = inputs_of(41, 4)
+    outputs = {name: output_of(inputs, config, terms) for name, config in CONFIGS.items()}
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
+    kernels._fused_plan.cache_clear()
+    wanted = output_of(inputs, HOPPER, terms)
+    for name, out in outputs.items():
+        assert torch.equal(out, wanted), name
