@@ -370,6 +370,7 @@ static Handler decode(Instr& I) {
     if (k == "dealloc") return h_tc_dealloc;
     if (k == "relinquish_alloc_permit") return h_tc_relinquish;
     if (k == "wait::st") return h_tc_wait_st;
+    if (k == "wait::ld") return h_tc_wait_ld;
     if (!k.compare(0, 6, "wait::") || !k.compare(0, 7, "fence::")) return h_nop;
     if (k == "cp") {
       I.i0 = cta_group_of(I);
@@ -551,5 +552,6 @@ static std::unique_ptr<Program> load_program(const char* text) {
     }
   }
   track_registers(*p);
+  track_tmem_loads(*p);
   return p;
 }
