@@ -68,6 +68,7 @@ class ContiguousRows:
 
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+    scale_arrivals = 1  # of scales apart, on theirs
     tokens = 0  # values in shared memory that the strategy keeps of a tile
 
     def __init__(self, config: Any):
@@ -133,6 +134,12 @@ class ContiguousRows:
             )
         if not self.config.scales_apart:
             self._copy_scales(operand, of_tile, kb, full, state)
+
+    def scale_copies(
+        self, operand: TmaOperand, shared: SharedRows, tile: Tile, cta: tuple[Int32, Int32]
+    ) -> TileCopies:
+        """What `copy_scales` needs of a tile."""
+        return self.tile_copies(operand, shared, tile, cta, Int32(0))
 
     def copy_scales(self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, pipe, state) -> None:
         """Start the copy of K block `kb`'s scales into a free stage of a pipeline of their own."""

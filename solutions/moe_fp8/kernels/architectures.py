@@ -53,7 +53,7 @@ def _sm90_swiglu(terms: int) -> type:
     return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
-def _sm90_gather(config: GemmConfig) -> type | None:
+def _gather(config: Any) -> type | None:
     from .gather import GatheredRows
 
     return GatheredRows if config.swap_ab else None
@@ -66,7 +66,7 @@ HOPPER = Architecture(
     choose=sm90.choose,
     gemm=_sm90_gemm,
     swiglu=_sm90_swiglu,
-    gather=_sm90_gather,
+    gather=_gather,
 )
 
 
@@ -82,10 +82,6 @@ def _sm100_swiglu(terms: int) -> type:
     return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
-def _sm100_gather(config: GemmConfigSm100) -> type | None:
-    return None
-
-
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",
     target="sm_100a",
@@ -93,7 +89,7 @@ BLACKWELL = Architecture(
     choose=sm100.choose,
     gemm=_sm100_gemm,
     swiglu=_sm100_swiglu,
-    gather=_sm100_gather,
+    gather=_gather,
 )
 BLACKWELL_ULTRA = replace(BLACKWELL, gpus="compute capability 10.3 (B300, GB300)", target="sm_103a")
 

@@ -67,7 +67,7 @@ class GroupedGemmSm100(GroupedGemm):
                  kernel. At the tile's end the sums go to the `epilogue`, while the MMA goes on.
 
     Pipelines beside `load`, whose stages one commit frees:
-      scales     full: one arrival and the bytes of a K block's scales; empty: every consumer warp.
+      scales     full: what `a_load` brings of a K block's scales; empty: every consumer warp.
       sums       full: one commit; empty: every consumer warp, when it has read all its columns.
     """
 
@@ -170,7 +170,7 @@ class GroupedGemmSm100(GroupedGemm):
         scales = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=c.scale_stages,
-            producer_group=threads(1),
+            producer_group=threads(self.a_load.scale_arrivals),
             consumer_group=threads(c.consumer_warps),
             tx_count=self.a_load.scale_bytes,
             defer_sync=True,
@@ -207,7 +207,7 @@ class GroupedGemmSm100(GroupedGemm):
             wait_for_previous()
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            copies = self.a_load.tile_copies(a, shared.a, tile, cta, 0)
+            copies = self.a_load.scale_copies(a, shared.a, tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 scales.sync_object_empty.wait(state.index, state.phase)
                 self.a_load.copy_scales(a, copies, kb, scales, state)
