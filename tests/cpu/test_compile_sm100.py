@@ -16,6 +16,8 @@ from moe_fp8.v6_fused_hifi import hifi_configs
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
 
+from scripts.gemm.sass import disassemble, facts, nvdisasm
+
 TARGETS = ["sm_100a", "sm_103a"]
 CHOSEN = [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
 OTHERS = [
@@ -59,7 +61,7 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     assert len(stores) == max(1, min(config.tile_n, 128) // 64)
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
     used = resources(cubin, tmp_path)
-    # What a warp knows of the tiles, once a tile; `scripts/gemm/sass_table.py` tells where.
+    # What a warp knows of the tiles, once a tile: `test_machine_code` looks into the main loops.
     assert used["frame"] <= 16, f"{config} spills"
     assert used["registers"] * config.threads <= 65536
     check_registers_given(ptx, config.threads, used["registers"], producers=256)
@@ -162,6 +164,46 @@ STAGES = {
     "swiglu_quant": (kernels.compile_swiglu_quant, 2048),
     "combine": (kernels.compile_combine, 7168, 8),
 }
+
+
+needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm, also not triton's")
+
+
+def check_machine_code(text: str, config) -> None:
+    """What the GEMM lives on, in the code that a GPU would run."""
+    found = facts(text)
+    mma = 8 if config.swap_ab and config.quantises else 4
+    assert (found.mma, found.commits) == (mma * config.terms, 1 + config.terms)
+    # No wait between the MMA of a K block; between its terms the one for the next accumulator.
+    assert found.between <= 3 * found.mma + 24 * (config.terms - 1)
+    chunks = config.consumer_columns // 16
+    assert (found.tmem_loads, found.adds) == (chunks, 8 * chunks)
+    assert found.local == 0, "local memory in a main loop"
+    assert found.producer <= config.producer_registers
+    assert found.consumer <= config.consumer_registers
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_machine_code(config, compiled_code):
+    _, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
+    (text,) = disassemble(cubin).values()
+    check_machine_code(text, config)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 500, 901, 14107])
+def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
+    configs_of = fused_configs if terms == 1 else hifi_configs
+    first, second = configs_of(tokens, DEEPSEEK_V3, BLACKWELL.choose)
+    second = replace(second, terms=terms)
+    _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
+    gemms = {name: text for name, text in disassemble(cubin).items() if "GroupedGemm" in name}
+    assert len(gemms) == 2
+    for text in gemms.values():
+        # The first one divides by its scale.
+        check_machine_code(text, first if "MUFU.EX2" in text else second)
 
 
 @pytest.mark.parametrize("name", STAGES)

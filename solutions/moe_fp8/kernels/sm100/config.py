@@ -150,6 +150,11 @@ class GemmConfig:
         return (self.consumer_warpgroups + PRODUCER_WARPGROUPS) * WARPGROUP
 
     @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer warpgroups."""
+        return PRODUCER_REGISTERS
+
+    @property
     def consumer_registers(self) -> int:
         """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
         left = REGISTERS - PRODUCER_WARPGROUPS * PRODUCER_REGISTERS
