@@ -10,7 +10,6 @@ import torch
 
 from .layer.fused import FusedLayer, fused_configs
 from .layer.problem import MoeInputs, MoeShape
-from .v6_fused_hifi import hifi_configs
 
 
 def fused_moe(
@@ -152,7 +151,7 @@ def _layer(
     accurate: bool,
 ) -> FusedLayer:
     shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
-    return FusedLayer(hifi_configs, shape, 2) if accurate else FusedLayer(fused_configs, shape)
+    return FusedLayer(fused_configs, shape, 2 if accurate else 1)
 
 
 # With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.

@@ -12,12 +12,8 @@ Expected cost over fused: the second GEMM's MMA, its output and the intermediate
 weights: little where weights are what is read, much where the tensor cores are what is waited for.
 """
 
-from dataclasses import replace
-from typing import Any
-
 from .layer.fused import FusedLayer, fused_configs
-from .layer.problem import Choose, MoeInputs, MoeShape
-from .layer.rows import expected_rows
+from .layer.problem import MoeInputs
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",
@@ -27,26 +23,7 @@ SOLUTION = {
 }
 
 
-ROWS_OF_64 = 48
-"""Rows of an expert up to which the second GEMM has 64-row tiles."""
-
-
-def hifi_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
-    """Fused's, but for the second GEMM with many rows: with two products a K block it waits for the
-    tensor cores sooner, and a tile's empty rows cost more.
-
-    Us a call on an H200 with its tiles of 64 x 128, overlapped, 128 x 128, 192 x 128, unrolled:
-    T=901 397, 403, -; T=11948 1428, 1373, 1355; T=14107 2106, 2009, 1973.
-    """
-    first, second = fused_configs(tokens, shape, choose)
-    if not second.swap_ab:
-        few = expected_rows(tokens, shape) <= ROWS_OF_64
-        tile = {"tile_m": 64, "overlap": True} if few else {"tile_m": 192, "unroll": True}
-        second = replace(second, cluster_n=2, stages=0, **tile)
-    return first, second
-
-
-LAYER = FusedLayer(hifi_configs, terms=2)
+LAYER = FusedLayer(fused_configs, terms=2)
 
 
 # fmt: off

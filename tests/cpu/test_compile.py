@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,14 @@ from elftools.elf.elffile import ELFFile
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.kernels.sm90.a_load import ContiguousRows
-from moe_fp8.kernels.sm90.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
+from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.sm90.config import BLOCK, SMEM_BYTES, GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3
-from moe_fp8.v6_fused_hifi import hifi_configs
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -131,19 +129,27 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
         check_queue(ptx)
 
 
-def check_registers_given(ptx: str, threads: int, registers: int) -> None:
+def check_registers_given(ptx: str, threads: int, registers: int, producers: int = 128) -> None:
     """What setmaxnreg gives the consumers is what the CTA has: more is waited for forever."""
     (producer,) = map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx))
     (consumer,) = map(int, re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx))
-    assert producer * 128 + consumer * (threads - 128) <= registers * threads
+    assert producer * producers + consumer * (threads - producers) <= registers * threads
 
 
-def check_queue(ptx: str) -> None:
-    """Tiles on demand: what keeps their one slot whole shows in no run of a single warp."""
+def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
+    """Tiles on demand: what keeps their one slot whole shows in no run of a single warp.
+
+    Args:
+        ptx: of the kernel.
+        readers: roles that take tiles.
+        others: times that lanes of a warp wait for each other for another reason.
+    """
     # All roles that take tiles: their lanes have read the slot before one of them frees it.
     taken = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
-    kept = 4  # around the stores of a tile's B scales, for the first tile and for the next ones
-    assert len(taken) == ptx.count("bar.warp.sync") - kept == 3
+    kept = (
+        4 + others
+    )  # around the stores of a tile's B scales, for the first tile and for the next ones
+    assert len(taken) == ptx.count("bar.warp.sync") - kept == readers
     # Who serves waits for a free slot before every tile, and once more before it may exit.
     served = ptx[: ptx.index("atom.global.add")]
     empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]
@@ -210,8 +216,7 @@ def test_fused(tokens, compiled_code, tmp_path):
 @pytest.mark.parametrize("tokens", [1, 80, 500, 901, 14107])
 def test_fused_hifi(tokens, compiled_code, tmp_path):
     """The second GEMM multiplies two terms a K block, by one tile of weights."""
-    first, second = hifi_configs(tokens, DEEPSEEK_V3, HOPPER.choose)
-    second = replace(second, terms=2)
+    first, second = fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms=2)
     ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, ARCH)
     gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part)
     loads = r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global"

@@ -34,10 +34,10 @@ ROWS = (0, 1, 17, 64, 65, 130)
 MAX_ROWS = 256
 
 
-def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
+def launch(problem, config, ctas: int, target: str = "sm_90a") -> torch.Tensor:
     experts, n, k = problem.b.shape
     out = problem.output()
-    function = compile_grouped_gemm(config, n, k, experts, "sm_90a")
+    function = compile_grouped_gemm(config, n, k, experts, target)
     counter = torch.zeros(1, dtype=torch.int32)
     operands = (problem.a, problem.a_scale, problem.b, problem.b_scale, out, problem.expert_rows)
     function(*operands, counter, ctas * config.cluster_size)

@@ -1,4 +1,4 @@
-"""The routing kernels against the torch routing: the same experts, weights and rows."""
+"""The routing kernels against the torch routing, on both targets: experts, weights and rows."""
 
 import pytest
 import torch
@@ -7,12 +7,20 @@ from moe_fp8.kernels.route import WORD, ChooseExperts
 from moe_fp8.layer.problem import MoeShape
 from moe_fp8.layer.routing import choose_experts, group_rows
 
+TARGET = ""
+"""What the kernels of a test are compiled for."""
 SHAPES = {
     "v3": MoeShape(),
     "small": MoeShape(num_experts=16, num_local_experts=5, n_group=4, topk_group=2, top_k=3),
     "one group": MoeShape(num_experts=64, num_local_experts=64, n_group=1, topk_group=1, top_k=6),
     "many local": MoeShape(num_local_experts=256),
 }
+
+
+@pytest.fixture(autouse=True, params=["sm_90a", "sm_100a"])
+def target(request, monkeypatch):
+    """No test knows what it is for: these kernels have nothing of one architecture."""
+    monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
 def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor, offset: int):
@@ -23,7 +31,7 @@ def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor, offset: int
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     pair_row = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
     token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
-    function = operations.compile_route(shape, True, "sm_90a")
+    function = operations.compile_route(shape, True, TARGET)
     counters = torch.full((3,), -7, dtype=torch.int32)
     scratch = expert, marks
     written = weights, m_indptr, pair_row, token_of_row, counters

@@ -10,8 +10,8 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
-from moe_fp8.kernels.sm90.a_load import ContiguousRows
 from moe_fp8.kernels.sm90.config import WARPGROUP, GemmConfig
 from moe_fp8.kernels.sm90.gemm import GroupedGemmSm90
 from moe_fp8.numerics import BLOCK
@@ -32,7 +32,7 @@ class StoreFloat32:
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
 
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
         return n_tile * self.config.tile_n // BLOCK
 
     def staging_elements(self) -> int:

@@ -1,4 +1,4 @@
-"""The permute, the activation and the combine kernel as compiled for sm_90a."""
+"""The permute, the activation and the combine kernel as compiled for both architectures."""
 
 import cutlass.cute as cute
 import pytest
@@ -11,8 +11,16 @@ from moe_fp8.kernels.swiglu_quant import divide
 from moe_fp8.layer import model
 from problems import FP8, UNTOUCHED, fp8
 
+TARGET = ""
+"""What the kernels of a test are compiled for."""
 INTERMEDIATE = 384
 NAN = 0x7F  # of e4m3
+
+
+@pytest.fixture(autouse=True, params=["sm_90a", "sm_100a"])
+def target(request, monkeypatch):
+    """No test knows what it is for: these kernels have nothing of one architecture."""
+    monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
 def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
@@ -20,7 +28,7 @@ def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
     rows = g.shape[0] if rows is None else rows
     m_indptr = torch.tensor([0, rows], dtype=torch.int32)
     q, scale = empty_swiglu(g)
-    compile_swiglu_quant(q.shape[1], "sm_90a")(g, q, scale, m_indptr, ctas)
+    compile_swiglu_quant(q.shape[1], TARGET)(g, q, scale, m_indptr, ctas)
     assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
     return q[:rows], scale[:, :rows]
 
@@ -69,7 +77,7 @@ def test_swiglu_quant_stops_at_the_row_count(rows, ctas, mode, emulator):
     scale = torch.full((INTERMEDIATE // 128, 40), torch.nan)
     bound = torch.full((40, 2 * INTERMEDIATE), torch.nan).bfloat16()
     bound[:rows] = g
-    compile_swiglu_quant(INTERMEDIATE, "sm_90a")(bound, q, scale, m_indptr, ctas)
+    compile_swiglu_quant(INTERMEDIATE, TARGET)(bound, q, scale, m_indptr, ctas)
     assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
     check_swiglu((q[:rows], scale[:, :rows]), expected_swiglu(g))
     assert emulator.reports[-1].hazards == []
@@ -145,7 +153,7 @@ def test_divide_is_the_division_that_fp8_sees(emulator):
     values[7:9] = torch.tensor([torch.nan, -torch.inf])
     wanted, got = values / scales, values.clone()
     number = Tensor(Float32, (Extent("values"),), align=4)
-    compiled(Divide, (), (number, number), "sm_90a")(got, scales)
+    compiled(Divide, (), (number, number), TARGET)(got, scales)
     seen = ~(wanted.abs() < 2.0**-20)
     assert seen.sum() > count // 3
     torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=0, equal_nan=True)
@@ -185,7 +193,7 @@ def test_permute(tokens, hidden, mode, emulator):
     local = torch.randperm(tokens * top_k)[: tokens * 2]  # some tokens get 0 rows, some 1, 2, 3
     pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
     pair_row = pair_row.view(tokens, top_k)
-    kernel = compile_permute(hidden, top_k, "sm_90a")
+    kernel = compile_permute(hidden, top_k, TARGET)
     a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows)
     expected_a, expected_scale = run_permute(model.permute, x, x_scale, pair_row, rows)
     assert torch.equal(a, expected_a)
@@ -202,7 +210,7 @@ def test_permute_of_hardly_a_pair(pairs, mode, emulator):
     pair_row = torch.full((5, 8), -1, dtype=torch.int32)
     pair_row[3, :pairs] = 0
     x, x_scale = fp8(5, 512), torch.randn(4, 5)
-    kernel = compile_permute(512, 8, "sm_90a")
+    kernel = compile_permute(512, 8, TARGET)
     a, a_scale = run_permute(kernel, x, x_scale, pair_row, 12)
     assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
     assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
@@ -217,7 +225,7 @@ def test_permute_to_a_row_past_32_bits(emulator):
     pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
     a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
     a_scale = torch.empty(4, row + 1)
-    compile_permute(hidden, 2, "sm_90a")(x, x_scale, pair_row, a, a_scale)
+    compile_permute(hidden, 2, TARGET)(x, x_scale, pair_row, a, a_scale)
     assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
     assert torch.equal(a_scale[:, row], x_scale[:, 0])
     assert emulator.reports[-1].hazards == []
@@ -229,7 +237,7 @@ def test_combine_of_a_row_past_32_bits(emulator):
     o[row] = torch.randn(hidden).bfloat16()
     pair_row = torch.tensor([[row, -1]], dtype=torch.int32)
     out = torch.full((1, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 2, "sm_90a")(o, pair_row, torch.tensor([[2.0, 5.0]]), out, 1)
+    compile_combine(hidden, 2, TARGET)(o, pair_row, torch.tensor([[2.0, 5.0]]), out, 1)
     assert torch.equal(out[0], 2 * o[row])
     assert emulator.reports[-1].hazards == []
 
@@ -241,7 +249,7 @@ def test_combine_sums_slots_in_order(mode, emulator):
     o = values.unsqueeze(1).expand(3, hidden).bfloat16().contiguous()
     pair_row = torch.tensor([[0, 1, 2], [2, 0, 1], [0, 2, 1]], dtype=torch.int32)
     out = torch.full((3, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 3, "sm_90a")(o, pair_row, torch.ones(3, 3), out, 2)
+    compile_combine(hidden, 3, TARGET)(o, pair_row, torch.ones(3, 3), out, 2)
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
@@ -255,7 +263,7 @@ def test_combine(tokens, mode, emulator):
     weights = torch.rand(tokens, top_k)
     out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
     expected = torch.empty_like(out)
-    compile_combine(hidden, top_k, "sm_90a")(o, pair_row, weights, out, min(tokens, 2))
+    compile_combine(hidden, top_k, TARGET)(o, pair_row, weights, out, min(tokens, 2))
     model.combine(o, pair_row, weights, expected)
     assert not out[0].any()
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)

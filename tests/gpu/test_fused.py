@@ -159,6 +159,7 @@ def test_sanitizer(tool, terms):
     sanitized(
         tool,
         f"""
+from dataclasses import replace
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer.problem import MoeInputs, MoeShape
@@ -180,7 +181,8 @@ for config in (
             fp8(5, 512, 384), f32(5, 4, 3), fp8(5, 384, 256), f32(5, 3, 2), 4, 2.5,
         )
         out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
-        kernels.fused(inputs, out, shape, lambda *_: (config, config), {terms})
+        configs = config, replace(config, terms={terms})
+        kernels.fused(inputs, out, shape, lambda *_: configs, {terms})
         assert bool(out.isfinite().all())
 """,
     )

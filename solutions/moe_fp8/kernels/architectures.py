@@ -6,13 +6,15 @@ heuristic that picks one; everything outside of these folders is neutral.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .sm90 import heuristic as sm90
 from .sm90.config import GemmConfig
+from .sm100 import heuristic as sm100
+from .sm100.config import GemmConfig as GemmConfigSm100
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ def _sm90_swiglu(terms: int) -> type:
     return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
 
 
-def _sm90_gather(config: GemmConfig) -> type | None:
-    from .sm90.gather import GatheredRows
+def _gather(config: Any) -> type | None:
+    from .gather import GatheredRows
 
     return GatheredRows if config.swap_ab else None
 
@@ -64,10 +66,38 @@ HOPPER = Architecture(
     choose=sm90.choose,
     gemm=_sm90_gemm,
     swiglu=_sm90_swiglu,
-    gather=_sm90_gather,
+    gather=_gather,
 )
 
-ARCHITECTURES: dict[tuple[int, int], Architecture] = {(9, 0): HOPPER}
+
+def _sm100_gemm() -> type:
+    from .sm100.gemm import GroupedGemmSm100
+
+    return GroupedGemmSm100
+
+
+def _sm100_swiglu(terms: int) -> type:
+    from .sm100.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
+
+    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
+
+
+BLACKWELL = Architecture(
+    gpus="compute capability 10.0 (B200, GB200)",
+    target="sm_100a",
+    config=GemmConfigSm100(),
+    choose=sm100.choose,
+    gemm=_sm100_gemm,
+    swiglu=_sm100_swiglu,
+    gather=_gather,
+)
+BLACKWELL_ULTRA = replace(BLACKWELL, gpus="compute capability 10.3 (B300, GB300)", target="sm_103a")
+
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+    (9, 0): HOPPER,
+    (10, 0): BLACKWELL,
+    (10, 3): BLACKWELL_ULTRA,
+}
 """By compute capability."""
 
 

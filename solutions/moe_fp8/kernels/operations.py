@@ -1,7 +1,6 @@
 """The CuTe DSL kernels as functions of torch tensors, with the signatures of `model`."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,8 +170,7 @@ def _fused_plan(
 ) -> tuple[Any, int]:
     """(the compiled layer, bytes of its workspace)."""
     architecture = of_device(device)
-    config1, config2 = configs(tokens, shape, architecture.choose)
-    config2 = replace(config2, terms=terms)
+    config1, config2 = configs(tokens, shape, architecture.choose, terms)
     function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
     return function, workspace_bytes(shape, terms, tokens)
 

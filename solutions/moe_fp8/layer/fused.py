@@ -12,21 +12,21 @@ from .problem import DEEPSEEK_V3, Choose, Configs, MoeInputs, MoeShape, validate
 from .rows import expected_rows
 
 
-def fused_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
+def fused_configs(tokens: int, shape: MoeShape, choose: Choose, terms: int = 1) -> tuple[Any, Any]:
     """Of both GEMMs, from what the host knows: the number of tokens, at least one.
 
-    Pairs of CTAs make the 128 columns of a scale. With few rows a deeper ring keeps the second
-    GEMM's CTAs out until one of the first leaves (T=1, H200: 6 stages 55.9 us, 8 55.1, 10 55.4);
-    with many, tiles on demand cost nothing where the counter is zeroed beside the routing (T=901:
-    397.4 -> 394.7 us).
+    The first one makes `terms` FP8 terms of up and gate, which the second one takes. With few rows
+    a deeper ring keeps the second GEMM's CTAs out until one of the first leaves (T=1, H200: 6
+    stages 55.9 us, 8 55.1, 10 55.4); with many, tiles on demand cost nothing where the counter is
+    zeroed beside the routing (T=901: 397.4 -> 394.7 us).
     """
     rows = expected_rows(tokens, shape)
     h, i = shape.hidden_size, shape.intermediate_size
     first, second = (
         replace(config, stages=8) if config.swap_ab else replace(config, dynamic=True)
-        for config in (choose(rows, 2 * i, h), choose(rows, h, i))
+        for config in (choose(rows, 2 * i, h), choose(rows, h, i, terms=terms))
     )
-    return replace(first, cluster_n=2), second
+    return first.with_swiglu(terms), second
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,9 @@ Choose = Callable[..., Any]
 """Picks a GEMM's config from the rows per active expert, n and k, and, by name, what else the
 caller knows: see `sm90.heuristic.choose`."""
 
-Configs = Callable[[int, MoeShape, Choose], tuple[Any, Any]]
-"""The configs of both GEMMs from the number of tokens, which is all that the host knows."""
+Configs = Callable[[int, MoeShape, Choose, int], tuple[Any, Any]]
+"""The configs of both GEMMs from the number of tokens, which is all that the host knows, and from
+the FP8 terms of an element of the intermediate."""
 
 
 class MoeInputs(NamedTuple):

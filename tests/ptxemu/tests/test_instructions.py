@@ -155,6 +155,13 @@ FLOATS = {
     "cvt.f64.f32 %fd1, %f2; cvt.f64.f32 %fd2, %f3; fma.rn.f64 %fd3, %fd1, %fd2, 0d3FF0000000000000;"
     "cvt.rn.f32.f64 %f4, %fd3;": twice(lambda x, y: x * y + 1),
     "copysign.f32 %f4, %f2, %f3;": lambda x, y: torch.copysign(y, x),
+    "cvt.rn.bf16.f32 %h1, %f2; add.rn.f32.bf16 %f4, %h1, %f3;": (
+        lambda x, y: x.bfloat16().float() + y
+    ),
+    "cvt.rn.f16.f32 %h1, %f2; sub.rn.f32.f16 %f4, %h1, %f3;": lambda x, y: x.half().float() - y,
+    "cvt.rn.bf16.f32 %h1, %f2; cvt.rn.bf16.f32 %h2, %f3; fma.rn.f32.bf16 %f4, %h1, %h2, %f3;": (
+        lambda x, y: (x.bfloat16().double() * y.bfloat16().double() + y.double()).float()
+    ),
     "mov.b64 %rd4, {%f2, %f3}; add.rn.f32x2 %rd4, %rd4, %rd4; mov.b64 {%f5, %f4}, %rd4;": (
         lambda x, y: y + y
     ),

@@ -55,9 +55,13 @@ MUTATIONS = {
     "a named barrier counts too many": (replace(r"(bar\.sync\s+2), 128;", r"\1, 160;"), "DEADLOCK"),
     "tensor memory is not freed": (drop(r"tcgen05\.dealloc"), "tmem-not-deallocated"),
     "stores without a proxy fence": (drop(r"fence\.proxy\.async"), "missing-proxy-fence"),
+    "loads from tensor memory are not waited for": (
+        drop(r"tcgen05\.wait::ld"),
+        "tmem-load-not-waited",
+    ),
     "the load does not wait for a free stage": (replace(WAIT, SUCCEED, 0), ""),
     "the MMA does not wait for the load": (replace(WAIT, SUCCEED, 1), ""),
-    "the epilogue does not wait for the MMA": (replace(WAIT, SUCCEED, -1), ""),
+    "the epilogue does not wait for the MMA": (replace(WAIT, SUCCEED, -1), "tmem-race"),
     "the first MMA adds to what was there": (
         replace(r"(tcgen05\.mma\S+\s[^;]*), (%p\d+);", r"setp.eq.b32 \2, 0, 0; \1, \2;", 0),
         "",

@@ -1,38 +1,20 @@
 """Compile-time configuration of the grouped GEMM: what can be tuned, and what is legal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK, TMA_ROWS
-
-WARPGROUP = 128
-"""Threads of a warpgroup."""
-
-WARPS = 4
-"""Warps of a warpgroup."""
-
-SMEM_BYTES = 227 * 1024
-"""Shared memory that one CTA can have."""
-
-EPILOGUE_COLUMNS = 64
-"""Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
+from ..limits import (
+    B_SCALES,
+    MAX_REGISTERS,
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    SMEM_BYTES,
+    WARPGROUP,
+    WARPS,
+)
 
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
-
-MAX_CONSUMER_WARPGROUPS = 3
-"""Of a CTA, with 64 rows of the MMA each."""
-
-REGISTERS = 64 * 1024 // WARPGROUP
-"""Registers that a thread of every warpgroup of a CTA has together."""
-
-PRODUCER_REGISTERS = 24
-"""All that the producer needs, and the least that setmaxnreg takes."""
-
-MAX_REGISTERS = 240
-"""Of a consumer thread: 232, the usual choice, made 128x192 tiles 2 % slower on an H200."""
-
-B_SCALES = 128
-"""B scales of a tile that a warp has room for: one a K block, or with up and gate two."""
 
 OTHER_REGISTERS = 32
 """Registers of a consumer thread that are not accumulators, at least."""
@@ -109,6 +91,21 @@ class GemmConfig:
         return self.consumer_warpgroups * WARPS
 
     @property
+    def stage_readers(self) -> int:
+        """Arrivals of a CTA that free a stage: one a warp, when its WGMMA have read it."""
+        return self.consumer_warps
+
+    @property
+    def scales_apart(self) -> bool:
+        """Whether the A scales have a pipeline of their own; here they come with the rows."""
+        return False
+
+    @property
+    def scale_stages(self) -> int:
+        """K blocks of A scales that shared memory holds."""
+        return self.num_stages
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA: the consumers and one producer warpgroup."""
         return (self.consumer_warpgroups + 1) * WARPGROUP
@@ -161,6 +158,10 @@ class GemmConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
+
+    def with_swiglu(self, terms: int) -> "GemmConfig":
+        """This one for the epilogue that makes so many FP8 terms of up and gate."""
+        return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
 
     def __str__(self) -> str:
         flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]

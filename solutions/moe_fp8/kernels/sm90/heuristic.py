@@ -1,6 +1,7 @@
 """Which GEMM config for how many rows an expert has."""
 
 import math
+from dataclasses import replace
 
 from .config import GemmConfig
 
@@ -31,6 +32,11 @@ EVEN = (
 # on demand even out what it costs (T=14107, GEMM1: 946 us with 128x192 tiles, 907 with these,
 # 867 dynamic, 841 unrolled as well; DeepGEMM 883).
 LARGEST = GemmConfig(tile_m=192, cluster_n=2, stages=4, dynamic=True, unroll=True)
+# Two terms are two products a K block: the GEMM waits for the tensor cores sooner, and a tile's
+# empty rows cost more. hifi's second GEMM in 64x128 tiles, overlapped, 128x128, 192x128, unrolled,
+# us a call of the layer: T=901 397, 403, -; T=11948 1428, 1373, 1355; T=14107 2106, 2009, 1973.
+TWO_TERMS = (48, GemmConfig(tile_m=64, cluster_n=2, overlap=True, terms=2))
+TWO_TERMS_LARGEST = GemmConfig(tile_m=192, cluster_n=2, dynamic=True, unroll=True, terms=2)
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM), which the numbers here were measured on."""
 
@@ -45,16 +51,26 @@ SMALLER = (
 
 
 def choose(
-    rows_per_expert: float, n: int, k: int, even: bool = False, experts: int | None = None
+    rows_per_expert: float,
+    n: int,
+    k: int,
+    even: bool = False,
+    experts: int | None = None,
+    terms: int = 1,
 ) -> GemmConfig:
     """The config for active experts with about `rows_per_expert` rows each and weights `[n, k]`.
 
     The number is an expectation: every config computes any number of rows. Who knows more says so:
     `even`, that the active experts have the same number of rows; `experts`, how many are active:
-    where their tiles would leave most of the GPU idle, smaller ones are taken.
+    where their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: of A; with
+    two of them no more is known that would change the config.
     """
-    table = FEW_ROWS + (EVEN if even else UNEVEN)
-    config = next((config for rows, config in table if rows_per_expert <= rows), LARGEST)
+    many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
+    largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST
+    of_rows = (config for rows, config in FEW_ROWS + many if rows_per_expert <= rows)
+    config = next(of_rows, largest)
+    if terms > 1:
+        return replace(config, terms=terms)
     if experts is None or config.swap_ab:
         return config
     return _fill(config, math.ceil(rows_per_expert), n, experts, even)

@@ -10,8 +10,9 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
+from ..limits import EPILOGUE_COLUMNS
 from ..tiles import WARP
-from .config import EPILOGUE_COLUMNS, WGMMA_M, GemmConfig
+from .config import WGMMA_M, GemmConfig
 
 
 def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
@@ -27,13 +28,35 @@ def _tiled_mma(warpgroups: int, columns: int) -> cute.TiledMma:
     )
 
 
-class TokensAsRows:
-    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+def _staged_copy(stmatrix, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+    atom = cute.make_copy_atom(stmatrix, BFloat16)
+    tiled = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
+    return tiled.get_slice(thread)
+
+
+class _Operands:
+    """What both orders share."""
 
     columns_side_by_side = 2  # of a token, values v and v + 1 of a thread
 
     def __init__(self, config: GemmConfig):
         self.config = config
+
+    def scale_column(self, warpgroup_index: Int32) -> int:
+        """First column in the tile that has another scale of B: all warpgroups have one."""
+        return 0
+
+    def staging_blocks(self) -> tuple[int, int]:
+        """From a warpgroup's part of the staging buffer to the next one's, and from a part to the
+        next, in blocks of `staged_rows` times 64 columns."""
+        return 1, self.config.consumer_warpgroups
+
+
+class TokensAsRows(_Operands):
+    """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
+
+    def __init__(self, config: GemmConfig):
+        super().__init__(config)
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
         self.token_scales = 2
@@ -75,8 +98,10 @@ class TokensAsRows:
         """First column in the tile of a warpgroup's 64-column part `part`."""
         return Int32(part * EPILOGUE_COLUMNS)
 
-    def stmatrix(self) -> cute.CopyAtom:
-        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Of this thread's values, rounded, to the staging buffer."""
+        stmatrix = warp.StMatrix8x8x16bOp(False, 4)
+        return _staged_copy(stmatrix, tiled_mma, thread)
 
     def staging_layout(self):
         """Staging buffer of a tile, in accumulator coordinates."""
@@ -84,13 +109,13 @@ class TokensAsRows:
         return cute.tile_to_shape(atom, self.accumulator_shape(), (0, 1))
 
 
-class TokensAsColumns:
+class TokensAsColumns(_Operands):
     """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
 
     columns_side_by_side = 1
 
     def __init__(self, config: GemmConfig):
-        self.config = config
+        super().__init__(config)
         self.staged_rows = config.tile_m
         self.parts = 1
         self.token_scales = config.tile_m // 4
@@ -130,10 +155,11 @@ class TokensAsColumns:
         """First column in the tile of a warpgroup's 64-column part `part`."""
         return warpgroup_index * WGMMA_M
 
-    def stmatrix(self) -> cute.CopyAtom:
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Of this thread's values, rounded, to the staging buffer."""
         # Transposed: a token's 64 columns end up side by side, as they lie in the output.
         matrices = 4 if self.config.tile_m % 16 == 0 else 2
-        return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), BFloat16)
+        return _staged_copy(warp.StMatrix8x8x16bOp(True, matrices), tiled_mma, thread)
 
     def staging_layout(self):
         """Staging buffer of a tile, in accumulator coordinates."""

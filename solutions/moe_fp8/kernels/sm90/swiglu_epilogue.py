@@ -1,9 +1,4 @@
-"""SwiGLU and FP8 requantisation of a tile's sums: a strategy of the GEMM.
-
-Half of a tile's columns are up rows of the weights and half the gate rows of the same columns, in
-turns that put both of a column into one thread. They come so from the weights as they are given: a
-view of rank 5, whose copy is one TMA instruction.
-"""
+"""SwiGLU and FP8 requantisation of a tile's sums on Hopper: a strategy of the GEMM."""
 
 from typing import NamedTuple
 
@@ -14,29 +9,18 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK
+from ..barriers import Barriers
+from ..limits import WARPS
+from ..swiglu_epilogue import Quantised, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP, Tile
-from .barriers import Barriers
-from .config import WARPS, GemmConfig
+from .config import GemmConfig
 from .operands import Operands
 
 COLUMNS = BLOCK // 2
 """Of the result that a tile makes: half of those that share a scale."""
-VECTOR = 16
-"""e4m3 elements of a 16-byte access."""
-PARTS = COLUMNS // VECTOR
-"""Accesses of a row."""
-PITCH = COLUMNS + VECTOR
-"""Bytes from a staged row to the next: 8 rows of a column then lie in different banks."""
 TURNS = 2
 """Tiles whose maxima from the other CTA have a place at once."""
-
-
-class Quantised(NamedTuple):
-    """What the epilogue writes."""
-
-    q: cute.Tensor  # (rows, terms * n / 2) e4m3
-    scale: cute.Tensor  # (n / 256, rows) f32
 
 
 class Staging(NamedTuple):
@@ -48,8 +32,8 @@ class Staging(NamedTuple):
     arrived: cute.Pointer  # mbarriers (turns, parties) of `theirs`
 
 
-class SwigluQuantise:
-    """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
+class SwigluQuantise(SwigluEpilogue):
+    """`SwigluEpilogue` for 64 columns a CTA.
 
     A scale is that of a row's 128 columns, which the two CTAs of a cluster make: each sends the
     maxima of its 64 to the other one's shared memory. Where tokens are accumulator rows, four lanes
@@ -59,16 +43,9 @@ class SwigluQuantise:
     The other CTA's maxima of a tile come to one of two places in turn. That CTA cannot be two tiles
     ahead: the end of its next tile waits for the arrival of those who have read the last maxima.
 
-    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
-    a row's bits depend neither on the other rows nor on the config.
-
     Raises:
         ValueError: the tile is not 128 columns wide, n is ragged, or the cluster is no such pair.
     """
-
-    halves = 2
-    terms = 1
-    staging_type = Float8E4M3FN
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int):
         if config.tile_n != BLOCK or config.cluster_n != 2 or n % (2 * BLOCK):
@@ -76,30 +53,16 @@ class SwigluQuantise:
                 f"{config}, n={n}: expected tiles of {BLOCK} columns in clusters of two side by "
                 f"side, and n a multiple of {2 * BLOCK}"
             )
-        self.config, self.operands, self.n = config, operands, n
-        self.intermediate = n // 2
-        self.warps = config.consumer_warps
+        super().__init__(config, operands, n, COLUMNS)
         # Who waits for the other CTA: every warpgroup for its rows, or all for the tile's; and who
         # there says that they have read the last maxima: every warp, or one thread for all.
         self.parties = 1 if config.swap_ab else config.consumer_warpgroups
         self.arrivals = 1 if config.swap_ab else WARPS
 
-    def weights(self, b: cute.Tensor) -> cute.Tensor:
-        """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
-        experts, n, k = (cute.size(b, mode=[i]) for i in range(3))
-        group = self.operands.interleave
-        shape = ((group, 2, self.intermediate // group), k, experts)
-        stride = ((k, self.intermediate * k, group * k), 1, n * k)
-        return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
-
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
-        """Row of the B scales for the up (0) or gate (1) columns of a tile."""
-        return (half * self.intermediate + n_tile * COLUMNS) // BLOCK
-
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
         maxima = 4 * (self.warps + TURNS)
-        return self.config.tile_m * (PITCH * self.terms + maxima) + 8 * TURNS * self.parties
+        return self.staged_bytes() + self.config.tile_m * maxima + 8 * TURNS * self.parties
 
     @cute.jit
     def staging(self, buffer) -> Staging:
@@ -108,7 +71,7 @@ class SwigluQuantise:
         Initialises its barriers; the caller synchronises the cluster before their first use.
         """
         rows, base = self.config.tile_m, buffer.data_ptr()
-        amax = cute.recast_ptr(base + rows * PITCH * self.terms, dtype=Int32)
+        amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
         theirs = amax + rows * self.warps
         arrived = cute.recast_ptr(theirs + rows * TURNS, dtype=Int64)
         if cute.arch.warp_idx() == 0:
@@ -116,23 +79,11 @@ class SwigluQuantise:
                 for i in cutlass.range_constexpr(TURNS * self.parties):
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return Staging(
-            cute.make_tensor(
-                base, cute.make_layout((rows, COLUMNS, self.terms), stride=(PITCH, 1, rows * PITCH))
-            ),
+            self.staged_rows(base),
             cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
             cute.make_tensor(theirs, cute.make_layout((TURNS, rows), stride=(rows, 1))),
             arrived,
         )
-
-    def output(self, out: tuple[cute.Tensor, cute.Tensor]) -> Quantised:
-        """In the host function: `out` as in `Quantised`."""
-        return Quantised(*out)
-
-    def prefetch(self, output: Quantised) -> None:
-        """Nothing: the stores take no descriptor."""
-
-    def finish(self) -> None:
-        """Nothing is under way after `store`."""
 
     @cute.jit
     def store(
@@ -203,9 +154,9 @@ class SwigluQuantise:
             if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + row] = scale
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(16 * PARTS // WARP):
+        for i in cutlass.range_constexpr(16 * self.parts // WARP):
             place = i * WARP + lane
-            self._store_part(output, staging, tile, first + place // PARTS, place % PARTS)
+            self._store_part(output, staging, tile, first + place // self.parts, place % self.parts)
         cute.arch.sync_warp()  # before the next tile's rows
 
     @cute.jit
@@ -259,18 +210,8 @@ class SwigluQuantise:
                 token = self.operands.scale_token(i, thread)
                 staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
         barrier.arrive_and_wait()
-        for place in cutlass.range(thread, rows * PARTS, threads, unroll=1):
-            self._store_part(output, staging, tile, place // PARTS, place % PARTS)
-
-    def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
-        """The values' FP8 term; before a later one, what the one before has left of them."""
-        if term > 0:
-            values.store(values.load() - quantised.load().to(Float32))
-        quantised.store(values.load().to(Float8E4M3FN))
-
-    def _staged(self, staging: Staging, row: Int32, term: int) -> cute.Pointer:
-        """Where a term of a row is staged."""
-        return staging.rows.iterator + (term * self.config.tile_m + row) * PITCH
+        for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
+            self._store_part(output, staging, tile, place // self.parts, place % self.parts)
 
     def _of_all_warps(self, staging: Staging, token: Int32) -> Int32:
         """The maximum over this CTA's columns."""
@@ -294,28 +235,8 @@ class SwigluQuantise:
         other = cute.arch.block_idx_in_cluster() ^ 1
         cute.arch.store_async_dsmem(place, amax, arrived, other)
 
-    @cute.jit
-    def _store_part(self, output: Quantised, staging: Staging, tile: Tile, row: Int32, part: Int32):
-        """16 bytes of each term of a row that the tile's expert has."""
-        if row < tile.rows:
-            vector = cute.make_layout(VECTOR)
-            source = self._staged(staging, row, 0) + part * VECTOR
-            # 64-bit offset: rows * columns can pass 2^31.
-            start = Int64(tile.row + row) * (self.terms * self.intermediate)
-            target = output.q.iterator + start + tile.n_tile * COLUMNS + part * VECTOR
-            for t in cutlass.range_constexpr(self.terms):
-                of_term = source + t * self.config.tile_m * PITCH
-                cute.autovec_copy(
-                    cute.make_tensor(of_term.align(VECTOR), vector),
-                    cute.make_tensor((target + t * self.intermediate).align(VECTOR), vector),
-                )
-
 
 class SwigluTwoTerms(SwigluQuantise):
-    """As `SwigluQuantise`, with what the FP8 value leaves of `c / scale` as a second FP8 value.
-
-    `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`, beside the first ones. What a value leaves is at
-    most 1/16 of it and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of the largest.
-    """
+    """As `SwigluQuantise`, with two terms."""
 
     terms = 2

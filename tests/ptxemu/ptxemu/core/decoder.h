@@ -74,6 +74,11 @@ static Handler decode(Instr& I) {
       I.i1 = I.has("rm") ? FE_DOWNWARD : I.has("rp") ? FE_UPWARD : FE_TOWARDZERO;
       return h_fma_directed;
     }
+    if ((t == T_F16 || t == T_BF16) && I.has("f32")) {  // of sm_100: some operands are narrower
+      only({"rn"});
+      I.i1 = b == "sub" ? -1 : 1;
+      return b == "add" || b == "sub" ? h_add_mixed : b == "fma" ? h_fma_mixed : nullptr;
+    }
     only({"lo", "hi", "wide", "rn", "ftz", "sat", "full", "approx", "NaN", "relu", "rnd"});
     if (t < T_F32 && I.has("sat")) return nullptr;
     I.i1 = b == "add"                 ? I.has("sat")
@@ -365,6 +370,7 @@ static Handler decode(Instr& I) {
     if (k == "dealloc") return h_tc_dealloc;
     if (k == "relinquish_alloc_permit") return h_tc_relinquish;
     if (k == "wait::st") return h_tc_wait_st;
+    if (k == "wait::ld") return h_tc_wait_ld;
     if (!k.compare(0, 6, "wait::") || !k.compare(0, 7, "fence::")) return h_nop;
     if (k == "cp") {
       I.i0 = cta_group_of(I);
@@ -546,5 +552,6 @@ static std::unique_ptr<Program> load_program(const char* text) {
     }
   }
   track_registers(*p);
+  track_tmem_loads(*p);
   return p;
 }

@@ -39,7 +39,8 @@ struct Instr {
   int i0 = 0, i1 = 0, i2 = 0, i3 = 0, i4 = 0;  // decoded modifiers, per handler
   Sem sem = WEAK;
   Scope scope = SCOPE_GPU;
-  std::vector<u32> tracked;  // registers that WGMMA uses, see ops_wgmma.h
+  std::vector<u32> tracked;   // registers that WGMMA uses, see ops_wgmma.h; or tmem_loads.h
+  std::vector<u32> moved_to;  // of those of tmem_loads.h, what a move or a load fills
   bool copies = false;       // a move, which takes over its source's state
   bool has(const char* p) const {
     for (auto& x : parts)
@@ -135,6 +136,13 @@ struct Warp {
   std::vector<WgmmaRegister> wgmma_registers;
   u64 wgmma_fences = 0;
   Tick wgmma_done = 0;  // WGMMAs that were started up to then have been waited for
+  std::vector<Tick> loaded_from_tmem;  // when the tcgen05.ld was started, of a tracked register
+  Tick tmem_loads_done = 0;            // those started up to then have been waited for
+  struct TmemLoad {
+    u32 column, columns;
+    int line;
+  };
+  std::vector<TmemLoad> tmem_loads;  // not waited for
   Queue cpasync;
   Groups<int> cpasync_groups;
   std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st
@@ -168,7 +176,7 @@ struct Cta {
   int rank = 0;
   u32 id[3] = {0, 0, 0};
   std::vector<u8> smem, init;  // init: whether a byte was ever written
-  Shadow shadow;
+  Shadow shadow, tmem_shadow;
   Flags flags;
   std::vector<MBar> mbars;
   std::vector<u32> tmem;

@@ -181,6 +181,8 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
     };
     int ncols = rows == 64 && x.cg == 2 ? N / 2 : N;
     tmem_check_cols(t, col0, ncols, line, what);
+    for (u32 quarter = 0; quarter < 4; quarter++)
+      order_tmem(*op.m, l, me, t, quarter, col0, ncols, true, line);
     if (x.a_tmem) {
       u32 ac = x.a_addr & 0xffff, al = x.a_addr >> 16;
       tmem_check_cols(t, ac, 8, line, what);

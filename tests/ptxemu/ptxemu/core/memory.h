@@ -159,7 +159,7 @@ static Str describe(const Machine& m, const Agent& a) {
 }
 // Two accesses to the same bytes, one of them a write, that nothing orders.
 static void report_race(Machine& m, Launch& l, const Actor& me, const Access& other, bool write,
-                        const Str& place, int line, bool shared) {
+                        const Str& place, int line, const char* kind) {
   const Agent &mine = m.agents[me.agent], &theirs = m.agents[other.agent];
   auto& code = theirs.launch->p->code;
   Str at = other.pc < code.size() && other.pc < 65535 ? fmt("PTX line %d", code[other.pc].line)
@@ -175,7 +175,7 @@ static void report_race(Machine& m, Launch& l, const Actor& me, const Access& ot
   }
   Str hint = mine.launch != theirs.launch ? " (griddepcontrol.wait?)" : "";
   l.hazard(
-      shared ? "shared-race" : "global-race", line,
+      kind, line,
       fmt("%s %s %s, which %s %s at %s, and nothing orders the one after the other%s",
           describe(m, mine).c_str(), write ? "writes" : "reads", place.c_str(),
           describe(m, theirs).c_str(), other.write ? "wrote" : "read", at.c_str(), hint.c_str()));
@@ -200,7 +200,7 @@ static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 ad
     if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return;
     bool ordinary = !a.async || a.copied;
     if (!ordered(m, me, a)) {
-      report_race(m, l, me, a, write, place(at), line, shared);
+      report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
     } else if (me.async && !me.copied && !write && a.write && ordinary &&
                !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy)) {
       l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
@@ -222,6 +222,20 @@ static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off
                          int line) {
   order(m, l, me, t.shadow, off, n, write, line, true,
         [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
+}
+// Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
+// operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
+// not a lane's is said by `lanes` = 0.
+static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quarter, u32 column,
+                       u32 n, bool write, int line) {
+  if (!m.opt.check_races) return;
+  u64 address = 4 * (quarter * 512 + column);
+  t.tmem_shadow.access(me, address, 4 * n, write, [&](const Access& a, u64 at) {
+    if ((me.async && a.agent == me.agent) || ordered(m, me, a)) return;
+    Str place = fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
+                    at / 2048 * 32 + 31, at / 4 % 512);
+    report_race(m, l, me, a, write, place, line, "tmem-race");
+  });
 }
 
 // ---- accesses of threads

@@ -203,6 +203,25 @@ static Status h_sub(ARGS) {
   if (I.i0 == T_BF16X2) return packed<bf16t, 16>(c, I, 2, [](float* x) { return x[0] - x[1]; });
   unmodelled(c);
 }
+// float32 and one operand of I.i0: d = a + c, or with I.i1 negative a - c
+static Status h_add_mixed(ARGS) {
+  u64 *d = RS(0), *a = RS(1), *e = RS(2);
+  lanes(c.mask, [&](int l) {
+    float x = I.i0 == T_F16 ? half_to_float((u16)a[l]) : bf16_to_float((u16)a[l]);
+    float y = Val<float>::get(e[l]);
+    d[l] = Val<float>::put(I.i1 < 0 ? x - y : x + y);
+  });
+  return NEXT;
+}
+// d = a * b + c in float32, a and b of I.i0
+static Status h_fma_mixed(ARGS) {
+  u64 *d = RS(0), *a = RS(1), *b = RS(2), *e = RS(3);
+  auto get = [&](u64 v) { return I.i0 == T_F16 ? half_to_float((u16)v) : bf16_to_float((u16)v); };
+  lanes(c.mask, [&](int l) {
+    d[l] = Val<float>::put(std::fma(get(a[l]), get(b[l]), Val<float>::get(e[l])));
+  });
+  return NEXT;
+}
 // I.i1: 0 lo, 1 hi, 2 wide
 template <class T>
 static u64 mul_int(u64 a, u64 b, int part) {

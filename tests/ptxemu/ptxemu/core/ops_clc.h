@@ -1,6 +1,6 @@
 // Handlers: cluster launch control, by which a CTA takes over another one's work.
 #pragma once
-#include "ops_wgmma.h"
+#include "tmem_loads.h"
 
 static Status h_clc_try(ARGS) {  // i0 multicast
   lanes(c.mask, [&](int l) {

@@ -55,6 +55,11 @@ static Status h_tc_relinquish(ARGS) {
   CONVERGED_ALL("tcgen05.relinquish_alloc_permit") c.cta.tmem_permit = false;
   return NEXT;
 }
+static Actor warp_actor(const Ctx& c) {
+  Actor a = thread_actor(c, 0);
+  a.lanes = 0;
+  return a;
+}
 // (row, column) touched by lane l, register j, for each shape
 static inline void tmem_map(int shape, int l, int j, u32 split, u32& row, u32& col) {
   switch (shape) {
@@ -149,6 +154,22 @@ static Status h_tc_ldst(ARGS) {
     c.hazard("uninitialised-tmem-read",
              fmt("tcgen05.ld reads TMEM cells never written (%s)", where(c).c_str()));
   if (I.i1) c.m.effects++;
+  // Their values are here at once; that nobody looks at them before the wait is checked. For who
+  // wants to overwrite what was read, it has been read when that was waited for.
+  if (I.i1)
+    order_tmem(c.m, c.launch(), warp_actor(c), c.cta, quad, col0, maxcol - col0 + 1, true, I.line);
+  else
+    c.w.tmem_loads.push_back({col0, maxcol - col0 + 1, I.line});
+  for (u32 i : I.moved_to) c.w.loaded_from_tmem[i] = c.m.tick;
+  return NEXT;
+}
+static Status h_tc_wait_ld(ARGS) {
+  CONVERGED_ALL("tcgen05.wait::ld")
+  for (auto& load : c.w.tmem_loads)
+    order_tmem(c.m, c.launch(), warp_actor(c), c.cta, c.w.id % 4, load.column, load.columns, false,
+               load.line);
+  c.w.tmem_loads.clear();
+  c.w.tmem_loads_done = c.m.tick;
   return NEXT;
 }
 static Status h_tc_wait_st(

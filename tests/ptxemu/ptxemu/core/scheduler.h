@@ -62,6 +62,7 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
       w.agent = new_agent(m, *t, wi, "");
       w.knowledge.know_launches(launch.known);
       w.wgmma_registers.resize(p.tracked.size());
+      w.loaded_from_tmem.resize(p.tracked.size());
       u32 left = threads - wi * 32;
       w.live = left >= 32 ? ~0u : (1u << left) - 1;
       w.regs.assign((size_t)p.nslots * 32, 0xDEADBEEFDEADBEEFull);
@@ -201,7 +202,8 @@ static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
       }
       m.tick++;
       Ctx c{m, cta, w, g, mask, &I};
-      if (!I.tracked.empty()) touch_registers(c, I);
+      if (!I.tracked.empty() || !I.moved_to.empty())
+        c.launch().sm90 ? touch_registers(c, I) : touch_tmem_loads(c, I);
       Status s = I.fn(c, I);
       if (s == NEXT) {
         g.pc++;

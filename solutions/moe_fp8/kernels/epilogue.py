@@ -4,7 +4,7 @@ A strategy names its shared memory, which rows of B make a tile, what the host f
 output, and how a consumer warpgroup writes its part of a tile.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,11 +14,10 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK
-from ..tiles import Tile
+from ..numerics import BLOCK
 from .barriers import Barriers
-from .config import EPILOGUE_COLUMNS, WARPGROUP, GemmConfig
-from .operands import Operands
+from .limits import EPILOGUE_COLUMNS, WARPGROUP
+from .tiles import Tile
 
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
@@ -44,7 +43,7 @@ class StoreRows:
 
     halves = 1  # scales of B that the columns of a tile have
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int):
+    def __init__(self, config: Any, operands: Any, n: int):
         self.config = config
         self.operands = operands
         self.n = n
@@ -55,9 +54,9 @@ class StoreRows:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
         return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
 
-    def scale_block(self, n_tile: Int32, half: int) -> Int32:
-        """Row of the B scales for the columns of a tile."""
-        column = n_tile * self.config.tile_n
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
+        """Row of the B scales for a consumer warpgroup's columns of a tile."""
+        column = n_tile * self.config.tile_n + self.operands.scale_column(warpgroup)
         if cutlass.const_expr(self.ragged_n):
             column = cutlass.min(column, self.n - 1)
         return column // BLOCK
@@ -81,9 +80,10 @@ class StoreBFloat16(StoreRows):
         layout = self.operands.staging_layout()
         rows, parts = self.operands.staged_rows, self.operands.parts
         warpgroups, part = self.config.consumer_warpgroups, rows * EPILOGUE_COLUMNS
+        to_warpgroup, to_part = self.operands.staging_blocks()
         by_rows = cute.make_layout(
             (warpgroups, parts, rows, EPILOGUE_COLUMNS),
-            stride=(part, warpgroups * part, EPILOGUE_COLUMNS, 1),
+            stride=(to_warpgroup * part, to_part * part, EPILOGUE_COLUMNS, 1),
         )
         return Staging(
             buffer.get_tensor(layout.outer, swizzle=layout.inner),
@@ -133,10 +133,7 @@ class StoreBFloat16(StoreRows):
         )
         if local == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        stmatrix = self.operands.stmatrix()
-        to_smem = cute.make_tiled_copy_S(
-            stmatrix, cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
-        ).get_slice(thread)
+        to_smem = self.operands.staged_copy(tiled_mma, thread)
         shape = cute.shape(to_smem.partition_S(staging.accumulator))
         rounded = cute.make_rmem_tensor(shape, BFloat16)
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
@@ -213,8 +210,8 @@ class StoreBFloat16(StoreRows):
 class StoreFloat32(StoreRows):
     """Stores the sums of the rows of the tile's expert, out of the registers.
 
-    Eight neighbouring columns are four or eight lanes': their stores fill 32-byte sectors, and what
-    shared memory would add is their order alone.
+    Stores of neighbouring threads, or a thread's next one, fill 32-byte sectors: what shared memory
+    would add is their order alone.
     """
 
     staging_type = Float32  # of nothing

@@ -1,17 +1,16 @@
 """Rows of A that lie anywhere, by cp.async: a strategy of the GEMM, see `a_load`."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64
 
-from ...numerics import BLOCK
-from .. import vectors
-from ..tiles import WARP, Tile
+from ..numerics import BLOCK
+from . import vectors
 from .a_load import SharedRows
-from .config import GemmConfig
+from .tiles import WARP, Tile
 
 CHUNK = 16
 """e4m3 elements of a cp.async and of the swizzle's pieces of a row."""
@@ -32,6 +31,13 @@ class TileTokens(NamedTuple):
     tokens: cute.Tensor  # (tile_m / 8, 8) i32 in shared memory, those of a lane side by side
 
 
+class TileScales(NamedTuple):
+    """What the copies of the scales of one tile have in common, where they are apart."""
+
+    shared: SharedRows
+    tokens: cute.Tensor  # (tile_m / 32,) i32 in registers: of a lane's rows
+
+
 class GatheredRows:
     """A tile's rows are copies of tokens, which lie anywhere: no kernel brings them together.
 
@@ -44,8 +50,10 @@ class GatheredRows:
     warps = 2
     arrivals = 2 * WARP
     bytes = 0
+    scale_arrivals = WARP  # of scales apart
+    scale_bytes = 0
 
-    def __init__(self, config: GemmConfig):
+    def __init__(self, config: Any):
         self.config = config
         self.tokens = config.tile_m
 
@@ -112,13 +120,42 @@ class GatheredRows:
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(held[i]) * k
                 vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
-        scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
-        place = shared.scales.iterator + state.index * (c.scale_block_bytes // 4)
-        for i in cutlass.range(lane, self.tokens // self.warps, WARP):
-            of_scale = self._row(warp, Int32(i))
-            token = tokens[of_scale // 8, of_scale % 8]
-            vectors.copy_async(scales + token, place + of_scale, 1)
+        if cutlass.const_expr(not c.scales_apart):
+            scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
+            place = shared.scales.iterator + state.index * (c.scale_block_bytes // 4)
+            for i in cutlass.range(lane, self.tokens // self.warps, WARP):
+                of_scale = self._row(warp, Int32(i))
+                token = tokens[of_scale // 8, of_scale % 8]
+                vectors.copy_async(scales + token, place + of_scale, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(load.producer_get_barrier(state))
+
+    @cute.jit
+    def scale_copies(
+        self,
+        operand: GatherOperand,
+        shared: SharedRows,
+        tile: Tile,
+        cta: tuple[Int32, Int32],
+    ) -> TileScales:
+        """What `copy_scales` needs of a tile: by a warp of its own, a lane its rows' tokens."""
+        held = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
+        for i in cutlass.range_constexpr(cute.size(held)):
+            row = i * WARP + cute.arch.lane_idx()
+            within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
+            held[i] = operand.token_of_row[tile.row + within]
+        return TileScales(shared, held)
+
+    @cute.jit
+    def copy_scales(self, operand: GatherOperand, of_tile: TileScales, kb: Int32, pipe, state):
+        """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
+        scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
+        block = self.config.scale_block_bytes // 4
+        place = of_tile.shared.scales.iterator + state.index * block
+        for i in cutlass.range_constexpr(cute.size(of_tile.tokens)):
+            row = i * WARP + cute.arch.lane_idx()
+            if row < self.tokens:
+                vectors.copy_async(scales + of_tile.tokens[i], place + row, 1)
+        cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
 
     def arrived(self) -> None:
         """By a consumer that has waited for a stage, before the MMA reads it."""

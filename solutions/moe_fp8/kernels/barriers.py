@@ -1,9 +1,9 @@
 """The GEMM's barriers: ids of the named ones, arrivals and bytes of the pipeline's mbarriers."""
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .config import MAX_CONSUMER_WARPGROUPS, GemmConfig
+from .limits import MAX_CONSUMER_WARPGROUPS
 
 HARDWARE_BARRIERS = 16
 """Named barriers of a CTA."""
@@ -25,9 +25,9 @@ class StageCounts(NamedTuple):
 
     Attributes:
         full_arrivals: on `full`: A's, and the expect-tx of the weights.
-        a_bytes: TMA's, of A and its scales.
+        a_bytes: TMA's, of A, and of its scales where they come with it.
         b_bytes: of B.
-        empty_arrivals: on `empty`: every consumer warp of every CTA that the stage's copies are
+        empty_arrivals: on `empty`: every reader of the stage in every CTA that its copies are
             multicast to: those of its row and of its column of the cluster, itself counted once.
     """
 
@@ -37,11 +37,11 @@ class StageCounts(NamedTuple):
     empty_arrivals: int
 
 
-def stage_counts(config: GemmConfig, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
+def stage_counts(config: Any, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
     """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
     return StageCounts(
         full_arrivals=a_arrivals + 1,
         a_bytes=a_bytes,
         b_bytes=b_bytes,
-        empty_arrivals=config.consumer_warps * (config.cluster_m + config.cluster_n - 1),
+        empty_arrivals=config.stage_readers * (config.cluster_m + config.cluster_n - 1),
     )

@@ -1,7 +1,8 @@
 """How the rows of A and their scales come into a pipeline stage: a strategy of the GEMM.
 
 A strategy names its shared memory, its warps and what they add to a stage's `full` barrier, what
-the host function makes of the tensors, and the copies of one K block.
+the host function makes of the tensors, and the copies of one K block. Where the config has the
+scales apart, `copy` leaves them to `copy_scales`, by a warp and through a pipeline of their own.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +13,8 @@ from cutlass import Float8E4M3FN, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from ...numerics import BLOCK, TMA_ROWS
-from ..tiles import Tile
-from .config import GemmConfig
+from ..numerics import BLOCK, TMA_ROWS
+from .tiles import Tile
 from .tma import expect, multicast_mask, tma_load, tma_partition
 
 
@@ -45,16 +45,16 @@ class TileCopies(NamedTuple):
     mask: Any
 
 
-def rows_layout(config: GemmConfig):
+def rows_layout(config: Any):
     """Shared memory of the rows: (tile_m, 128, stages * terms), swizzled."""
     tile = (config.tile_m, config.tile_n, BLOCK)
     copies = config.num_stages * config.terms
     return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
 
 
-def scales_layout(config: GemmConfig) -> cute.Layout:
+def scales_layout(config: Any) -> cute.Layout:
     """Shared memory of the scales: (scale_rows, 1, stages)."""
-    shape = (config.scale_rows, 1, config.num_stages)
+    shape = (config.scale_rows, 1, config.scale_stages)
     return cute.make_layout(shape, stride=(1, 0, config.scale_block_bytes // 4))
 
 
@@ -68,11 +68,15 @@ class ContiguousRows:
 
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+    scale_arrivals = 1  # of scales apart, on theirs
     tokens = 0  # values in shared memory that the strategy keeps of a tile
 
-    def __init__(self, config: GemmConfig):
+    def __init__(self, config: Any):
         self.config = config
-        self.bytes = config.tile_m * config.terms * BLOCK + config.scale_rows * 4
+        self.scale_bytes = config.scale_rows * 4
+        self.bytes = config.tile_m * config.terms * BLOCK
+        if not config.scales_apart:
+            self.bytes += self.scale_bytes
 
     def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
         """In the host function: `a` (rows, terms * k) e4m3, a term beside the other, `a_scale`
@@ -128,6 +132,23 @@ class ContiguousRows:
                 tma_bar_ptr=full,
                 mcast_mask=of_tile.mask,
             )
+        if not self.config.scales_apart:
+            self._copy_scales(operand, of_tile, kb, full, state)
+
+    def scale_copies(
+        self, operand: TmaOperand, shared: SharedRows, tile: Tile, cta: tuple[Int32, Int32]
+    ) -> TileCopies:
+        """What `copy_scales` needs of a tile."""
+        return self.tile_copies(operand, shared, tile, cta, Int32(0))
+
+    def copy_scales(self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, pipe, state) -> None:
+        """Start the copy of K block `kb`'s scales into a free stage of a pipeline of their own."""
+        full = expect(pipe, state, self.scale_bytes)
+        self._copy_scales(operand, of_tile, kb, full, state)
+
+    def _copy_scales(
+        self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, full: cute.Pointer, state
+    ) -> None:
         cute.copy(
             operand.scales,
             of_tile.scales_from[None, kb],

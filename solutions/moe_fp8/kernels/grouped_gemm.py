@@ -1,0 +1,491 @@
+"""What the grouped GEMM is on every architecture: its operands, its tiles, the warps that load.
+
+An architecture's kernel class derives from `GroupedGemm` and adds the roles that compute.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cuda.bindings import driver as cuda
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from ..numerics import BLOCK
+from .a_load import SharedRows, rows_layout, scales_layout
+from .barriers import stage_counts
+from .dependent import wait_for_previous
+from .epilogue import STORE
+from .limits import B_SCALES, WARPGROUP
+from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
+from .tma import expect, multicast_mask, tma_load, tma_partition
+
+ROWS_WARPS = (0, 3)
+"""Those that load A, as many as `a_load` has."""
+WEIGHTS_WARP = 1
+"""Loads B."""
+SERVER_WARP = 2
+"""Fetches the cluster's next tile, with `dynamic`."""
+BESIDE_WARP = ROWS_WARPS[-1]
+"""Does what has nothing to do with the GEMM, if asked for; never a second one that loads A."""
+ALIGN = 1024
+"""Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
+
+
+class Weights(NamedTuple):
+    """A kernel's view of B: TMA atom and coordinate tensor, and the scales."""
+
+    tma: cute.CopyAtom
+    tma_tensor: cute.Tensor  # (n, k, experts)
+    scales: cute.Tensor  # (experts, n / 128, k / 128) f32
+
+
+class Work(NamedTuple):
+    """What a warp takes its tiles from."""
+
+    tiles: ExpertTiles
+    queue: TileQueue | None  # with `dynamic`
+
+
+class Shared(NamedTuple):
+    """The operands in shared memory, a stage after the other."""
+
+    a: SharedRows
+    b: cute.Tensor  # (tile_n, 128, stages)
+    b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
+
+
+class GroupedGemm:
+    """`out[r, :] = sum_kb (a_scale[kb, r] * b_scale[e, :, kb]) * (a[r, kb] @ b[e, :, kb]^T)`.
+
+    Roles that load, each a warp of the first warpgroup:
+      rows       the copies of a K block's A rows and scales (`a_load`); warp 0, or 0 and 3.
+      weights    one TMA of its B tile.
+      beside     if asked for: something that has nothing to do with the GEMM.
+      server     with `dynamic`: fetches the cluster's next tile.
+
+    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
+    the B tile for those below it (cluster_m), and multicast writes it to all of them.
+
+    Pipeline `load` (rows, weights -> the MMA), `num_stages` deep, a K block each;
+    `barriers.StageCounts` says what completes its barriers.
+
+    What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
+    A comes from it, and only who loads A waits: the weights of the first stages are on their way
+    before, and the consumers cannot store before they have A.
+
+    Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
+    waits for another one: its lanes read those of the next tile while this one is stored.
+
+    Rows of other experts or of padding that a tile reads past its expert's end reach only
+    accumulator values that are not stored.
+
+    Args:
+        config: what can be tuned, the architecture's.
+        n, k: of the weights, multiples of 128.
+        experts: up to `MAX_EXPERTS`.
+        operands: which operand takes the MMA's rows, the architecture's.
+        a_load: strategy for A, made of the config.
+        epilogue: strategy for the sums, made of the config, the operand order and n; without one
+            they are stored, see `epilogue.STORE`.
+        rows_known: `expert_rows` is older than the kernel before.
+        beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
+
+    Raises:
+        ValueError: a size is not supported.
+    """
+
+    own_words = 0
+    """Of 8 bytes, in shared memory, that an architecture's kernel needs beside what is here."""
+
+    def __init__(
+        self,
+        config: Any,
+        n: int,
+        k: int,
+        experts: int,
+        operands: Any,
+        a_load: type,
+        epilogue: type | None,
+        rows_known: bool,
+        beside: Any,
+    ):
+        if n % BLOCK:
+            raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
+        if k % BLOCK:
+            raise ValueError(f"k={k}: expected a multiple of {BLOCK}")
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}")
+        self.config = config
+        self.n, self.k, self.experts = n, k, experts
+        self.rows_known = rows_known
+        self.beside = beside
+        self.operands = operands
+        self.a_load = a_load(config)
+        self.epilogue = (epilogue or STORE[config.terms])(config, operands, n)
+        if beside and self.a_load.warps == len(ROWS_WARPS):
+            raise ValueError(f"{a_load.__name__} leaves no warp for {beside}")
+        self.b_scale_shape = (k // BLOCK, self.epilogue.halves, config.consumer_warps)
+        if k // BLOCK * self.epilogue.halves > B_SCALES:
+            raise ValueError(f"k={k}: expected at most {B_SCALES // self.epilogue.halves * BLOCK}")
+        self.counts = stage_counts(
+            config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
+        )
+        self.k_blocks = k // BLOCK
+        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+        width = config.tile_n * config.cluster_n
+        self.n_tiles = (n + width - 1) // width
+        self.ragged_n = n % width != 0
+        self.row_step = config.tile_m * config.cluster_m
+
+    def _setup_attributes(self) -> None:
+        """Layouts; made anew in the host function and in the kernel, because a value of the
+        compiler lives only in the function that made it."""
+        c = self.config
+        self.a_smem = rows_layout(c)
+        self.a_scale_smem = scales_layout(c)
+        self.b_smem = hopper.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (c.tile_m, c.tile_n, BLOCK), Float8E4M3FN, c.num_stages
+        )
+        # What the barriers wait for is what the copies bring.
+        b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
+        assert self.counts.b_bytes == b_bytes
+
+    @cute.jit
+    def __call__(
+        self,
+        a,  # (rows, k) e4m3, or what else `a_load` takes
+        a_scale: cute.Tensor,  # (k / 128, rows) f32
+        b: cute.Tensor,  # (experts, n, k) e4m3
+        b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
+        out,  # (rows, n) bf16, of two terms f32, or what else the epilogue writes
+        expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
+        counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        nothing: tuple = ()
+        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, nothing, num_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a,
+        a_scale: cute.Tensor,
+        b: cute.Tensor,
+        b_scale: cute.Tensor,
+        out,
+        expert_rows: cute.Tensor,
+        counter: cute.Tensor,
+        of_beside: tuple,  # tensors of `beside`
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """As `__call__`, with work for `beside`."""
+        self._setup_attributes()
+        c = self.config
+        tma_b = tma_load(self.epilogue.weights(b), self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
+
+        @cute.struct
+        class SharedStorage:
+            barriers: cute.struct.MemRange[Int64, 2 * c.num_stages]
+            a: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.a_smem)], ALIGN
+            ]
+            b: cute.struct.Align[
+                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN
+            ]
+            out: cute.struct.Align[
+                cute.struct.MemRange[self.epilogue.staging_type, self.epilogue.staging_elements()],
+                ALIGN,
+            ]
+            a_scale: cute.struct.Align[
+                cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
+            ]
+            b_scale: cute.struct.MemRange[Float32, cute.size(self.b_scale_shape)]
+            tokens: cute.struct.Align[cute.struct.MemRange[Int32, self.a_load.tokens], 16]
+            queue_barriers: cute.struct.MemRange[Int64, 2]
+            own: cute.struct.MemRange[Int64, self.own_words]
+            queue_slot: Int32
+
+        self.shared_storage = SharedStorage
+        self.kernel(
+            self.a_load.operand(a, a_scale),
+            Weights(*tma_b, b_scale),
+            self.epilogue.output(out),
+            expert_rows,
+            counter,
+            of_beside,
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    def kernel(self, a, b: Weights, output, expert_rows, counter, of_beside):
+        """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
+        epilogue made of out."""
+        raise NotImplementedError
+
+    # --- the kernel's beginning -------------------------------------------------------------------
+
+    def _prefetch(self, a, b: Weights, output) -> None:
+        """The descriptors; by one warp."""
+        self.a_load.prefetch(a)
+        cpasync.prefetch_descriptor(b.tma)
+        self.epilogue.prefetch(output)
+
+    def _shared(self, storage) -> Shared:
+        """The views of the operands' shared memory."""
+        return Shared(
+            SharedRows(
+                storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
+                storage.a_scale.get_tensor(self.a_scale_smem),
+                storage.tokens.data_ptr(),
+            ),
+            storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
+            storage.b_scale.get_tensor(cute.make_layout(self.b_scale_shape)),
+        )
+
+    def _queue(self, storage, reading_warps: int) -> TileQueue | None:
+        """The tile queue, with `dynamic`; `reading_warps` take tiles."""
+        c = self.config
+        if not c.dynamic:
+            return None
+        return TileQueue.create(
+            storage.queue_barriers.data_ptr(),
+            storage.queue_slot.ptr,
+            reading_warps,
+            c.cluster_size,
+        )
+
+    def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor) -> ExpertTiles:
+        """The tiles of all experts; `rows` is what `rows_of_lane` gave."""
+        c = self.config
+        return ExpertTiles.create(
+            rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
+        )
+
+    # --- whose tile it is -------------------------------------------------------------------------
+
+    def _cta_in_cluster(self) -> tuple[Int32, Int32]:
+        """(row, column) of this CTA in its cluster."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank % self.config.cluster_m, rank // self.config.cluster_m
+
+    def _first_tile(self) -> tuple[Int32, Int32]:
+        """First tile of this cluster and the distance to its next one."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block // self.config.cluster_size, blocks // self.config.cluster_size
+
+    def _next_tile(self, work: Work, queue_state, linear: Int32, clusters: Int32):
+        """This cluster's tile after `linear`, and the state of the queue after it."""
+        if cutlass.const_expr(self.config.dynamic):
+            return work.queue.take(queue_state)
+        return linear + clusters, queue_state
+
+    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
+        """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
+        c = self.config
+        m_row = cta[0] * c.tile_m
+        n_tile = tile.n_tile * c.cluster_n + cta[1]
+        rows = tile.rows - m_row
+        if self.ragged_n:
+            rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
+        return Tile(tile.expert, n_tile, tile.row + m_row, rows)
+
+    # --- the warps that load ----------------------------------------------------------------------
+
+    @cute.jit
+    def _producers(
+        self,
+        warp_idx: Int32,
+        load,
+        work: Work,
+        queue: TileQueue | None,  # the one of `work`, whose constants a tuple would not keep
+        a,
+        b: Weights,
+        shared: Shared,
+        counter: cute.Tensor,
+        of_beside,
+    ):
+        """The roles of the first warpgroup."""
+        for i in cutlass.range_constexpr(self.a_load.warps):
+            if warp_idx == ROWS_WARPS[i]:
+                self._rows_warp(load, work, a, shared, i)
+        if warp_idx == WEIGHTS_WARP:
+            self._weights_warp(load, work, b, shared)
+        if cutlass.const_expr(self.beside is not None):
+            if warp_idx == BESIDE_WARP:
+                block, _, _ = cute.arch.block_idx()
+                blocks, _, _ = cute.arch.grid_dim()
+                self.beside.run(*of_beside, block, blocks)
+        if cutlass.const_expr(self.config.dynamic):
+            if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
+                first, clusters = self._first_tile()
+                queue.serve(counter.iterator, first, clusters, work.tiles.total())
+
+    @cute.jit
+    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int):
+        """Load A: its rows and scales of every K block of every tile of this CTA.
+
+        Args:
+            warp: which of the strategy's.
+        """
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.config.num_stages
+        )
+        cta = self._cta_in_cluster()
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        if cutlass.const_expr(self.rows_known):
+            wait_for_previous()
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            copies = self.a_load.tile_copies(a, shared.a, tile, cta, warp)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                load.sync_object_empty.wait(state.index, state.phase)
+                self.a_load.copy(a, copies, kb, load, state, warp)
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+
+    @cute.jit
+    def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
+        """Load B: its tile of every K block of every tile of this CTA."""
+        c = self.config
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        cta = self._cta_in_cluster()
+        # B is shared by the CTAs of one column of the cluster.
+        mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 0)
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            # (tile_n, 128, k_blocks)
+            g_b = cute.local_tile(b.tma_tensor, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
+            b_to, b_from = tma_partition(b.tma, shared.b, g_b, cta[0], c.cluster_m)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                load.sync_object_empty.wait(state.index, state.phase)
+                full = expect(load, state, self.counts.b_bytes)
+                cute.copy(
+                    b.tma,
+                    b_from[None, kb],
+                    b_to[None, state.index],
+                    tma_bar_ptr=full,
+                    mcast_mask=mask,
+                )
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        # The other CTAs' arrivals must not find this one gone.
+        load.producer_tail(state)
+
+    # --- the consumers' scales --------------------------------------------------------------------
+
+    @cute.jit
+    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile, consumer: Int32):
+        """Ask for a tile's B scales: lane l for those of K blocks l, l + 32, ..."""
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
+            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    held[i, half] = row[kb]
+
+    @cute.jit
+    def _keep_b_scale(self, kept: cute.Tensor, held: cute.Tensor):
+        """Put this warp's B scales where its lanes read them."""
+        cute.arch.sync_warp()  # they have read those of the tile before
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    kept[kb, half] = held[i, half]
+        cute.arch.sync_warp()
+
+    def _make_scales(self) -> cute.Tensor:
+        """Registers for the factors of one product, for each of a thread's tokens and halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.halves), Float32)
+
+    @cute.jit
+    def _load_scales(
+        self,
+        scales: cute.Tensor,
+        s_a_scale: cute.Tensor,
+        kept: cute.Tensor,
+        kb: Int32,
+        stage: Int32,
+        thread: Int32,
+    ):
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
+        for half in cutlass.range_constexpr(self.epilogue.halves):
+            scale_b = kept[kb, half]
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
+
+    # --- the consumers ----------------------------------------------------------------------------
+
+    @cute.jit
+    def _consume(
+        self,
+        work: Work,
+        source,  # what `_sum_tile` reads, the architecture's
+        state,  # of its pipelines
+        kept: cute.Tensor,  # (k_blocks, halves) in shared memory: this warp's B scales
+        b_scale: cute.Tensor,
+        total_acc: cute.Tensor,
+        staging,  # the epilogue's
+        output,
+        consumer: Int32,
+        thread: Int32,
+    ):
+        """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA."""
+        cta = self._cta_in_cluster()
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)
+        if linear < total:
+            self._load_b_scale(held, b_scale, tile, consumer)
+            self._keep_b_scale(kept, held)
+        stored = Int32(0)
+        while linear < total:
+            valid = tile.rows > self.operands.first_token(consumer)
+            if valid:
+                state = self._sum_tile(source, state, kept, total_acc, tile, thread)
+            else:
+                state = self._skip_tile(source, state)
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+            # Find the next tile and ask for its B scales now: both take long, the store hides it.
+            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+            self._load_b_scale(held, b_scale, following, consumer)
+            if valid:
+                self.epilogue.store(
+                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored
+                )
+                stored += 1
+            self._keep_b_scale(kept, held)
+            tile = following
+        if thread % WARPGROUP == 0:
+            self.epilogue.finish()
+
+    def _sum_tile(self, source, state, kept, total_acc, tile: Tile, thread: Int32):
+        """The architecture's: fill `total_acc` with a tile's sums; returns the state after it."""
+        raise NotImplementedError
+
+    def _skip_tile(self, source, state):
+        """The architecture's: free the stages of a tile in which this warpgroup has no row."""
+        raise NotImplementedError

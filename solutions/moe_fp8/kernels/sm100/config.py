@@ -1,0 +1,220 @@
+"""Compile-time configuration of the grouped GEMM on Blackwell: what can be tuned, what is legal."""
+
+from dataclasses import dataclass, replace
+
+from ...numerics import BLOCK, TMA_ROWS
+from ..limits import (
+    B_SCALES,
+    MAX_REGISTERS,
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    SMEM_BYTES,
+    WARPGROUP,
+    WARPS,
+)
+
+MMA_ROWS = 128
+"""Rows of one tcgen05.mma, one a lane of tensor memory."""
+
+TMEM_COLUMNS = 512
+"""Of a multiprocessor, of 128 lanes of 4 bytes each."""
+
+MAX_ACCUMULATORS = 4
+"""In tensor memory. A second one lets the next K block's MMA run while one is promoted; more of
+them let it run on while a tile is stored."""
+
+SCALE_STAGES = 8
+"""K blocks of A scales in shared memory. They are read after the MMA, when their stage of rows may
+have been filled again: they need a pipeline of their own."""
+
+PRODUCER_WARPGROUPS = 2
+"""One that loads, as on Hopper, and one with the MMA and the scales."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
+
+    Attributes:
+        tile_m: rows (tokens) of a CTA tile: 128; with `swap_ab` 16, 32 or 64.
+        tile_n: output columns of a CTA tile: 64, 128 or 256; with `swap_ab` 128. With `quantises`
+            256, the up and gate of 128 columns.
+        cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
+        cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
+        stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
+        swap_ab: weights take the MMA's 128-row side and tokens its columns.
+        dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
+        terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
+            two are stored in float32.
+        accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
+        quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
+            what the GEMM gives.
+
+    Raises:
+        ValueError: a value is outside what the kernel supports; the message names the limit.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    cluster_m: int = 1
+    cluster_n: int = 1
+    stages: int = 0
+    swap_ab: bool = False
+    dynamic: bool = False
+    terms: int = 1
+    accumulators: int = 0
+    quantises: int = 0
+
+    def __post_init__(self) -> None:
+        rows = (16, 32, 64) if self.swap_ab else (MMA_ROWS,)
+        columns = (MMA_ROWS,) if self.swap_ab else (64, 128, 256)
+        if self.quantises:
+            columns = (2 * BLOCK,)
+        side = "with swap_ab" if self.swap_ab else "without swap_ab"
+        if self.tile_m not in rows:
+            raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
+        if self.tile_n not in columns:
+            side += f" and quantises={self.quantises}"
+            raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
+            raise ValueError(
+                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
+            )
+        if self.terms not in (1, 2):
+            raise ValueError(f"terms={self.terms}: expected 1 or 2")
+        if self.quantises not in (0, 1, 2):
+            raise ValueError(f"quantises={self.quantises}: expected 0, 1 or 2")
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
+        most = min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.mma_columns)
+        if self.accumulators < 0 or self.accumulators == 1 or self.accumulators > most:
+            raise ValueError(
+                f"accumulators={self.accumulators}: expected 0 (as many as fit) or 2 to {most}, "
+                f"of {self.mma_columns} of the {TMEM_COLUMNS} columns of tensor memory each"
+            )
+        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
+            raise ValueError(
+                f"{self}: needs {self.smem_bytes} bytes of shared memory, "
+                f"more than the {SMEM_BYTES} of one CTA"
+            )
+
+    @property
+    def mma_columns(self) -> int:
+        """Columns of an accumulator in tensor memory."""
+        return self.tile_m * (self.tile_n // MMA_ROWS) if self.swap_ab else self.tile_n
+
+    @property
+    def num_accumulators(self) -> int:
+        """Accumulators in tensor memory, with 0 resolved to what fits."""
+        return self.accumulators or min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.mma_columns)
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory to allocate: a power of two, 32 at least."""
+        return max(32, 1 << (self.num_accumulators * self.mma_columns - 1).bit_length())
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that promote, each up to 128 columns of the accumulator: a lane of tensor
+        memory, and so a row, a thread."""
+        return 1 if self.swap_ab else max(1, self.mma_columns // MMA_ROWS)
+
+    @property
+    def consumer_columns(self) -> int:
+        """Columns of the accumulator that a consumer thread promotes."""
+        return self.mma_columns // self.consumer_warpgroups
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps of the consumer warpgroups."""
+        return self.consumer_warpgroups * WARPS
+
+    @property
+    def stage_readers(self) -> int:
+        """Arrivals of a CTA that free a stage: one, when the MMA have read it."""
+        return 1
+
+    @property
+    def scales_apart(self) -> bool:
+        """Whether the A scales have a pipeline of their own."""
+        return True
+
+    @property
+    def scale_stages(self) -> int:
+        """K blocks of A scales that shared memory holds."""
+        return SCALE_STAGES
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers and the producer warpgroups."""
+        return (self.consumer_warpgroups + PRODUCER_WARPGROUPS) * WARPGROUP
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer warpgroups."""
+        return PRODUCER_REGISTERS
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
+        left = REGISTERS - PRODUCER_WARPGROUPS * PRODUCER_REGISTERS
+        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def scale_rows(self) -> int:
+        """A scales of one K block: the tile's, and up to 3 before it and 1 after it."""
+        return self.tile_m + TMA_ROWS
+
+    @property
+    def scale_block_bytes(self) -> int:
+        """Shared memory of the A scales of one K block; TMA writes to multiples of 128 bytes."""
+        return -(-self.scale_rows * 4 // 128) * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage."""
+        return (self.tile_m * self.terms + self.tile_n) * BLOCK
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the stages: output staging, scales, barriers and alignment."""
+        scales = self.consumer_warps * B_SCALES * 4 + SCALE_STAGES * self.scale_block_bytes
+        return self.staging_bytes + scales + 2048
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue: the tile in bfloat16, or its FP8 terms and maxima; none
+        where float32 leaves the registers as it is."""
+        if not self.quantises:
+            return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
+        return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
+
+    @property
+    def num_stages(self) -> int:
+        """Depth of the pipeline, with 0 resolved to what fits."""
+        return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return self.fixed_bytes + self.num_stages * self.stage_bytes
+
+    def with_swiglu(self, terms: int) -> "GemmConfig":
+        """This one for the epilogue that makes so many FP8 terms of up and gate."""
+        return replace(self, tile_n=2 * BLOCK, quantises=terms, stages=0, accumulators=0)
+
+    def __str__(self) -> str:
+        flags = [f for f in ("swap_ab", "dynamic") if getattr(self, f)]
+        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
+        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        if self.terms > 1:
+            flags.append(f"{self.terms} terms")
+        if self.quantises:
+            flags.append(f"quantises {self.quantises}")
+        accumulators = f"{self.num_accumulators} accumulators"
+        return ", ".join([tile, cluster, f"{self.num_stages} stages", accumulators, *flags])

@@ -1,0 +1,392 @@
+"""Grouped FP8 GEMM with 128-wide block scales for Blackwell: TMA, tcgen05, tensor memory.
+
+Owns what computes: the rest of the kernel is `grouped_gemm`'s. What becomes of the sums comes from
+`epilogue`, which operand takes the MMA's rows from `operands`, what can be tuned from `config`.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as blackwell
+from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.memory import SmemAllocator
+
+from ...numerics import BLOCK
+from ..a_load import ContiguousRows
+from ..dependent import wait_for_previous
+from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
+from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
+from ..tiles import WARP, Tile, rows_of_lane
+from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
+from .operands import operands_of
+
+MMA_K = 32
+MMA_WARP = WARPS
+"""Owns the tensor memory and issues the MMA."""
+SCALES_WARP = WARPS + 1
+"""Loads the A scales."""
+LANE = 1 << 16
+"""From a lane of tensor memory to the next, in its addresses."""
+CHUNK = 16
+"""Columns of an accumulator that a thread has under way from tensor memory at once."""
+
+
+class Pipelines(NamedTuple):
+    """Through which the roles hand each other what they make."""
+
+    load: pipeline.PipelineTmaUmma
+    scales: pipeline.PipelineTmaAsync
+    sums: pipeline.PipelineUmmaAsync
+
+
+class Source(NamedTuple):
+    """What a consumer warpgroup's sums are made of."""
+
+    scales: pipeline.PipelineTmaAsync
+    sums: pipeline.PipelineUmmaAsync
+    tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
+    a_scale: cute.Tensor  # (scale_rows, 1, scale stages) f32 in shared memory
+
+
+class GroupedGemmSm100(GroupedGemm):
+    """The grouped GEMM on tcgen05; sizes, strategies and the roles that load: `GroupedGemm`.
+
+    Roles of a CTA beside those of warpgroup 0, which load:
+      MMA        warp 4. Per K block: tcgen05.mma (k = 32), four a term, the first overwrites the
+                 next free accumulator in tensor memory, and two commits: the stage is free, the
+                 accumulator is full.
+      scales     warp 5: the A scales, which outlive their stage of rows.
+      consumers  warpgroups 2..: 128 accumulator rows, one a thread, and up to 128 columns each.
+                 Per K block: bring the accumulator from tensor memory, multiply by both scales
+                 and add to the float32 sum in registers, in the order and rounding of the Hopper
+                 kernel. At the tile's end the sums go to the `epilogue`, while the MMA goes on.
+
+    Pipelines beside `load`, whose stages one commit frees:
+      scales     full: what `a_load` brings of a K block's scales; empty: every consumer warp.
+      sums       full: one commit; empty: every consumer warp, when it has read all its columns.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        n: int,
+        k: int,
+        experts: int,
+        a_load: type = ContiguousRows,
+        epilogue: type | None = None,
+        rows_known: bool = False,
+        beside: Any = None,
+    ):
+        if config.quantises and epilogue is None:
+            raise ValueError(f"{config}: expected an epilogue that quantises")
+        operands = operands_of(config)
+        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, beside)
+        # The barriers of both pipelines, and the address of the tensor memory.
+        self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
+
+    def _setup_attributes(self) -> None:
+        super()._setup_attributes()
+        self.tiled_mma = self.operands.tiled_mma()
+        # The same memory as `a_smem` and `b_smem`, as the MMA names its parts.
+        rows, columns = self.operands.accumulator_shape()
+        stages, copies = self.config.num_stages, self.config.num_stages * self.config.terms
+        shape = (rows, columns, BLOCK)
+        of_a, of_b = self.operands.operands(copies, stages)
+        self.mma_smem = (
+            blackwell.make_smem_layout_a(self.tiled_mma, shape, Float8E4M3FN, of_a),
+            blackwell.make_smem_layout_b(self.tiled_mma, shape, Float8E4M3FN, of_b),
+        )
+        of_tokens, of_weights = self.operands.operands(*self.mma_smem)
+        assert cute.cosize(of_tokens) == cute.cosize(self.a_smem)
+        assert cute.cosize(of_weights) == cute.cosize(self.b_smem)
+
+    @cute.kernel
+    def kernel(
+        self,
+        a,
+        b: Weights,
+        output,
+        expert_rows: cute.Tensor,
+        counter: cute.Tensor,
+        of_beside,
+    ):
+        self._setup_attributes()
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(warp_idx // WARPS)
+        if cutlass.const_expr(self.rows_known):
+            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            rows = rows_of_lane(expert_rows)
+        if warp_idx == 0:
+            self._prefetch(a, b, output)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+        shared = self._shared(storage)
+        staging = self.epilogue.staging(storage.out)
+        # Those of warpgroup 0, the MMA, the scales.
+        queue = self._queue(storage, self.a_load.warps + 1 + 2 + c.consumer_warps)
+        tmem_address = cute.recast_ptr(storage.own.data_ptr() + (self.own_words - 1), dtype=Int32)
+        if warp_idx == MMA_WARP:
+            cute.arch.alloc_tmem(c.tmem_columns, tmem_address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        pipes = self._pipelines(storage)
+        if cutlass.const_expr(c.cluster_size > 1):
+            cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
+        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
+
+        if cutlass.const_expr(not self.rows_known):
+            wait_for_previous()
+            rows = rows_of_lane(expert_rows)
+        work = Work(self._tiles(rows, expert_rows), queue)
+
+        if group < PRODUCER_WARPGROUPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self._producers(warp_idx, pipes.load, work, queue, a, b, shared, counter, of_beside)
+            if warp_idx == SCALES_WARP:
+                self._scales_warp(pipes.scales, work, a, shared)
+            if warp_idx == MMA_WARP:
+                self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
+                cute.arch.dealloc_tmem(tmem, c.tmem_columns)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self._update_warpgroup(
+                pipes, work, group - PRODUCER_WARPGROUPS, shared, b, tmem, staging, output
+            )
+
+    def _pipelines(self, storage) -> Pipelines:
+        """Made of the barriers in shared memory, which all threads of the cluster see after it."""
+        c = self.config
+
+        def threads(count: int) -> pipeline.CooperativeGroup:
+            return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+        barriers = storage.own.data_ptr()
+        scales = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=c.scale_stages,
+            producer_group=threads(self.a_load.scale_arrivals),
+            consumer_group=threads(c.consumer_warps),
+            tx_count=self.a_load.scale_bytes,
+            defer_sync=True,
+        )
+        sums = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=barriers + 2 * c.scale_stages,
+            num_stages=c.num_accumulators,
+            producer_group=threads(1),
+            consumer_group=threads(c.consumer_warps),
+            defer_sync=True,
+        )
+        load = pipeline.PipelineTmaUmma.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=c.num_stages,
+            producer_group=threads(self.counts.full_arrivals),
+            consumer_group=threads(self.counts.empty_arrivals),
+            tx_count=self.counts.a_bytes + self.counts.b_bytes,
+            cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
+        )
+        return Pipelines(load, scales, sums)
+
+    @cute.jit
+    def _scales_warp(self, scales, work: Work, a, shared: Shared):
+        """Load the A scales of every K block of every tile of this CTA."""
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.config.scale_stages
+        )
+        cta = self._cta_in_cluster()
+        tiles = work.tiles
+        total = tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        if cutlass.const_expr(self.rows_known):
+            wait_for_previous()
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            copies = self.a_load.scale_copies(a, shared.a, tile, cta)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                scales.sync_object_empty.wait(state.index, state.phase)
+                self.a_load.copy_scales(a, copies, kb, scales, state)
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+
+    @cute.jit
+    def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
+        """The MMA of every K block of every tile of this CTA."""
+        c = self.config
+        of_a, of_b = self.mma_smem
+        tokens, weights = self.operands.operands(of_a, of_b)
+        tokens = storage.a.get_tensor(tokens.outer, swizzle=tokens.inner)
+        weights = storage.b.get_tensor(weights.outer, swizzle=weights.inner)
+        operand_a, operand_b = self.operands.operands(tokens, weights)
+        fragment_a = self.tiled_mma.make_fragment_A(operand_a)
+        fragment_b = self.tiled_mma.make_fragment_B(operand_b)
+        shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
+        accumulator = self.tiled_mma.make_fragment_C(shape).layout
+
+        load_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        sums_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, c.num_accumulators
+        )
+        total = work.tiles.total()
+        linear, clusters = self._first_tile()
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        while linear < total:
+            for _ in cutlass.range(self.k_blocks, unroll=1):
+                load.consumer_wait(load_state)
+                self.a_load.arrived()
+                sums.producer_acquire(sums_state)
+                # What the consumers have read of this accumulator they read before.
+                _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+                start = tmem + sums_state.index * c.mma_columns
+                to = cute.make_tensor(start, accumulator)
+                mma = cute.make_mma_atom(self.tiled_mma.op)
+                for i in cutlass.range_constexpr(c.terms):  # the small term first, as on Hopper
+                    of_tokens = load_state.index * c.terms + (c.terms - 1 - i)
+                    at_a, at_b = self.operands.operands(of_tokens, load_state.index)
+                    for k in cutlass.range_constexpr(BLOCK // MMA_K):
+                        mma.set(tcgen05.Field.ACCUMULATE, i + k != 0)
+                        k_a = fragment_a[None, None, k, at_a]
+                        k_b = fragment_b[None, None, k, at_b]
+                        cute.gemm(mma, to, k_a, k_b, to)
+                load.consumer_release(load_state)
+                sums.producer_commit(sums_state)
+                sums_state.advance()
+                load_state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        # The tensor memory is given back when all consumers have read what is theirs.
+        for _ in cutlass.range_constexpr(c.num_accumulators):
+            sums.producer_acquire(sums_state)
+            sums_state.advance()
+
+    @cute.jit
+    def _update_warpgroup(
+        self,
+        pipes: Pipelines,
+        work: Work,
+        consumer: Int32,
+        shared: Shared,
+        b: Weights,
+        tmem: cute.Pointer,
+        staging,  # the epilogue's
+        output,
+    ):
+        """Sums and epilogue of this warpgroup's columns of every tile of this CTA."""
+        c = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        thread = tidx % WARPGROUP + consumer * WARPGROUP
+        total_acc = cute.make_rmem_tensor(c.consumer_columns, Float32)
+        state = (
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_accumulators),
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.scale_stages),
+        )
+        start = tmem + consumer * c.consumer_columns
+        source = Source(pipes.scales, pipes.sums, start, shared.a.scales)
+        kept = shared.b_scale[None, None, thread // WARP]
+        self._consume(
+            work, source, state, kept, b.scales, total_acc, staging, output, consumer, thread
+        )
+
+    @cute.jit
+    def _sum_tile(
+        self,
+        source: Source,
+        state,
+        kept: cute.Tensor,
+        total_acc: cute.Tensor,
+        tile: Tile,
+        thread: Int32,
+    ):
+        """total_acc = the tile's sum over K; returns the state after its last block."""
+        sums_state, scales_state = state
+        sums, scales_pipe = source.sums, source.scales
+        s_a_scale = self.a_load.first_scale(tile, source.a_scale)
+        scales = self._make_scales()
+        total_acc.fill(0.0)
+        for kb in cutlass.range(self.k_blocks, unroll=1):
+            # Read before the accumulator is waited for, so that their latency hides behind it.
+            scales_pipe.consumer_wait(scales_state)
+            self._load_scales(scales, s_a_scale, kept, kb, scales_state.index, thread)
+            cute.arch.sync_warp()  # one lane gives back what all have read
+            scales_pipe.consumer_release(scales_state)
+            scales_state.advance()
+            sums.consumer_wait(sums_state)
+            self._promote(sums, sums_state, source.tmem, total_acc, scales, thread)
+            sums_state.advance()
+        return sums_state, scales_state
+
+    @cute.jit
+    def _skip_tile(self, source: Source, state):
+        """Free what was computed of rows that nobody has."""
+        sums_state, scales_state = state
+        sums, scales_pipe = source.sums, source.scales
+        for _ in cutlass.range(self.k_blocks, unroll=1):
+            scales_pipe.consumer_wait(scales_state)
+            scales_pipe.consumer_release(scales_state)
+            scales_state.advance()
+            sums.consumer_wait(sums_state)
+            self._release(sums, sums_state)
+            sums_state.advance()
+        return sums_state, scales_state
+
+    @cute.jit
+    def _release(self, sums, sums_state):
+        """Give an accumulator back to the MMA; by all lanes of a warp."""
+        with cute.arch.elect_one():
+            sums.consumer_release(sums_state)
+
+    @cute.jit
+    def _promote(
+        self,
+        sums,
+        sums_state,
+        tmem: cute.Pointer,
+        total_acc: cute.Tensor,
+        scales: cute.Tensor,
+        thread: Int32,
+    ):
+        """total += scale * accumulator; the accumulator is given back as soon as it is read.
+
+        A thread's columns come from tensor memory in chunks, the next one while one is promoted.
+        """
+        columns = self.config.consumer_columns
+        width = min(CHUNK, columns)
+        chunks = columns // width
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
+        layout = cute.make_layout((MMA_ROWS, width), stride=(LANE, 1))
+        start = tmem + sums_state.index * self.config.mma_columns
+        held = [cute.make_rmem_tensor(width, Float32) for _ in range(2)]
+        # What the MMA wrote it wrote before.
+        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        for i in cutlass.range_constexpr(chunks + 1):
+            if cutlass.const_expr(i > 0):
+                cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(i < chunks):
+                chunk = cute.make_tensor(start + i * width, layout)
+                copy = tcgen05.make_tmem_copy(atom, chunk).get_slice(thread % WARPGROUP)
+                rows = copy.partition_D(cute.make_identity_tensor((MMA_ROWS, width)))
+                to = cute.make_tensor(held[i % 2].iterator, cute.make_layout(cute.shape(rows)))
+                cute.copy(copy, copy.partition_S(chunk), to)
+            if cutlass.const_expr(i > 0):
+                self._add(total_acc, held[(i - 1) % 2], scales, (i - 1) * width)
+        _fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+        self._release(sums, sums_state)
+
+    def _add(self, total: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, first: int) -> None:
+        """total[first + v] += scale * part[v], two at a time: each product is rounded once."""
+        for v in range(0, cute.size(part), 2):
+            of_pair = []
+            for i in (first + v, first + v + 1):
+                half = self.operands.half_of_value(i) if self.epilogue.halves > 1 else 0
+                of_pair.append(scales[self.operands.scale_of_value(i), half])
+            pair, sums = (part[v], part[v + 1]), (total[first + v], total[first + v + 1])
+            sums = cute.arch.fma_packed_f32x2(pair, tuple(of_pair), sums)
+            total[first + v], total[first + v + 1] = sums
+
+
+def _fence(kind: nvvm.Tcgen05FenceKind) -> None:
+    """Order tcgen05 operations with what threads tell each other."""
+    nvvm.tcgen05_fence(kind)

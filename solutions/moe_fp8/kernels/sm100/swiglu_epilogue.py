@@ -1,0 +1,159 @@
+"""SwiGLU and FP8 requantisation of a tile's sums on Blackwell: a strategy of the GEMM."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float8E4M3FN, Float32, Int32
+
+from ...numerics import BLOCK
+from ..barriers import Barriers
+from ..swiglu_epilogue import VECTOR, Quantised, SwigluEpilogue
+from ..swiglu_quant import block_scale, divide, silu
+from ..tiles import WARP, Tile
+from .config import MMA_ROWS, GemmConfig
+from .operands import Operands
+
+
+class Staging(NamedTuple):
+    """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
+
+    rows: cute.Tensor  # (tile_m, 128, terms) e4m3
+    amax: cute.Tensor  # (parties, tile_m) i32: of a warpgroup's or, under swap_ab, a warp's columns
+
+
+class SwigluQuantise(SwigluEpilogue):
+    """`SwigluEpilogue` for 128 columns a CTA, all of a scale: no CTA waits for another.
+
+    Where tokens are accumulator rows, a thread has 64 columns of its token, and the same thread of
+    the other warpgroup the others. Under swap_ab a thread has one column of all tokens. The maxima
+    meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
+
+    Raises:
+        ValueError: the config is of another epilogue, or n is ragged.
+    """
+
+    def __init__(self, config: GemmConfig, operands: Operands, n: int):
+        if config.quantises != self.terms or n % (2 * BLOCK):
+            raise ValueError(
+                f"{config}, n={n}: expected quantises={self.terms} and n a multiple of {2 * BLOCK}"
+            )
+        super().__init__(config, operands, n, BLOCK)
+        self.parties = self.warps if config.swap_ab else config.consumer_warpgroups
+
+    def staging_elements(self) -> int:
+        """Elements of the staging buffer."""
+        return self.staged_bytes() + 4 * self.parties * self.config.tile_m
+
+    def staging(self, buffer) -> Staging:
+        """The views of the staging buffer, a member of the kernel's shared memory."""
+        base, rows = buffer.data_ptr(), self.config.tile_m
+        amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
+        by_party = cute.make_layout((self.parties, rows), stride=(rows, 1))
+        return Staging(self.staged_rows(base), cute.make_tensor(amax, by_party))
+
+    @cute.jit
+    def store(
+        self,
+        output: Quantised,
+        staging: Staging,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tile: Tile,
+        warpgroup: Int32,
+        thread: Int32,
+        stored: Int32,
+    ):
+        """Write the valid rows of a tile, by all consumer threads; see `StoreBFloat16.store`."""
+        threads, rows = self.warps * WARP, self.config.tile_m
+        barrier = pipeline.NamedBarrier(barrier_id=Barriers.STAGING, num_threads=threads)
+        if cutlass.const_expr(self.config.swap_ab):
+            self._stage_columns(output, staging, acc, tile, thread, barrier)
+        else:
+            self._stage_row(output, staging, acc, tile, warpgroup, thread, barrier)
+        barrier.arrive_and_wait()
+        for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
+            self._store_part(output, staging, tile, place // self.parts, place % self.parts)
+
+    @cute.jit
+    def _stage_row(
+        self,
+        output: Quantised,
+        staging: Staging,
+        acc: cute.Tensor,
+        tile: Tile,
+        warpgroup: Int32,
+        thread: Int32,
+        barrier,
+    ):
+        """Tokens are accumulator rows: a thread has one, with half of its columns."""
+        row = thread % MMA_ROWS
+        columns = self.operands.interleave
+        c = cute.make_rmem_tensor(columns, Float32)
+        amax = cute.make_rmem_tensor(1, Float32)
+        bits = cute.recast_tensor(amax, Int32)
+        amax[0] = Float32(0.0)
+        for j in cutlass.range_constexpr(columns):
+            c[j] = silu(acc[columns + j]) * acc[j]
+            amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
+        staging.amax[warpgroup, row] = bits[0]
+        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        bits[0] = self._of_all(staging, row)
+        scale = block_scale(amax[0])
+        if warpgroup == 0 and row < tile.rows:
+            output.scale[tile.n_tile, tile.row + row] = scale
+        divide(c, scale)
+        quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)
+        for t in cutlass.range_constexpr(self.terms):
+            self._next_term(c, quantised, t)
+            target = self._staged(staging, row, t) + warpgroup * columns
+            there = cute.make_tensor(target.align(VECTOR), cute.make_layout(columns))
+            cute.autovec_copy(quantised, there)
+
+    @cute.jit
+    def _stage_columns(
+        self,
+        output: Quantised,
+        staging: Staging,
+        acc: cute.Tensor,
+        tile: Tile,
+        thread: Int32,
+        barrier,
+    ):
+        """Tokens are accumulator columns: a thread has one column of the result, of all of them."""
+        warp, tokens = thread // WARP, self.config.tile_m
+        c = cute.make_rmem_tensor(tokens, Float32)
+        amax = cute.make_rmem_tensor(tokens, Float32)
+        bits = cute.recast_tensor(amax, Int32)
+        for i in cutlass.range_constexpr(tokens):
+            c[i] = silu(acc[tokens + i]) * acc[i]
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
+            bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
+            if thread % WARP == i % WARP:
+                staging.amax[warp, i] = bits[i]
+        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        for i in cutlass.range_constexpr(tokens):
+            bits[i] = self._of_all(staging, Int32(i))
+            amax[i] = block_scale(amax[i])
+            if thread == i and i < tile.rows:
+                output.scale[tile.n_tile, tile.row + i] = amax[i]
+            divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
+        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
+        for t in cutlass.range_constexpr(self.terms):
+            self._next_term(c, quantised, t)
+            for i in cutlass.range_constexpr(tokens):
+                staging.rows[i, thread, t] = quantised[i]
+
+    def _of_all(self, staging: Staging, token: Int32) -> Int32:
+        """The maximum over all columns of the tile."""
+        amax = Int32(0)
+        for party in range(self.parties):
+            amax = cutlass.max(amax, staging.amax[party, token])
+        return amax
+
+
+class SwigluTwoTerms(SwigluQuantise):
+    """As `SwigluQuantise`, with two terms."""
+
+    terms = 2

@@ -1,0 +1,113 @@
+"""SwiGLU and FP8 requantisation of a tile's sums: what the architectures' epilogues share.
+
+Half of a tile's columns are up rows of the weights and half the gate rows of the same columns, in
+turns that put both of a column into one thread. They come so from the weights as they are given: a
+view of rank 5, whose copy is one TMA instruction.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+
+from ..numerics import BLOCK
+from .tiles import Tile
+
+VECTOR = 16
+"""e4m3 elements of a 16-byte access."""
+
+
+class Quantised(NamedTuple):
+    """What the epilogue writes."""
+
+    q: cute.Tensor  # (rows, terms * n / 2) e4m3
+    scale: cute.Tensor  # (n / 256, rows) f32
+
+
+class SwigluEpilogue:
+    """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
+
+    A scale is that of a row's 128 columns. With two terms, what the FP8 value leaves of `c / scale`
+    is a second FP8 value, beside the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. It
+    is at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of
+    the largest.
+
+    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
+    a row's bits depend neither on the other rows nor on the config or the architecture.
+
+    An architecture's strategy derives from it: it names its staging buffer, whose `rows` are
+    (tile_m, columns, terms) e4m3, and stores a tile.
+    """
+
+    halves = 2
+    terms = 1
+    staging_type = Float8E4M3FN
+
+    def __init__(self, config: Any, operands: Any, n: int, columns: int):
+        """`columns`: of the result that a tile makes."""
+        self.config, self.operands, self.n = config, operands, n
+        self.intermediate = n // 2
+        self.warps = config.consumer_warps
+        self.columns = columns
+        self.parts = columns // VECTOR  # accesses of a row
+        # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
+        self.pitch = columns + VECTOR
+
+    def weights(self, b: cute.Tensor) -> cute.Tensor:
+        """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
+        experts, n, k = (cute.size(b, mode=[i]) for i in range(3))
+        group = self.operands.interleave
+        shape = ((group, 2, self.intermediate // group), k, experts)
+        stride = ((k, self.intermediate * k, group * k), 1, n * k)
+        return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
+
+    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
+        """Row of the B scales for the up (0) or gate (1) columns of a tile."""
+        return (half * self.intermediate + n_tile * self.columns) // BLOCK
+
+    def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
+        """The rows of the staging buffer, which begin at `base`."""
+        shape = (self.config.tile_m, self.columns, self.terms)
+        stride = (self.pitch, 1, self.config.tile_m * self.pitch)
+        return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
+
+    def staged_bytes(self) -> int:
+        """Of the rows of the staging buffer."""
+        return self.config.tile_m * self.pitch * self.terms
+
+    def output(self, out: tuple[cute.Tensor, cute.Tensor]) -> Quantised:
+        """In the host function: `out` as in `Quantised`."""
+        return Quantised(*out)
+
+    def prefetch(self, output: Quantised) -> None:
+        """Nothing: the stores take no descriptor."""
+
+    def finish(self) -> None:
+        """Nothing is under way after `store`."""
+
+    def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
+        """The values' FP8 term; before a later one, what the one before has left of them."""
+        if term > 0:
+            values.store(values.load() - quantised.load().to(Float32))
+        quantised.store(values.load().to(Float8E4M3FN))
+
+    def _staged(self, staging: Any, row: Int32, term: int) -> cute.Pointer:
+        """Where a term of a row is staged."""
+        return staging.rows.iterator + (term * self.config.tile_m + row) * self.pitch
+
+    @cute.jit
+    def _store_part(self, output: Quantised, staging: Any, tile: Tile, row: Int32, part: Int32):
+        """16 bytes of each term of a row that the tile's expert has."""
+        if row < tile.rows:
+            vector = cute.make_layout(VECTOR)
+            source = self._staged(staging, row, 0) + part * VECTOR
+            # 64-bit offset: rows * columns can pass 2^31.
+            start = Int64(tile.row + row) * (self.terms * self.intermediate)
+            target = output.q.iterator + start + tile.n_tile * self.columns + part * VECTOR
+            for t in cutlass.range_constexpr(self.terms):
+                of_term = source + t * self.config.tile_m * self.pitch
+                cute.autovec_copy(
+                    cute.make_tensor(of_term.align(VECTOR), vector),
+                    cute.make_tensor((target + t * self.intermediate).align(VECTOR), vector),
+                )

@@ -1,0 +1,221 @@
+"""Every kernel compiles for sm_100a without a GPU, into the instructions it was written for."""
+
+import re
+
+import pytest
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import BLACKWELL, BLACKWELL_ULTRA, of_target
+from moe_fp8.kernels.barriers import stage_counts
+from moe_fp8.kernels.limits import SMEM_BYTES
+from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
+from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, LARGEST_FROM, MANY_ROWS, choose
+from moe_fp8.layer.fused import fused_configs
+from moe_fp8.layer.problem import DEEPSEEK_V3
+from test_compile import LAYERS, check_queue, check_registers_given, resources
+from test_compile import compiled_code as compiled_code
+
+from scripts.gemm.sass import disassemble, facts, nvdisasm
+
+TARGETS = ["sm_100a", "sm_103a"]
+CHOSEN = [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
+OTHERS = [
+    GemmConfig(stages=2, accumulators=2),
+    GemmConfig(tile_n=64),
+    GemmConfig(cluster_m=2),
+    GemmConfig(cluster_n=2),
+    GemmConfig(tile_n=256, cluster_m=2),
+    GemmConfig(tile_m=64, swap_ab=True),
+    GemmConfig(tile_m=16, swap_ab=True, cluster_n=2),
+]
+CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_targets(target):
+    architecture = of_target(target)
+    assert architecture in (BLACKWELL, BLACKWELL_ULTRA) and architecture.target == target
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_grouped_gemm(config, layer, compiled_code, tmp_path):
+    ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], "sm_100a")
+    # A K block: four MMA, of which the first one overwrites, and two commits.
+    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", ptx)) == 4
+    assert ptx.count("tcgen05.commit") == 2
+    assert allocated(ptx) == config.tmem_columns <= TMEM_COLUMNS
+    # One multiply-add a value and K block, two values at a time, none split in two roundings; and
+    # what a chunk adds stands between its load and the next but one.
+    chunks = config.consumer_columns // 16
+    assert len(re.findall(r"tcgen05\.ld\S*x16\.b32", ptx)) == chunks
+    assert "fma.rn.f32 " not in ptx
+    order = re.findall(r"tcgen05\.(ld|wait)|fma\.rn\.(f32x2)", ptx)
+    expected = ["ld", *["wait", "ld", *["f32x2"] * 8] * (chunks - 1), "wait", *["f32x2"] * 8]
+    assert [a or b for a, b in order] == expected
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
+    assert len(loads) == 3
+    assert sum("multicast" in load for load in loads) == config.cluster_size - 1
+    stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
+    assert len(stores) == max(1, min(config.tile_n, 128) // 64)
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+    used = resources(cubin, tmp_path)
+    # What a warp knows of the tiles, once a tile: `test_machine_code` looks into the main loops.
+    assert used["frame"] <= 16, f"{config} spills"
+    assert used["registers"] * config.threads <= 65536
+    check_registers_given(ptx, config.threads, used["registers"], producers=256)
+    assert bool(re.search(r"\batom\.", ptx)) == config.dynamic
+    if config.dynamic:
+        check_queue(ptx, readers=5, others=1)
+
+
+def allocated(ptx: str) -> int:
+    """Columns of tensor memory: the register that tcgen05.alloc is given."""
+    (register,) = re.findall(r"tcgen05\.alloc\S*\s+\[[^\]]*\], (%r\d+);", ptx)
+    (columns,) = re.findall(rf"mov\.b32\s+{register}, (\d+);", ptx)
+    return int(columns)
+
+
+def test_grouped_gemm_for_the_other_target(compiled_code):
+    ptx, _ = compiled_code(kernels.compile_grouped_gemm, MANY_ROWS, *LAYERS["gemm1"], "sm_103a")
+    assert ".target sm_103a" in ptx and ptx.count("tcgen05.mma.") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tile_m": 64}, r"tile_m=64: expected one of \(128,\) without swap_ab"),
+        ({"tile_m": 8, "swap_ab": True}, r"tile_m=8: expected one of \(16, 32, 64\) with swap_ab"),
+        ({"tile_n": 192}, r"tile_n=192: expected one of \(64, 128, 256\) without swap_ab"),
+        ({"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: expected one of \(128,\)"),
+        ({"cluster_m": 3}, r"cluster \(3, 1\): expected \(1, 1\), \(1, 2\) or \(2, 1\)"),
+        ({"terms": 3}, "terms=3: expected 1 or 2"),
+        ({"quantises": 3, "tile_n": 256}, "quantises=3: expected 0, 1 or 2"),
+        ({"quantises": 1}, r"tile_n=128: expected one of \(256,\) without swap_ab and quantises=1"),
+        ({"stages": 1}, "stages=1: expected 0"),
+        ({"stages": -2}, "stages=-2"),
+        ({"accumulators": 1}, r"accumulators=1: expected 0 \(as many as fit\) or 2 to 4"),
+        ({"accumulators": 5}, "accumulators=5: expected .* or 2 to 4, of 128 of the 512"),
+        ({"accumulators": 3, "tile_n": 256}, "accumulators=3: expected .* or 2 to 2, of 256"),
+        ({"stages": 7}, r"needs \d+ bytes of shared memory, more than the 232448"),
+    ],
+)
+def test_illegal_config(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GemmConfig(**arguments)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_stages_fill_shared_memory(config):
+    assert 2 <= config.num_stages and config.smem_bytes <= SMEM_BYTES
+    if not config.stages:
+        assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_accumulators_fit_in_tensor_memory(config):
+    columns = config.num_accumulators * config.mma_columns
+    assert config.num_accumulators >= 2 and columns <= config.tmem_columns <= TMEM_COLUMNS
+    assert config.tmem_columns < 2 * max(columns, 32)
+
+
+def test_what_completes_the_barriers_of_a_stage():
+    """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
+    for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
+        config = GemmConfig(**cluster)
+        counts = stage_counts(config, a_arrivals=1, a_bytes=128 * 128, b_bytes=128 * 128)
+        assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
+
+
+def test_thresholds():
+    assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
+    assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
+    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=3) == LARGEST
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 80, 500, 901, 14107])
+def test_fused(tokens, terms, compiled_code):
+    """All kernels of one host function, with configs that the heuristic picks."""
+    first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
+    ptx, _ = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
+    # The routing of one word and of more, the permute where rows are not gathered, two GEMMs and
+    # the combine; of the second GEMM, which knows its rows, only who loads A or its scales waits.
+    entries = 6 if first.swap_ab else 7
+    assert len(re.findall(r"\.entry", ptx)) == entries == ptx.count("griddepcontrol.wait") - 1
+    # Rows that are not brought together: 16 bytes of every eighth row, for each of two warps; and
+    # the combine's.
+    wide = len(re.findall(r"cp\.async\.cg\S*", ptx))
+    assert wide == 2 * 8 + (2 * first.tile_m // 8 if first.swap_ab else 0)
+    gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "tcgen05.mma." in part)
+    # Up and gate of 128 columns: under swap_ab two MMA one above the other.
+    assert gemm1.count("tcgen05.mma.") == (8 if first.swap_ab else 4)
+    assert gemm2.count("tcgen05.mma.") == 4 * terms
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.5d\S*global", ptx)) == 1
+    assert ("cvt.rn.f16x2.e4m3x2" in gemm1) == (terms == 2), "what the first term leaves"
+
+
+STAGES = {
+    "routing": (kernels.compile_route, DEEPSEEK_V3, False),
+    "permute": (kernels.compile_permute, 7168, 8),
+    "swiglu_quant": (kernels.compile_swiglu_quant, 2048),
+    "combine": (kernels.compile_combine, 7168, 8),
+}
+
+
+needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm, also not triton's")
+
+
+def check_machine_code(text: str, config) -> None:
+    """What the GEMM lives on, in the code that a GPU would run."""
+    found = facts(text)
+    mma = 8 if config.swap_ab and config.quantises else 4
+    assert (found.mma, found.commits) == (mma * config.terms, 2)
+    # No wait between the MMA of a K block, of both its terms.
+    assert found.between <= 3 * found.mma
+    chunks = config.consumer_columns // 16
+    assert (found.tmem_loads, found.adds) == (chunks, 8 * chunks)
+    assert found.local == 0, "local memory in a main loop"
+    assert found.producer <= config.producer_registers
+    assert found.consumer <= config.consumer_registers
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_machine_code(config, compiled_code):
+    _, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
+    (text,) = disassemble(cubin).values()
+    check_machine_code(text, config)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 500, 901, 14107])
+def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
+    first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
+    _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
+    gemms = {name: text for name, text in disassemble(cubin).items() if "GroupedGemm" in name}
+    assert len(gemms) == 2
+    for text in gemms.values():
+        # The first one divides by its scale.
+        check_machine_code(text, first if "MUFU.EX2" in text else second)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
+    """Made for no architecture: as on Hopper without a spill, and with its wide accesses."""
+    function, *arguments = STAGES[name]
+    ptx, cubin = compiled_code(function, *arguments, "sm_100a")
+    assert ".target sm_100a" in ptx
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0 and used["registers"] <= 128
+    wide = re.findall(r"(?:ld|st)\.global\.v4|cp\.async\.cg", ptx)
+    assert wide and ptx.count("griddepcontrol.wait") == len(re.findall(r"\.entry", ptx))
+
+
+def test_an_epilogue_of_another_config():
+    """The staging buffer and the rows of a tile are the config's: they must be the epilogue's."""
+    with pytest.raises(ValueError, match="expected an epilogue that quantises"):
+        kernels.compile_grouped_gemm(MANY_ROWS.with_swiglu(1), 512, 256, 2, "sm_100a")
+    for config in (MANY_ROWS, MANY_ROWS.with_swiglu(2)):
+        with pytest.raises(ValueError, match="expected quantises=1 and n a multiple of 256"):
+            kernels.compile_fused.make(DEEPSEEK_V3, config, MANY_ROWS, 148, "sm_100a")

@@ -1,0 +1,92 @@
+"""The fused layer as compiled for sm_100a against its torch model and against Hopper's bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
+from moe_fp8.kernels.sm100.config import GemmConfig
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.problem import MoeInputs
+from test_fused import TOLERANCE, poisoned
+from test_layers import SHAPE, inputs_of
+from test_mutations import replace
+
+CONFIGS = {
+    "16 swapped": GemmConfig(tile_m=16, swap_ab=True, stages=3),
+    "32 swapped": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
+    "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
+    "128": GemmConfig(),
+    "128 in pairs": GemmConfig(cluster_m=2, dynamic=True),
+    "256 on demand": GemmConfig(tile_n=256, dynamic=True),
+}
+HOPPER = HopperConfig(tile_m=64, stages=3)
+
+
+def output_of(inputs: MoeInputs, config, terms: int = 1) -> torch.Tensor:
+    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    configs = config.with_swiglu(terms), dataclasses.replace(config, terms=terms)
+    kernels.fused(inputs, out, SHAPE, lambda *_: configs, terms)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_100a")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    empty = torch.empty
+    monkeypatch.setattr(kernels.torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
+    kernels._fused_plan.cache_clear()
+    yield
+    kernels._fused_plan.cache_clear()
+
+
+@pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])
+@pytest.mark.parametrize("name", ["16 swapped", "32 swapped", "128", "256 on demand"])
+def test_as_the_model(name, tokens, terms, mode, emulator):
+    check(name, inputs_of(tokens, 4), terms, emulator)
+
+
+@pytest.mark.parametrize("name", ["16 swapped", "128"])
+def test_without_a_local_pair(name, emulator):
+    out = check(name, inputs_of(9, 100), 2, emulator)
+    assert not out.any()
+
+
+def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
+    """The output, if it is near the model's and nothing was reported."""
+    tokens = len(inputs.hidden_states)
+    wanted = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    model.fused(inputs, wanted, SHAPE, terms=terms)
+    out = output_of(inputs, CONFIGS[name], terms)
+    assert calc_diff(out, wanted) < TOLERANCE[terms]
+    # Routing, permute where rows are not gathered, two GEMMs and the combine.
+    launched = (1 if tokens <= 32 else 2) + (3 if "swapped" in name else 4)
+    assert [report.hazards for report in emulator.reports] == [[]] * launched
+    assert out.isfinite().all()
+    return out
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
+    inputs = inputs_of(41, 4)
+    outputs = {name: output_of(inputs, config, terms) for name, config in CONFIGS.items()}
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
+    kernels._fused_plan.cache_clear()
+    wanted = output_of(inputs, HOPPER, terms)
+    for name, out in outputs.items():
+        assert torch.equal(out, wanted), name
+
+
+def test_without_the_fence_between_the_gather_and_the_mma(emulator):
+    """What cp.async brought is of another proxy than what the MMA read."""
+    inputs = inputs_of(9, 4)
+    output_of(inputs, CONFIGS["16 swapped"])
+    assert all(report.hazards == [] for report in emulator.reports)
+    emulator.reports.clear()
+    emulator.host.ptx_transform = replace(r"fence\.proxy\.async\S*;", "", 0)
+    output_of(inputs, CONFIGS["16 swapped"])
+    kinds = set().union(*(report.hazard_kinds() for report in emulator.reports))
+    assert kinds == {"missing-proxy-fence-after-cp-async"}

@@ -1,0 +1,160 @@
+"""Break the GEMM compiled for sm_100a in one place: an error, a hazard or a wrong result must show
+in some schedule."""
+
+import re
+
+import pytest
+import torch
+from moe_fp8.kernels.sm100.config import GemmConfig
+from problems import gemm
+from ptxemu import MODES
+from test_gemm_sm100 import launch
+from test_mutations import PARITY, WAIT, Edit, replace
+
+CONFIG = GemmConfig(stages=2, accumulators=2)
+PASS = "setp.eq.u32 P1, 0, 0;"
+COMMIT = r"tcgen05\.commit\S+\s+\[([^\]]+)\];"
+ARRIVE = r"mbarrier.arrive.shared.b64 _, [\1];"
+
+
+def after(mark: str, edit: Edit) -> Edit:
+    """Of the text from the first match of `mark` on."""
+
+    def edited(ptx: str) -> str:
+        at = re.search(mark, ptx).start()
+        return ptx[:at] + edit(ptx[at:])
+
+    return edited
+
+
+def before(mark: str, edit: Edit) -> Edit:
+    """Of the text up to the first match of `mark`."""
+
+    def edited(ptx: str) -> str:
+        at = re.search(mark, ptx).start()
+        return edit(ptx[:at]) + ptx[at:]
+
+    return edited
+
+
+MMA = r"tcgen05\.mma\."
+LOAD = r"tcgen05\.ld\."
+CONSUMERS = r"setmaxnreg\.inc"
+
+
+def given_back_ahead_of(mark: str) -> Edit:
+    """Put the arrival that frees the accumulator ahead of the last match of `mark`."""
+
+    def edited(ptx: str) -> str:
+        loads = [match.start() for match in re.finditer(LOAD, ptx)]
+        arrive = r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[[^\]]+\], %r\d+;"
+        arrival = re.compile(arrive).search(ptx, loads[-1])
+        elect = re.compile(r"elect\.sync\s+%r\d+\|(%p\d+), -1;").search(ptx, loads[-1])
+        early = f"{elect.group()} @{elect[1]} {re.sub(r', %r[0-9]+;', ', 1;', arrival.group())}\n\t"
+        at = [match.start() for match in re.finditer(mark, ptx[: elect.start()])][-1]
+        return ptx[:at] + early + ptx[at : arrival.start()] + ptx[arrival.end() :]
+
+    return edited
+
+
+MUTATIONS = {
+    "the kernel as it is": (lambda ptx: ptx + "\n", False),
+    "the rows do not wait for a free stage": (replace(WAIT, PASS, which=0), True),
+    "the MMA do not wait for TMA": (before(MMA, replace(WAIT, PASS, which=-2)), True),
+    "the MMA do not wait for a free accumulator": (
+        before(MMA, replace(WAIT, PASS, which=-1)),
+        True,
+    ),
+    "the MMA wait for the wrong parity": (
+        before(MMA, replace(PARITY, r"\1, 0", which=-2)),
+        True,
+    ),
+    "the MMA wait for an accumulator by the wrong parity": (
+        before(MMA, replace(PARITY, r"\1, 0", which=-1)),
+        True,
+    ),
+    "consumers do not wait for the MMA": (before(LOAD, replace(WAIT, PASS, which=-1)), True),
+    "consumers wait for the MMA by the wrong parity": (
+        before(LOAD, replace(PARITY, r"\1, 1", which=-1)),
+        True,
+    ),
+    "consumers do not wait for the scales": (before(LOAD, replace(WAIT, PASS, which=-2)), True),
+    "the scales do not wait for a free stage": (
+        before(MMA, replace(WAIT, PASS, which=-3)),
+        True,
+    ),
+    "scales are given back before all lanes have read them": (
+        after(CONSUMERS, before(LOAD, replace(r"bar\.warp\.sync\s+-1;", "", which=-1))),
+        True,
+    ),
+    "an accumulator is given back before it is read": (
+        given_back_ahead_of(r"tcgen05\.fence::after_thread_sync"),
+        True,
+    ),
+    "an accumulator is given back before its loads are waited for": (
+        given_back_ahead_of(r"tcgen05\.wait::ld"),
+        True,
+    ),
+    "accumulators are never given back": (
+        after(LOAD, replace(r"mbarrier\.arrive\.shared[^;]*;", "")),
+        True,
+    ),
+    "loads from tensor memory are not waited for": (
+        replace(r"tcgen05\.wait::ld\S*;", "", which=-1),
+        True,
+    ),
+    "a stage is freed before the MMA have read it": (replace(COMMIT, ARRIVE, which=0), True),
+    "an accumulator is full before the MMA have filled it": (
+        replace(COMMIT, ARRIVE, which=1),
+        True,
+    ),
+    "stages are never freed": (replace(COMMIT, "", which=0), True),
+    "accumulators are never full": (replace(COMMIT, "", which=1), True),
+    "the first MMA adds to the K block before": (
+        replace(r"(tcgen05\.mma\S+\s[^;]*), (%p\d+);", r"setp.eq.b32 \2, 0, 0; \1, \2;", 0),
+        True,
+    ),
+    "fewer bytes are expected than come": (replace(r", 16384;", ", 16368;"), True),
+    "fewer bytes of scales are expected than come": (replace(r", 528;", ", 512;"), True),
+    "tensor memory is given back before it is read": (
+        after(COMMIT, before(r"tcgen05\.dealloc", replace(WAIT, PASS))),
+        True,
+    ),
+    "tensor memory is not given back": (replace(r"tcgen05\.dealloc[^;]*;", ""), True),
+    "barriers are used before they are initialised": (replace(r"bar\.sync\s+0;", ""), True),
+    "TMA reads staged rows without a proxy fence": (replace(r"fence\.proxy\.async\S*;", ""), True),
+    "staged rows are stored before they are written": (
+        after(CONSUMERS, replace(r"bar\.sync\s+%r\d+, 128;", "", which=1)),
+        True,
+    ),
+    "staged rows are overwritten before TMA has read them": (
+        replace(r"cp\.async\.bulk\.wait_group\.read\s+0;", "", which=0),
+        True,
+    ),
+    "the CTA ends while TMA reads its shared memory": (
+        replace(r"cp\.async\.bulk\.wait_group\.read\s+0;", "", which=-1),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_noticed(name, emulator):
+    edit, broken = MUTATIONS[name]
+
+    def transform(ptx: str) -> str:
+        assert edit(ptx) != ptx, "the edit changed nothing"
+        return edit(ptx)
+
+    problem = gemm((65, 130, 128), 256, 512, 256, exact=True)
+    emulator.host.ptx_transform = transform
+    found = []
+    for emulator.options.mode in MODES:
+        try:
+            out = launch(problem, CONFIG, ctas=1)
+        except emulator.EmulationError:
+            found.append(True)
+            continue
+        hazards = emulator.reports[-1].hazards
+        found.append(bool(hazards) or not torch.equal(out, problem.expected))
+    assert any(found) == broken
