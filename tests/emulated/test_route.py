@@ -14,6 +14,7 @@ SHAPES = {
     "small": MoeShape(num_experts=16, num_local_experts=5, n_group=4, topk_group=2, top_k=3),
     "one group": MoeShape(num_experts=64, num_local_experts=64, n_group=1, topk_group=1, top_k=6),
     "many local": MoeShape(num_local_experts=256),
+    "Kimi-K2": MoeShape(num_experts=384, num_local_experts=48, n_group=1, topk_group=1),
 }
 
 
