@@ -1,0 +1,103 @@
+"""Export solutions for others: a pull request, a contest, a benchmark, a package.
+
+    trace    the tree of a pull request to the flashinfer-trace data set: solutions and traces
+
+A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
+every workload of the data set, on the GPU that is named, measured with the sources that are
+exported. Otherwise it is refused, and the workloads that lack are listed.
+"""
+
+import argparse
+from pathlib import Path
+
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    parser,
+    run_main,
+    say,
+)
+from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
+from scripts.solutions.pack import PackError, generations, select
+from scripts.submission import evidence, trace_tree
+from scripts.submission.export import Export, export_of, new_tree, write_all
+from scripts.workloads.dataset import load
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    forms = arguments.add_subparsers(dest="form", required=True, metavar="FORM")
+    several = {"trace"}
+    for form, said in {
+        "trace": "solutions and traces for the flashinfer-trace data set",
+    }.items():
+        add = forms.add_parser(form, help=said, description=said).add_argument
+        if form in several:
+            add("solutions", nargs="+", metavar="SOLUTION", help="names of solutions or files")
+        else:
+            add("solutions", nargs=1, metavar="SOLUTION", help="name of a solution or of its file")
+        add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
+        add(
+            "--results",
+            nargs="+",
+            type=Path,
+            default=[TRACES_DIR],
+            metavar="PATH",
+            help="trace files, runs, records or data sets; this repository's traces/",
+        )
+        add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
+        add("--author", metavar="NAME", help="submit under this name instead of the solution's")
+        add(
+            "--local",
+            type=Path,
+            default=ROOT,
+            metavar="PATH",
+            help="the data set whose workloads must have passed; this repository",
+        )
+        add(
+            "--other-sources",
+            action="store_true",
+            help="take traces that were measured with other sources than are exported",
+        )
+    return arguments.parse_args()
+
+
+def collect(args: argparse.Namespace) -> "list[Export]":
+    """The solutions with their evidence. Raises Refused, PackError, UsageError."""
+    chosen = select(generations(), [Path(name).name for name in args.solutions])
+    found = evidence.read(args.results)
+    workloads = load(args.local)[0].workloads[DEFINITION]
+    if not workloads:
+        raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
+    exports = []
+    for generation in chosen:
+        export = export_of(generation, args.author)
+        backed = evidence.back(export.solution, workloads, found, args.gpu, args.other_sources)
+        exports.append(Export(generation, export.content, backed))
+        say("\n".join([str(backed), *backed.remarks]))
+    return exports
+
+
+def write(args: argparse.Namespace, exports: "list[Export]") -> list[str]:
+    """Write and check the tree; its files."""
+    with new_tree(args.output) as root:
+        made = trace_tree.files(exports)
+        write_all(root, made)
+        trace_tree.check(root, exports, load(args.local)[0].workloads[DEFINITION])
+    return list(made)
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        for name in write(args, collect(args)):
+            print(args.output / name)
+    except (PackError, evidence.Refused) as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)
