@@ -1,6 +1,7 @@
 """Export solutions for others: a pull request, a contest, a benchmark, a package.
 
     trace    the tree of a pull request to the flashinfer-trace data set: solutions and traces
+    kit      config.toml and sources for a copy of the flashinfer-bench starter kit
 
 A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
 every workload of the data set, on the GPU that is named, measured with the sources that are
@@ -20,7 +21,7 @@ from scripts.common.command_line import (
 )
 from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.solutions.pack import PackError, generations, select
-from scripts.submission import evidence, trace_tree
+from scripts.submission import evidence, starter_kit, trace_tree
 from scripts.submission.export import Export, export_of, new_tree, write_all
 from scripts.workloads.dataset import load
 
@@ -31,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     several = {"trace"}
     for form, said in {
         "trace": "solutions and traces for the flashinfer-trace data set",
+        "kit": "config.toml and sources for the flashinfer-bench starter kit",
     }.items():
         add = forms.add_parser(form, help=said, description=said).add_argument
         if form in several:
@@ -82,9 +84,14 @@ def collect(args: argparse.Namespace) -> "list[Export]":
 def write(args: argparse.Namespace, exports: "list[Export]") -> list[str]:
     """Write and check the tree; its files."""
     with new_tree(args.output) as root:
-        made = trace_tree.files(exports)
-        write_all(root, made)
-        trace_tree.check(root, exports, load(args.local)[0].workloads[DEFINITION])
+        if args.form == "trace":
+            made = trace_tree.files(exports)
+            write_all(root, made)
+            trace_tree.check(root, exports, load(args.local)[0].workloads[DEFINITION])
+        else:
+            made = starter_kit.files(exports[0])
+            write_all(root, made)
+            starter_kit.check(root, exports[0])
     return list(made)
 
 

@@ -1,5 +1,7 @@
 """Exporting solutions: what backs them, what is refused, and that the forms come back right."""
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -8,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
 import run
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, ROOT
 from scripts.solutions import pack
 from scripts.solutions.pack import PackError
-from scripts.submission import evidence, trace_tree
+from scripts.submission import evidence, starter_kit, trace_tree
 from scripts.submission.evidence import Refused
 from scripts.submission.export import Export, export_of, new_tree, write_all
+from scripts.submission.flatten import FlattenError, flatten
 from scripts.workloads.dataset import load
 
 WORKLOADS = load(ROOT)[0].workloads[DEFINITION]
@@ -272,6 +276,239 @@ def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
         check(**{"solutions/b/moe/x/b.json": made[solution].replace(FLAT.name, "b", 1)})
 
 
+# --- one folder -----------------------------------------------------------------------------------
+
+
+def relative_imports(source: str) -> list[ast.ImportFrom]:
+    return [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level]
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_flattening_changes_nothing_but_imports_and_the_packages_place(name: str) -> None:
+    export = export_of(GENERATIONS[name])
+    flat = flatten(export.package, "kernel.py")
+
+    class Blank(ast.NodeTransformer):
+        def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+            return None if node.level else node
+
+        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+            place = ast.unparse(node.value) == "Path(__file__).resolve().parents"
+            return ast.Name("place") if place else self.generic_visit(node)
+
+    def rest(source: str) -> str:
+        return ast.dump(Blank().visit(ast.parse(source)))
+
+    def imported(source: str) -> list[str]:
+        """The names that relative imports bind, in order."""
+        return [a.asname or a.name for node in relative_imports(source) for a in node.names]
+
+    seen = set()
+    for path, source in export.package.items():
+        if path.endswith("/__init__.py"):
+            continue
+        there = path.replace("/", "_")
+        assert rest(flat[there]) == rest(source), path
+        assert imported(flat[there]) == imported(source), path
+        for node in relative_imports(flat[there]):
+            assert node.level == 1
+            for module in [node.module] if node.module else [a.name for a in node.names]:
+                assert f"{module}.py" in flat, f"{path} imports {module}"
+        seen.add(there)
+    assert seen == set(flat)
+
+
+def loaded(sources: dict[str, str], place: Path) -> Any:
+    """Flattened sources as a package, imported."""
+    write_all(
+        place, {f"flat_{place.name}/{n}": s for n, s in flatten(sources, "kernel.py").items()}
+    )
+    sys.path.insert(0, str(place))
+    importlib.invalidate_caches()
+    return lambda module: importlib.import_module(f"flat_{place.name}.{module}")
+
+
+SMALL = {
+    "__init__.py": '"""Root."""\nfrom .a.b import value as exported\n',
+    "main.py": "from . import a_x, exported\nfrom .a import b\nfrom .a.c import d as e, f\n",
+    "a_x.py": "x = 1\n",
+    "a/__init__.py": '"""Inner."""\n',
+    "a/b.py": "value = 2\n",
+    "a/c/__init__.py": '"""Innermost."""\n',
+    "a/c/d.py": """\
+from pathlib import Path
+
+é = "ü"; from ... import (  # both kinds at once, behind letters of two bytes
+    a_x,
+    exported as two,
+)
+
+
+def later():
+    if True: from ..b import value
+    from .. import b as module
+    return value, module.value
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = str(Path(__file__))
+""",
+    "a/c/f.py": "from .d import later, two, é\nfrom ...a.c import d\n",
+}
+
+
+def test_all_forms_of_relative_imports(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    of = loaded(SMALL, tmp_path)
+    main = of("main")
+    assert main.exported == 2 and main.a_x.x == 1 and main.b.value == 2
+    assert main.e.later() == (2, 2) and main.e.two == 2 and main.f.é == "ü"
+    assert main.f.d is main.e
+    assert main.e.ROOT == Path(main.__file__).resolve().parent
+    assert Path(main.e.FILE).name == "a_c_d.py"
+    assert not (Path(main.__file__).parent / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "message"),
+    [
+        ("a/x.py", "", "another file is called a_x.py"),
+        ("kernel.py", "", "another file is called kernel.py"),
+        ("a/__init__.py", '"""Inner."""\nx = 1\n', r"a/__init__\.py: has code"),
+        ("a/__init__.py", "x = 1\n", "has code"),
+        ("main.py", "from . import a", "main.py:1: a is a package"),
+        ("main.py", "from .a import nothing", "nothing is no module of a"),
+        ("main.py", "from .a import *", r"\* is no module of a"),
+        ("main.py", "from .absent import x", "absent is no module"),
+        ("main.py", "\nfrom ..x import y", "main.py:2: the import leaves"),
+        ("a/b.py", "import os\nos.path.dirname(__file__)", "another place"),
+        ("a/b.py", "Path(__file__).parent", "another place"),
+        ("a/b.py", "Path(__file__).resolve().parents", "another place"),
+        ("a/b.py", "Path(__file__).resolve().parents[1].parent", "another place"),
+        ("a/b.py", "Path(__file__).resolve().parents[1] / 'data'", "another place"),
+        ("a/b.py", "Path(__file__) / '..'", "another place"),
+        ("a/b.py", "Path(__file__).resolve().parents[0]", r"parents\[0\] is not the package"),
+        ("a/b.py", "Path(__file__).resolve().parents[n]", "another place"),
+        ("a/b.py", "print(__package__)", "__package__ is another"),
+    ],
+)
+def test_what_may_mean_something_else_in_one_folder_is_refused(
+    path: str, source: str, message: str
+) -> None:
+    with pytest.raises(FlattenError, match=message):
+        flatten({**SMALL, path: source}, "kernel.py")
+
+
+# --- the starter kit ------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def modules_as_before(monkeypatch) -> Any:
+    """Entry files are imported by names that other tests use, too."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name == "kernel" or name.split(".")[0].startswith(("moe_fp8_", "p_", "flat_")):
+            del sys.modules[name]
+
+
+def packed_by_the_kit(kit: Path) -> Any:
+    """What the kit's pack_solution.py documents: config.toml says name, definition, author and how
+    to build; the sources are the files of the one folder solution/<language>, none below it."""
+    tomllib = pytest.importorskip("tomllib")
+    from flashinfer_bench.data import BuildSpec, Solution, SourceFile
+
+    config = tomllib.loads((kit / "config.toml").read_text("utf-8"))
+    build = config["build"]
+    folder = {"triton": "solution/triton", "cuda": "solution/cuda"}[build["language"]]
+    files = sorted(p for p in (kit / folder).iterdir() if p.is_file() and p.suffix == ".py")
+    return Solution(
+        **config["solution"],
+        spec=BuildSpec(
+            language=build["language"],
+            target_hardware=["cuda"],
+            entry_point=build["entry_point"],
+            destination_passing_style=build.get("destination_passing_style", True),
+        ),
+        sources=[SourceFile(path=p.name, content=p.read_text("utf-8")) for p in files],
+    )
+
+
+@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
+def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    from flashinfer_bench.compile import BuilderRegistry
+    from flashinfer_bench.compile.builders import TritonBuilder
+    from flashinfer_bench.data import Definition, load_json_file
+
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    export = export_of(GENERATIONS[name], "some-team")
+    write_all(tmp_path / "kit", starter_kit.files(export))
+    starter_kit.check(tmp_path / "kit", export)
+    solution = packed_by_the_kit(tmp_path / "kit")
+    assert (solution.name, solution.author) == (name, "some-team")
+    assert solution.definition == DEFINITION and solution.spec.destination_passing_style
+    assert solution.spec.entry_point == "kernel.py::run"
+    assert len(solution.sources) == len(export.package) + 1 - sum(
+        path.endswith("/__init__.py") for path in export.package
+    )
+    definition = load_json_file(Definition, pack.DEFINITION_FILE)
+    runnable = BuilderRegistry([TritonBuilder()]).build(definition, solution)
+    try:
+        check_call(name, lambda **values: runnable(*values.values()))
+    finally:
+        runnable.cleanup()
+
+
+def test_the_check_of_the_kit_notices_what_is_wrong(tmp_path: Path) -> None:
+    export = export_of(V2)
+    files = starter_kit.files(export)
+    below, missing = dict(files), dict(files)
+    below["solution/triton/layer/rows.py"] = below.pop("solution/triton/layer_rows.py")
+    del missing["solution/triton/numerics.py"]
+    for name, wrong in {"below": below, "missing": missing}.items():
+        write_all(tmp_path / name, wrong)
+        with pytest.raises(PackError, match="would not take all files"):
+            starter_kit.check(tmp_path / name, export)
+    broken = {**files, "solution/triton/numerics.py": "raise ArithmeticError('broken')\n"}
+    write_all(tmp_path / "broken", broken)
+    with pytest.raises(PackError, match="broken"):
+        starter_kit.check(tmp_path / "broken", export)
+
+
+@pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
+def test_the_kits_entry_file_runs_however_it_is_imported(
+    load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    export = export_of(FLAT)
+    files = starter_kit.files(export)
+    folder = tmp_path / "a folder"
+    # test_pack's ways import "main".
+    write_all(folder, {Path(n).name.replace("kernel.py", "main.py"): s for n, s in files.items()})
+    entry = load(folder)
+    check_call(export.name, entry.run)
+    assert Path(sys.modules[entry.run.__module__].__file__).parent == folder
+
+
+def test_kept_kernels_know_the_sources_in_one_folder(tmp_path: Path, monkeypatch) -> None:
+    """What names a kept kernel is a digest of its file and of what that imports: it must be found
+    where the package has no folders."""
+    package = export_of(FLAT).package
+
+    def digest(place: str, sources: dict[str, str]) -> str:
+        of = loaded(sources, tmp_path / place)
+        made_of = of("kernels_compile").made_of
+        return made_of(of("kernels_sm90_gemm").GroupedGemmSm90, (), (), "sm_90a")["sources"]
+
+    first = digest("first", package)
+    assert digest("again", package) == first
+    assert digest("other", {**package, "layer/model.py": "# edited\n"}) == first
+    tiles = "kernels/tiles.py"
+    assert digest("tiles", {**package, tiles: package[tiles] + "# edited\n"}) != first
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -302,6 +539,10 @@ def test_the_program_exports_what_is_backed_and_refuses_what_is_not(
     assert "19 of 19 workloads passed on NVIDIA H200" in done.stderr
     written = {Path(line) for line in done.stdout.splitlines()}
     assert written == {p for p in output.rglob("*") if p.is_file()} and len(written) == 2
+
+    kit = submit("kit", *common[1:5], tmp_path / "kit", "--results", whole)
+    assert kit.returncode == 0, kit.stderr
+    assert (tmp_path / "kit" / "solution" / "triton" / "kernel.py").is_file()
 
     again = submit(*common, whole)
     assert again.returncode == 2 and "is there already" in again.stderr
