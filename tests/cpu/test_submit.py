@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, ROOT
 from scripts.solutions import pack
 from scripts.solutions.pack import PackError
-from scripts.submission import evidence, starter_kit, trace_tree
+from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
 from scripts.submission.evidence import Refused
 from scripts.submission.export import Export, export_of, new_tree, write_all
 from scripts.submission.flatten import FlattenError, flatten
@@ -509,6 +511,106 @@ def test_kept_kernels_know_the_sources_in_one_folder(tmp_path: Path, monkeypatch
     assert digest("tiles", {**package, tiles: package[tiles] + "# edited\n"}) != first
 
 
+# --- SOL-ExecBench --------------------------------------------------------------------------------
+
+
+def test_sol_execbenchs_form_is_that_of_its_documentation(flat: Export) -> None:
+    made = json.loads(sol_execbench.files(flat)["solution.json"])
+    assert made["spec"] == {
+        "languages": ["cute_dsl"],
+        "target_hardware": ["LOCAL"],  # the kernels are for Hopper, and its own GPU is a B200
+        "entry_point": "main.py::run",
+        "dependencies": ["torch", "cutlass"],
+        "destination_passing_style": True,
+    }
+    assert made["sources"] == flat.content["sources"] and made["author"] == flat.content["author"]
+    assert set(made) == {"name", "definition", "author", "description", "spec", "sources"}
+
+
+def test_sol_execbench_gets_what_it_has_libraries_for(flat: Export) -> None:
+    assert sol_execbench.solution(export_of(GENERATIONS["triton_moe"]))["spec"] == {
+        **sol_execbench.solution(flat)["spec"],
+        "languages": ["triton"],
+        "target_hardware": ["B200", "LOCAL"],
+        "dependencies": ["torch", "triton"],
+    }
+    with pytest.raises(PackError, match="needs sgl-deep-gemm, which SOL-ExecBench does not have"):
+        sol_execbench.solution(export_of(GENERATIONS["deepgemm_moe"]))
+    spec = {**flat.content["spec"], "target_hardware": ["NVIDIA B200"], "dependencies": ["torch"]}
+    blackwell = replace(flat, content={**flat.content, "spec": spec})
+    assert sol_execbench.solution(blackwell)["spec"]["target_hardware"] == ["B200", "LOCAL"]
+    assert sol_execbench.solution(blackwell)["spec"]["languages"] == ["pytorch"]
+
+
+def test_sol_execbenchs_own_models_take_it() -> None:
+    data = pytest.importorskip("sol_execbench.core.data.solution")
+    for name in (FLAT.name, "triton_moe"):
+        made = sol_execbench.solution(export_of(GENERATIONS[name]))
+        assert data.Solution(**made).get_entry_source().path == "main.py"
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def test_the_build_file_of_kernels(flat: Export) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    files = hf_kernels.files(flat)
+    assert tomllib.loads(files["build.toml"]) == {
+        "general": {
+            "name": "cutedsl-moe-fp8-flat",
+            "version": 1,
+            "edition": 5,
+            "license": "Apache-2.0",
+            "backends": ["cuda"],
+            "python-depends": ["tvm-ffi"],
+            "cuda": {"python-depends": ["nvidia-cutlass-dsl"]},
+        },
+        "torch-noarch": {"cuda_capabilities": ["9.0"]},
+    }
+    assert {"build.toml", "flake.nix", "CARD.md"} == {n for n in files if "/" not in n}
+    assert "nvidia-cutlass-dsl==4.8.1" in files["CARD.md"]
+
+
+def test_kernels_gets_what_its_list_of_dependencies_allows(flat: Export) -> None:
+    triton = hf_kernels.build_toml(export_of(GENERATIONS["triton_moe"]))
+    assert "depends" not in triton and "[general.cuda]" not in triton
+    with pytest.raises(PackError, match="needs sglang-kernel, which the list of kernels does not"):
+        hf_kernels.files(export_of(GENERATIONS["sglang_moe"]))
+    with pytest.raises(PackError, match="small letters, digits and dashes"):
+        hf_kernels.files(replace(flat, content={**flat.content, "name": "2_fast"}))
+
+
+@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
+def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
+    name: str, tmp_path: Path
+) -> None:
+    """Its build of a package without compiled parts is a copy; each is imported under an id of its
+    own, by the path of its `__init__.py`."""
+    export = export_of(GENERATIONS[name])
+    write_all(tmp_path, hf_kernels.files(export))
+    (source,) = (tmp_path / "torch-ext").iterdir()
+    assert source.name == name
+    modules = []
+    for unique in ("flat_build_1", "flat_build_2"):
+        spec = importlib.util.spec_from_file_location(unique, source / "__init__.py")
+        assert spec is not None and spec.loader is not None
+        modules.append(importlib.util.module_from_spec(spec))
+        sys.modules[unique] = modules[-1]
+        spec.loader.exec_module(modules[-1])
+        assert modules[-1].__all__ == ["run"]
+        assert modules[-1].__doc__ == export.content["description"]
+        assert modules[-1].run.__module__.startswith(f"{unique}.moe_fp8.")
+        check_call(name, modules[-1].run)
+    assert modules[0].run is not modules[1].run
+
+
+def test_kernels_own_parser_takes_the_build_file(tmp_path: Path) -> None:
+    rust = pytest.importorskip("kernels._rust")
+    for name in (FLAT.name, "triton_moe"):
+        write_all(tmp_path / name, hf_kernels.files(export_of(GENERATIONS[name])))
+        rust.Build.open(tmp_path / name)
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -540,9 +642,17 @@ def test_the_program_exports_what_is_backed_and_refuses_what_is_not(
     written = {Path(line) for line in done.stdout.splitlines()}
     assert written == {p for p in output.rglob("*") if p.is_file()} and len(written) == 2
 
-    kit = submit("kit", *common[1:5], tmp_path / "kit", "--results", whole)
-    assert kit.returncode == 0, kit.stderr
-    assert (tmp_path / "kit" / "solution" / "triton" / "kernel.py").is_file()
+    for form, file in {
+        "kit": "solution/triton/kernel.py",
+        "sol": "solution.json",
+        "kernels": "torch-ext/cutedsl_moe_fp8_flat/__init__.py",
+    }.items():
+        place = tmp_path / form
+        made = submit(form, *common[1:5], place, "--author", "some-team", "--results", whole)
+        assert made.returncode == 0, made.stderr
+        assert f"{place / file}" in made.stdout and (place / file).is_file()
+        refused = submit(form, *common[1:5], place / "again", "--results", part)
+        assert refused.returncode == 1 and not (place / "again").exists()
 
     again = submit(*common, whole)
     assert again.returncode == 2 and "is there already" in again.stderr
