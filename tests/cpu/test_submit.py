@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashinfer_bench.bench import BenchmarkConfig
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
 import run
+from scripts.benchmark import plan
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, ROOT
 from scripts.solutions import pack
@@ -609,6 +611,31 @@ def test_kernels_own_parser_takes_the_build_file(tmp_path: Path) -> None:
     for name in (FLAT.name, "triton_moe"):
         write_all(tmp_path / name, hf_kernels.files(export_of(GENERATIONS[name])))
         rust.Build.open(tmp_path / name)
+
+
+# --- the contest's settings -----------------------------------------------------------------------
+
+
+def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
+    """The kit's EVALUATION.md: --use-isolated-runner --timeout 300 --atol 1 --rtol 0.3
+    --required-matched-ratio 0.9, all else by default."""
+
+    def given(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        return plan.parse_arguments()
+
+    made = plan.configuration(given("--contest"), on_gpu=True)
+    expected = BenchmarkConfig(
+        use_isolated_runner=True,
+        timeout_seconds=300,
+        atol=1.0,
+        rtol=0.3,
+        required_matched_ratio=0.9,
+    )
+    assert made == expected != plan.configuration(given(), on_gpu=True)
+    said = "--rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300".split()
+    assert given("--contest") == given(*said)
+    assert given("--contest", "--timeout", "9", "--cpu") == given(*said[:-1], "9", "--cpu")
 
 
 # --- the program ----------------------------------------------------------------------------------
