@@ -52,12 +52,14 @@ def back(
     found: Found,
     gpu: str,
     other_sources: bool = False,
+    synthetic: bool = True,
 ) -> Evidence:
     """The evidence for a packed solution, on the GPU whose name has the words of `gpu`.
 
     Of several traces of one workload the latest counts. Traces of other sources than the packed
     ones (known by flashinfer-bench's hash) count only with `other_sources`, and then only those of
-    the source that was measured last.
+    the source that was measured last. Without `synthetic`, what was measured on this repository's
+    own tensors does not count: the data set has others under the same uuids.
 
     Raises:
         Refused: a workload has no trace that passed; the message lists which and why.
@@ -71,7 +73,9 @@ def back(
     )
     wanted = there[-1][0].hash if other_sources else solution.hash()
     chosen = {r.uuid: (r, t) for r, t in there if r.hash == wanted}
-    against = _against(workloads, chosen, {r.uuid: r for r, _ in there}, wanted)
+    ours = {source for source in {r.source for r, _ in there} if _on_our_tensors(source)}
+    latest = {r.uuid: r for r, _ in there}
+    against = _against(workloads, chosen, latest, wanted, set() if synthetic else ours)
     if against:
         raise Refused(
             f"{solution.name} is not exported: on {hardware} {len(against)} of {len(workloads)} "
@@ -90,7 +94,7 @@ def back(
             f"{solution.name}: the traces are of {_source(wanted)}, the exported one is "
             f"{solution.hash()[:8]}"
         )
-    if any(read_run(Path(source)).get("dataset") == "." for source in {r.source for r in records}):
+    if ours & {r.source for r in records}:
         remarks.append(
             f"{solution.name}: measured on this repository's synthetic routing (docs/dataset.md), "
             "not on the captured tensors: bench --local PATH measures on those"
@@ -132,6 +136,7 @@ def _against(
     chosen: Mapping[str, tuple[Record, dict[str, Any]]],
     latest: Mapping[str, Record],
     wanted: str,
+    other_tensors: set[str],
 ) -> dict[str, str]:
     """For each workload that is not backed, by T and the beginning of its uuid, why."""
     from flashinfer_bench.data import Workload
@@ -150,9 +155,16 @@ def _against(
             why = f"{pair[0].status}: {pair[0].reason}"
         elif Workload.model_validate(pair[1]["workload"]) != workload:
             why = "measured on other inputs than the data set's workload of this uuid"
+        elif pair[0].source in other_tensors:
+            why = "measured on this repository's synthetic tensors, not on those of the data set"
         if why:
             problems[f"T={tokens(workload)} {workload.uuid[:8]}"] = why
     return problems
+
+
+def _on_our_tensors(source: str) -> bool:
+    """Whether the run.json beside a trace file says so."""
+    return read_run(Path(source)).get("dataset") == "."
 
 
 def _source(digest: str) -> str:

@@ -28,7 +28,7 @@ from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.solutions.pack import PackError, generations, select
 from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
 from scripts.submission.export import Export, export_of, new_tree, write_all
-from scripts.workloads.dataset import load
+from scripts.workloads.dataset import load, ours
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -84,7 +84,14 @@ def collect(args: argparse.Namespace, workloads: "Sequence[Trace]") -> list[Expo
     exports = []
     for generation in chosen:
         export = export_of(generation, args.author)
-        backed = evidence.back(export.solution, workloads, found, args.gpu, args.other_sources)
+        backed = evidence.back(
+            export.solution,
+            workloads,
+            found,
+            args.gpu,
+            other_sources=args.other_sources,
+            synthetic=ours(args.local),
+        )
         exports.append(replace(export, evidence=backed))
         say("\n".join([str(backed), *backed.remarks]))
     return exports

@@ -196,8 +196,10 @@ def test_synthetic_routing_is_said(back, flat, tmp_path: Path) -> None:
     write(tmp_path / "run", [])
     (tmp_path / "run" / "run.json").write_text('{"dataset": "."}')
     assert "synthetic routing" in back(traces_of(flat)).remarks[0]
+    with pytest.raises(Refused, match="19 of 19 .*\n.*not on those of the data set"):
+        back(traces_of(flat), synthetic=False)
     (tmp_path / "run" / "run.json").write_text('{"dataset": "/data/flashinfer-trace"}')
-    assert not back(traces_of(flat)).remarks
+    assert not back(traces_of(flat), synthetic=False).remarks
 
 
 # --- a tree that is whole or not there ------------------------------------------------------------
