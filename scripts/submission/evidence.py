@@ -148,7 +148,7 @@ def _against(
         why = ""
         if pair is None and workload.uuid in latest:
             was = _source(latest[workload.uuid].hash)
-            why = f"measured with {was}, the exported one is {wanted[:8]}"
+            why = f"measured with {was}, not with {_source(wanted)}"
         elif pair is None:
             why = "no trace"
         elif not pair[0].passed:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,11 +148,13 @@ def test_half_of_the_workloads_on_each_of_two_gpus_back_nothing(back, flat) -> N
 
 
 def test_results_of_a_cpu_back_nothing(back, flat) -> None:
-    made = traces_of(flat, hardware="H200 host")
+    made = traces_of(flat)
     for trace in made:
         trace["evaluation"]["environment"]["libs"]["device"] = "cpu"
     with pytest.raises(Refused, match="there are none of any GPU"):
         back(made)
+    with pytest.raises(Refused, match="10 of 19"):
+        back([*traces_of(flat)[:9], *made[9:]])
 
 
 def test_other_sources_are_refused_unless_they_are_asked_for(back, flat) -> None:
@@ -159,7 +162,7 @@ def test_other_sources_are_refused_unless_they_are_asked_for(back, flat) -> None
     for trace in old:
         trace["evaluation"]["environment"]["libs"]["solution_hash"] = "0123456789"
     now = flat.solution.hash()[:8]
-    with pytest.raises(Refused, match=f"measured with source 01234567, the exported one is {now}"):
+    with pytest.raises(Refused, match=f"measured with source 01234567, not with source {now}"):
         back(old)
     # One workload that was measured again does not hide the others.
     with pytest.raises(Refused, match="18 of 19"):
@@ -232,15 +235,13 @@ def test_an_author_that_is_no_folder_is_refused(author: str) -> None:
 # --- the data set's layout ------------------------------------------------------------------------
 
 
-def backed(generation: pack.Generation, back_with: Path, author: str | None = None) -> Export:
-    export = export_of(generation, author)
-    found = evidence.read([write(back_with / generation.path.stem, traces_of(export))])
-    proof = evidence.back(export.solution, WORKLOADS, found, "H200")
-    return Export(generation, export.content, proof)
+def backed(export: Export, back_with: Path) -> Export:
+    found = evidence.read([write(back_with / export.name, traces_of(export))])
+    return replace(export, evidence=evidence.back(export.solution, WORKLOADS, found, "H200"))
 
 
 def test_the_tree_has_the_data_sets_layout_and_comes_back(tmp_path: Path) -> None:
-    exports = [backed(g, tmp_path, "some-team") for g in (FLAT, V2)]
+    exports = [backed(export_of(g, "some-team"), tmp_path) for g in (FLAT, V2)]
     tree = tmp_path / "tree"
     write_all(tree, trace_tree.files(exports))
     trace_tree.check(tree, exports, WORKLOADS)
@@ -260,7 +261,7 @@ def test_the_tree_has_the_data_sets_layout_and_comes_back(tmp_path: Path) -> Non
 
 
 def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
-    exports = [backed(FLAT, tmp_path)]
+    exports = [backed(export_of(FLAT), tmp_path)]
     made = trace_tree.files(exports)
     solution, traces = made
 
@@ -280,6 +281,14 @@ def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
         check(**{solution: made[solution].replace("def run(", "def run (")})
     with pytest.raises(PackError, match="other solutions"):
         check(**{"solutions/b/moe/x/b.json": made[solution].replace(FLAT.name, "b", 1)})
+
+
+def test_a_solution_that_does_not_build_is_not_exported(tmp_path: Path, flat: Export) -> None:
+    sources = [{**s, "content": "raise ArithmeticError('broken')"} for s in flat.content["sources"]]
+    broken = backed(replace(flat, content={**flat.content, "sources": sources}), tmp_path)
+    write_all(tmp_path / "tree", trace_tree.files([broken]))
+    with pytest.raises(PackError, match="broken"):
+        trace_tree.check(tmp_path / "tree", [broken], WORKLOADS)
 
 
 # --- one folder -----------------------------------------------------------------------------------
@@ -685,6 +694,21 @@ def test_the_program_exports_what_is_backed_and_refuses_what_is_not(
 
     again = submit(*common, whole)
     assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_for_another_data_set_its_own_tensors_must_have_been_measured(
+    tmp_path: Path, flat: Export
+) -> None:
+    other = tmp_path / "flashinfer-trace"
+    for folder in ("definitions", "workloads"):
+        shutil.copytree(ROOT / folder, other / folder)
+    results = write(tmp_path / "run", traces_of(flat))
+    common = ["sol", "v4_flat", "--gpu", "H200", "--results", results, "--local", other]
+    for dataset, status in {".": 1, str(other): 0}.items():
+        (results / "run.json").write_text(json.dumps({"dataset": dataset}))
+        made = submit(*common, "--output", tmp_path / "made")
+        assert made.returncode == status, made.stderr
+        assert ("not on those of the data set" in made.stderr) == bool(status)
 
 
 @pytest.mark.parametrize(
