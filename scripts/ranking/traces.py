@@ -67,7 +67,13 @@ def _no_trace(path: Path, number: int, error: Exception) -> UsageError:
 
 def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Record]:
     """All records of the definition in these files or directories."""
-    records = []
+    return [record for record, _ in read_evaluations(paths, definition)]
+
+
+def read_evaluations(
+    paths: Iterable[Path], definition: str = DEFINITION
+) -> Iterator[tuple[Record, dict[str, Any]]]:
+    """The same records, each with the JSON of its trace."""
     for path in trace_files(paths):
         hashes = run_hashes(read_run(path))
         for number, trace in read_traces(path):
@@ -78,8 +84,7 @@ def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Re
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise _no_trace(path, number, error) from None
             if record is not None:
-                records.append(record)
-    return records
+                yield record, trace
 
 
 def run_file(traces: Path) -> Path:

@@ -27,7 +27,7 @@ OPTIONAL_KEYS = {"language", "definition"}
 
 ENTRY_FILE = "main.py"
 ENTRY = string.Template('''\
-"""The solution $name: `run` of $package/$path, however this file is loaded.
+"""The solution $name: `run` of $where, however this file is loaded.
 
 flashinfer-bench imports an entry file as a module of a package, FlashInfer's Trace Apply and
 SOL-ExecBench as a top-level module, which has no relative imports. So the package beside this file
@@ -41,7 +41,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent / "$package"
+ROOT = Path(__file__).resolve().parent$folder
 
 
 def load_package() -> str:
@@ -133,6 +133,18 @@ def generations(root: Path = PACKAGE_DIR) -> list[Generation]:
     return found
 
 
+def entry_file(name: str, where: str, module: str, folder: str = "") -> str:
+    """The source of an entry file whose `run` is that of `module` in the package that lies in
+    `folder` beside it, or around it where there is no folder."""
+    return ENTRY.substitute(
+        name=name,
+        where=where,
+        package=PACKAGE,
+        folder=f' / "{folder}"' if folder else "",
+        module=module,
+    )
+
+
 def pack(generation: Generation) -> bytes:
     """The bytes of the generation's Solution JSON."""
     root = generation.root
@@ -142,11 +154,11 @@ def pack(generation: Generation) -> bytes:
         raise PackError(f"{generation.name}: {error}") from None
     metadata = generation.metadata
     where = generation.path.relative_to(root)
-    entry = ENTRY.substitute(
-        name=generation.name,
-        package=PACKAGE,
-        path=where.as_posix(),
+    entry = entry_file(
+        generation.name,
+        where=f"{PACKAGE}/{where.as_posix()}",
         module=".".join(where.with_suffix("").parts),
+        folder=PACKAGE,
     )
     sources = [
         {

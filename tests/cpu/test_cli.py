@@ -13,7 +13,7 @@ import run
 from scripts.common.project import DEFINITION, ROOT
 
 PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
-PROGRAMS += ["prepared_weights", "profile_kernels", "readme_tables", "report", "stages"]
+PROGRAMS += ["prepared_weights", "profile_kernels", "readme_tables", "report", "stages", "submit"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 

@@ -1,0 +1,133 @@
+"""Export a solution for others: a pull request, a contest, a benchmark, a package.
+
+    trace     the tree of a pull request to the flashinfer-trace data set: solutions and traces
+    kit       config.toml and sources for a copy of the flashinfer-bench starter kit
+    sol       solution.json for NVIDIA's SOL-ExecBench
+    kernels   the source of a package for Hugging Face's kernels
+
+A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
+every workload of the data set, on the GPU that is named, measured with the sources that are
+exported. Otherwise it is refused, and the workloads that lack are listed.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    parser,
+    run_main,
+    say,
+)
+from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
+from scripts.solutions.pack import PackError, generations, select
+from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
+from scripts.submission.export import Export, export_of, new_tree, write_all
+from scripts.workloads.dataset import load, ours
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Trace
+
+TRACE, KIT, SOL, KERNELS = "trace", "kit", "sol", "kernels"
+FORMS = {
+    TRACE: "solutions and traces for the flashinfer-trace data set",
+    KIT: "config.toml and sources for the flashinfer-bench starter kit",
+    SOL: "solution.json for NVIDIA's SOL-ExecBench",
+    KERNELS: "the source of a package for Hugging Face's kernels",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    forms = arguments.add_subparsers(dest="form", required=True, metavar="FORM")
+    for form, said in FORMS.items():
+        add = forms.add_parser(form, help=said, description=said).add_argument
+        if form == TRACE:
+            add("solutions", nargs="+", metavar="SOLUTION", help="names of solutions or files")
+        else:
+            add("solutions", nargs=1, metavar="SOLUTION", help="name of a solution or of its file")
+        add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
+        add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
+        add(
+            "--results",
+            nargs="+",
+            type=Path,
+            default=[TRACES_DIR],
+            metavar="PATH",
+            help="trace files, runs, records or data sets; this repository's traces/",
+        )
+        add("--author", metavar="NAME", help="submit under this name instead of the solution's")
+        add(
+            "--local",
+            type=Path,
+            default=ROOT,
+            metavar="PATH",
+            help="the data set whose workloads must have passed; this repository",
+        )
+        add(
+            "--other-sources",
+            action="store_true",
+            help="take traces that were measured with other sources than are exported",
+        )
+    return arguments.parse_args()
+
+
+def collect(args: argparse.Namespace, workloads: "Sequence[Trace]") -> list[Export]:
+    """The solutions with their evidence. Raises Refused, PackError, UsageError."""
+    chosen = select(generations(), [Path(name).name for name in args.solutions])
+    found = evidence.read(args.results)
+    exports = []
+    for generation in chosen:
+        export = export_of(generation, args.author)
+        backed = evidence.back(
+            export.solution,
+            workloads,
+            found,
+            args.gpu,
+            other_sources=args.other_sources,
+            synthetic=ours(args.local),
+        )
+        exports.append(replace(export, evidence=backed))
+        say("\n".join([str(backed), *backed.remarks]))
+    return exports
+
+
+def write(
+    form: str, output: Path, exports: Sequence[Export], workloads: "Sequence[Trace]"
+) -> list[str]:
+    """Write the tree and check it; its files. Raises PackError, UsageError."""
+    with new_tree(output) as root:
+        if form == TRACE:
+            made = trace_tree.files(exports)
+        else:
+            module = {KIT: starter_kit, SOL: sol_execbench, KERNELS: hf_kernels}[form]
+            made = module.files(exports[0])
+        write_all(root, made)
+        if form == TRACE:
+            trace_tree.check(root, exports, workloads)
+        elif form == KIT:
+            starter_kit.check(root, exports[0])
+    return list(made)
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        workloads = load(args.local)[0].workloads[DEFINITION]
+        if not workloads:
+            raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
+        for name in write(args.form, args.output, collect(args, workloads), workloads):
+            print(args.output / name)
+    except (PackError, evidence.Refused) as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)
