@@ -129,7 +129,29 @@ def test_what_completes_the_barriers_of_a_stage():
 def test_thresholds():
     assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
     assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
-    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=3) == LARGEST
+    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=5) == LARGEST
+
+
+def test_tiles_of_one_wave_are_not_made_larger():
+    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more."""
+    assert choose(128, 4096, 7168, experts=4) == MANY_ROWS
+    assert choose(128, 4096, 7168, experts=5) == choose(129, 4096, 7168, experts=4) == LARGEST
+    assert choose(128, 4096, 7168) == LARGEST
+    assert choose(4, 4096, 7168, experts=1).swap_ab
+
+
+def test_the_model_prefers_what_the_heuristic_picks():
+    """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
+    from scripts.gemm.gemm_model import predict
+    from scripts.gemm.model import B200_AS_H200, best_sm100, chosen_sm100
+    from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
+
+    for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
+        drawn = uneven_rows(rows, 32, 2026)
+        problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
+        chosen = sum(predict(B200_AS_H200, chosen_sm100(p), p).us for p in problems)
+        best = sum(best_sm100(B200_AS_H200, p)[1].us for p in problems)
+        assert chosen < 1.08 * best, rows
 
 
 @pytest.mark.parametrize("terms", [1, 2])
