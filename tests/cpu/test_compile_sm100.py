@@ -1,10 +1,17 @@
 """Every kernel compiles for sm_100a without a GPU, into the instructions it was written for."""
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.architectures import BLACKWELL, BLACKWELL_ULTRA, of_target
+from moe_fp8.kernels.architectures import (
+    ARCHITECTURES,
+    BLACKWELL,
+    BLACKWELL_ULTRA,
+    of_target,
+)
 from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
@@ -130,6 +137,21 @@ def test_thresholds():
     assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
     assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
     assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=5) == LARGEST
+
+
+def test_the_gpu_tests_know_configs_of_every_architecture():
+    """A GPU must not be tested with another one's configs, nor without those that are picked."""
+    path = Path(__file__).parents[1] / "gpu" / "gemm_configs.py"
+    spec = importlib.util.spec_from_file_location("gemm_configs_of_the_gpu_tests", path)
+    assert spec is not None and spec.loader is not None
+    known = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(known)
+    for architecture in ARCHITECTURES.values():
+        for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
+            assert {type(config) for config in configs} == {type(architecture.config)}
+    assert {LARGEST, MANY_ROWS, *(config for _, config in FEW_ROWS)} <= set(known.BLACKWELL)
+    for config in known.FUSED["sm_100a"]:
+        assert config.with_swiglu(2).quantises == 2
 
 
 def test_tiles_of_one_wave_are_not_made_larger():
