@@ -253,7 +253,9 @@ def main() -> int:
     add("--only", type=names, default=[], metavar="STEP,...", help="these steps")
     add("--skip", type=names, default=[], metavar="STEP,...", help="all steps but these")
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
-    add("--out", type=Path, default=TRACES_DIR, metavar="DIR", help="where the record is made")
+    # Not among the runs: the latest of those is what `report` and `bench --resume` take.
+    place = TRACES_DIR / "records"
+    add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
     args = arguments.parse_args()
     selected(steps(args.out), args.only, args.skip)  # before anything is asked of the GPU
     hardware, target = require_gpu(), gpu_arch()

@@ -1,4 +1,4 @@
-"""The GEMM configs that the GPU tests go through, for each architecture that there are kernels for."""
+"""The GEMM configs that the GPU tests go through, for each architecture that has kernels."""
 
 import torch
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
@@ -39,7 +39,7 @@ BLACKWELL = (
     Sm100(tile_m=32, swap_ab=True, cluster_n=2),
 )
 OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
-"""By what the compiler calls an architecture; the first one is what the others are compared with."""
+"""By what the compiler calls an architecture; the others are compared with the first one."""
 
 FUSED = {
     "sm_90a": (
