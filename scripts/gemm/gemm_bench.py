@@ -36,6 +36,7 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser
 from scripts.common.progress import Progress
 from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
+from scripts.gemm import gpu
 from scripts.gemm.compiling import compile_ahead, compile_variants
 from scripts.gemm.gpu import require_gpu
 from scripts.gemm.peers import PEERS, peer_variants
@@ -95,14 +96,13 @@ def collect_variants(
     quiet: bool = False,
 ) -> list[Variant]:
     """Our kernel with these configs, or else as the solutions ship it, and the peers."""
-    from moe_fp8.kernels.sm90.config import GemmConfig
-
+    cls = type(gpu.architecture().config)
     variants = []
     for text in configs:
         if text in SOLUTIONS:
             variants.append(solution_variant(text))
         else:
-            config = None if text == "default" else parse_config(text, GemmConfig)
+            config = None if text == "default" else parse_config(text, cls)
             variants.append(ours(f"ours {text}", config, layout))
     return variants + peer_variants(peers, compiled_dims, quiet)
 

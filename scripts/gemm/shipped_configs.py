@@ -2,13 +2,18 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from scripts.gemm import gpu
 from scripts.gemm.problems import LAYER_SHAPES, Problem
 from scripts.gemm.variants import Variant, ours
 
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
 """Module and row layout of those that choose their configs."""
+
+MOST_ROWS = 1024
+"""Of an expert: the heuristics' last bounds are below."""
 
 
 def shipped(name: str, problem: Problem) -> Any:
@@ -28,7 +33,7 @@ def shipped(name: str, problem: Problem) -> Any:
         pair_row=torch.full((problem.tokens or 0, layer.shape.top_k), -1, dtype=torch.int32),
         weights=torch.empty(0),
     )
-    placed = layer.placed(grouped)
+    placed = replace(layer, choose=gpu.architecture().choose).placed(grouped)
     first = (problem.n, problem.k) == LAYER_SHAPES["gemm1"]
     return placed.config1 if first else placed.config2
 
@@ -40,9 +45,8 @@ def solution_variant(name: str) -> Variant:
 
 def ladder() -> list[Any]:
     """The heuristic's configs for rows that differ from expert to expert, from few rows to many."""
-    from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
-
-    return [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
+    choose, shape = gpu.architecture().choose, LAYER_SHAPES["gemm1"]
+    return list(dict.fromkeys(choose(rows, *shape) for rows in range(1, MOST_ROWS)))
 
 
 def neighbours(name: str) -> Callable[[Problem], list[Variant]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scripts.gemm.gpu import gpu_arch
+from scripts.gemm import gpu
 from scripts.gemm.operands import Operands, Placed
 from scripts.gemm.problems import Problem
 
@@ -62,7 +62,7 @@ def readings(x: Operands) -> list[Reading]:
     experts = torch.tensor(active, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     read = torch.empty(processors, dtype=torch.int64, device=device)
-    return [Reading(launch, read) for launch in readers(x.b, experts, read, gpu_arch())]
+    return [Reading(launch, read) for launch in readers(x.b, experts, read, gpu.gpu_arch())]
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ class Variant:
 
 def heuristic(problem: Problem) -> Any:
     """The config that the heuristic gives who knows the rows, as the solution v3 does."""
-    from moe_fp8.kernels.sm90.heuristic import choose
-
     rows, active = problem.mean_rows, problem.active
+    choose = gpu.architecture().choose
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 

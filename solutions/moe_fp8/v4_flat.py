@@ -23,7 +23,7 @@ from .numerics import round_up
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
     "author": "moe-fp8-cutedsl",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
 }
 

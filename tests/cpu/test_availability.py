@@ -172,3 +172,30 @@ def test_installed_versions_of_this_interpreter() -> None:
     assert installed_version("flashinfer_bench") == importlib.metadata.version("flashinfer-bench")
     assert installed_version("json") == "", "a module of that name, without a distribution"
     assert installed_version("no-such-package-at-all") is None
+
+
+def packed() -> dict[str, Solution]:
+    """Every solution of this checkout, by name."""
+    made = (Solution.model_validate_json(pack(g)) for g in generations())
+    return {solution.name: solution for solution in made}
+
+
+def test_what_runs_on_which_gpu() -> None:
+    """Ours on every GPU that they name, which there are kernels for; a peer where its library has
+    them."""
+    from moe_fp8.kernels.architectures import ARCHITECTURES
+
+    every = packed()
+    ours = {name for name in every if name.startswith("cutedsl_")}
+    hopper, blackwell = (
+        {n for n, s in every.items() if why_not(s, Machine(c, lambda name: "1.0")) is None}
+        for c in ((9, 0), (10, 0))
+    )
+    assert hopper == set(every) - {"flashinfer_moe"}
+    assert blackwell - ours == {
+        "flashinfer_moe", "sglang_moe", "triton_moe", "triton_fused_moe_v2"
+    }  # fmt: skip
+    assert len(ours) == 6 and ours < hopper and ours < blackwell
+    for name in ours:
+        named = {capability_of(gpu) for gpu in every[name].spec.target_hardware}
+        assert named == {(9, 0), (10, 0)} <= set(ARCHITECTURES)

@@ -13,7 +13,8 @@ import run
 from scripts.common.project import DEFINITION, ROOT
 
 PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
-PROGRAMS += ["prepared_weights", "profile_kernels", "readme_tables", "report", "stages", "submit"]
+PROGRAMS += ["model", "prepared_weights", "profile_kernels", "readme_tables", "record", "report"]
+PROGRAMS += ["stages", "submit"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -54,6 +55,7 @@ def test_help(program: str) -> None:
         ("stages", ["--tokens", "0"], "argument --tokens: '0' is no whole number of at least 1"),
         ("stages", ["--iterations", "0"], "argument --iterations: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
+        ("record", ["--only", "absent"], "no step absent: expected tests, bench"),
         ("profile_kernels", [], "the following arguments are required: --workloads"),
     ],
 )
@@ -75,7 +77,13 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
 @no_gpu
 @pytest.mark.parametrize(
     "command",
-    [["stages"], ["gemm_bench"], ["profile_kernels", "--workloads", "1"], ["prepared_weights"]],
+    [
+        ["record"],
+        ["stages"],
+        ["gemm_bench"],
+        ["profile_kernels", "--workloads", "1"],
+        ["prepared_weights"],
+    ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:
     result = call(*command)

@@ -1,10 +1,17 @@
 """Every kernel compiles for sm_100a without a GPU, into the instructions it was written for."""
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.architectures import BLACKWELL, BLACKWELL_ULTRA, of_target
+from moe_fp8.kernels.architectures import (
+    ARCHITECTURES,
+    BLACKWELL,
+    BLACKWELL_ULTRA,
+    of_target,
+)
 from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
@@ -129,7 +136,44 @@ def test_what_completes_the_barriers_of_a_stage():
 def test_thresholds():
     assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
     assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
-    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=3) == LARGEST
+    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=5) == LARGEST
+
+
+def test_the_gpu_tests_know_configs_of_every_architecture():
+    """A GPU must not be tested with another one's configs, nor without those that are picked."""
+    path = Path(__file__).parents[1] / "gpu" / "gemm_configs.py"
+    spec = importlib.util.spec_from_file_location("gemm_configs_of_the_gpu_tests", path)
+    assert spec is not None and spec.loader is not None
+    known = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(known)
+    for architecture in ARCHITECTURES.values():
+        for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
+            assert {type(config) for config in configs} == {type(architecture.config)}
+    assert {LARGEST, MANY_ROWS, *(config for _, config in FEW_ROWS)} <= set(known.BLACKWELL)
+    for config in known.FUSED["sm_100a"]:
+        assert config.with_swiglu(2).quantises == 2
+
+
+def test_tiles_of_one_wave_are_not_made_larger():
+    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more."""
+    assert choose(128, 4096, 7168, experts=4) == MANY_ROWS
+    assert choose(128, 4096, 7168, experts=5) == choose(129, 4096, 7168, experts=4) == LARGEST
+    assert choose(128, 4096, 7168) == LARGEST
+    assert choose(4, 4096, 7168, experts=1).swap_ab
+
+
+def test_the_model_prefers_what_the_heuristic_picks():
+    """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
+    from scripts.gemm.gemm_model import predict
+    from scripts.gemm.model import B200_AS_H200, best_sm100, chosen_sm100
+    from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
+
+    for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
+        drawn = uneven_rows(rows, 32, 2026)
+        problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
+        chosen = sum(predict(B200_AS_H200, chosen_sm100(p), p).us for p in problems)
+        best = sum(best_sm100(B200_AS_H200, p)[1].us for p in problems)
+        assert chosen < 1.08 * best, rows
 
 
 @pytest.mark.parametrize("terms", [1, 2])

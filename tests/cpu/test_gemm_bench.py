@@ -476,3 +476,39 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     even = gemm_bench.Problem((64,) * 8, n, k)
     assert gemm_peers.shipped_tile(even) == triton_moe.tiles(2048)[0]
     assert [v.name for v in gemm_peers.peer_variants(["triton"])] == ["triton_moe"]
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch):
+    from moe_fp8.kernels.architectures import BLACKWELL
+
+    from scripts.gemm import gpu
+
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+
+
+def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
+    """The shipped ones, those beside them and those that are named, each of the GPU's own class."""
+    from moe_fp8.kernels.sm100.config import GemmConfig
+    from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, MANY_ROWS
+
+    n, k = LAYER_SHAPES["gemm1"]
+    rungs = shipped_configs.ladder()
+    assert rungs == [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
+    for tokens in (1, 80, 901, 14107):
+        problem = gemm_bench.Problem((tokens,) * 32, n, k, tokens)
+        chosen = [shipped_configs.shipped(name, problem) for name in shipped_configs.SOLUTIONS]
+        chosen += [v.config(problem) for v in shipped_configs.neighbours("flat")(problem)]
+        chosen.append(heuristic(problem))
+        assert all(isinstance(config, GemmConfig) for config in chosen)
+    (variant,) = gemm_bench.collect_variants(["tile_n=256,dynamic=1"], [])
+    assert variant.config(problem) == LARGEST
+    with pytest.raises(UsageError, match="overlap"):
+        gemm_bench.collect_variants(["overlap=1"], [])
+
+
+def test_the_ladder_of_hopper_is_its_heuristic() -> None:
+    from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
+
+    expected = [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
+    assert shipped_configs.ladder() == expected

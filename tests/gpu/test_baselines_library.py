@@ -132,6 +132,8 @@ def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
 
 
 def test_flashinfer_moe_is_refused_in_one_line(make_inputs):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("says what Hopper is told")
     inputs = make_inputs(7)
     with pytest.raises(RuntimeError) as error:
         flashinfer_moe.run(*inputs, new_output(inputs))

@@ -5,6 +5,7 @@ import os
 import pytest
 import test_layer
 import torch
+from gemm_configs import FUSED, target
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
@@ -156,12 +157,13 @@ def test_sanitizer(tool, terms):
     the rows."""
     if tool == "initcheck" and terms == 1:
         pytest.skip("does not see what TMA writes: the second GEMM's rows pass for uninitialised")
+    configs = FUSED[target()]
     sanitized(
         tool,
         f"""
 from dataclasses import replace
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.sm90.config import GemmConfig
+from {type(configs[0]).__module__} import GemmConfig
 from moe_fp8.layer.problem import MoeInputs, MoeShape
 shape = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)
@@ -169,11 +171,7 @@ def fp8(*size):
     return torch.randn(*size, device="cuda").to(torch.float8_e4m3fn)
 def f32(*size):
     return torch.randn(*size, device="cuda")
-for config in (
-    GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
-    GemmConfig(tile_m=64, cluster_n=2, overlap=True),
-    GemmConfig(cluster_n=2, stages=2, dynamic=True, unroll=True),
-):
+for config in {configs!r}:
     for tokens in (1, 9, 41):
         torch.manual_seed(tokens)
         inputs = MoeInputs(
@@ -181,7 +179,7 @@ for config in (
             fp8(5, 512, 384), f32(5, 4, 3), fp8(5, 384, 256), f32(5, 3, 2), 4, 2.5,
         )
         out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
-        configs = config, replace(config, terms={terms})
+        configs = config.with_swiglu({terms}), replace(config, terms={terms})
         kernels.fused(inputs, out, shape, lambda *_: configs, {terms})
         assert bool(out.isfinite().all())
 """,

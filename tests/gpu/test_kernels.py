@@ -1,10 +1,11 @@
 """The kernels on the GPU against the torch model: odd row counts, skew, determinism, sanitizer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from gemm_configs import OF_TARGET, target
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.heuristic import LARGEST
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.rows import batched_rows, flat_rows
@@ -13,23 +14,7 @@ from sanitizer import TOOLS, sanitized
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
 LAYERS = [(4096, 7168), (7168, 2048)]  # n, k
-CONFIGS = [
-    GemmConfig(),
-    GemmConfig(tile_m=64),
-    GemmConfig(tile_n=64),
-    GemmConfig(stages=2),
-    GemmConfig(cluster_m=2),
-    GemmConfig(cluster_n=2),
-    GemmConfig(tile_m=192, cluster_n=2),
-    LARGEST,
-    GemmConfig(overlap=True),
-    GemmConfig(overlap=True, cluster_m=2, dynamic=True),
-    GemmConfig(tile_m=64, tile_n=64, cluster_m=2),
-    GemmConfig(tile_m=64, cluster_n=2, overlap=True),
-    GemmConfig(tile_m=8, swap_ab=True),
-    GemmConfig(tile_m=32, swap_ab=True, cluster_n=2),
-    GemmConfig(tile_m=16, tile_n=64, swap_ab=True),
-]
+CONFIGS = OF_TARGET[target()]
 ROWS = [
     (0, 1, 63, 64, 65, 127, 128, 129),
     (1000, 0, 0, 0, 0, 0, 0, 5),
@@ -254,7 +239,7 @@ def test_combine(tokens):
 
 def test_one_compilation_serves_every_row_count():
     before = len(kernels.compile_grouped_gemm.functions)
-    config = GemmConfig(stages=3)
+    config = replace(CONFIGS[0], stages=3)
     for rows in ((1, 2), (40, 0), (128, 100), (700, 7), (0, 128)):
         problem = gemm_problem(rows, 4096, 7168)
         assert torch.isfinite(run_gemm(problem, kernels.grouped_gemm, config)).all()

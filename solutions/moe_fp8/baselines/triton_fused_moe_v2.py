@@ -8,7 +8,8 @@ until T changes: no host sync, no torch operation between the launches, nine lau
 
 The library chooses its tiles by the number of rows that its operand has by shape (32-row tiles with
 swapped operands up to 2048 rows, 128-row tiles above). Its own callers pass 8 rows a token; here it
-is shown as many as even routing gives this rank.
+is shown as many as even routing gives this rank. On Blackwell the same function, with the same
+arguments, has kernels of its own; this project has not run them.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ..numerics import BLOCK
 from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 if TYPE_CHECKING:
     from .triton_stages import Routed, Rows
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 SOLUTION = {
     "name": "triton_fused_moe_v2",
     "author": "moe-fp8-cutedsl",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
 }
 
@@ -98,7 +99,7 @@ class FusedMoeV2Layer:
         """
         shape = self.shape
         tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER)
+        require_gpu(output.device, HOPPER + BLACKWELL)
         require("sgl_kernel", REQUIREMENT)
         require("triton", "triton")
         if tokens == 0:

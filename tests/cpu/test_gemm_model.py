@@ -1,0 +1,166 @@
+"""The model on paper: its arithmetic against figures worked out by hand, its rules of tiles against
+a simple count, and its error on the recorded times."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
+from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
+
+from scripts.common.command_line import UsageError
+from scripts.gemm import model
+from scripts.gemm.gemm_model import (
+    CONSTANTS,
+    accumulators_needed,
+    block_sm90,
+    block_sm100,
+    config_sm90,
+    predict,
+    row_tiles,
+)
+from scripts.gemm.model import B200, H200, H200_MEASURED, RECORD
+from scripts.gemm.problems import Problem
+
+
+def test_nominal_rates_are_those_of_the_data_sheets() -> None:
+    assert pytest.approx(1.979e15, rel=1e-3) == H200.flops_per_s
+    assert pytest.approx(4.5e15, rel=1e-3) == B200.flops_per_s
+
+
+def test_a_block_on_hopper() -> None:
+    """192x128: three warpgroups of 64x128x128, each 256 clocks of WGMMA; 72 KiB of operands read,
+    40 KiB written at 128 bytes a clock, and brought at 64."""
+    block = block_sm90(H200, Hopper(tile_m=192, cluster_n=2, stages=4), 192)
+    assert (block.mma, block.read, block.write, block.l2) == (768, 576, 320, 640)
+    assert block.promote == 3 * (64 + 36) and block.tmem == 0
+    assert block.chain == 256 + 100 + CONSTANTS.handoff_clocks
+    assert block.slowest == "shared memory" and block.clocks == 896
+    # One warpgroup without rows has nothing to multiply; TMA brings the whole tile.
+    fewer = block_sm90(H200, Hopper(tile_m=192, cluster_n=2, stages=4), 100)
+    assert (fewer.mma, fewer.read, fewer.write) == (512, 384, 320)
+    overlapped = block_sm90(H200, Hopper(tile_m=64, overlap=True), 64)
+    assert overlapped.chain == 256 + CONSTANTS.handoff_clocks
+
+
+def test_a_block_on_blackwell() -> None:
+    """The figures that docs/notes/gemm_sm100.md has: 32 KiB read in the 256 clocks of 128x128, 48
+    in the 512 of 256 columns."""
+    square, wide = (block_sm100(B200, Blackwell(tile_n=n)) for n in (128, 256))
+    assert (square.mma, square.read, square.tmem, square.promote) == (256, 256, 128, 128)
+    assert (wide.mma, wide.read, wide.tmem, wide.promote) == (512, 384, 256, 256)
+    few = block_sm100(B200, Blackwell(tile_m=16, swap_ab=True))
+    assert (few.mma, few.read, few.tmem) == (32, 144, 16)
+    pair = block_sm100(B200, Blackwell(tile_n=256), pair=True)
+    assert (pair.mma, pair.read, pair.write, pair.l2) == (512, 256, 256, 512)
+    two = block_sm100(B200, Blackwell(terms=2))
+    assert (two.mma, two.read, two.write) == (512, 512, 384)
+
+
+def test_accumulators() -> None:
+    """One always waits; with one more, the way of the first hides behind the second one's MMA."""
+    config = Blackwell()
+    expected = (256 + 60 + 128 + 36 + 60) / 256
+    assert accumulators_needed(B200, config) == pytest.approx(expected)
+    slow = replace(CONSTANTS, handoff_clocks=480)
+    assert accumulators_needed(B200, config, slow) > 4
+    chains = [block_sm100(B200, Blackwell(accumulators=n), constants=slow).chain for n in (2, 3, 4)]
+    assert chains == sorted(chains, reverse=True) and chains[0] > chains[-1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Hopper(tile_m=192, cluster_n=2, stages=4), Hopper(tile_m=64, cluster_m=2), Hopper(),
+     Hopper(tile_m=16, swap_ab=True), Blackwell(), Blackwell(tile_m=32, swap_ab=True)],
+    ids=str,
+)  # fmt: skip
+def test_row_tiles_hold_every_row(config) -> None:
+    cluster = config.tile_m * config.cluster_m
+    for count in (1, 17, 64, 65, 128, 200, 1000):
+        rows = list(row_tiles(config, count))
+        assert len(rows) == math.ceil(count / cluster)
+        assert all(0 < r <= config.tile_m for r in rows)
+        if config.cluster_m == 1:
+            assert sum(rows) == count
+
+
+def test_an_expert_is_divided_evenly_on_hopper() -> None:
+    """7 steps of 64 rows in tiles of up to 3: 2, 2 and 3."""
+    config = Hopper(tile_m=192, cluster_n=2, stages=4)
+    assert list(row_tiles(config, 7 * 64)) == [128, 128, 192]
+    assert list(row_tiles(Blackwell(), 300)) == [128, 128, 44]
+
+
+def test_time_of_a_wave() -> None:
+    """As many tiles as multiprocessors take one tile's time; one more takes two."""
+    config = Hopper(tile_m=128)
+    gpu = replace(H200, dram_per_s=1e18)
+    one = predict(gpu, config, Problem((128,), 128 * 132, 2048))
+    two = predict(gpu, config, Problem((128,), 128 * 133, 2048))
+    of_tile = 16 * block_sm90(gpu, config, 128).clocks / gpu.clock_hz * 1e6 + CONSTANTS.tile_end_us
+    assert one.us == pytest.approx(CONSTANTS.launch_us + of_tile) and one.waves == 1
+    assert two.us == pytest.approx(CONSTANTS.launch_us + 2 * of_tile)
+    slow = predict(replace(H200, dram_per_s=1e11), config, Problem((128,), 128 * 132, 2048))
+    assert slow.limit == "DRAM" and slow.us > slow.dram_us > one.us
+
+
+def test_tiles_on_demand_are_never_slower_than_turns() -> None:
+    rows = (500, 3, 128, 129, 700, 64, 1, 0)
+    config = Hopper(tile_m=192, cluster_n=2, stages=4)
+    for k in (2048, 7168):
+        problem = Problem(rows, 4096, k)
+        turns, demand = (predict(H200, replace(config, dynamic=d), problem) for d in (False, True))
+        assert demand.schedule_us <= turns.schedule_us * 1.02
+
+
+def test_no_rows() -> None:
+    with pytest.raises(ValueError, match="no expert has rows"):
+        predict(H200, Hopper(), Problem((0, 0), 4096, 7168))
+
+
+def test_configs_of_a_record_read_back() -> None:
+    recorded = {
+        row["config"] for name in ("gemm_layers", "gemm_study")
+        for row in model.read_record(RECORD / f"{name}.json")
+    }  # fmt: skip
+    assert len(recorded) > 8
+    for text in recorded:
+        assert str(config_sm90(text)) == text
+    with pytest.raises(ValueError, match="expected what a GemmConfig prints"):
+        config_sm90("128x128")
+
+
+def test_the_study_is_predicted_within_10_percent_in_the_median() -> None:
+    """What docs/gemm-model.md says of the 81 configurations."""
+    checked = model.check(model.read_record(RECORD / "gemm_study.json"), {})
+    errors = [abs(error) for *_, error in checked]
+    assert len(errors) == 81
+    assert statistics.median(errors) < 0.06
+    assert max(errors) < 0.16
+
+
+def test_a_constant_left_out_shows() -> None:
+    rows = model.read_record(RECORD / "gemm_study.json")
+    for constants in (replace(CONSTANTS, launch_us=0.0), replace(CONSTANTS, handoff_clocks=400.0)):
+        errors = [abs(e) for *_, e in model.check(rows, {}, H200_MEASURED, constants)]
+        assert max(errors) > 0.3
+
+
+def test_not_a_record(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"rows": []}))
+    with pytest.raises(UsageError, match="not a record of gemm_bench"):
+        model.read_record(tmp_path / "r.json")
+
+
+def test_the_page_has_the_tables_that_the_program_prints() -> None:
+    """docs/gemm-model.md, pasted from the output; the workloads' tables need the data set."""
+    page = (model.ROOT / "docs" / "gemm-model.md").read_text("utf-8")
+    made = [
+        *model.gpu_tables(), model.block_table(), model.accumulator_table(),
+        model.study_table(model.B200_AS_H200, every=False), model.heuristic_table(),
+    ]  # fmt: skip
+    for table in made:
+        assert model.to_text(*table) in page, table[0]

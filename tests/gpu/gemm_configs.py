@@ -1,0 +1,64 @@
+"""The GEMM configs that the GPU tests go through, for each architecture that has kernels."""
+
+import torch
+from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
+from moe_fp8.kernels.sm90 import heuristic as sm90
+from moe_fp8.kernels.sm90.config import GemmConfig as Sm90
+from moe_fp8.kernels.sm100 import heuristic as sm100
+from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
+
+HOPPER = (
+    Sm90(),
+    Sm90(tile_m=64),
+    Sm90(tile_n=64),
+    Sm90(stages=2),
+    Sm90(cluster_m=2),
+    Sm90(cluster_n=2),
+    Sm90(tile_m=192, cluster_n=2),
+    sm90.LARGEST,
+    Sm90(overlap=True),
+    Sm90(overlap=True, cluster_m=2, dynamic=True),
+    Sm90(tile_m=64, tile_n=64, cluster_m=2),
+    Sm90(tile_m=64, cluster_n=2, overlap=True),
+    Sm90(tile_m=8, swap_ab=True),
+    Sm90(tile_m=32, swap_ab=True, cluster_n=2),
+    Sm90(tile_m=16, tile_n=64, swap_ab=True),
+)
+BLACKWELL = (
+    Sm100(),
+    Sm100(tile_n=64),
+    Sm100(stages=2),
+    Sm100(accumulators=2),
+    Sm100(cluster_m=2),
+    Sm100(cluster_n=2),
+    Sm100(cluster_m=2, dynamic=True),
+    sm100.LARGEST,
+    Sm100(tile_m=16, swap_ab=True),
+    Sm100(tile_m=32, swap_ab=True),
+    Sm100(tile_m=64, swap_ab=True),
+    Sm100(tile_m=32, swap_ab=True, cluster_n=2),
+)
+OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
+"""By what the compiler calls an architecture; the others are compared with the first one."""
+
+FUSED = {
+    "sm_90a": (
+        Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
+        Sm90(tile_m=64, cluster_n=2, overlap=True),
+        Sm90(cluster_n=2, stages=2, dynamic=True, unroll=True),
+    ),
+    "sm_100a": (
+        Sm100(tile_m=16, swap_ab=True, stages=3),
+        Sm100(),
+        Sm100(tile_n=256, dynamic=True),
+    ),
+}
+"""Of the fused layer's second GEMM: every way to the rows. Those of the first are made of them."""
+FUSED["sm_103a"] = FUSED["sm_100a"]
+
+
+def target() -> str:
+    """Of this GPU; without one that there are kernels for, where no test runs, Hopper."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() in ARCHITECTURES:
+        return of_device(torch.device("cuda")).target
+    return "sm_90a"
