@@ -5,6 +5,7 @@ graph.
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -88,38 +89,14 @@ def fused_moe(
     return out
 
 
-def _run(
-    routing_logits: torch.Tensor,
-    routing_bias: torch.Tensor,
-    hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
-    local_expert_offset: int,
-    routed_scaling_factor: float,
-    n_group: int,
-    topk_group: int,
-    top_k: int,
-    accurate: bool,
-    out: torch.Tensor,
-) -> None:
-    sizes = _sizes(routing_logits, hidden_states, gemm1_weights, gemm2_weights)
-    layer = _layer(*sizes, n_group, topk_group, top_k, accurate)
-    inputs = MoeInputs(
-        routing_logits,
-        routing_bias,
-        hidden_states,
-        hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm2_weights,
-        gemm2_weights_scale,
-        local_expert_offset,
-        routed_scaling_factor,
+def _run(*arguments: Any) -> None:
+    """The operator: the layer's inputs, three numbers of the routing, `accurate`, the output."""
+    inputs = MoeInputs(*arguments[:10])
+    *routing, accurate, out = arguments[10:]
+    sizes = _sizes(
+        inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
-    layer(inputs, out)
+    _layer(*sizes, *routing, accurate)(inputs, out)
 
 
 def _sizes(
@@ -156,10 +133,16 @@ def _layer(
 
 # With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.
 OPERATOR = "moe_fp8::fused_moe"
+SCHEMA = (
+    *(f"Tensor {name}" for name in MoeInputs._fields[:8]),
+    "SymInt local_expert_offset",
+    "float routed_scaling_factor",
+    *(f"SymInt {name}" for name in ("n_group", "topk_group", "top_k")),
+    "bool accurate",
+    "Tensor(a!) out",
+)
 torch.library.define(
-    OPERATOR,
-    torch.library.infer_schema(_run, mutates_args=("out",)),
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    OPERATOR, f"({', '.join(SCHEMA)}) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
 )
 torch.library.impl(OPERATOR, ("cpu", "cuda"), _run)
 

@@ -115,6 +115,10 @@ def test_more_k_blocks_than_lanes(emulator):
 
 @pytest.mark.parametrize("rows", [5, 128], ids=["row by row", "by TMA"])
 def test_rows_past_32_bits(rows, emulator):
+    check_rows_past_32_bits(rows, GemmConfig(stages=2), "sm_90a", emulator)
+
+
+def check_rows_past_32_bits(rows: int, config, target: str, emulator) -> None:
     """The last expert's, after so many rows of padding that an element's index needs 64 bits; only
     what is touched of them takes memory."""
     n, max_rows = 1024, 2**21 + 128
@@ -128,7 +132,7 @@ def test_rows_past_32_bits(rows, emulator):
     a_scale[:, own] = small.a_scale[:, :rows]
     b, b_scale = small.b.expand(2, -1, -1).contiguous(), small.b_scale.expand(2, -1, -1)
     expert_rows = torch.tensor([[0, max_rows], [0, max_rows + rows]], dtype=torch.int32)
-    function = compile_grouped_gemm(GemmConfig(stages=2), n, 256, 2, "sm_90a")
+    function = compile_grouped_gemm(config, n, 256, 2, target)
     out[own] = out[max_rows - 1] = out[own.stop] = UNTOUCHED
     function(a, a_scale, b, b_scale.contiguous(), out, expert_rows, expert_rows[0], 2)
     assert torch.equal(out[own], small.expected[:rows])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from moe_fp8.kernels.operations import compile_grouped_gemm
 from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, MANY_ROWS
-from problems import FP8, LAYOUTS, UNTOUCHED, gemm
+from problems import LAYOUTS, gemm
+from test_gemm import check_rows_past_32_bits
 from test_gemm import launch as launch_for
 
 TARGET = "sm_100a"
@@ -120,22 +120,4 @@ def test_more_k_blocks_than_lanes(emulator):
 
 @pytest.mark.parametrize("rows", [5, 128], ids=["row by row", "by TMA"])
 def test_rows_past_32_bits(rows, emulator):
-    """The last expert's, after so many rows of padding that an element's index needs 64 bits; only
-    what is touched of them takes memory."""
-    n, max_rows = 1024, 2**21 + 128
-    small = gemm((rows,), n, 256, rows, exact=True)
-    total = max_rows + rows // 4 * 4 + 4
-    a = torch.empty(total, 256, dtype=torch.uint8).view(FP8)
-    a_scale = torch.empty(2, total)
-    out = torch.empty(total, n, dtype=torch.bfloat16)
-    own = slice(max_rows, max_rows + rows)
-    a.view(torch.uint8)[own] = small.a.view(torch.uint8)[:rows]
-    a_scale[:, own] = small.a_scale[:, :rows]
-    b, b_scale = small.b.expand(2, -1, -1).contiguous(), small.b_scale.expand(2, -1, -1)
-    expert_rows = torch.tensor([[0, max_rows], [0, max_rows + rows]], dtype=torch.int32)
-    function = compile_grouped_gemm(GemmConfig(stages=2), n, 256, 2, TARGET)
-    out[own] = out[max_rows - 1] = out[own.stop] = UNTOUCHED
-    function(a, a_scale, b, b_scale.contiguous(), out, expert_rows, expert_rows[0], 2)
-    assert torch.equal(out[own], small.expected[:rows])
-    assert (out[max_rows - 1] == UNTOUCHED).all() and (out[own.stop] == UNTOUCHED).all()
-    assert emulator.reports[-1].hazards == []
+    check_rows_past_32_bits(rows, GemmConfig(stages=2), TARGET, emulator)

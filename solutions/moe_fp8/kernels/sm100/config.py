@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ...numerics import BLOCK, TMA_ROWS
+from ...numerics import BLOCK
 from ..limits import (
     B_SCALES,
     MAX_REGISTERS,
@@ -10,8 +10,8 @@ from ..limits import (
     REGISTERS,
     SMEM_BYTES,
     WARPGROUP,
-    WARPS,
 )
+from ..tile_config import TileConfig
 
 MMA_ROWS = 128
 """Rows of one tcgen05.mma, one a lane of tensor memory."""
@@ -32,7 +32,7 @@ PRODUCER_WARPGROUPS = 2
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(TileConfig):
     """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
 
     Attributes:
@@ -125,11 +125,6 @@ class GemmConfig:
         return self.mma_columns // self.consumer_warpgroups
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps of the consumer warpgroups."""
-        return self.consumer_warpgroups * WARPS
-
-    @property
     def stage_readers(self) -> int:
         """Arrivals of a CTA that free a stage: one, when the MMA have read it."""
         return 1
@@ -161,21 +156,6 @@ class GemmConfig:
         return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
 
     @property
-    def cluster_size(self) -> int:
-        """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n
-
-    @property
-    def scale_rows(self) -> int:
-        """A scales of one K block: the tile's, and up to 3 before it and 1 after it."""
-        return self.tile_m + TMA_ROWS
-
-    @property
-    def scale_block_bytes(self) -> int:
-        """Shared memory of the A scales of one K block; TMA writes to multiples of 128 bytes."""
-        return -(-self.scale_rows * 4 // 128) * 128
-
-    @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
         return (self.tile_m * self.terms + self.tile_n) * BLOCK
@@ -193,16 +173,6 @@ class GemmConfig:
         if not self.quantises:
             return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
         return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
-
-    @property
-    def num_stages(self) -> int:
-        """Depth of the pipeline, with 0 resolved to what fits."""
-        return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     def with_swiglu(self, terms: int) -> "GemmConfig":
         """This one for the epilogue that makes so many FP8 terms of up and gate."""

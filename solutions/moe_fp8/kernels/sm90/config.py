@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ...numerics import BLOCK, TMA_ROWS
+from ...numerics import BLOCK
 from ..limits import (
     B_SCALES,
     MAX_REGISTERS,
@@ -10,8 +10,8 @@ from ..limits import (
     REGISTERS,
     SMEM_BYTES,
     WARPGROUP,
-    WARPS,
 )
+from ..tile_config import TileConfig
 
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
@@ -21,7 +21,7 @@ OTHER_REGISTERS = 32
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(TileConfig):
     """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
 
     Attributes:
@@ -86,11 +86,6 @@ class GemmConfig:
         return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps of the consumer warpgroups."""
-        return self.consumer_warpgroups * WARPS
-
-    @property
     def stage_readers(self) -> int:
         """Arrivals of a CTA that free a stage: one a warp, when its WGMMA have read it."""
         return self.consumer_warps
@@ -123,21 +118,6 @@ class GemmConfig:
         return values * (3 if self.overlap else 2)
 
     @property
-    def cluster_size(self) -> int:
-        """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_n
-
-    @property
-    def scale_rows(self) -> int:
-        """A scales of one K block: the tile's, and up to 3 before it and 1 after it."""
-        return self.tile_m + TMA_ROWS
-
-    @property
-    def scale_block_bytes(self) -> int:
-        """Shared memory of the A scales of one K block; TMA writes to multiples of 128 bytes."""
-        return -(-self.scale_rows * 4 // 128) * 128
-
-    @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
         return (self.tile_m * self.terms + self.tile_n) * BLOCK + self.scale_block_bytes
@@ -148,16 +128,6 @@ class GemmConfig:
         staging = self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
         b_scales = self.consumer_warps * B_SCALES * 4
         return staging + b_scales + 2048
-
-    @property
-    def num_stages(self) -> int:
-        """Depth of the pipeline, with 0 resolved to what fits."""
-        return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     def with_swiglu(self, terms: int) -> "GemmConfig":
         """This one for the epilogue that makes so many FP8 terms of up and gate."""
