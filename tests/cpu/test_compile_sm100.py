@@ -186,10 +186,9 @@ def test_fused(tokens, terms, compiled_code):
     # the combine; of the second GEMM, which knows its rows, only who loads A or its scales waits.
     entries = 6 if first.swap_ab else 7
     assert len(re.findall(r"\.entry", ptx)) == entries == ptx.count("griddepcontrol.wait") - 1
-    # Rows that are not brought together: 16 bytes of every eighth row, for each of two warps; and
-    # the combine's.
+    # Rows that are not brought together: 16 bytes of every eighth row, for each of two warps.
     wide = len(re.findall(r"cp\.async\.cg\S*", ptx))
-    assert wide == 2 * 8 + (2 * first.tile_m // 8 if first.swap_ab else 0)
+    assert wide == (2 * first.tile_m // 8 if first.swap_ab else 0)
     gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "tcgen05.mma." in part)
     # Up and gate of 128 columns: under swap_ab two MMA one above the other.
     assert gemm1.count("tcgen05.mma.") == (8 if first.swap_ab else 4)

@@ -1,5 +1,7 @@
 """The permute, the activation and the combine kernel as compiled for both architectures."""
 
+import re
+
 import cutlass.cute as cute
 import pytest
 import torch
@@ -10,6 +12,7 @@ from moe_fp8.kernels.operations import compile_combine, compile_permute, compile
 from moe_fp8.kernels.swiglu_quant import divide
 from moe_fp8.layer import model
 from problems import FP8, UNTOUCHED, fp8
+from ptxemu import MODES
 
 TARGET = ""
 """What the kernels of a test are compiled for."""
@@ -253,7 +256,7 @@ def test_combine_sums_slots_in_order(mode, emulator):
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 70])  # 35 a CTA: a lane looks at two of them
 def test_combine(tokens, mode, emulator):
     torch.manual_seed(tokens)
     hidden, top_k, rows = 1280, 8, 23
@@ -268,3 +271,53 @@ def test_combine(tokens, mode, emulator):
     assert not out[0].any()
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
     assert emulator.reports[-1].hazards == []
+
+
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\], %r\d+, \d+;"
+COMBINE_MUTATIONS = {
+    "a stage is filled before it is free": (WAIT, "setp.eq.u32 P1, 0, 0;", "load"),
+    "a row is read before it is there": (WAIT, "setp.eq.u32 P1, 0, 0;", "sum"),
+    "stages are never free": (r"mbarrier\.arrive\.shared[^;]*;", "", "sum"),
+    "more bytes are expected than come": (
+        r"(expect_tx\.shared\.b64 %rd\d+, \[%r\d+\]), %r\d+;",
+        r"\1, 4096;",
+        "load",
+    ),
+    "fewer bytes are expected than come": (
+        r"(expect_tx\.shared\.b64 %rd\d+, \[%r\d+\]), %r\d+;",
+        r"\1, 1024;",
+        "load",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINE_MUTATIONS)
+def test_a_broken_ring_of_the_combine_is_noticed(name, emulator):
+    pattern, replacement, role = COMBINE_MUTATIONS[name]
+    torch.manual_seed(3)
+    o, weights = torch.randn(23, 1024).bfloat16(), torch.rand(9, 8)
+    pair_row = torch.randint(-1, 23, (9, 8), dtype=torch.int32)
+    expected = torch.empty(9, 1024, dtype=torch.bfloat16)
+    model.combine(o, pair_row, weights, expected)
+
+    def transform(ptx: str) -> str:
+        sums = ptx.rindex("griddepcontrol.wait")  # the second role's first instruction
+        parts = {"load": ptx[:sums], "sum": ptx[sums:]}
+        edited = re.sub(pattern, replacement, parts[role])
+        assert edited != parts[role], "the edit changed nothing"
+        return "".join((parts | {role: edited}).values())
+
+    emulator.host.ptx_transform = transform
+
+    def seen(mode: str) -> bool:
+        emulator.options.mode = mode
+        out = torch.full((9, 1024), UNTOUCHED, dtype=torch.bfloat16)
+        try:
+            compile_combine(1024, 8, TARGET)(o, pair_row, weights, out, 1)
+        except emulator.EmulationError:
+            return True
+        return bool(emulator.reports[-1].hazards) or not torch.allclose(
+            out.float(), expected.float(), rtol=8e-3, atol=1e-6
+        )
+
+    assert any(seen(mode) for mode in MODES)

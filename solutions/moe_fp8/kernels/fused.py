@@ -132,7 +132,7 @@ class FusedMoe:
         how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
-        self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers)
+        self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 
     @cute.jit
     def __call__(
