@@ -26,10 +26,13 @@ INTERMEDIATE = LAYER_SHAPES["gemm2"][1]
 UP_AND_GATE_BYTES = 2 * LAYER_SHAPES["gemm1"][0]
 """Of a pair: bfloat16 output of the first GEMM."""
 INTERMEDIATE_BYTES = INTERMEDIATE + 4 * INTERMEDIATE // BLOCK
-"""Of a pair: FP8 values and scales that the second GEMM reads."""
+"""Of a pair: FP8 values and scales that the second GEMM reads; a second term is values alone."""
 
 OURS = re.compile(r"kernels(?:sm\d+)?[a-z0-9_]*?([A-Z]\w*?)_object_at")
 """A CuTe DSL kernel's name holds the module's path and the class."""
+
+TWO_TERMS = re.compile(r"Combine_object_at__tensorptrf32")
+"""The intermediate has two FP8 terms where the combine reads float32 rows."""
 
 GEMM = "gemm"
 OTHERS_GEMM = re.compile(
@@ -76,17 +79,19 @@ def stages(kernels: Sequence[str]) -> list[str | None]:
     return [stage if stage is None or found.count(stage) == 1 else None for stage in found]
 
 
-def work(h: Histogram, gathers: bool, quantises: bool) -> dict[str, Work]:
+def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[str, Work]:
     """The work of every stage.
 
     Args:
         gathers: the first GEMM reads the tokens, by the token of every row; there is no `permute`.
         quantises: it writes FP8 and scales; there is no `swiglu_quant`.
+        terms: FP8 terms of the intermediate. With two, the rows that are combined are float32.
     """
     pairs = sum(h.rows)
     gemm1, gemm2 = (Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values())
     saved = pairs * (UP_AND_GATE_BYTES - INTERMEDIATE_BYTES) if quantises else 0
     saved += (pairs - h.hit) * TOKEN_BYTES - 4 * pairs if gathers else 0
+    more = pairs * (terms - 1)
     tables = h.tokens * PAIR_TABLE_BYTES
     # Where the first GEMM waits for the tensor cores, it writes the zeros.
     zeros = (h.tokens - h.hit) * OUTPUT_BYTES if quantises and not gathers else 0
@@ -95,10 +100,10 @@ def work(h: Histogram, gathers: bool, quantises: bool) -> dict[str, Work]:
         "choose": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes experts and weights
         "number": Work(2 * tables),  # experts to rows
         "permute": Work(tables + (h.hit + pairs) * TOKEN_BYTES),
-        "gemm1": Work(gemm1.bytes - saved + zeros, gemm1.flops),
+        "gemm1": Work(gemm1.bytes - saved + zeros + more * INTERMEDIATE, gemm1.flops),
         "swiglu_quant": Work(pairs * (UP_AND_GATE_BYTES + INTERMEDIATE_BYTES)),
-        "gemm2": Work(gemm2.bytes, gemm2.flops),
-        "combine": Work(2 * tables + 2 * pairs * HIDDEN + h.tokens * OUTPUT_BYTES - zeros),
+        "gemm2": Work(gemm2.bytes + more * (INTERMEDIATE + 2 * HIDDEN), gemm2.flops * terms),
+        "combine": Work(2 * tables + 2 * (pairs + more) * HIDDEN + h.tokens * OUTPUT_BYTES - zeros),
     }
 
 
@@ -125,7 +130,8 @@ def with_work(
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
-    of_stage = work(h, gathers, quantises)
+    terms = 2 if any(TWO_TERMS.search(k["name"]) for k in kernels) else 1
+    of_stage = work(h, gathers, quantises, terms)
     return [
         {
             **kernel,

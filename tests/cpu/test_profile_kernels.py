@@ -193,6 +193,10 @@ def test_the_work_is_that_of_the_layer() -> None:
     assert fused["combine"] == Work(4 * 2 * 7168 + 3 * (4 * 8 + 4 * 8) + 2 * 2 * 7168)
     flops = sum(w.flops for name, w in fused.items())
     assert flops == 4 * floors.PAIR_FLOPS
+    two_terms = kernel_work.work(h, gathers=False, quantises=True, terms=2)
+    assert two_terms["gemm1"].bytes == fused["gemm1"].bytes + 4 * 2048
+    assert two_terms["gemm2"] == Work(2 * w2 + 4 * (q + 2048 + 4 * 7168), 4 * 4 * 7168 * 2048)
+    assert two_terms["combine"].bytes == fused["combine"].bytes + 4 * 2 * 7168
 
 
 def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
@@ -221,6 +225,9 @@ def test_kernels_get_the_work_of_their_call() -> None:
     gemm = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<int>>(Params)"
     library = kernel_work.with_work([timing(n, 2.0) for n in (gemm, "its own", gemm)], h, RATES)
     assert library[0]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
+    float32_rows = OURS.format("kernelscombineCombine").replace("tensor00", "tensorptrf32gmem")
+    hifi = kernel_work.with_work([timing(n, 2.0) for n in (*FUSED[:-1], float32_rows)], h, RATES)
+    assert hifi[-2]["flops"] == 2 * fused[-2]["flops"]
     extra = [*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other"]
     flat = kernel_work.with_work([timing(name, 2.0) for name in extra], h, RATES)
     assert flat[3]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
