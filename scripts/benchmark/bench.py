@@ -212,9 +212,9 @@ def what_is_known(ranked: Sequence[Ranking]) -> str:
 
 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
-    """The floors, the accuracy and the device times, in processes of their own: they must not
-    inherit a GPU context that a failed solution left broken, nor the memory that the baselines hold
-    here. Code of the data set's own solutions is run again where it was asked for."""
+    """The floors, the accuracy, the device times and the bits, in processes of their own: they must
+    not inherit a GPU context that a failed solution left broken, nor the memory that the baselines
+    hold here. Code of the data set's own solutions is run again where it was asked for."""
     local = ["--local", str(args.local)]
     again = [*local, "--run", str(run.directory), "--seed", str(args.seed)]
     again += ["--run-foreign"] if foreign else []
@@ -223,9 +223,12 @@ def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
         passes["accuracy"] = again
     if not args.no_device_time:
         passes["device_time"] = again
+    if not args.no_invariance:
+        passes["invariance"] = again
     for name, arguments in passes.items():
         script = Path(__file__).with_name(f"{name}.py")
-        out = subprocess.DEVNULL if name == "floors" else None
+        # Their tables are in the ranking and the report.
+        out = subprocess.DEVNULL if name in ("floors", "invariance") else None
         result = subprocess.run([sys.executable, str(script), *arguments], stdout=out)
         if result.returncode != 0:
             say(f"{script.name} failed; its figures are incomplete")

@@ -71,12 +71,8 @@ def waits(call: Call) -> bool:
     return False
 
 
-def captured(call: Call, output: "torch.Tensor") -> Call:
-    """A replay of the call, checked against the call itself.
-
-    Raises:
-        RuntimeError: the replay does not write what the call writes.
-    """
+def capture(call: Call) -> "torch.cuda.CUDAGraph":
+    """The call as a graph. It is made once before, on a stream of its own."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -84,10 +80,22 @@ def captured(call: Call, output: "torch.Tensor") -> Call:
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
-    expected = output.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    return graph
+
+
+def captured(call: Call, output: "torch.Tensor") -> Call:
+    """A replay of the call, checked against the call itself, which was made before.
+
+    Raises:
+        RuntimeError: the replay does not write what the call writes.
+    """
+    import torch
+
+    expected = output.clone()
+    graph = capture(call)
     output.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()

@@ -104,6 +104,7 @@ def parse_arguments(doc: str | None = None) -> argparse.Namespace:
     add("--seed", type=whole(0), default=2026, help="of the CPU's inputs and of the later passes")
     add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
     add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
+    add("--no-invariance", action="store_true", help="skip the pass that compares bits")
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
     add(
         "--store-in-dataset",

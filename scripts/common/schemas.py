@@ -1,4 +1,4 @@
-"""What the JSON files of a run must look like to be read: run.json, stages.json, gemm*.json.
+"""What the JSON files of a run must look like to be read: run.json, stages.json, gemm*.json, ...
 
 Anyone may have written them, or a disk may have filled while they were: what does not fit is
 refused in one line that names the file and the place in it.
@@ -116,6 +116,32 @@ class TimedRow(GemmProblem):
     read_us: NotRequired[Positive]
     vs_best_peer: NotRequired[Positive]
     vs_base: NotRequired[Positive]
+
+
+class Check(TypedDict, total=False):
+    """Tokens that were compared and that differ, or why the check was not tried."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    compared: Annotated[int, Field(ge=0)]
+    differ: Annotated[int, Field(ge=0)]
+    largest: FiniteFloat | str
+    not_tried: str
+
+
+class InvarianceOf(TypedDict, total=False):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    checks: dict[str, Check]
+    error: str
+
+
+class Invariance(TypedDict):
+    """invariance.json."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    hardware: str
+    tokens: int
+    solutions: dict[str, str]
+    results: dict[str, InvarianceOf]
 
 
 def _kind(row: Any) -> str:

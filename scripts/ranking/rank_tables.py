@@ -7,6 +7,8 @@ measured, with the host's part; `device` is device_time.py's.
 from collections.abc import Callable, Sequence
 
 from scripts.common.project import ACCURACY_TOLERANCES
+from scripts.ranking import bits
+from scripts.ranking.bits import BATCH_INVARIANT, batch_invariant
 from scripts.ranking.ranking import Clock, Ranking, Times, short_name
 from scripts.ranking.records import Record
 
@@ -50,6 +52,7 @@ def summary_table(ranking: Ranking) -> Table:
     header = ["#", "solution", "passed", "mean", "geomean", "median", "min", "max", "wins"]
     for clock in ranking.clocks:
         header += times_header(clock)
+    header += [BATCH_INVARIANT] if ranking.knows_bits else []
     rows = []
     for place, s in enumerate(ranking.summaries, 1):
         row = [str(place), s.solution, f"{s.passed}/{s.passed + s.failed}"]
@@ -57,6 +60,7 @@ def summary_table(ranking: Ranking) -> Table:
         row.append(str(s.harness.wins))
         for clock in ranking.clocks:
             row += times_cells(clock, s.times(clock))
+        row += [batch_invariant(s.checks)] if ranking.knows_bits else []
         rows.append(row)
     for name, why in ranking.skipped.items():
         rows.append(["-", name, skip_status(why), *["-"] * (len(header) - 3)])
@@ -179,14 +183,23 @@ def short_table(ranking: Ranking) -> Table:
     nearest = ranking.clocks[-1]
     header = ["#", "solution", "of", "passed", *(f"{clock} ms" for clock in ranking.clocks)]
     header += ["vs best peer"] if ranking.compares_peers else []
+    header += [BATCH_INVARIANT] if ranking.knows_bits else []
     rows = []
     for place, s in enumerate(ranking.summaries, 1):
         row = [str(place), short_name(s.solution), "peer" if s.peer else "ours"]
         row += [f"{s.passed}/{s.passed + s.failed}"]
         row += [number(s.times(clock).mean_ms, ".3f") for clock in ranking.clocks]
         row += [number(s.times(nearest).vs_peer, unit="x")] if ranking.compares_peers else []
+        row += [batch_invariant(s.checks)] if ranking.knows_bits else []
         rows.append(row)
     return header, rows
+
+
+def bits_table(ranking: Ranking) -> Table:
+    """The solutions that invariance.py looked at, by name, a column for each of its checks; without
+    rows where there is none."""
+    header, rows = bits.rows({s.solution: s.checks for s in ranking.summaries})
+    return header, sorted(rows)
 
 
 def failures_table(ranking: Ranking) -> Table:

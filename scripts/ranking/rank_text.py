@@ -8,6 +8,7 @@ from typing import Any
 from scripts.common.text import markdown, markdown_table, printable, text_table
 from scripts.ranking.rank_tables import (
     accuracy_table,
+    bits_table,
     failures_table,
     side_by_side,
     summary_table,
@@ -46,6 +47,10 @@ CLOCK_NOTES = (
     " harness: flashinfer-bench's time, host included, by which speed-ups are formed; device: the "
     "time on the GPU alone ({methods}), mean over the workloads. spread: from the 10th to the 90th "
     "percentile of the calls over their median, mean over the workloads. {order}"
+)
+BITS_NOTES = (
+    "Whether the same tokens give the same bits (run.py invariance); where not, the tokens that "
+    "differ of those compared."
 )
 ACCURACY_NOTES = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 
@@ -92,9 +97,10 @@ def to_text(ranking: Ranking) -> str:
     parts.append(text_table(*summary_table(ranking), left=2) + "\n" + notes(ranking))
     for title, header, rows in workload_tables(ranking):
         parts.append(f"{title}:\n" + text_table(header, rows, left=0))
-    header, rows = accuracy_table(ranking)
-    if rows:
-        parts.append(text_table(header, rows) + "\n" + ACCURACY_NOTES)
+    for table, said in ((accuracy_table, ACCURACY_NOTES), (bits_table, BITS_NOTES)):
+        header, rows = table(ranking)
+        if rows:
+            parts.append(text_table(header, rows) + "\n" + said)
     if failures := failures_lines(ranking):
         parts.append(failures)
     return "\n\n".join(parts)
@@ -106,9 +112,10 @@ def to_markdown(ranking: Ranking) -> str:
     parts.append(markdown_table(*summary_table(ranking), left=2))
     for what, header, rows in workload_tables(ranking):
         parts += [f"{what}:", markdown_table(header, rows, left=0)]
-    header, rows = accuracy_table(ranking)
-    if rows:
-        parts += [ACCURACY_NOTES, markdown_table(header, rows)]
+    for table, said in ((accuracy_table, ACCURACY_NOTES), (bits_table, BITS_NOTES)):
+        header, rows = table(ranking)
+        if rows:
+            parts += [said, markdown_table(header, rows)]
     header, rows = failures_table(ranking)
     if rows:
         parts.append(markdown_table(header, rows, left=5))

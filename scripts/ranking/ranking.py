@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scripts.ranking.bits import Checks
 from scripts.ranking.records import Record, Timed
 
 PREFIX = "cutedsl_moe_fp8_"
@@ -65,6 +66,8 @@ class SolutionSummary:
     cosine: float | None = None
     calc_diff: float | None = None
     matched_ratios: dict[str, float] = field(default_factory=dict)
+    checks: Checks = field(default_factory=dict)
+    """What invariance.py found; empty where it did not look at this source on this hardware."""
 
     def times(self, clock: Clock) -> Times:
         return self.device if clock == "device" else self.harness
@@ -102,6 +105,11 @@ class Ranking:
     def clocks(self) -> tuple[Clock, ...]:
         """Those that have figures."""
         return CLOCKS if any(s.device.count for s in self.summaries) else CLOCKS[:1]
+
+    @property
+    def knows_bits(self) -> bool:
+        """Whether invariance.py looked at any of the solutions."""
+        return any(s.checks for s in self.summaries)
 
     @property
     def compares_peers(self) -> bool:

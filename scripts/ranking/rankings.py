@@ -7,6 +7,8 @@ from typing import Any
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ACCURACY_TOLERANCES, BASELINES
+from scripts.common.schemas import Invariance
+from scripts.ranking import bits
 from scripts.ranking.ranking import (
     PREFIX,
     Clock,
@@ -187,11 +189,25 @@ def _device_methods(ranking: Ranking) -> list[str]:
     return [f"Device times are by {usual}, but {'; '.join(ways)}."] if others else []
 
 
-def _summarise(ranking: Ranking, is_peer: Callable[[str], bool]) -> None:
+def _checks(
+    ranking: Ranking, solution: str, invariance: Mapping[str, Invariance | None]
+) -> bits.Checks:
+    """What stands beside the solution's traces, if it is of their source and hardware."""
+    mine = (r for (_, name), r in ranking.records.items() if name == solution)
+    found = (bits.checks_of(invariance[r.source], solution, r.hash, r.hardware) for r in mine)
+    return next(filter(None, found), {})
+
+
+def _summarise(
+    ranking: Ranking,
+    is_peer: Callable[[str], bool],
+    invariance: Mapping[str, Invariance | None],
+) -> None:
     """Add the solutions' summaries, in their order."""
     for name in sorted({r.solution for r in ranking.records.values()}):
         summary = _summary(ranking, name)
         summary.peer = is_peer(name)
+        summary.checks = _checks(ranking, name, invariance)
         ranking.summaries.append(summary)
     for summary in ranking.summaries:  # ratios need to know all peers
         summary.harness = _times(ranking, summary.solution, "harness")
@@ -225,6 +241,7 @@ def rankings(
     if by == "device" and not any(r.device for r in chosen):
         raise UsageError("--by device: no trace has a device time (see device_time.py)")
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
+    invariance = {source: bits.read(Path(source).parent) for source in runs}
     ours = our_names()
     groups: dict[tuple[str, str, bool, str], list[Record]] = {}
     for r in chosen:
@@ -248,7 +265,7 @@ def rankings(
         def is_peer(name: str, known: Mapping[str, bool] = known) -> bool:
             return matches(name, peers) if peers else known.get(name, not is_ours(name, ours))
 
-        _summarise(ranking, is_peer)
+        _summarise(ranking, is_peer, invariance)
         names = {s.solution for s in ranking.summaries}
         ranking.skipped = {
             n: why

@@ -11,7 +11,8 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR, ROOT
 from scripts.common.text import markdown, markdown_table
 from scripts.gemm import plot_gemm
-from scripts.ranking.rank_tables import latency_title, short_table
+from scripts.ranking import bits
+from scripts.ranking.rank_tables import bits_table, latency_title, short_table
 from scripts.ranking.rank_text import device_methods, say_method
 from scripts.ranking.ranking import PREFIX, Clock, short_name
 from scripts.report import run_data
@@ -150,6 +151,23 @@ def accuracy(recorded: Recorded) -> str:
     ]
     tolerance = markdown(recorded.main.tolerance)
     return f"Accuracy in the worst workload ({tolerance}):\n\n" + "\n".join(lines)
+
+
+def invariance(recorded: Recorded) -> str:
+    """Which solutions repeat their bits, check by check."""
+    header, rows = bits_table(recorded.main)
+    where = f"{markdown(recorded.main.hardware)}, {recorded.day} (`{relative(recorded)}/`)"
+    if recorded.invariance is None or not rows:
+        return paragraph(f"{where}: not recorded.")
+    largest = bits.largest([s.checks for s in recorded.main.summaries])
+    return parts(
+        paragraph(
+            f"{where}, T={recorded.invariance['tokens']}. Where not, the tokens that differ of "
+            f"those compared; the largest relative difference of any token is {largest:.1e}.",
+            run_data.changed_sources(recorded.main),
+        ),
+        table(header, [[short_name(row[0]), *row[1:]] for row in rows], left=1),
+    )
 
 
 def _stages(recorded: Recorded) -> dict[str, Any]:
@@ -299,6 +317,7 @@ BLOCKS: dict[str, Callable[[Recorded], str]] = {
         latency,
         latency_plot,
         accuracy,
+        invariance,
         stages,
         ladder,
         speed_of_v2,

@@ -27,7 +27,7 @@ from scripts.report.generated import BLOCKS, pictures_of, relative
 from scripts.report.run_data import Recorded
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "results.md")
+PAGES = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "determinism.md")
 RECORD = re.compile(r"<!-- record: (\S+) -->")
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")

@@ -1,7 +1,7 @@
 """What a run's directory holds, and the tables that the report and the README make of it.
 
 A run of `bench` or a recorded result: traces.jsonl with run.json, and, where they were measured,
-floors.json, stages.json and the gemm*.json of gemm_bench and ablation.
+floors.json, invariance.json, stages.json and the gemm*.json of gemm_bench and ablation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR
-from scripts.ranking import rank_text
+from scripts.ranking import bits, rank_text
 from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
 from scripts.ranking.ranking import Clock, Ranking, short_name
 from scripts.ranking.rankings import rankings
@@ -31,6 +31,7 @@ class Recorded:
     rankings: list[Ranking]
     floors: dict[str, Any] | None = None
     stages: dict[str, Any] | None = None
+    invariance: schemas.Invariance | None = None
     gemm: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By the file's stem."""
 
@@ -80,6 +81,7 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
         rankings=ranked,
         floors=floors.read_floors(directory),
         stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,
+        invariance=bits.read(directory),
         gemm={p.stem: schemas.read(p, schemas.Gemm) for p in sorted(directory.glob("gemm*.json"))},
     )
 

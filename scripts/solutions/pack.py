@@ -188,7 +188,7 @@ def pack(generation: Generation) -> bytes:
 
 
 @contextlib.contextmanager
-def _private_build_cache() -> Iterator[None]:
+def private_build_cache() -> Iterator[None]:
     """Builds go to a directory of their own: cleaning up the shared one could pull the sources
     from under a benchmark that runs at the same time."""
     previous = os.environ.get("FIB_CACHE_PATH")
@@ -219,7 +219,7 @@ def validate(packed: bytes) -> None:
         registry = BuilderRegistry(
             [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
         )
-        with _private_build_cache():
+        with private_build_cache():
             try:
                 registry.build(definition, solution)
             except BuildError as error:

@@ -25,7 +25,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One trace for each workload, in the data set's order."""
+    """A trace for each workload that is backed, in the data set's order."""
 
     solution: str
     hardware: str
@@ -33,10 +33,12 @@ class Evidence:
     timing: str
     traces: tuple[dict[str, Any], ...]
     remarks: tuple[str, ...]
+    workloads: int
+    """How many the data set has."""
 
     def __str__(self) -> str:
         return (
-            f"{self.solution}: {len(self.traces)} of {len(self.traces)} workloads passed on "
+            f"{self.solution}: {len(self.traces)} of {self.workloads} workloads passed on "
             f"{self.hardware} ({self.tolerance or 'tolerance unknown'})"
         )
 
@@ -53,16 +55,19 @@ def back(
     gpu: str,
     other_sources: bool = False,
     synthetic: bool = True,
+    every: bool = True,
 ) -> Evidence:
     """The evidence for a packed solution, on the GPU whose name has the words of `gpu`.
 
     Of several traces of one workload the latest counts. Traces of other sources than the packed
     ones (known by flashinfer-bench's hash) count only with `other_sources`, and then only those of
     the source that was measured last. Without `synthetic`, what was measured on this repository's
-    own tensors does not count: the data set has others under the same uuids.
+    own tensors does not count: the data set has others under the same uuids. Without `every`,
+    workloads that are not backed are left out, as long as one is.
 
     Raises:
-        Refused: a workload has no trace that passed; the message lists which and why.
+        Refused: a workload, or without `every` all of them, has no trace that passed; the message
+            lists which and why.
         UsageError: `gpu` means several GPUs, or the traces are of several tolerances or clocks.
     """
     mine = [(r, t) for r, t in found if r.solution == solution.name]
@@ -76,12 +81,18 @@ def back(
     ours = {source for source in {r.source for r, _ in there} if _on_our_tensors(source)}
     latest = {r.uuid: r for r, _ in there}
     against = _against(workloads, chosen, latest, wanted, set() if synthetic else ours)
-    if against:
+    if against and (every or len(against) == len(workloads)):
+        said = {
+            f"T={tokens(t.workload)} {t.workload.uuid[:8]}": against[t.workload.uuid]
+            for t in workloads
+            if t.workload.uuid in against
+        }
         raise Refused(
             f"{solution.name} is not exported: on {hardware} {len(against)} of {len(workloads)} "
-            f"workloads are not backed:\n  {say_skipped(against, chr(10) + '  ')}"
+            f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
         )
-    records = [chosen[t.workload.uuid][0] for t in workloads]
+    backed = [chosen[t.workload.uuid] for t in workloads if t.workload.uuid not in against]
+    records = [record for record, _ in backed]
     ways = sorted({(r.tolerance, r.timing) for r in records})
     if len(ways) > 1:
         raise UsageError(
@@ -105,8 +116,9 @@ def back(
         hardware=hardware,
         tolerance=tolerance,
         timing=timing,
-        traces=tuple(chosen[t.workload.uuid][1] for t in workloads),
+        traces=tuple(trace for _, trace in backed),
         remarks=tuple(remarks),
+        workloads=len(workloads),
     )
 
 
@@ -138,7 +150,7 @@ def _against(
     wanted: str,
     other_tensors: set[str],
 ) -> dict[str, str]:
-    """For each workload that is not backed, by T and the beginning of its uuid, why."""
+    """For each workload that is not backed, by its uuid, why."""
     from flashinfer_bench.data import Workload
 
     problems = {}
@@ -158,7 +170,7 @@ def _against(
         elif pair[0].source in other_tensors:
             why = "measured on this repository's synthetic tensors, not on those of the data set"
         if why:
-            problems[f"T={tokens(workload)} {workload.uuid[:8]}"] = why
+            problems[workload.uuid] = why
     return problems
 
 

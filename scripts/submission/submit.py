@@ -1,13 +1,16 @@
-"""Export a solution for others: a pull request, a contest, a benchmark, a package.
+"""Export solutions: a pull request, a contest, a benchmark, a package, a program that calls them.
 
-    trace     the tree of a pull request to the flashinfer-trace data set: solutions and traces
-    kit       config.toml and sources for a copy of the flashinfer-bench starter kit
-    sol       solution.json for NVIDIA's SOL-ExecBench
-    kernels   the source of a package for Hugging Face's kernels
+    trace       the tree of a pull request to the flashinfer-trace data set: solutions and traces
+    kit         config.toml and sources for a copy of the flashinfer-bench starter kit
+    sol         solution.json for NVIDIA's SOL-ExecBench
+    kernels     the source of a package for Hugging Face's kernels
+    apply       a data set for flashinfer_bench.apply, which calls the fastest solution for a T
+    flashinfer  a folder for FlashInfer's Trace Apply: a solution in place of FlashInfer's function
 
 A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
 every workload of the data set, on the GPU that is named, measured with the sources that are
-exported. Otherwise it is refused, and the workloads that lack are listed.
+exported. Otherwise it is refused, and the workloads that lack are listed. For `apply` any workloads
+will do, and without a name all solutions are taken that have some.
 """
 
 import argparse
@@ -26,20 +29,34 @@ from scripts.common.command_line import (
 )
 from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.solutions.pack import PackError, generations, select
-from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
+from scripts.submission import (
+    apply_tree,
+    evidence,
+    hf_kernels,
+    sol_execbench,
+    starter_kit,
+    trace_apply,
+    trace_tree,
+)
 from scripts.submission.export import Export, export_of, new_tree, write_all
 from scripts.workloads.dataset import load, ours
 
 if TYPE_CHECKING:
-    from flashinfer_bench.data import Trace
+    from flashinfer_bench.data import Definition, Trace
 
-TRACE, KIT, SOL, KERNELS = "trace", "kit", "sol", "kernels"
+TRACE, KIT, SOL, KERNELS, APPLY, FLASHINFER = (
+    "trace", "kit", "sol", "kernels", "apply", "flashinfer",
+)  # fmt: skip
 FORMS = {
     TRACE: "solutions and traces for the flashinfer-trace data set",
     KIT: "config.toml and sources for the flashinfer-bench starter kit",
     SOL: "solution.json for NVIDIA's SOL-ExecBench",
     KERNELS: "the source of a package for Hugging Face's kernels",
+    APPLY: "a data set for flashinfer_bench.apply",
+    FLASHINFER: "a folder for FlashInfer's Trace Apply",
 }
+SEVERAL = {TRACE: "+", APPLY: "*"}
+"""Forms of any number of solutions."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,8 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     forms = arguments.add_subparsers(dest="form", required=True, metavar="FORM")
     for form, said in FORMS.items():
         add = forms.add_parser(form, help=said, description=said).add_argument
-        if form == TRACE:
-            add("solutions", nargs="+", metavar="SOLUTION", help="names of solutions or files")
+        if form in SEVERAL:
+            said = "names of solutions or files" + ("; all" if form == APPLY else "")
+            add("solutions", nargs=SEVERAL[form], metavar="SOLUTION", help=said)
         else:
             add("solutions", nargs=1, metavar="SOLUTION", help="name of a solution or of its file")
         add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
@@ -78,38 +96,56 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def collect(args: argparse.Namespace, workloads: "Sequence[Trace]") -> list[Export]:
-    """The solutions with their evidence. Raises Refused, PackError, UsageError."""
+    """The solutions with their evidence; where none was named, those that have some. Raises
+    Refused, PackError, UsageError."""
     chosen = select(generations(), [Path(name).name for name in args.solutions])
     found = evidence.read(args.results)
-    exports = []
+    exports, refused = [], []
     for generation in chosen:
         export = export_of(generation, args.author)
-        backed = evidence.back(
-            export.solution,
-            workloads,
-            found,
-            args.gpu,
-            other_sources=args.other_sources,
-            synthetic=ours(args.local),
-        )
+        try:
+            backed = evidence.back(
+                export.solution,
+                workloads,
+                found,
+                args.gpu,
+                other_sources=args.other_sources,
+                synthetic=ours(args.local),
+                every=args.form != APPLY,
+            )
+        except evidence.Refused as error:
+            if args.solutions:
+                raise
+            refused.append(str(error))
+            continue
         exports.append(replace(export, evidence=backed))
         say("\n".join([str(backed), *backed.remarks]))
+    if not exports:
+        raise evidence.Refused("\n".join(refused))
     return exports
 
 
 def write(
-    form: str, output: Path, exports: Sequence[Export], workloads: "Sequence[Trace]"
+    form: str, output: Path, exports: Sequence[Export], definition: "Definition"
 ) -> list[str]:
     """Write the tree and check it; its files. Raises PackError, UsageError."""
     with new_tree(output) as root:
         if form == TRACE:
             made = trace_tree.files(exports)
+        elif form == APPLY:
+            made = apply_tree.files(exports, definition)
+        elif form == FLASHINFER:
+            made = trace_apply.files(exports[0], definition)
         else:
             module = {KIT: starter_kit, SOL: sol_execbench, KERNELS: hf_kernels}[form]
             made = module.files(exports[0])
         write_all(root, made)
         if form == TRACE:
-            trace_tree.check(root, exports, workloads)
+            trace_tree.check(root, exports)
+        elif form == APPLY:
+            apply_tree.check(root, exports)
+        elif form == FLASHINFER:
+            trace_apply.check(exports[0])
         elif form == KIT:
             starter_kit.check(root, exports[0])
     return list(made)
@@ -118,11 +154,15 @@ def write(
 def main() -> int:
     args = parse_arguments()
     try:
-        workloads = load(args.local)[0].workloads[DEFINITION]
+        data_set = load(args.local)[0]
+        workloads = data_set.workloads[DEFINITION]
         if not workloads:
             raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
-        for name in write(args.form, args.output, collect(args, workloads), workloads):
+        exports = collect(args, workloads)
+        for name in write(args.form, args.output, exports, data_set.definitions[DEFINITION]):
             print(args.output / name)
+        if args.form == APPLY:
+            say(apply_tree.choices(exports))
     except (PackError, evidence.Refused) as error:
         say(f"error: {error}")
         return EXIT_FAILED

@@ -7,15 +7,11 @@ traces/<author>/<op_type>/<definition>.jsonl
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts.common.project import DEFINITION, OP_TYPE
 from scripts.ranking.traces import finite
 from scripts.solutions.pack import PackError, validate
 from scripts.submission.export import Export, to_json
-
-if TYPE_CHECKING:
-    from flashinfer_bench.data import Trace
 
 
 def files(exports: Sequence[Export]) -> dict[str, str]:
@@ -33,7 +29,7 @@ def files(exports: Sequence[Export]) -> dict[str, str]:
     return made
 
 
-def check(root: Path, exports: Sequence[Export], workloads: "Sequence[Trace]") -> None:
+def check(root: Path, exports: Sequence[Export]) -> None:
     """Load the tree as flashinfer-bench does and compare it with what was meant; build every
     solution. Raises PackError."""
     from flashinfer_bench.data import TraceSet
@@ -42,7 +38,6 @@ def check(root: Path, exports: Sequence[Export], workloads: "Sequence[Trace]") -
         tree = TraceSet.from_path(str(root))
     except ValueError as error:
         raise PackError(f"flashinfer-bench does not take the tree: {error}") from None
-    wanted = {t.workload.uuid for t in workloads}
     if set(tree.solutions) != {DEFINITION} or set(tree.traces) != {DEFINITION}:
         raise PackError(f"the tree holds {sorted(tree.solutions)} and {sorted(tree.traces)}")
     if {s.name for s in tree.solutions[DEFINITION]} != {e.name for e in exports}:
@@ -51,8 +46,10 @@ def check(root: Path, exports: Sequence[Export], workloads: "Sequence[Trace]") -
         solution = tree.get_solution(export.name)
         if solution is None or solution.hash() != export.solution.hash():
             raise PackError(f"{export.name} does not come back as it was written")
+        assert export.evidence is not None
+        wanted = [trace["workload"]["uuid"] for trace in export.evidence.traces]
         traces = [t for t in tree.traces[DEFINITION] if t.solution == export.name]
         passed = [t.workload.uuid for t in traces if t.is_successful()]
-        if len(traces) != len(workloads) or set(passed) != wanted:
-            raise PackError(f"{export.name}: {len(passed)} of {len(workloads)} traces come back")
+        if len(traces) != len(wanted) or passed != wanted:
+            raise PackError(f"{export.name}: {len(passed)} of {len(wanted)} traces come back")
         validate(solution.model_dump_json().encode())

@@ -382,10 +382,12 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     with bench.new_run(tmp_path, "GPU") as run_:
         bench.add_measurements(run_, plan.parse_arguments(), False)
-    assert outs == [subprocess.DEVNULL, None, None], "floors' own table is in the report"
+    without = subprocess.DEVNULL
+    assert outs == [without, None, None, without], "these tables are in the ranking and the report"
     assert capsys.readouterr().err.splitlines() == [
         "accuracy.py failed; its figures are incomplete",
         "device_time.py failed; its figures are incomplete",
+        "invariance.py failed; its figures are incomplete",
     ]
 
 
@@ -714,13 +716,14 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
         return {Path(c[1]).stem: c[2:] for c in commands}
 
     every = passes("--seed", "7")
-    assert list(every) == ["floors", "accuracy", "device_time"]
-    for name in ("accuracy", "device_time"):
+    assert list(every) == ["floors", "accuracy", "device_time", "invariance"]
+    for name in ("accuracy", "device_time", "invariance"):
         assert every[name][:2] == ["--local", str(ROOT)]
         assert every[name][2] == "--run" and every[name][4:] == ["--seed", "7"]
     assert passes(foreign=True)["device_time"][-1] == "--run-foreign"
-    assert list(passes("--no-accuracy")) == ["floors", "device_time"]
-    assert list(passes("--no-device-time")) == ["floors", "accuracy"]
+    assert list(passes("--no-accuracy")) == ["floors", "device_time", "invariance"]
+    assert list(passes("--no-device-time")) == ["floors", "accuracy", "invariance"]
+    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device_time"]
 
 
 def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:

@@ -244,7 +244,7 @@ def test_the_tree_has_the_data_sets_layout_and_comes_back(tmp_path: Path) -> Non
     exports = [backed(export_of(g, "some-team"), tmp_path) for g in (FLAT, V2)]
     tree = tmp_path / "tree"
     write_all(tree, trace_tree.files(exports))
-    trace_tree.check(tree, exports, WORKLOADS)
+    trace_tree.check(tree, exports)
     below = f"some-team/moe/{DEFINITION}"
     assert {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()} == {
         f"solutions/{below}/cutedsl_moe_fp8_flat.json",
@@ -268,7 +268,7 @@ def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
     def check(**changes: str) -> None:
         tree = tmp_path / str(len(list(tmp_path.iterdir())))
         write_all(tree, {**made, **changes})
-        trace_tree.check(tree, exports, WORKLOADS)
+        trace_tree.check(tree, exports)
 
     check()
     lines = made[traces].splitlines(keepends=True)
@@ -288,7 +288,7 @@ def test_a_solution_that_does_not_build_is_not_exported(tmp_path: Path, flat: Ex
     broken = backed(replace(flat, content={**flat.content, "sources": sources}), tmp_path)
     write_all(tmp_path / "tree", trace_tree.files([broken]))
     with pytest.raises(PackError, match="broken"):
-        trace_tree.check(tmp_path / "tree", [broken], WORKLOADS)
+        trace_tree.check(tmp_path / "tree", [broken])
 
 
 # --- one folder -----------------------------------------------------------------------------------

@@ -1,0 +1,296 @@
+"""Calls that flashinfer_bench.apply and FlashInfer's Trace Apply hand to the exported solutions, on
+the CPU through the torch model."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flashinfer_bench import ApplyConfig, apply, disable_apply, enable_apply
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.integration import flashinfer
+from test_pack import GENERATIONS, arguments, by_its_path, unpack
+from test_submit import WORKLOADS, submit, traces_of, write
+
+import run
+from scripts.common.project import DEFINITION
+from scripts.solutions.pack import PackError
+from scripts.submission import apply_tree, evidence, trace_apply
+from scripts.submission.export import export_of, write_all
+from scripts.workloads.dataset import load, tokens
+
+FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
+TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
+"""Takes every trace that passed."""
+NEAREST = TRACES.model_copy(update={"on_miss_policy": "use_def_best"})
+
+
+def measured(directory: Path, speedups: dict[str, dict[int, float]]) -> Path:
+    """A run with traces of these solutions at these token counts, with these speed-ups and the
+    errors that such outputs have."""
+    made = []
+    for name, of in speedups.items():
+        for trace in traces_of(export_of(GENERATIONS[name])):
+            speedup = of.get(trace["workload"]["axes"]["seq_len"])
+            if speedup is not None:
+                trace["evaluation"]["performance"]["speedup_factor"] = speedup
+                errors = {"max_absolute_error": 24288.0, "max_relative_error": 4e10}
+                trace["evaluation"]["correctness"] = errors
+                made.append(trace)
+    return write(directory, made)
+
+
+@pytest.fixture(scope="module")
+def data_set(tmp_path_factory) -> Path:
+    """What `run.py submit apply` makes of a run: fused is the fastest at T=1, v1 at 7 and 80."""
+    place = tmp_path_factory.mktemp("apply")
+    speedups = {FUSED: {1: 9.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
+    results = measured(place / "run", speedups)
+    done = submit("apply", "--gpu", "H200", "--results", results, "--output", place / "made")
+    assert done.returncode == 0, done.stderr
+    assert "3 of 19 workloads passed on NVIDIA H200" in done.stderr
+    assert f"T=1: {FUSED}, T=7: {V1}, T=80: {V1}" in done.stderr
+    return place / "made"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """Tables and built solutions go to a directory of the test's own."""
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    monkeypatch.setattr(BuilderRegistry, "_instance", None)
+    # It would import flashinfer, where that is installed, to patch other operations.
+    monkeypatch.setattr(flashinfer, "install_flashinfer_integrations", lambda: None)
+    yield tmp_path
+    BuilderRegistry.get_instance().cleanup()
+    disable_apply()
+
+
+def names_called(monkeypatch) -> list[str]:
+    """The solutions that are built when they are chosen, in order."""
+    found: list[str] = []
+    build = BuilderRegistry.build
+
+    def named(self: BuilderRegistry, definition: Any, solution: Any) -> Any:
+        found.append(solution.name)
+        return build(self, definition, solution)
+
+    monkeypatch.setattr(BuilderRegistry, "build", named)
+    return found
+
+
+def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, monkeypatch) -> None:
+    values, expected = arguments()
+    inputs, output = tuple(values.values())[:-1], values["output"]
+    with enable_apply(str(data_set), TRACES):
+        built = names_called(monkeypatch)
+        returned = apply(DEFINITION, args=inputs)
+        torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
+        # An output of the caller's is written; and arguments may have names.
+        assert apply(DEFINITION, args=(*inputs, output)) is None
+        assert torch.equal(output, returned)
+        named = apply(DEFINITION, kwargs={n: v for n, v in values.items() if n != "output"})
+        assert torch.equal(named, returned)
+        assert built == [FUSED] * 3
+
+
+def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
+    data_set, cache, monkeypatch
+) -> None:
+    values, _ = arguments()
+    two = {
+        name: value.repeat(2, 1) if name in ("routing_logits", "hidden_states_scale") else value
+        for name, value in values.items()
+    }
+    two["hidden_states_scale"] = torch.ones(56, 2)
+    two["hidden_states"] = torch.ones(2, 7168).to(torch.float8_e4m3fn)
+    inputs = tuple(two.values())[:-1]
+    fallback = lambda *given: ("fallback", len(given))  # noqa: E731
+    with enable_apply(str(data_set), TRACES):
+        assert apply(DEFINITION, args=inputs, fallback=fallback) == ("fallback", 10)
+        with pytest.raises(RuntimeError, match="Apply miss"):
+            apply(DEFINITION, args=inputs)
+    with enable_apply(str(data_set), NEAREST):
+        built = names_called(monkeypatch)
+        assert apply(DEFINITION, args=inputs, fallback=fallback).shape == (2, 7168)
+        assert built == [V1]
+
+
+SCRIPT = """
+import math, sys
+sys.path[:0] = {paths!r}
+from test_pack import arguments
+from flashinfer_bench import ApplyConfig, apply
+from flashinfer_bench.apply import get_default_registry
+
+get_default_registry().default = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
+values, expected = arguments()
+got = apply({definition!r}, args=tuple(values.values())[:-1])
+print(bool(abs(got.float() - expected).max() < 0.05))
+"""
+
+
+def test_the_usual_bounds_take_no_trace(data_set, cache) -> None:
+    """0.01 and 1e-5 of errors of outputs that reach 1e6."""
+    values, _ = arguments()
+    with enable_apply(str(data_set)), pytest.raises(RuntimeError, match="Apply miss"):
+        apply(DEFINITION, args=tuple(values.values())[:-1])
+
+
+def test_the_environment_alone_enables_it(data_set, tmp_path: Path) -> None:
+    text = SCRIPT.format(paths=[str(Path(__file__).parent)], definition=DEFINITION)
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env=run.environment()
+        | {"FIB_ENABLE_APPLY": "1", "FIB_DATASET_PATH": str(data_set)}
+        | {"FIB_CACHE_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True"
+
+
+def test_the_directory_holds_what_apply_reads_and_only_what_is_backed(data_set: Path) -> None:
+    below = f"moe-fp8-cutedsl/moe/{DEFINITION}"
+    assert {p.relative_to(data_set).as_posix() for p in data_set.rglob("*") if p.is_file()} == {
+        f"definitions/moe/{DEFINITION}.json",
+        f"solutions/{below}/{FUSED}.json",
+        f"solutions/{below}/{V1}.json",
+        f"traces/{below}.jsonl",
+    }
+    definition = load(data_set)[0].definitions[DEFINITION]
+    assert definition == load(run.ROOT)[0].definitions[DEFINITION]
+
+
+def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Path) -> None:
+    results = measured(tmp_path / "run", {FUSED: {7: 5.0}})
+    text = (results / "traces.jsonl").read_text()
+    (results / "traces.jsonl").write_text(text.replace('"solution_hash": "', '"solution_hash": "0'))
+    common = ["--gpu", "H200", "--results", results, "--output", tmp_path / "made"]
+    refused = submit("apply", *common)
+    assert refused.returncode == 1 and "measured with source" in refused.stderr
+    assert "no traces on a GPU" in refused.stderr, "the others are said, too"
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkeypatch) -> None:
+    results = measured(tmp_path / "run", {FUSED: {7: 5.0}, V1: {7: 6.0}})
+    found = evidence.read([results])
+    exports = [
+        replace(e, evidence=evidence.back(e.solution, WORKLOADS, found, "H200", every=False))
+        for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))
+    ]
+    write_all(
+        tmp_path / "tree", apply_tree.files(exports, load(run.ROOT)[0].definitions[DEFINITION])
+    )
+    apply_tree.check(tmp_path / "tree", exports)
+    monkeypatch.setattr(apply_tree, "fastest", lambda exports: {7: (FUSED, 5.0)})
+    with pytest.raises(PackError, match=f"apply would take {V1} at T=7, the fastest is {FUSED}"):
+        apply_tree.check(tmp_path / "tree", exports)
+
+
+# --- FlashInfer's Trace Apply ---------------------------------------------------------------------
+
+GEOMETRY = {"top_k": 8, "n_group": 8, "topk_group": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("trace_apply")
+    every = {tokens(t.workload): 2.0 for t in WORKLOADS}
+    results = measured(place / "run", {FUSED: every})
+    done = submit(
+        "flashinfer", FUSED, "--gpu", "H200", "--results", results, "--output", place / "made"
+    )
+    assert done.returncode == 0, done.stderr
+    return place / "made"
+
+
+def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path: Path) -> None:
+    (path,) = (folder / "solutions").iterdir()
+    content = json.loads(path.read_text())
+    assert content["spec"]["destination_passing_style"] is False
+    values, expected = arguments()
+    del values["output"]
+    solution = by_its_path(unpack(path.read_bytes(), tmp_path / "sources")).run
+    returned = solution(**values, **GEOMETRY)
+    torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
+    assert returned.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="gemm1_alpha: not part of the definition"):
+        solution(**values, **GEOMETRY, gemm1_alpha=torch.ones(32))
+    with pytest.raises(ValueError, match="gemm1_weights: expected shape"):
+        solution(**values | {"gemm1_weights": values["gemm1_weights"][:, :2048]}, **GEOMETRY)
+    # Otherwise it is the solution that was measured.
+    measured_one = export_of(GENERATIONS[FUSED])
+    changed = [
+        (a["path"], b["content"].startswith(a["content"]))
+        for a, b in zip(measured_one.content["sources"], content["sources"], strict=True)
+        if a != b
+    ]
+    assert changed == [("main.py", True)]
+    trace_apply.check(measured_one)
+
+
+CALL = """
+import sys
+import torch
+sys.path[:0] = {paths!r}
+torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
+import flashinfer
+from test_pack import arguments
+
+values, expected = arguments()
+del values["output"]
+
+def call(**more):
+    return flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
+        **values, num_experts=256, top_k=8, n_group=8, topk_group=4, intermediate_size=2048,
+        local_num_experts=32, **{{"routing_method_type": 2, **more}},
+    )
+
+got = call()
+print(bool(abs(got.float() - expected).max() < 0.05))
+output = torch.full_like(got, 3.0)
+returned = call(output=output)
+print(bool((output == 3).all()), torch.equal(returned, got))
+print(torch.equal(call(use_shuffled_weight=True), got))
+for more in {{"gemm1_alpha": torch.ones(32)}}, {{"routing_method_type": 1}}:
+    try:
+        call(**more)
+        print("nothing raised")
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+from flashinfer import trace_apply
+print(trace_apply.stats())
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
+def test_flashinfers_function_is_ours_before_it_looks_for_a_gpu(folder: Path, tmp_path) -> None:
+    """On the CPU, where FlashInfer's own function has nothing to run: what Trace Apply hands over,
+    what it does not, and what stays FlashInfer's."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALL.format(paths=[str(Path(__file__).parent)])],
+        env=run.environment()
+        | {"FLASHINFER_TRACE_APPLY": "1", "FLASHINFER_TRACE_APPLY_PATH": str(folder)}
+        | {"HOME": str(tmp_path), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    right, buffer, shuffled, alpha, other, stats = done.stdout.splitlines()[-6:]
+    assert right == "True"
+    assert buffer == "True True", "the caller's output is not written, the result is returned"
+    assert shuffled == "True", "what is no input of the definition is not passed on"
+    assert alpha.startswith("TypeError") and "gemm1_alpha" in alpha
+    assert not other.startswith(("nothing", "TypeError"))
+    assert "'hit': 3" in stats and "'error': 1" in stats

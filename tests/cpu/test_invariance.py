@@ -1,0 +1,228 @@
+"""The pass that compares bits: what it notices, what it leaves out, and what the ranking shows."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition
+from test_rank import ranked, trace
+
+from scripts.benchmark import invariance, second_pass
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.project import DEFINITION
+from scripts.ranking import bits, rank_tables, rank_text
+from scripts.report import generated, run_data
+
+TOKENS = 100
+# A product of matrices is no example: how torch sums it may depend on the number of rows.
+OWN = "def run(x, w, factor, output):\n    output.copy_(x * factor)\n"
+OTHERS = "def run(x, w, factor, output):\n    output.copy_(x * factor + x.sum())\n"
+PLACE = "def run(x, w, factor, output):\n    output.copy_(x)\n    output[3:4] *= 2\n"
+FEW = "def run(x, w, factor, output):\n    output.copy_(x * (2 if len(x) < 80 else 1))\n"
+CALLS = "calls = []\ndef run(x, w, factor, output):\n    calls.append(1)\n"
+CALLS += "    output.copy_(x + len(calls))\n"
+KEEPS = "seen = []\ndef run(x, w, factor, output):\n    seen.append(len(x))\n"
+KEEPS += "    output.copy_(x + len(set(seen)))\n"
+VANDAL = OWN + "    w.zero_()\n"
+FAILS = "def run(x, w, factor, output): raise KeyError('a\\nb')\n"
+
+EVERY = ["again", "after others", "reversed", "doubled", "alone", "7 at a time", "80 at a time"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+
+
+def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, small.WIDTH, generator=generator)
+    x[zeros] = 0
+    return [x, torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16), 2.0]
+
+
+def looked_at(content: str, calls: int = 128, **options: Any) -> dict[str, Any]:
+    runnable = BuilderRegistry.get_instance().build(
+        small.definition(), small.solution("x", content)
+    )
+    return invariance.look_at(runnable, inputs(**options), "cpu", calls)
+
+
+def failing(content: str) -> list[str]:
+    return [name for name, check in looked_at(content).items() if check["differ"]]
+
+
+def test_a_token_of_its_own_bits_passes_every_check() -> None:
+    found = looked_at(OWN)
+    assert list(found) == EVERY
+    assert all(check["differ"] == check["largest"] == 0 for check in found.values())
+    compared = {name: check["compared"] for name, check in found.items()}
+    assert compared == dict.fromkeys(EVERY, TOKENS) | {"doubled": 2 * TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("content", "fails"),
+    [
+        (OTHERS, ["doubled", "alone", "7 at a time", "80 at a time"]),
+        (PLACE, ["reversed", "doubled", "alone", "7 at a time", "80 at a time"]),
+        (FEW, ["alone", "7 at a time", "80 at a time"]),  # 20 tokens are left for the last
+        (CALLS, EVERY),
+        (KEEPS, ["after others", "reversed", "doubled", "alone", "7 at a time", "80 at a time"]),
+    ],
+    ids=["others", "place", "few", "calls", "keeps"],
+)
+def test_what_is_noticed(content: str, fails: list[str]) -> None:
+    assert failing(content) == fails
+
+
+def test_how_many_and_how_far() -> None:
+    found = looked_at(FEW)
+    assert found["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
+    nan = torch.full((2, 3), torch.nan)
+    assert invariance.compare(nan, nan.clone())["differ"] == 0
+    assert invariance.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
+    zeros = torch.zeros(2, 3)
+    assert invariance.compare(-zeros, zeros)["differ"] == 2
+
+
+def test_batches_without_an_output_are_left_out_and_the_others_evenly_drawn() -> None:
+    output = torch.ones(TOKENS, 2)
+    output[10:50] = 0
+    alone = invariance.batches(output, 1, 1000)
+    assert [int(index) for index in alone] == [*range(10), *range(50, TOKENS)]
+    few = [int(index) for index in invariance.batches(output, 1, 5)]
+    assert few == [0, 54, 69, 84, 99]
+    assert [int(index) for index in invariance.batches(output, 1, 1)] == [0]
+    assert [int(index[0]) for index in invariance.batches(output, 7, 1000)][:3] == [0, 7, 49]
+    # What has no output at all has only the checks of all tokens.
+    assert "alone" not in looked_at(OWN, zeros=slice(None))
+
+
+def test_a_few_tokens_have_no_larger_batches() -> None:
+    assert list(looked_at(OWN, tokens=7)) == EVERY[:5]
+    assert list(looked_at(OWN, tokens=1)) == EVERY[:4]
+
+
+def test_tokens_are_taken_along_their_own_axis() -> None:
+    """Float8, for which torch has no index, and scales whose tokens are columns."""
+    spec = {"shape": ["seq_len", "width"], "dtype": "float8_e4m3fn"}
+    given = small.definition().model_dump(mode="json")
+    given["inputs"] = {
+        "x": spec,
+        "scale": {"shape": ["width", "seq_len"], "dtype": "float32"},
+        "w": {"shape": ["width", "width"], "dtype": "bfloat16"},
+        "factor": {"shape": None, "dtype": "float32"},
+    }
+    given["reference"] = "def run(x, scale, w, factor): return x"
+    x = torch.randn(5, small.WIDTH).to(torch.float8_e4m3fn)
+    scale, w = torch.randn(small.WIDTH, 5), torch.ones(small.WIDTH, small.WIDTH)
+    index = torch.tensor([4, 0, 4])
+    definition = Definition.model_validate(given)
+    part = invariance.part(definition, [x, scale, w, 2.0], index)
+    assert torch.equal(part[0].float(), x.float()[index])
+    assert torch.equal(part[1], scale[:, index]) and part[1].is_contiguous()
+    assert part[2] is w and part[3] == 2.0
+
+
+# --- the program and the ranking ------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """invariance.main on a small data set with solutions of ours, on the CPU 'GPU A'."""
+    import flashinfer_bench.utils
+
+    named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
+    solutions = [small.solution(name, content) for name, content in named.items()]
+    own = frozenset(s.hash() for s in solutions)
+    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
+
+    def load(root: Path):
+        trace_set = small.trace_set(lengths=(3, 901, 14))
+        trace_set.solutions[DEFINITION] = solutions
+        return trace_set, list(solutions)
+
+    monkeypatch.setattr(second_pass, "load_with_ours", load)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["invariance.py", "--device", "cpu", *arguments])
+        return invariance.main()
+
+    run.hashes = {s.name: s.hash() for s in solutions}
+    return run
+
+
+def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
+    made = [
+        trace(name, 901, 1.0, hardware=hardware, libs={"solution_hash": source})
+        for name, source in hashes.items()
+    ]
+    for one in made:
+        one["workload"]["uuid"] = "uuid-901-1"
+    return made
+
+
+def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path, capsys) -> None:
+    ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
+    assert program("--run", str(tmp_path), "--workload", "901") == EXIT_OK
+    record = json.loads((tmp_path / bits.FILE).read_text())
+    assert record["tokens"] == 901 and set(record["results"]) == {"own", "few"}
+    assert record["solutions"] == {n: program.hashes[n] for n in ("own", "few")}
+
+    # Another source of `few` was measured than was looked at, and `absent` was not looked at.
+    hashes = {"own": program.hashes["own"], "few": "f" * 40, "absent": "a" * 40}
+    (other,) = ranked(tmp_path, traces_of(hashes))
+    (same,) = ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
+
+    def column(table: rank_tables.Table) -> dict[str, str]:
+        header, rows = table
+        return {row[1]: row[header.index(bits.BATCH_INVARIANT)] for row in rows}
+
+    for table in (rank_tables.summary_table, rank_tables.short_table):
+        assert column(table(same)) == {"own": "yes", "few": "no"}
+        assert column(table(other)) == {"own": "yes", "few": "-", "absent": "-"}
+    header, rows = rank_tables.bits_table(same)
+    assert header == ["solution", *EVERY, bits.BATCH_INVARIANT]
+    assert rows[1] == ["own", *["yes"] * len(EVERY), "yes"]
+    few = dict(zip(header, rows[0], strict=True))
+    # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
+    assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
+    assert few["alone"] == "no: 4/4"
+    for text in (rank_text.to_text(same), rank_text.to_markdown(same)):
+        assert "no: 21/261" in text and rank_text.BITS_NOTES in text
+    (said,) = json.loads(rank_text.print_rankings([same], "json"))
+    assert said["summary"][0]["checks"]["again"]["differ"] == 0
+
+    page = generated.invariance(run_data.read(tmp_path))
+    assert "no: 21/261" in page and "T=901" in page
+    (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))
+    assert not elsewhere.knows_bits
+    assert not rank_tables.bits_table(elsewhere)[1]
+    assert bits.BATCH_INVARIANT not in rank_text.to_text(elsewhere)
+    assert generated.invariance(run_data.read(tmp_path)).endswith("not recorded.")
+
+
+def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "figures.json"
+    assert program("--json", str(path)) == EXIT_FAILED
+    assert json.loads(path.read_text())["tokens"] == 14, "the largest that the CPU takes unasked"
+    results = json.loads(path.read_text())["results"]
+    assert results["fails"] == {"error": "KeyError: 'a\\nb'"}
+    assert "changes its inputs: w" in results["vandal"]["error"]
+    out, err = capsys.readouterr()
+    assert "error: fails: KeyError" in err and "error: vandal: " in err
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["own", "few"]
+
+
+def test_a_broken_file_is_named_in_one_line(tmp_path: Path) -> None:
+    assert bits.read(tmp_path) is None
+    (tmp_path / bits.FILE).write_text('{"hardware": "x", "tokens": 1, "solutions": {}}')
+    with pytest.raises(UsageError, match=r"invariance\.json: results: Field required"):
+        bits.read(tmp_path)

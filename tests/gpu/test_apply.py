@@ -1,0 +1,157 @@
+"""A user's own calls through flashinfer_bench.apply and FlashInfer's Trace Apply: the solution that
+the traces choose runs, to the bit.
+
+The traces are made up: what is measured is not asked here, only what is done with it.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import test_layer
+import torch
+from flashinfer_bench import ApplyConfig, apply, enable_apply
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.integration import flashinfer as integration
+from moe_fp8 import v4_flat as v4
+from moe_fp8 import v5_fused as v5
+from moe_fp8.layer.problem import MoeInputs
+from test_layer import new_output, output_of
+
+from scripts.common.project import DEFINITION, ROOT
+from scripts.solutions.pack import generations
+from scripts.submission import apply_tree, evidence, trace_apply
+from scripts.submission.export import export_of, write_all
+from scripts.workloads.dataset import load
+
+pytestmark = pytest.mark.gpu
+
+weights, make_inputs = test_layer.weights, test_layer.make_inputs
+
+FLAT, FUSED = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_fused"
+SPEEDUPS = {FLAT: {7: 40.0, 80: 30.0}, FUSED: {7: 30.0, 80: 40.0, 1: 50.0}}
+"""So that flat is taken at T=7, and fused, which wins most, where nothing was measured."""
+
+
+@pytest.fixture(scope="module")
+def data_set(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("apply")
+    known = load(ROOT)[0]
+    exports = {g.name: export_of(g) for g in generations() if g.name in SPEEDUPS}
+    lines = []
+    for name, export in exports.items():
+        for trace in known.workloads[DEFINITION]:
+            speedup = SPEEDUPS[name].get(trace.workload.axes["seq_len"])
+            if speedup is None:
+                continue
+            libs = {"solution_hash": export.solution.hash()}
+            evaluation = {
+                "status": "PASSED",
+                "environment": {"hardware": "this GPU", "libs": libs},
+                "timestamp": "2026-01-01T00:00:00",
+                "correctness": {"max_relative_error": 4e10, "max_absolute_error": 24288.0},
+                "performance": {
+                    "latency_ms": 1.0,
+                    "reference_latency_ms": speedup,
+                    "speedup_factor": speedup,
+                },
+            }
+            workload = trace.workload.model_dump(mode="json")
+            line = {"definition": DEFINITION, "workload": workload, "solution": name}
+            lines.append(json.dumps(line | {"evaluation": evaluation}))
+    (place / "traces.jsonl").write_text("\n".join(lines) + "\n")
+    found = evidence.read([place / "traces.jsonl"])
+    workloads = known.workloads[DEFINITION]
+    backed = [
+        replace(e, evidence=evidence.back(e.solution, workloads, found, "this GPU", every=False))
+        for e in exports.values()
+    ]
+    definition = known.definitions[DEFINITION]
+    write_all(place / "apply", apply_tree.files(backed, definition))
+    apply_tree.check(place / "apply", backed)
+    write_all(place / "flashinfer", trace_apply.files(exports[FUSED], definition))
+    return place
+
+
+@pytest.fixture
+def enabled(data_set, tmp_path, monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    monkeypatch.setattr(BuilderRegistry, "_instance", None)
+    # It would import flashinfer, where that is installed, to patch other operations.
+    monkeypatch.setattr(integration, "install_flashinfer_integrations", lambda: None)
+    config = ApplyConfig(max_atol=math.inf, max_rtol=math.inf, on_miss_policy="use_def_best")
+    with enable_apply(str(data_set / "apply"), config):
+        yield
+    BuilderRegistry.get_instance().cleanup()
+
+
+@pytest.mark.parametrize(("tokens", "module"), [(7, v4), (80, v5), (61, v5)])
+def test_a_call_runs_the_fastest_solution_for_its_tokens(tokens, module, make_inputs, enabled):
+    inputs = make_inputs(tokens)
+    wanted = output_of(module, inputs)
+    other = output_of(v4 if module is v5 else v5, inputs)
+    assert not torch.equal(wanted, other), "the bits say which one ran"
+    assert torch.equal(apply(DEFINITION, args=tuple(inputs)), wanted)
+    output = new_output(inputs)
+    assert apply(DEFINITION, args=(*inputs, output)) is None
+    assert torch.equal(output, wanted)
+
+
+def test_in_a_graph(make_inputs, enabled):
+    inputs, other = make_inputs(80), make_inputs(80, seed=2)
+    held = inputs._replace(
+        **{name: getattr(inputs, name).clone() for name in MoeInputs._fields[:4]}
+    )
+    output = new_output(held)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        apply(DEFINITION, args=(*held, output))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        apply(DEFINITION, args=(*held, output))
+    for name in MoeInputs._fields[:4]:
+        getattr(held, name).copy_(getattr(other, name))
+    graph.replay()
+    assert torch.equal(output, output_of(v5, other))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
+def test_flashinfers_function_runs_ours_whatever_the_gpu(
+    data_set, make_inputs, monkeypatch, tmp_path
+):
+    """Its own kernels are for compute capability 10.x; on Hopper only ours can have run."""
+    import flashinfer.fused_moe
+    from flashinfer import trace_apply as hook
+    from flashinfer.trace_apply.loaders import python as loader
+
+    inputs = make_inputs(80)
+
+    def call() -> torch.Tensor:
+        return flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
+            **inputs._asdict(),
+            num_experts=256,
+            top_k=8,
+            n_group=8,
+            topk_group=4,
+            intermediate_size=2048,
+            local_num_experts=32,
+            routing_method_type=2,
+        )
+
+    monkeypatch.setattr(loader, "_cache_base", lambda: tmp_path)  # where it writes the sources
+    monkeypatch.setenv("FLASHINFER_TRACE_APPLY_PATH", str(data_set / "flashinfer"))
+    assert hook.enable_apply() > 0
+    try:
+        assert torch.equal(call(), output_of(v5, inputs))
+        (of_function,) = hook.stats().values()
+        assert of_function == {"hit": 1}
+    finally:
+        hook.disable_apply()
