@@ -30,13 +30,14 @@ from scripts.common.command_line import (
     say,
     whole,
 )
+from scripts.common.definitions import DEFAULT, find
 from scripts.common.progress import Progress
-from scripts.common.project import ACCURACY_TOLERANCES, DEFINITION, ROOT
+from scripts.common.project import ACCURACY_TOLERANCES, ROOT
 from scripts.common.text import text_table
 from scripts.ranking.records import INPUTS_CHANGED
 from scripts.ranking.traces import finite
 from scripts.solutions.pack import PackError
-from scripts.workloads.dataset import Inputs, tokens
+from scripts.workloads.dataset import Inputs, definition_of, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def measure(
     from flashinfer_bench.compile import BuilderRegistry
 
     registry = BuilderRegistry.get_instance()
-    definition = what.trace_set.definitions[DEFINITION]
+    definition = definition_of(what.trace_set)
     reference = registry.build_reference(definition)
     inputs_of = Inputs(what.trace_set, device, seed)
     total = sum(_weight(tokens(t.workload)) for t in what.workloads)
@@ -106,6 +107,7 @@ def table(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
+    arguments.add_argument("--definition", type=find, default=DEFAULT, metavar="NAME")
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
     arguments.add_argument("--run-foreign", action="store_true", help="run the data set's own, too")
     arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
@@ -139,6 +141,7 @@ def main() -> int:
             args.workloads,
             args.max_tokens,
             args.run_foreign,
+            args.definition,
         )
     except PackError as error:
         say(f"error: {error}")

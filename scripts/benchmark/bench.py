@@ -37,8 +37,8 @@ from scripts.common.command_line import (
     run_main,
     say,
 )
+from scripts.common.definitions import DEFAULT
 from scripts.common.progress import Progress, duration
-from scripts.common.project import DEFINITION
 from scripts.ranking.rank_text import print_rankings
 from scripts.ranking.ranking import Clock, Ranking
 from scripts.ranking.rankings import rankings
@@ -87,7 +87,7 @@ def open_run(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig") ->
     place: dict[str, Any] = dict(hardware=plan.hardware, environment=environment.capture())
     if args.resume:
         run = find_run(args.traces, None if args.resume is True else args.resume)
-        run.check_same(**place, **settings)
+        run.check_same(**place, definition=args.definition.name, **settings)
         keys = ("command", "environment", "seconds")
         earlier = {k: run.info[k] for k in keys if k in run.info}
         run.info["earlier"] = [*run.info.get("earlier", []), earlier]
@@ -99,7 +99,7 @@ def open_run(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig") ->
         settings=settings_hash(settings),
     )
     run.save_info(
-        definition=DEFINITION,
+        definition=args.definition.name,
         command=sys.argv[1:],
         **place,
         **settings,
@@ -180,7 +180,7 @@ def main() -> int:
 
 def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     """Rank what was measured, kept or not; the exit status."""
-    records = read_records([run.traces]) if run.traces.is_file() else []
+    records = read_records([run.traces], args.definition.name) if run.traces.is_file() else []
     records += [record_of(t, str(run.traces)) for t in run.unsaved]
     if not records:
         say("nothing was measured")
@@ -188,7 +188,9 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     ranked = rankings(records, against=args.against, peers=args.peers, by=by)
     on_cpu = all(r.cpu for r in ranked)
     if ranked:
-        print("\n" + (what_is_known(ranked) if on_cpu else print_rankings(ranked)))
+        recorded = args.definition is DEFAULT
+        said = what_is_known(ranked, recorded) if on_cpu else print_rankings(ranked)
+        print("\n" + said)
     for error in outcome.errors:
         say(f"error: {error}")
     failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
@@ -204,11 +206,12 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     return status
 
 
-def what_is_known(ranked: Sequence[Ranking]) -> str:
-    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
+def what_is_known(ranked: Sequence[Ranking], recorded: bool = True) -> str:
+    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times,
+    where the definition has some."""
     from scripts.report import run_data, without_gpu
 
-    return without_gpu.to_text(ranked, run_data.recorded_runs())
+    return without_gpu.to_text(ranked, run_data.recorded_runs() if recorded else [])
 
 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
@@ -218,7 +221,11 @@ def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
     local = ["--local", str(args.local)]
     again = [*local, "--run", str(run.directory), "--seed", str(args.seed)]
     again += ["--run-foreign"] if foreign else []
-    passes = {"floors": [*local, "--json", str(run.directory / "floors.json")]}
+    passes = {}
+    if args.definition is DEFAULT:
+        passes["floors"] = [*local, "--json", str(run.directory / "floors.json")]
+    else:
+        again += ["--definition", args.definition.name]
     if not args.no_accuracy:
         passes["accuracy"] = again
     if not args.no_device_time:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.benchmark.evaluate import ChangedInputs, fresh, metrics, refuse_changed, run_solution
 from scripts.common.command_line import UsageError
 from scripts.common.progress import Progress
-from scripts.common.project import DEFINITION
-from scripts.workloads.dataset import Inputs, tokens
+from scripts.workloads.dataset import Inputs, definition_of, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +139,7 @@ def run(
         return Evaluation(status=status, environment=environment, timestamp=now, **fields)
 
     registry = BuilderRegistry.get_instance()
-    definition = trace_set.definitions[DEFINITION]
+    definition = definition_of(trace_set)
     reference = registry.build_reference(definition)
     inputs_of = Inputs(trace_set, "cpu", seed)
     for trace, solutions in pairs:
@@ -164,7 +163,7 @@ def run(
                     )
                 results.append(
                     Trace(
-                        definition=DEFINITION,
+                        definition=definition.name,
                         workload=workload,
                         solution=solution.name,
                         evaluation=result,

@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING, Any
 from scripts.benchmark.kernel_trace import Call, traced
 from scripts.benchmark.second_pass import choose
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
+from scripts.common.definitions import DEFAULT, find
 from scripts.common.progress import Progress
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.project import ROOT
 from scripts.common.text import text_table
 from scripts.gemm.gpu import require_gpu
 from scripts.gemm.timing import FLUSH_BYTES, percentile
 from scripts.ranking.records import DEVICE, HARNESS
 from scripts.solutions.pack import PackError
-from scripts.workloads.dataset import Inputs, tokens
+from scripts.workloads.dataset import Inputs, definition_of, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +203,7 @@ def measure(
     the other, so that a run which is cut short keeps what it measured."""
     import torch
 
-    definition = trace_set.definitions[DEFINITION]
+    definition = definition_of(trace_set)
     inputs_of = Inputs(trace_set, "cuda", seed)
     progress = Progress(len(workloads), sum(2000 + tokens(t.workload) for t in workloads))
     for trace in workloads:
@@ -250,6 +251,7 @@ def table(
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--local", type=Path, default=ROOT, help="data set; this repository")
+    arguments.add_argument("--definition", type=find, default=DEFAULT, metavar="NAME")
     arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
     arguments.add_argument("--run-foreign", action="store_true", help="run the data set's own, too")
     arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
@@ -271,6 +273,7 @@ def main() -> int:
             args.workloads,
             args.max_tokens,
             args.run_foreign,
+            args.definition,
         )
     except PackError as error:
         say(f"error: {error}")

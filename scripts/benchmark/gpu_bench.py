@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from scripts.common.command_line import EXIT_INTERRUPTED, say
 from scripts.common.progress import Progress, duration
-from scripts.common.project import DEFINITION
 from scripts.ranking.rank_tables import number
 from scripts.ranking.records import Record, parse_record
 from scripts.workloads.dataset import tokens
@@ -57,14 +56,14 @@ def run_on_gpu(
             workload = trace.workload
             names = [s.name for s in solutions]
             progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
-            one.workloads = {DEFINITION: [trace]}
-            one.solutions = {DEFINITION: solutions}
+            one.workloads = {trace.definition: [trace]}
+            one.solutions = {trace.definition: solutions}
             messages.clear()
             with (
                 finish_before_interrupt() as interrupted,
                 announce(Path(config.log_dir), names, progress),
             ):
-                results = benchmark.run_all(dump_traces=False).traces.get(DEFINITION, [])
+                results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
             if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
                 results = [r for r in results if record_of(r).passed]
             store(results)

@@ -41,13 +41,14 @@ from scripts.common.command_line import (
     say,
     whole,
 )
+from scripts.common.definitions import DEFAULT, find
 from scripts.common.progress import Progress
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.project import ROOT
 from scripts.common.text import text_table
 from scripts.ranking.bits import FILE, rows
 from scripts.ranking.traces import finite
 from scripts.solutions.pack import PackError
-from scripts.workloads.dataset import Inputs, tokens
+from scripts.workloads.dataset import Inputs, definition_of, tokens
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--local", type=Path, default=ROOT, help="data set; this repository")
+    add("--definition", type=find, default=DEFAULT, metavar="NAME")
     add("--solutions", nargs="+", default=[], metavar="NAME")
     add("--run-foreign", action="store_true", help="run the data set's own, too")
     add("--workload", metavar="T|UUID", help=f"the whole; the largest of up to {MAX_TOKENS} tokens")
@@ -253,7 +255,10 @@ def main() -> int:
     most = None if args.workload else MAX_TOKENS if on_gpu else CPU_MAX_TOKENS
     asked = [args.workload] if args.workload else []
     try:
-        what = choose(args.local, device, args.run, args.solutions, asked, most, args.run_foreign)
+        what = choose(
+            args.local, device, args.run, args.solutions, asked, most, args.run_foreign,
+            args.definition,
+        )  # fmt: skip
     except PackError as error:
         say(f"error: {error}")
         return EXIT_FAILED
@@ -267,7 +272,7 @@ def main() -> int:
     trace = max(what.workloads, key=length)
     workload = trace.workload
     solutions = [s for s in what.solutions if (workload.uuid, s.name) in what.pairs]
-    definition = what.trace_set.definitions[DEFINITION]
+    definition = definition_of(what.trace_set)
     inputs = Inputs(what.trace_set, device, args.seed).of(workload)
     say(f"T={length(trace)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
     calls = args.calls or (CALLS if on_gpu else CPU_CALLS)

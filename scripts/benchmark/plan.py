@@ -15,7 +15,8 @@ from scripts.common.command_line import (
     share,
     whole,
 )
-from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
+from scripts.common.definitions import DEFAULT, find
+from scripts.common.project import ROOT, TRACES_DIR
 from scripts.common.text import text_table
 from scripts.ranking.ranking import CLOCKS
 from scripts.solutions.availability import (
@@ -74,6 +75,13 @@ def parse_arguments(doc: str | None = None) -> argparse.Namespace:
         metavar="NAME",
         help="names, * allowed; all of ours. One that is the data set's own runs where its whole "
         "name is given",
+    )
+    add(
+        "--definition",
+        type=find,
+        default=DEFAULT,
+        metavar="NAME",
+        help="another definition, by its name or the one in its solutions' names (docs/dataset.md)",
     )
     add("--run-foreign", action="store_true", help="run all solutions of the data set, too")
     add(
@@ -162,10 +170,10 @@ def make_plan(args: argparse.Namespace) -> Plan | None:
 
     on_gpu = torch.cuda.is_available() and not args.cpu
     machine = this_machine(on_gpu)
-    trace_set, packed = load_with_ours(args.local)
+    trace_set, packed = load_with_ours(args.local, args.definition)
     own = own_hashes(packed)
-    every = trace_set.solutions[DEFINITION]
-    workloads = trace_set.workloads[DEFINITION]
+    every = trace_set.solutions[args.definition.name]
+    workloads = trace_set.workloads[args.definition.name]
 
     def runnable(chosen: "Sequence[Solution]") -> "tuple[list[Solution], dict[str, str]]":
         """What may and can run, and for the rest the reason."""

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import UsageError, os_error
+from scripts.common.project import DEFINITION
 from scripts.ranking import records, traces
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class Run:
         """(uuid, solution) of the results that are of the present sources and settings."""
         if not self.traces.is_file():
             return set()
+        definition = self.info.get("definition", DEFINITION)
         return {
             (r.uuid, r.solution)
-            for r in traces.read_records([self.traces])
+            for r in traces.read_records([self.traces], definition)
             if r.status != records.INVALID
             and r.hash == self.hashes.get(r.solution)
             and r.settings == self.libs[records.SETTINGS]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.project import DEFINITION
+from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.ranking.traces import merge_into_traces, read_records, why_not_same
 from scripts.solutions.availability import own_hashes, split_available, split_foreign, this_machine
 from scripts.workloads.dataset import (
@@ -54,18 +54,19 @@ def choose(
     workloads: Sequence[str] = (),
     max_tokens: int | None = None,
     run_foreign: bool = False,
+    definition: MoeDefinition = DEFAULT,
 ) -> Pass:
     """What is to be measured on `device`: the passed pairs of a run's directory, or, without one,
     all pairs of the chosen solutions and workloads. Raises PackError and UsageError."""
     from flashinfer_bench.utils import hardware_from_device
 
     hardware = hardware_from_device(device)
-    trace_set, packed = load_with_ours(local)
-    every = trace_set.solutions[DEFINITION]
+    trace_set, packed = load_with_ours(local, definition)
+    every = trace_set.solutions[definition.name]
     traces = run / "traces.jsonl" if run is not None else None
     wanted: set[tuple[str, str]] | None = None
     if traces is not None:
-        wanted = _same(traces, every, hardware)
+        wanted = _same(traces, definition, every, hardware)
         present = {name for _, name in wanted}
         every = [s for s in every if s.name in present]
         if not wanted:
@@ -78,7 +79,7 @@ def choose(
     if not can:
         raise UsageError("no solution can run here")
     say_whose_reference(local)
-    found = trace_set.workloads[DEFINITION]
+    found = trace_set.workloads[definition.name]
     if wanted is not None and not workloads:
         found = [t for t in found if any(t.workload.uuid == uuid for uuid, _ in wanted)]
     found = select_workloads(found, workloads, max_tokens)
@@ -89,14 +90,16 @@ def choose(
     )
 
 
-def _same(traces: Path, solutions: "Sequence[Solution]", hardware: str) -> set[tuple[str, str]]:
+def _same(
+    traces: Path, definition: MoeDefinition, solutions: "Sequence[Solution]", hardware: str
+) -> set[tuple[str, str]]:
     """The pairs of a run that have an output and are of these sources and this hardware; what is
     not is said once a solution."""
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
     pairs, reasons = set(), []
-    for record in read_records([traces]):
+    for record in read_records([traces], definition.name):
         if not record.has_output:
             continue
         if (why := why_not_same(record, hashes, hardware)) is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, names, parser, run_main
+from scripts.common.definitions import full_name
 from scripts.common.project import DEFINITION, TRACES_DIR
 from scripts.ranking.rank_text import print_rankings
 from scripts.ranking.ranking import CLOCKS
@@ -55,7 +56,13 @@ def main() -> int:
         default="harness",
         help="order by the speed-up of the harness's times (default) or by the device's times",
     )
-    arguments.add_argument("--definition", default=DEFINITION, help="definition to rank")
+    arguments.add_argument(
+        "--definition",
+        type=full_name,
+        default=DEFINITION,
+        metavar="NAME",
+        help="definition to rank, whether it is one of ours or not",
+    )
     style = arguments.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print Markdown")
     style.add_argument("--json", action="store_true", help="print JSON")

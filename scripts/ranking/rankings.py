@@ -24,9 +24,9 @@ from scripts.ranking.traces import read_run
 
 def our_names() -> set[str]:
     """This repository's solutions but for the peers, for runs that do not say what is a peer."""
-    from scripts.solutions.pack import generations
+    from scripts.solutions.pack import every_generation
 
-    return {g.name for g in generations() if BASELINES not in g.path.relative_to(g.root).parts}
+    return {g.name for g in every_generation() if BASELINES not in g.path.relative_to(g.root).parts}
 
 
 def is_ours(solution: str, names: set[str]) -> bool:

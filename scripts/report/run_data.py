@@ -13,8 +13,13 @@ from scripts.benchmark import floors
 from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
+<<<<<<< HEAD
 from scripts.common.project import RESULTS_DIR
 from scripts.ranking import bits, rank_text
+=======
+from scripts.common.project import DEFINITION, RESULTS_DIR
+from scripts.ranking import rank_text
+>>>>>>> shapes
 from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
 from scripts.ranking.ranking import Clock, Ranking, short_name
 from scripts.ranking.rankings import rankings
@@ -71,13 +76,15 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
     traces = directory / "traces.jsonl"
     if not traces.is_file():
         raise UsageError(f"{directory} has no traces.jsonl")
-    ranked = rankings(read_records([traces]), peers=peers, by=by)
+    info = read_run(traces)
+    records = read_records([traces], info.get("definition", DEFINITION))
+    ranked = rankings(records, peers=peers, by=by)
     if not ranked:
         raise UsageError(f"{traces} has no results")
     stages = directory / "stages.json"
     return Recorded(
         directory=directory,
-        info=read_run(traces),
+        info=info,
         rankings=ranked,
         floors=floors.read_floors(directory),
         stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,

@@ -3,6 +3,9 @@
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
 form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
 loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
+
+A generation whose SOLUTION names "routings" is packed once more for every further definition with
+one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape.
 """
 
 import ast
@@ -12,7 +15,7 @@ import os
 import string
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,13 @@ from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
-from scripts.common.project import DEFINITION, DEFINITION_FILE, PACKAGE_DIR, PACKED_DIR
+from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition, find
+from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
 REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
-OPTIONAL_KEYS = {"language", "definition"}
+OPTIONAL_KEYS = {"language", "routings"}
+CALLS = Path("layer") / "calls.py"
+"""Makes `run` of a layer and a shape."""
 
 ENTRY_FILE = "main.py"
 ENTRY = string.Template('''\
@@ -65,9 +71,15 @@ def load_package() -> str:
     return name
 
 
-run = importlib.import_module(f"{load_package()}.$module").run
+$run
 ''')
 """The file that a packed solution is entered by."""
+RUN = 'run = importlib.import_module(f"{load_package()}.$module").run'
+RUN_AT_SHAPE = """\
+PACKAGE = load_package()
+run = importlib.import_module(f"{PACKAGE}.layer.calls").run_of(
+    importlib.import_module(f"{PACKAGE}.$module").LAYER,
+$shape)"""
 
 
 class PackError(Exception):
@@ -82,10 +94,11 @@ class Generation:
     root: Path
     metadata: dict[str, Any]
     description: str
+    definition: MoeDefinition = DEFAULT
 
     @property
     def name(self) -> str:
-        return str(self.metadata["name"])
+        return self.definition.packed_name(str(self.metadata["name"]))
 
 
 def read_generation(path: Path, root: Path) -> Generation | None:
@@ -118,8 +131,9 @@ def read_generation(path: Path, root: Path) -> Generation | None:
     return None
 
 
-def generations(root: Path = PACKAGE_DIR) -> list[Generation]:
-    """Every generation under `root`, in the order of the file names."""
+def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -> list[Generation]:
+    """Every generation under `root` that is packed for the definition, in the order of the file
+    names."""
     found = []
     for path in sorted(root.rglob("*.py")):
         generation = read_generation(path, root)
@@ -130,26 +144,47 @@ def generations(root: Path = PACKAGE_DIR) -> list[Generation]:
         if names.count(name) > 1:
             files = [g.path.name for g in found if g.name == name]
             raise PackError(f"the name {name} is used by {' and '.join(files)}")
-    return found
+    if definition is DEFAULT:
+        return found
+    return [
+        replace(generation, definition=definition)
+        for generation in found
+        if definition.routing in generation.metadata.get("routings", ())
+    ]
 
 
-def entry_file(name: str, where: str, module: str, folder: str = "") -> str:
+def every_generation() -> list[Generation]:
+    """The generations of all definitions."""
+    return [g for definition in TABLE for g in generations(definition=definition)]
+
+
+def entry_file(
+    name: str, where: str, module: str, folder: str = "", shape: dict[str, Any] | None = None
+) -> str:
     """The source of an entry file whose `run` is that of `module` in the package that lies in
-    `folder` beside it, or around it where there is no folder."""
+    `folder` beside it, or around it where there is no folder; with a `shape` that of its layer
+    there."""
+    lines = "".join(f"    {key}={value!r},\n" for key, value in (shape or {}).items())
+    run = string.Template(RUN_AT_SHAPE if shape else RUN).safe_substitute(
+        module=module, shape=lines
+    )
     return ENTRY.substitute(
         name=name,
         where=where,
         package=PACKAGE,
         folder=f' / "{folder}"' if folder else "",
-        module=module,
+        run=run,
     )
 
 
 def pack(generation: Generation) -> bytes:
     """The bytes of the generation's Solution JSON."""
-    root = generation.root
+    root, definition = generation.root, generation.definition
+    shape = None if definition is DEFAULT else definition.shape
     try:
         files = import_closure(generation.path, root)
+        if shape:
+            files = sorted({*files, *import_closure(root / CALLS, root)})
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
     metadata = generation.metadata
@@ -159,6 +194,7 @@ def pack(generation: Generation) -> bytes:
         where=f"{PACKAGE}/{where.as_posix()}",
         module=".".join(where.with_suffix("").parts),
         folder=PACKAGE,
+        shape=shape,
     )
     sources = [
         {
@@ -168,8 +204,8 @@ def pack(generation: Generation) -> bytes:
         for path in files
     ]
     solution = {
-        "name": metadata["name"],
-        "definition": metadata.get("definition", DEFINITION),
+        "name": generation.name,
+        "definition": definition.name,
         "author": metadata["author"],
         "description": generation.description,
         "spec": {
@@ -203,7 +239,7 @@ def private_build_cache() -> Iterator[None]:
                 os.environ["FIB_CACHE_PATH"] = previous
 
 
-def validate(packed: bytes) -> None:
+def validate(packed: bytes, of: MoeDefinition = DEFAULT) -> None:
     """Load the JSON as flashinfer-bench does and build it, which imports its entry point."""
     import warnings
 
@@ -215,7 +251,7 @@ def validate(packed: bytes) -> None:
         from flashinfer_bench.data import Definition, Solution, load_json_file
 
         solution = Solution.model_validate_json(packed)
-        definition = load_json_file(Definition, DEFINITION_FILE)
+        definition = load_json_file(Definition, ROOT / of.path)
         registry = BuilderRegistry(
             [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
         )
@@ -244,40 +280,57 @@ def write_packed(
     output: Path = PACKED_DIR,
     root: Path = PACKAGE_DIR,
     build: bool = True,
+    definitions: Sequence[MoeDefinition] = (DEFAULT,),
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`; the paths of their JSON files.
 
-    Packing all removes JSON files of generations that are no more, which flashinfer-bench would
-    otherwise still run. A file that is current is not touched.
+    Packing all of a definition removes JSON files of generations that are no more, which
+    flashinfer-bench would otherwise still run. A file that is current is not touched.
     """
-    found = generations(root)
-    chosen = select(found, names)
-    packed = {output / f"{g.name}.json": pack(g) for g in chosen}
-    for path, content in packed.items():
+    found = [g for definition in definitions for g in generations(root, definition)]
+    packed = []
+    for generation in select(found, names):
+        path, content = packed_path(generation, output), pack(generation)
+        packed.append(path)
         if path.is_file() and path.read_bytes() == content:
             continue
         if build:
-            validate(content)
+            validate(content, generation.definition)
         files.write(path, content)
     if not names:
-        for stale in set(output.glob("*.json")) - set(packed):
+        for stale in _json_files(output, definitions) - set(packed):
             stale.unlink()
-    return list(packed)
+    return packed
 
 
-def stale_files(names: Sequence[str], output: Path, root: Path = PACKAGE_DIR) -> list[str]:
+def packed_path(generation: Generation, output: Path) -> Path:
+    """The file that a generation is packed into."""
+    return output / generation.definition.short / f"{generation.name}.json"
+
+
+def _json_files(output: Path, definitions: Sequence[MoeDefinition]) -> set[Path]:
+    """Those that are there for the definitions."""
+    return {path for of in definitions for path in (output / of.short).glob("*.json")}
+
+
+def stale_files(
+    names: Sequence[str],
+    output: Path,
+    root: Path = PACKAGE_DIR,
+    definitions: Sequence[MoeDefinition] = (DEFAULT,),
+) -> list[str]:
     """What is wrong with the packed files, one line each; empty if they are current."""
-    found = generations(root)
+    found = [g for definition in definitions for g in generations(root, definition)]
     problems = []
     for generation in select(found, names):
-        path = output / f"{generation.name}.json"
+        path = packed_path(generation, output)
         if not path.is_file():
             problems.append(f"{path.name}: missing")
         elif path.read_bytes() != pack(generation):
             problems.append(f"{path.name}: not what {generation.path.name} packs to")
     if not names:
         known = {f"{g.name}.json" for g in found}
-        extra = sorted(p.name for p in output.glob("*.json") if p.name not in known)
+        extra = sorted(p.name for p in _json_files(output, definitions) if p.name not in known)
         problems += [f"{name}: no generation of that name" for name in extra]
     return problems
 
@@ -297,17 +350,23 @@ def main() -> int:
         help="skip loading and building the result through flashinfer-bench",
     )
     arguments.add_argument("--list", action="store_true", help="only list the generations")
+    arguments.add_argument(
+        "--definition", type=find, metavar="NAME", help="only those for this one; for all"
+    )
     args = arguments.parse_args()
+    definitions = (args.definition,) if args.definition else TABLE
     try:
         if args.list:
-            for generation in generations():
+            for generation in (g for d in definitions for g in generations(definition=d)):
                 print(f"{generation.name}  {generation.path.name}")
             return EXIT_OK
         if args.check:
-            problems = stale_files(args.names, args.output)
+            problems = stale_files(args.names, args.output, definitions=definitions)
             print("\n".join(problems) if problems else "packed solutions are current")
             return EXIT_FAILED if problems else EXIT_OK
-        for path in write_packed(args.names, args.output, build=not args.no_build):
+        for path in write_packed(
+            args.names, args.output, build=not args.no_build, definitions=definitions
+        ):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     except PackError as error:
         print(f"error: {error}")

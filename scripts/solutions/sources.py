@@ -11,7 +11,7 @@ from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.schemas import Captured
 from scripts.ranking.ranking import PREFIX, Ranking, short_name
-from scripts.solutions.pack import PackError, generations, pack
+from scripts.solutions.pack import PackError, every_generation, pack
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def current() -> dict[str, str]:
     from flashinfer_bench.data import Solution
 
     try:
-        packed = {g.name: Solution.model_validate_json(pack(g)) for g in generations()}
+        packed = {g.name: Solution.model_validate_json(pack(g)) for g in every_generation()}
     except (PackError, SyntaxError) as error:
         raise UsageError(f"the present sources cannot be packed: {error}") from None
     return {name: solution.hash() for name, solution in packed.items()}

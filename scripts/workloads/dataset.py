@@ -1,6 +1,6 @@
 """A flashinfer-trace data set (ours or another), its workloads and their inputs.
 
-Only what concerns the one definition is read, so that a file of another definition that this
+Only what concerns one definition is read, so that a file of another definition that this
 version of flashinfer-bench cannot parse does not matter, and a large data set opens at once.
 """
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.definitions import DEFAULT, DEFINITIONS, MoeDefinition
+from scripts.common.project import ROOT
 
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.data import Definition, Solution, Trace, TraceSet, Workload
 
 
-def load(root: Path) -> "tuple[TraceSet, list[str]]":
-    """The data set at `root` with our definition alone, and remarks on files passed over."""
+def load(root: Path, definition: MoeDefinition = DEFAULT) -> "tuple[TraceSet, list[str]]":
+    """The data set at `root` with one definition alone, and remarks on files passed over."""
     from flashinfer_bench.data import (
         Definition,
         Solution,
@@ -31,22 +32,23 @@ def load(root: Path) -> "tuple[TraceSet, list[str]]":
 
     if not root.is_dir():
         raise UsageError(f"{root} is not a directory")
-    definitions = sorted((root / "definitions").rglob(f"{DEFINITION}.json"))
+    name = definition.name
+    definitions = sorted((root / "definitions").rglob(f"{name}.json"))
     if not definitions:
-        raise UsageError(f"{root} is no data set with the definition {DEFINITION}")
+        raise UsageError(f"{root} is no data set with the definition {name}")
     trace_set = TraceSet(root=root)
     path = definitions[0]
     try:
-        trace_set.definitions[DEFINITION] = load_json_file(Definition, path)
-        trace_set.workloads[DEFINITION] = []
-        for path in sorted((root / "workloads").rglob(f"{DEFINITION}.jsonl")):
-            trace_set.workloads[DEFINITION] += load_jsonl_file(Trace, path)
+        trace_set.definitions[name] = load_json_file(Definition, path)
+        trace_set.workloads[name] = []
+        for path in sorted((root / "workloads").rglob(f"{name}.jsonl")):
+            trace_set.workloads[name] += load_jsonl_file(Trace, path)
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {_first_line(error)}") from None
     remarks = []
     solutions: dict[str, Solution] = {}
     for path in sorted((root / "solutions").rglob("*.json")):
-        if DEFINITION not in path.read_text(encoding="utf-8", errors="replace"):
+        if name not in path.read_text(encoding="utf-8", errors="replace"):
             continue
         try:
             solution = load_json_file(Solution, path)
@@ -55,14 +57,20 @@ def load(root: Path) -> "tuple[TraceSet, list[str]]":
                 f"{path}: not a solution of this flashinfer-bench version: {_first_line(error)}"
             )
             continue
-        if solution.definition == DEFINITION:
+        if solution.definition == name:
             solutions[solution.name] = solution
-    trace_set.solutions[DEFINITION] = list(solutions.values())
+    trace_set.solutions[name] = list(solutions.values())
     return trace_set, remarks
 
 
 def _first_line(error: Exception) -> str:
     return ", ".join(str(error).splitlines()[:2])
+
+
+def definition_of(trace_set: "TraceSet") -> "Definition":
+    """The one definition of what `load` gave."""
+    (definition,) = trace_set.definitions.values()
+    return definition
 
 
 def packed_solutions(packed: Sequence[Path]) -> "list[Solution]":
@@ -74,23 +82,26 @@ def packed_solutions(packed: Sequence[Path]) -> "list[Solution]":
 def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str]:
     """Put our solutions into the data set in memory; remarks where one replaces another."""
     remarks = []
-    merged = {s.name: s for s in trace_set.solutions.get(DEFINITION, [])}
+    name = definition_of(trace_set).name
+    merged = {s.name: s for s in trace_set.solutions.get(name, [])}
     for solution in ours:
         present = merged.get(solution.name)
         if present is not None and present.hash() != solution.hash():
             remarks.append(f"{solution.name}: the data set's copy differs; the current one is used")
         merged[solution.name] = solution
-    trace_set.solutions[DEFINITION] = list(merged.values())
+    trace_set.solutions[name] = list(merged.values())
     return remarks
 
 
-def load_with_ours(root: Path) -> "tuple[TraceSet, list[Solution]]":
+def load_with_ours(
+    root: Path, definition: MoeDefinition = DEFAULT
+) -> "tuple[TraceSet, list[Solution]]":
     """The data set with our solutions added in memory, and ours, packed anew. What is remarkable
     goes to stderr. Raises PackError."""
     from scripts.solutions.pack import write_packed
 
-    packed = packed_solutions(write_packed())
-    trace_set, remarks = load(root)
+    packed = packed_solutions(write_packed(definitions=(definition,)))
+    trace_set, remarks = load(root, definition)
     for remark in remarks + add_solutions(trace_set, packed):
         say(remark)
     return trace_set, packed
@@ -167,7 +178,8 @@ def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool
         )
     from scripts.workloads.make_workloads import make_workloads
 
-    make_workloads(root, uuids=missing, progress=progress)
+    definition = DEFINITIONS[traces[0].definition]
+    make_workloads(root, uuids=missing, progress=progress, definition=definition)
 
 
 def draw(
@@ -207,7 +219,7 @@ class Inputs:
 
     def __init__(self, trace_set: "TraceSet", device: str, seed: int):
         self.trace_set = trace_set
-        self.definition = trace_set.definitions[DEFINITION]
+        self.definition = definition_of(trace_set)
         self.device = device
         self.seed = seed
         self._fixed: dict[str, torch.Tensor] = {}

@@ -3,21 +3,25 @@
     python3 run.py fit_workloads                       fit every workload again (minutes)
     python3 run.py fit_workloads --workload 1a4c6ba1   only this one
     python3 run.py fit_workloads --index               only write the workload file anew
+    python3 run.py fit_workloads --definition kimi_k2  write those of another definition
 
 The spec names the captured statistics; the search replaces model, counts and hash of an entry when
 it finds a better draw. The search itself need not repeat exactly anywhere: the draw from the spec
-does.
+does. A definition whose workloads stand for no captured ones has nothing to be fitted to: its
+strengths are set here, and the first seed is taken whose draw is usable.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,20 +29,19 @@ from pathlib import Path
 import numpy as np
 
 from scripts.common import files
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, MoeDefinition, find
+from scripts.common.project import ROOT
 from scripts.workloads.make_workloads import (
-    SPEC,
-    WORKLOADS,
     WorkloadSpec,
     blob_bytes,
     load_specs,
     select,
+    spec_path,
+    workloads_path,
 )
 from scripts.workloads.routing_numpy import RoutingCounts, count_local
 from scripts.workloads.synthetic_logits import (
-    MEAN,
-    ROUTED_SCALING_FACTOR,
-    STD,
     Draw,
     LogitModel,
     draw_logits,
@@ -59,6 +62,12 @@ LIMITS = {
 }
 
 
+# Of workloads of our own: experts differ in popularity and the tokens of a request are alike, about
+# as much as the search found it of captured ones.
+OWN_STRENGTHS = {"expert": 200, "request": 500, "token": 100}
+TOKENS_OF_A_REQUEST = 64
+
+
 @dataclass(frozen=True)
 class Trial:
     cost: float
@@ -67,11 +76,11 @@ class Trial:
     counts: RoutingCounts
 
 
-def is_usable(draw: Draw) -> bool:
+def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
     logits = draw.logits.astype(np.float64)
     return (
-        abs(float(logits.mean()) - MEAN) < MOMENT_TOLERANCE
-        and abs(float(logits.std()) - STD) < MOMENT_TOLERANCE
+        abs(float(logits.mean()) - definition.logits_mean) < MOMENT_TOLERANCE
+        and abs(float(logits.std()) - definition.logits_std) < MOMENT_TOLERANCE
         and draw.margin_gap > MIN_MARGIN_GAP
     )
 
@@ -93,10 +102,10 @@ def misfit(counts: RoutingCounts, captured: dict[str, int | None], scale: float 
 
 def try_model(spec: WorkloadSpec, model: LogitModel, tokens: int | None = None) -> Trial:
     tokens = tokens or spec.seq_len
-    draw = draw_logits(model, tokens, spec.local_expert_offset)
-    counts = count_local(draw.ids, spec.local_expert_offset)
+    draw = draw_logits(model, tokens, spec.local_expert_offset, spec.definition)
+    counts = count_local(draw.ids, spec.local_expert_offset, spec.definition)
     cost = misfit(counts, spec.captured, tokens / spec.seq_len)
-    if tokens == spec.seq_len and not is_usable(draw):
+    if tokens == spec.seq_len and not is_usable(draw, spec.definition):
         cost = math.inf
     return Trial(cost, model, draw, counts)
 
@@ -155,8 +164,41 @@ def fit(spec: WorkloadSpec, seconds: float, report: Callable[[str], None]) -> Tr
     return best
 
 
+def own_specs(definition: MoeDefinition) -> list[WorkloadSpec]:
+    """Workloads that stand for no captured ones, for the ranks in turns; not drawn yet."""
+    ranks = definition.num_experts // definition.num_local_experts
+    specs = []
+    for number, tokens in enumerate(definition.tokens):
+        name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{tokens}")
+        requests = 1 + tokens // TOKENS_OF_A_REQUEST
+        specs.append(
+            WorkloadSpec(
+                uuid=str(name),
+                seq_len=tokens,
+                local_expert_offset=number % ranks * definition.num_local_experts,
+                blob=name.hex,
+                captured=dict.fromkeys(("pairs", "hit", "active", "max")),
+                model=LogitModel(seed=1 + number, requests=requests, **OWN_STRENGTHS),
+                counts=RoutingCounts(0, 0, 0, 0),
+                redrawn=0,
+                sha256="",
+                definition=definition,
+            )
+        )
+    return specs
+
+
+def first_usable(spec: WorkloadSpec) -> Trial:
+    """The draw of the spec's strengths with the first seed, from its own on, that is usable."""
+    for seed in itertools.count(spec.model.seed, 1000):
+        trial = try_model(spec, replace(spec.model, seed=seed))
+        if math.isfinite(trial.cost):
+            return trial
+    raise AssertionError("seeds do not end")
+
+
 def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
-    content = blob_bytes(trial.draw.logits)
+    content = blob_bytes(trial.draw.logits, spec.definition)
     return replace(
         spec,
         model=trial.model,
@@ -167,7 +209,8 @@ def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
 
 
 def write_spec(specs: Sequence[WorkloadSpec], path: Path) -> None:
-    document = {"definition": DEFINITION, "workloads": [spec.to_json() for spec in specs]}
+    name = specs[0].definition.name
+    document = {"definition": name, "workloads": [spec.to_json() for spec in specs]}
     files.write(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -189,11 +232,11 @@ def workload_line(spec: WorkloadSpec) -> str:
         "gemm2_weights": drawn,
         "gemm2_weights_scale": drawn,
         "local_expert_offset": {"type": "scalar", "value": spec.local_expert_offset},
-        "routed_scaling_factor": {"type": "scalar", "value": ROUTED_SCALING_FACTOR},
+        "routed_scaling_factor": {"type": "scalar", "value": spec.definition.routed_scaling_factor},
     }
     workload = {"axes": {"seq_len": spec.seq_len}, "inputs": inputs, "uuid": spec.uuid}
     record = {
-        "definition": DEFINITION,
+        "definition": spec.definition.name,
         "workload": workload,
         "solution": None,
         "evaluation": None,
@@ -210,13 +253,24 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="data set root")
+    parser.add_argument("--definition", default=DEFAULT.name, metavar="NAME", help="of which")
     parser.add_argument("--workload", nargs="+", metavar="UUID", help="only these (or prefixes)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="only up to N tokens")
     parser.add_argument("--seconds", type=float, default=60, help="limit for each workload")
     parser.add_argument("--index", action="store_true", help="only write the workload file")
     args = parser.parse_args(argv)
 
-    specs = load_specs(args.root / SPEC)
+    try:
+        definition = find(args.definition)
+    except UsageError as error:
+        parser.error(str(error))
+    spec_file = args.root / spec_path(definition)
+    if definition.tokens:
+        specs = [entry_of(spec, first_usable(spec)) for spec in own_specs(definition)]
+        write_spec(specs, spec_file)
+        write_index(specs, args.root / workloads_path(definition))
+        return 0
+    specs = load_specs(spec_file)
     if not args.index:
         chosen = {spec.uuid for spec in select(specs, args.workload, args.max_tokens)}
         for number, spec in enumerate(specs):
@@ -229,8 +283,8 @@ def main(argv: list[str] | None = None) -> int:
                 lambda line: print(f"    {line}", file=sys.stderr, flush=True),
             )
             specs[number] = entry_of(spec, trial)
-            write_spec(specs, args.root / SPEC)
-    write_index(specs, args.root / WORKLOADS)
+            write_spec(specs, spec_file)
+    write_index(specs, args.root / workloads_path(definition))
     return 0
 
 

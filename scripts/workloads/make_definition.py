@@ -1,39 +1,63 @@
-"""Write the flashinfer-bench definition of the layer, with moe_reference.py embedded.
+"""Write the flashinfer-bench definitions of the table in scripts/common/definitions.py.
 
-python3 run.py make_definition            write definitions/moe/<definition>.json
-python3 run.py make_definition --check    exit 1 when the committed file is out of date
+python3 run.py make_definition            write definitions/moe/<definition>.json, all of them
+python3 run.py make_definition --check    exit 1 when a committed file is out of date
+
+A definition's reference is moe_reference.py as it stands, or made of functions of that file and of
+expert_reference.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 from pathlib import Path
 
 from scripts.common import files
-from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
+from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, TABLE, MoeDefinition
+from scripts.common.project import ROOT
 
-PATH = DEFINITION_FILE.relative_to(ROOT)
+PATH = DEFAULT.path
+HERE = Path(__file__).parent
+BLOCK = 128
 
-DESCRIPTION = (
-    "The mixture-of-experts layer of DeepSeek-V3/R1 on one rank of eight-way expert parallelism: "
-    "routing without auxiliary loss (8 experts out of 4 of 8 groups), two FP8 block-scaled grouped "
-    "GEMMs with SwiGLU between them, and the weighted sum over the experts held by this rank."
-)
-
-# axis: (value, or None where it varies; description)
-AXES: dict[str, tuple[int | None, str]] = {
-    "seq_len": (None, "Number of tokens."),
-    "num_experts": (256, "Experts of the whole layer, in 8 groups of 32."),
-    "num_local_experts": (32, "Experts held by this rank."),
-    "hidden_size": (7168, "Width of a token."),
-    "intermediate_size": (2048, "Width inside an expert."),
-    "gemm1_out_size": (4096, "Rows of a gemm1 weight: 2 * intermediate_size."),
-    "num_hidden_blocks": (56, "Scale blocks of 128 along hidden_size."),
-    "num_intermediate_blocks": (16, "Scale blocks of 128 along intermediate_size."),
-    "num_gemm1_out_blocks": (32, "Scale blocks of 128 along gemm1_out_size."),
+DESCRIPTIONS = {
+    DEEPSEEK_V3: (
+        "The mixture-of-experts layer of {model}: routing without auxiliary loss ({choice}), two "
+        "FP8 block-scaled grouped GEMMs with SwiGLU between them, and the weighted sum over the "
+        "experts held by this rank."
+    ),
 }
+
+
+def choice_of(definition: MoeDefinition) -> str:
+    """How many experts a token chooses, in words."""
+    d = definition
+    if d.n_group == 1:
+        return f"{d.top_k} of {d.num_experts} experts"
+    return f"{d.top_k} experts out of {d.topk_group} of {d.n_group} groups"
+
+
+def axes_of(definition: MoeDefinition) -> dict[str, tuple[int | None, str]]:
+    """Of each axis its value, None where it varies, and its description."""
+    d = definition
+    h, i = d.hidden_size, d.intermediate_size
+    grouped = f", in {d.n_group} groups of {d.num_experts // d.n_group}" if d.n_group > 1 else ""
+    axes: dict[str, tuple[int | None, str]] = {"seq_len": (None, "Number of tokens.")}
+    axes["num_experts"] = (d.num_experts, f"Experts of the whole layer{grouped}.")
+    axes["num_local_experts"] = (d.num_local_experts, "Experts held by this rank.")
+    axes["hidden_size"] = (h, "Width of a token.")
+    axes["intermediate_size"] = (i, "Width inside an expert.")
+    axes["gemm1_out_size"] = (2 * i, "Rows of a gemm1 weight: 2 * intermediate_size.")
+    if d is not DEFAULT:  # in the public data set, all but that one have it
+        axes["top_k"] = (d.top_k, "Experts of a token.")
+    axes["num_hidden_blocks"] = (h // BLOCK, "Scale blocks of 128 along hidden_size.")
+    axes["num_intermediate_blocks"] = (i // BLOCK, "Scale blocks of 128 along intermediate_size.")
+    axes["num_gemm1_out_blocks"] = (2 * i // BLOCK, "Scale blocks of 128 along gemm1_out_size.")
+    return axes
+
 
 # tensor: (axes, or None for a scalar; dtype; description). The order is the call's interface.
 INPUTS: dict[str, tuple[list[str] | None, str, str]] = {
@@ -86,7 +110,48 @@ OUTPUTS: dict[str, tuple[list[str] | None, str, str]] = {
 }
 
 
-def build_definition() -> dict:
+def functions(path: Path) -> dict[str, str]:
+    """The source of each function at the top level of a file, decorators included."""
+    text = path.read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return found
+
+
+def reference_of(definition: MoeDefinition) -> str:
+    """The source of the definition's reference."""
+    whole = HERE / "moe_reference.py"
+    if definition is DEFAULT:
+        return whole.read_text(encoding="utf-8")
+    d = definition
+    shared, own = functions(whole), functions(HERE / "expert_reference.py")
+    doc = f"Reference of the MoE layer of {d.model}, in float32."
+    run = own[f"run_{d.routing}"].replace(f"def run_{d.routing}(", "def run(")
+    parts = [
+        f'"""{doc}"""\n\nimport torch\n',
+        "\n".join(
+            (
+                f"BLOCK = {BLOCK}  # one scale per 128 hidden columns of a token, one per 128x128 "
+                "block of a weight",
+                f"N_GROUP = {d.n_group}",
+                f"TOPK_GROUP = {d.topk_group}",
+                f"TOP_K = {d.top_k}",
+            )
+        )
+        + "\n\n",
+        shared["dequantize_activations"] + "\n\n",
+        shared["dequantize_weights"] + "\n\n",
+        shared["route"] + "\n\n",
+        own["weighted_experts"] + "\n\n",
+        run,
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def build_definition(definition: MoeDefinition = DEFAULT) -> dict:
     def axis(value: int | None, description: str) -> dict:
         if value is None:
             return {"type": "var", "description": description}
@@ -95,16 +160,16 @@ def build_definition() -> dict:
     def tensor(shape: list[str] | None, dtype: str, description: str) -> dict:
         return {"shape": shape, "dtype": dtype, "description": description}
 
-    reference = Path(__file__).with_name("moe_reference.py").read_text(encoding="utf-8")
+    description = DESCRIPTIONS[definition.routing]
     return {
-        "name": DEFINITION,
-        "description": DESCRIPTION,
+        "name": definition.name,
+        "description": description.format(model=definition.model, choice=choice_of(definition)),
         "op_type": "moe",
-        "tags": ["model:deepseek-v3", "model:deepseek-r1", "quantization:float8_e4m3fn"],
-        "axes": {name: axis(*spec) for name, spec in AXES.items()},
+        "tags": [*definition.tags, "quantization:float8_e4m3fn"],
+        "axes": {name: axis(*spec) for name, spec in axes_of(definition).items()},
         "inputs": {name: tensor(*spec) for name, spec in INPUTS.items()},
         "outputs": {name: tensor(*spec) for name, spec in OUTPUTS.items()},
-        "reference": reference,
+        "reference": reference_of(definition),
     }
 
 
@@ -114,16 +179,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     args = parser.parse_args(argv)
 
-    path = args.root / PATH
-    text = json.dumps(build_definition(), indent=2) + "\n"
-    if args.check:
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+    status = 0
+    for definition in TABLE:
+        path = args.root / definition.path
+        text = json.dumps(build_definition(definition), indent=2) + "\n"
+        if not args.check:
+            files.write(path, text)
+            print(path)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
             print(f"{path} is out of date: run `python3 run.py make_definition`", file=sys.stderr)
-            return 1
-        return 0
-    files.write(path, text)
-    print(path)
-    return 0
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Make the routing blobs of the workloads from the committed spec, or compare with the capture.
 
     python3 run.py make_workloads                    make all blobs under the repository root
+    python3 run.py make_workloads --definition kimi_k2   those of another definition
     python3 run.py make_workloads --max-tokens 100   only those of small workloads
     python3 run.py make_workloads --table            captured against synthesised, made afresh
 
@@ -23,14 +24,14 @@ from typing import Any
 import numpy as np
 
 from scripts.common import files
-from scripts.common.project import DEFINITION, OP_TYPE, ROOT
+from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, DEFINITIONS, MoeDefinition, find
+from scripts.common.project import OP_TYPE, ROOT
 from scripts.common.text import markdown_table, text_table
 from scripts.workloads.routing_numpy import RoutingCounts, count_local
 from scripts.workloads.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
 
-WORKLOADS = Path("workloads") / OP_TYPE / f"{DEFINITION}.jsonl"
-SPEC = Path("workloads") / OP_TYPE / f"{DEFINITION}.spec.json"
-BLOBS = Path("blob") / "workloads" / OP_TYPE / DEFINITION
+BLOBS = Path("blob") / "workloads" / OP_TYPE
 
 # Marks a blob as ours, so that captured tensors in its place are never overwritten. The spec holds
 # hashes of these bytes: the generator's name stays what it was when they were made.
@@ -45,47 +46,66 @@ class WorkloadSpec:
     seq_len: int
     local_expert_offset: int
     blob: str  # the part of the blob's file name after the definition's
-    captured: dict[str, int | None]  # pairs, hit, active, max (None: not known)
+    captured: dict[str, int | None]  # pairs, hit, active, max (None: not known, or not captured)
     model: LogitModel
     counts: RoutingCounts
     redrawn: int
     sha256: str  # of the blob
+    definition: MoeDefinition = DEFAULT  # named once in the spec file, not here
 
     @property
     def blob_path(self) -> Path:
         """Relative to the data set's root."""
-        return BLOBS / f"{DEFINITION}_{self.blob}.safetensors"
+        name = self.definition.name
+        return BLOBS / name / f"{name}_{self.blob}.safetensors"
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> WorkloadSpec:
+    def from_json(cls, entry: dict[str, Any], definition: MoeDefinition) -> WorkloadSpec:
         return cls(
             **{
                 **entry,
                 "model": LogitModel(**entry["model"]),
                 "counts": RoutingCounts(**entry["counts"]),
+                "definition": definition,
             }
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        entry = asdict(self)
+        del entry["definition"]
+        return entry
 
     def draw(self) -> Draw:
-        return draw_logits(self.model, self.seq_len, self.local_expert_offset)
+        return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
+
+
+def workloads_path(definition: MoeDefinition) -> Path:
+    """Of the definition's workloads, below a data set's root."""
+    return Path("workloads") / OP_TYPE / f"{definition.name}.jsonl"
+
+
+def spec_path(definition: MoeDefinition) -> Path:
+    """Of what its workloads' tensors are made of."""
+    return Path("workloads") / OP_TYPE / f"{definition.name}.spec.json"
+
+
+WORKLOADS, SPEC = workloads_path(DEFAULT), spec_path(DEFAULT)
 
 
 def load_specs(path: Path = ROOT / SPEC) -> list[WorkloadSpec]:
     """In the order of the data set."""
-    entries = json.loads(path.read_text(encoding="utf-8"))["workloads"]
-    return [WorkloadSpec.from_json(entry) for entry in entries]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    definition = DEFINITIONS[document["definition"]]
+    return [WorkloadSpec.from_json(entry, definition) for entry in document["workloads"]]
 
 
-def blob_bytes(logits: np.ndarray) -> bytes:
+def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
     """The safetensors file of one workload.
 
     Written by hand: its bytes are part of the spec, so they must not follow the version of a
     library. Format: length of the header (8 bytes, little endian), header (JSON), data.
     """
-    bias = (routing_bias().view(np.uint32) >> 16).astype("<u2")
+    bias = (routing_bias(definition).view(np.uint32) >> 16).astype("<u2")
     data = {
         "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
         "routing_bias": ("BF16", bias.shape, bias.tobytes()),
@@ -126,11 +146,11 @@ def _make_blob(spec: WorkloadSpec, path: Path) -> str:
             return "up to date"
         if is_foreign(path):
             return "kept: not written by this program"
-    content = blob_bytes(spec.draw().logits)
+    content = blob_bytes(spec.draw().logits, spec.definition)
     if (got := hashlib.sha256(content).hexdigest()) != spec.sha256:
         raise RuntimeError(
             f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
-            f"{spec.sha256}; the generator and {SPEC.name} are out of step"
+            f"{spec.sha256}; the generator and the spec are out of step"
         )
     files.write(path, content)
     return "made"
@@ -142,7 +162,7 @@ def select(
     """Those whose uuid starts with one of uuids and that have at most max_tokens tokens."""
     for prefix in uuids or ():
         if not any(spec.uuid.startswith(prefix) for spec in specs):
-            raise ValueError(f"workload {prefix!r}: no uuid of {SPEC.name} starts with it")
+            raise ValueError(f"workload {prefix!r}: no uuid of the spec starts with it")
     return [
         spec
         for spec in specs
@@ -156,13 +176,14 @@ def make_workloads(
     uuids: Sequence[str] | None = None,
     max_tokens: int | None = None,
     progress: bool = True,
+    definition: MoeDefinition = DEFAULT,
 ) -> list[Path]:
     """Make the blobs of the selected workloads under root; returns their paths, made or kept.
 
     uuids may be abbreviated. Raises ValueError on an unknown one and RuntimeError where the
     content differs from the spec's.
     """
-    selected = select(load_specs(), uuids, max_tokens)
+    selected = select(load_specs(ROOT / spec_path(definition)), uuids, max_tokens)
     paths = []
     for number, spec in enumerate(selected, 1):
         path = Path(root) / spec.blob_path
@@ -191,7 +212,7 @@ def table_rows(specs: Sequence[WorkloadSpec]) -> Iterator[list[str]]:
     ]
     for spec in specs:
         draw = spec.draw()
-        counts = asdict(count_local(draw.ids, spec.local_expert_offset))
+        counts = asdict(count_local(draw.ids, spec.local_expert_offset, spec.definition))
         logits = draw.logits.astype(np.float64)
         yield [
             *(spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)),
@@ -214,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="data set root")
+    parser.add_argument("--definition", default=DEFAULT.name, metavar="NAME", help="of which")
     parser.add_argument("--workload", nargs="+", metavar="UUID", help="only these (or prefixes)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="only up to N tokens")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
@@ -222,11 +244,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     try:
+        definition = find(args.definition)
         if args.table or args.markdown:
-            print_table(select(load_specs(), args.workload, args.max_tokens), args.markdown)
+            specs = load_specs(ROOT / spec_path(definition))
+            print_table(select(specs, args.workload, args.max_tokens), args.markdown)
         else:
-            make_workloads(args.root, args.workload, args.max_tokens, progress=not args.quiet)
-    except (ValueError, RuntimeError, OSError) as error:
+            make_workloads(args.root, args.workload, args.max_tokens, not args.quiet, definition)
+    except (UsageError, ValueError, RuntimeError, OSError) as error:
         print(f"make_workloads: {error}", file=sys.stderr)
         return 1
     return 0

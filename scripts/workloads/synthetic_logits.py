@@ -18,13 +18,14 @@ from fractions import Fraction
 
 import numpy as np
 
-from scripts.workloads.routing_numpy import N_GROUP, NUM_LOCAL_EXPERTS, route
+from scripts.common.definitions import DEFAULT, MoeDefinition
+from scripts.workloads.routing_numpy import route
 
-NUM_EXPERTS = 256
-MEAN, STD = -1.6706, 0.6560  # of the captured logits
-ROUTED_SCALING_FACTOR = 2.5  # of every captured workload
+MEAN, STD = DEFAULT.logits_mean, DEFAULT.logits_std  # of the captured logits
+ROUTED_SCALING_FACTOR = DEFAULT.routed_scaling_factor  # of every captured workload
+LOW_BIAS, HIGH_BIAS = 4.9375, 4.96875  # the two values of the captured bias
 
-# Experts whose captured bias is 4.96875; it is 4.9375 for all others.
+# Experts whose captured bias is the high one.
 HIGH_BIAS_EXPERTS = (
     *(3, 6, 7, 9, 10, 11, 16, 17, 18, 23, 30, 31, 36, 37, 41, 42, 43, 44, 46, 47, 48, 49, 54, 55),
     *(56, 58, 61, 62, 63, 66, 67, 68, 69, 72, 74, 75, 79, 80, 81, 82, 83, 84, 87, 90, 92, 96, 100),
@@ -43,6 +44,7 @@ _NOISE_STRENGTH = 1024  # every other strength is relative to this
 
 # Streams of one seed. Stream _NOISE + n is the n-th draw of the noise, n > 0 for redrawn rows.
 _EXPERT, _GROUP, _TOKEN, _REQUEST, _MEMBER, _REQUEST_GROUP, _NOISE = 0, 1, 2, 3, 4, 5, 16
+_BIAS = 6  # of the seed 0, which no workload has
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,16 @@ class LogitModel:
         return asdict(self)
 
 
-def routing_bias() -> np.ndarray:
-    """The captured bias [256], float32 values that bfloat16 holds exactly."""
-    bias = np.full(NUM_EXPERTS, 4.9375, dtype=np.float32)
-    bias[list(HIGH_BIAS_EXPERTS)] = 4.96875
-    return bias
+def routing_bias(definition: MoeDefinition = DEFAULT) -> np.ndarray:
+    """The bias [num_experts], float32 values that bfloat16 holds exactly.
+
+    The captured one; where none is known, each expert has one of its two values by chance.
+    """
+    if definition is DEFAULT:
+        high = np.isin(np.arange(definition.num_experts), HIGH_BIAS_EXPERTS)
+    else:
+        high = _raw(0, _BIAS, definition.num_experts) % np.uint64(2) == 1
+    return np.where(high, np.float32(HIGH_BIAS), np.float32(LOW_BIAS))
 
 
 def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -93,27 +100,31 @@ def _normals(seed: int, stream: int, *shape: int) -> np.ndarray:
     return (2 * (total[0::2] + total[1::2]) - 8 * 65535).reshape(shape)
 
 
-def _systematic_part(model: LogitModel, tokens: int, local_expert_offset: int) -> np.ndarray:
-    """Everything but the noise, int64 [T, 256] in units of _UNIT / 1024."""
-    per_expert = model.expert * _normals(model.seed, _EXPERT, NUM_EXPERTS)
-    per_group = model.group * _normals(model.seed, _GROUP, N_GROUP)
-    per_expert += np.repeat(per_group, NUM_EXPERTS // N_GROUP)
-    first, last = max(local_expert_offset, 0), max(local_expert_offset + NUM_LOCAL_EXPERTS, 0)
+def _systematic_part(
+    model: LogitModel, tokens: int, local_expert_offset: int, definition: MoeDefinition
+) -> np.ndarray:
+    """Everything but the noise, int64 [T, num_experts] in units of _UNIT / 1024."""
+    experts, group_count = definition.num_experts, definition.n_group
+    per_expert = model.expert * _normals(model.seed, _EXPERT, experts)
+    per_group = model.group * _normals(model.seed, _GROUP, group_count)
+    per_expert += np.repeat(per_group, experts // group_count)
+    first = max(local_expert_offset, 0)
+    last = max(local_expert_offset + definition.num_local_experts, 0)
     per_expert[first:last] += model.local * round(_UNIT)
-    part = np.broadcast_to(per_expert, (tokens, NUM_EXPERTS)).copy()
+    part = np.broadcast_to(per_expert, (tokens, experts)).copy()
     if model.token:
         part += model.token * _normals(model.seed, _TOKEN, tokens)[:, None]
     if model.request or model.request_group:
-        pattern = model.request * _normals(model.seed, _REQUEST, model.requests, NUM_EXPERTS)
-        groups = model.request_group * _normals(model.seed, _REQUEST_GROUP, model.requests, N_GROUP)
-        pattern += np.repeat(groups, NUM_EXPERTS // N_GROUP, axis=1)
+        pattern = model.request * _normals(model.seed, _REQUEST, model.requests, experts)
+        groups = _normals(model.seed, _REQUEST_GROUP, model.requests, group_count)
+        pattern += np.repeat(model.request_group * groups, experts // group_count, axis=1)
         member = _raw(model.seed, _MEMBER, tokens) % np.uint64(model.requests)
         part += pattern[member.astype(np.int64)]
     return part
 
 
-def _to_captured_moments(z: np.ndarray) -> tuple[float, float]:
-    """Offset and factor that bring z, int64, to the captured mean and standard deviation."""
+def _to_moments(z: np.ndarray, std: float) -> tuple[float, float]:
+    """Offset and factor that bring z, int64, to mean 0 and a standard deviation."""
     total = sum(int(row) for row in z.sum(axis=1))
     # Shifted so that a row's sum of squares stays below 2**63.
     shift = max(0, int(np.abs(z).max()).bit_length() - 27)
@@ -121,37 +132,39 @@ def _to_captured_moments(z: np.ndarray) -> tuple[float, float]:
     first = sum(int(row) for row in coarse.sum(axis=1))
     second = sum(int(row) for row in (coarse * coarse).sum(axis=1))
     variance = Fraction(second, z.size) - Fraction(first, z.size) ** 2
-    factor = STD / (math.sqrt(float(variance)) * (1 << shift))
+    factor = std / (math.sqrt(float(variance)) * (1 << shift))
     return float(Fraction(total, z.size)), factor
 
 
 @dataclass(frozen=True)
 class Draw:
-    logits: np.ndarray  # float32 [T, 256]
-    ids: np.ndarray  # [T, 8] chosen experts, ascending
+    logits: np.ndarray  # float32 [T, num_experts], values that bfloat16 holds exactly
+    ids: np.ndarray  # [T, top_k] chosen experts, ascending
     redrawn: int  # rows drawn again, counted once per draw
     margin: float  # smallest margin of the rows that stayed
     margin_gap: float  # distance from the threshold to the nearest margin met, kept or not
 
 
-def draw_logits(model: LogitModel, tokens: int, local_expert_offset: int) -> Draw:
-    bias = routing_bias()
-    part = _systematic_part(model, tokens, local_expert_offset)
+def draw_logits(
+    model: LogitModel, tokens: int, local_expert_offset: int, definition: MoeDefinition = DEFAULT
+) -> Draw:
+    bias, experts = routing_bias(definition), definition.num_experts
+    part = _systematic_part(model, tokens, local_expert_offset, definition)
 
     def finish(rows: np.ndarray, noise: np.ndarray) -> np.ndarray:
         z = (part[rows] + _NOISE_STRENGTH * noise).astype(np.float64)
         z -= offset
         z *= factor
-        z += MEAN
+        z += definition.logits_mean
         return round_to_bfloat16(z.astype(np.float32))
 
-    # The map to the captured moments is that of the first draw: were it to follow the redrawn
+    # The map to the moments is that of the first draw: were it to follow the redrawn
     # rows, every redraw would move all other rows.
-    noise = _normals(model.seed, _NOISE, tokens, NUM_EXPERTS)
-    offset, factor = _to_captured_moments(part + _NOISE_STRENGTH * noise)
+    noise = _normals(model.seed, _NOISE, tokens, experts)
+    offset, factor = _to_moments(part + _NOISE_STRENGTH * noise, definition.logits_std)
     rows = np.arange(tokens)
     logits = finish(rows, noise)
-    ids, margin = route(logits, bias)
+    ids, margin = route(logits, bias, definition)
     gap = float(np.abs(margin - MIN_MARGIN).min())
     redrawn = 0
     for attempt in range(1, 1000):
@@ -159,8 +172,8 @@ def draw_logits(model: LogitModel, tokens: int, local_expert_offset: int) -> Dra
         if rows.size == 0:
             break
         redrawn += rows.size
-        logits[rows] = finish(rows, _normals(model.seed, _NOISE + attempt, rows.size, NUM_EXPERTS))
-        ids[rows], margin[rows] = route(logits[rows], bias)
+        logits[rows] = finish(rows, _normals(model.seed, _NOISE + attempt, rows.size, experts))
+        ids[rows], margin[rows] = route(logits[rows], bias, definition)
         gap = min(gap, float(np.abs(margin[rows] - MIN_MARGIN).min()))
     else:
         raise RuntimeError(f"no draw of {model} leaves every token a margin of {MIN_MARGIN}")

@@ -79,7 +79,7 @@ def program(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
     monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
 
-    def load(root: Path):
+    def load(root: Path, definition: object):
         trace_set = small.trace_set(lengths=(3, 40))
         trace_set.solutions[DEFINITION] = [*solutions, small.solution("theirs", small.RIGHT + "#")]
         return trace_set, list(solutions)
@@ -247,7 +247,7 @@ def test_a_run_without_outputs_or_traces_has_nothing_to_measure(
 
 
 def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> None:
-    def load(root: Path):
+    def load(root: Path, definition: object):
         raise pack.PackError("gen.py: no docstring")
 
     monkeypatch.setattr(second_pass, "load_with_ours", load)
@@ -287,7 +287,7 @@ def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
 
 
 def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(pack, "write_packed", lambda: [])
+    monkeypatch.setattr(pack, "write_packed", lambda **_: [])
     monkeypatch.setattr(dataset, "packed_solutions", lambda packed: [small.solution("a")])
     trace_set, packed = dataset.load_with_ours(ROOT)
     assert [s.name for s in packed] == ["a"]

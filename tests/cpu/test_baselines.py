@@ -287,7 +287,7 @@ def layer(request, monkeypatch, interpreter_that_rounds) -> Callable[..., None]:
     if request.param.endswith("contiguous"):
         monkeypatch.setattr(module, "MASKED_TOKENS", 0)
     if hasattr(module, "LAYER"):
-        monkeypatch.setattr(type(module.LAYER), "shape", TINY)
+        monkeypatch.setattr(module.LAYER, "shape", TINY)
         return module.LAYER
     monkeypatch.setattr(module, "SHAPE", TINY)
     return module.call

@@ -29,7 +29,10 @@ NAN = float("nan")
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
 TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
-SHAPES = {"small": SMALL, "tiny": TINY}
+ONE_GROUP = MoeShape(num_experts=24, num_local_experts=6, hidden_size=256, intermediate_size=128,
+                     n_group=1, topk_group=1, top_k=8)  # fmt: skip
+"""Of no power of two of experts, as Kimi-K2's."""
+SHAPES = {"small": SMALL, "tiny": TINY, "one group": ONE_GROUP}
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
@@ -378,7 +381,7 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("module", [triton_moe, triton_fused_moe_v2], ids=["triton", "v2"])
 def test_without_a_supported_gpu(module, monkeypatch):
-    monkeypatch.setattr(module.LAYER.__class__, "shape", TINY)
+    monkeypatch.setattr(module.LAYER, "shape", TINY)
     host = bruteforce.random_inputs(TINY, 1)
     output = torch.empty(host.hidden_states.shape, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"unsupported on cpu \(needs sm_90"):

@@ -245,7 +245,7 @@ def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
-    monkeypatch.setattr(pack, "write_packed", lambda: [])
+    monkeypatch.setattr(pack, "write_packed", lambda **_: [])
     monkeypatch.setattr(dataset, "packed_solutions", lambda packed: program.solutions)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(bench, "add_measurements", lambda run, args, foreign: None)
@@ -721,6 +721,9 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
         assert every[name][:2] == ["--local", str(ROOT)]
         assert every[name][2] == "--run" and every[name][4:] == ["--seed", "7"]
     assert passes(foreign=True)["device_time"][-1] == "--run-foreign"
+    of_another = passes("--definition", "kimi_k2")
+    assert list(of_another) == ["accuracy", "device_time", "invariance"], "floors: one geometry"
+    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
     assert list(passes("--no-accuracy")) == ["floors", "device_time", "invariance"]
     assert list(passes("--no-device-time")) == ["floors", "accuracy", "invariance"]
     assert list(passes("--no-invariance")) == ["floors", "accuracy", "device_time"]

@@ -90,14 +90,14 @@ def test_a_directory_without_the_definition_is_refused(tmp_path: Path) -> None:
 def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
     shutil.copytree(ROOT / "workloads", tmp_path / "workloads")
-    (index,) = (tmp_path / "workloads").rglob("*.jsonl")
+    index = tmp_path / "workloads" / "moe" / f"{DEFINITION}.jsonl"
     good = index.read_bytes()
     for content in (good + b'{"definition": 5}\n', good + b"\xff\n", b"{broken\n"):
         index.write_bytes(content)
         with pytest.raises(UsageError, match=rf"{index.name} cannot be read: [^\n]*$"):
             dataset.load(tmp_path)
     index.write_bytes(good)
-    (definition,) = (tmp_path / "definitions").rglob("*.json")
+    definition = tmp_path / "definitions" / "moe" / f"{DEFINITION}.json"
     definition.write_text("{}")
     with pytest.raises(UsageError, match=rf"{definition.name} cannot be read: [^\n]*$"):
         dataset.load(tmp_path)
@@ -107,9 +107,7 @@ def test_only_tensors_that_are_missing_are_made(ours, tmp_path: Path, monkeypatc
     from scripts.workloads import make_workloads
 
     made: list[list[str]] = []
-    monkeypatch.setattr(
-        make_workloads, "make_workloads", lambda root, uuids, progress: made.append(uuids)
-    )
+    monkeypatch.setattr(make_workloads, "make_workloads", lambda _, uuids, **__: made.append(uuids))
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     first, second = ours.workloads[DEFINITION][:2]
     for spec in first.workload.inputs.values():

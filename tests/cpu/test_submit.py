@@ -19,7 +19,7 @@ from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_le
 import run
 from scripts.benchmark import plan
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.solutions import pack
 from scripts.solutions.pack import PackError
 from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
@@ -469,7 +469,7 @@ def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
     assert len(solution.sources) == len(export.package) + 1 - sum(
         path.endswith("/__init__.py") for path in export.package
     )
-    definition = load_json_file(Definition, pack.DEFINITION_FILE)
+    definition = load_json_file(Definition, DEFINITION_FILE)
     runnable = BuilderRegistry([TritonBuilder()]).build(definition, solution)
     try:
         check_call(name, lambda **values: runnable(*values.values()))

@@ -207,7 +207,7 @@ def test_uniforms_add_up_to_normals():
 @pytest.mark.parametrize("scale", [1, 1000, 1 << 31])
 def test_moments_are_taken_without_overflow(scale):
     z = np.random.default_rng(0).integers(-1000, 1500, (300, 256)) * scale
-    offset, factor = synthetic_logits._to_captured_moments(z)
+    offset, factor = synthetic_logits._to_moments(z, 0.6560)
     mapped = (z.astype(np.float64) - offset) * factor - 1.6706
     assert abs(mapped.mean() + 1.6706) < 1e-9
     assert abs(mapped.std() - 0.6560) < 1e-5
@@ -353,7 +353,7 @@ def test_tensors_of_another_origin_are_kept(tmp_path, capsys):
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
     wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
-    monkeypatch.setattr(make_workloads, "load_specs", lambda: wrong)
+    monkeypatch.setattr(make_workloads, "load_specs", lambda path: wrong)
     with pytest.raises(RuntimeError, match=SMALLEST.uuid):
         make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
     assert not list(tmp_path.rglob("*.safetensors"))

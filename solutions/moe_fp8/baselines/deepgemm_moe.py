@@ -15,6 +15,7 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ SOLUTION = {
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "routings": ["deepseek_v3"],
 }
 
 MASKED_TOKENS = 16384
@@ -92,10 +94,11 @@ def new_buffers(lead: tuple[int, ...], shape: MoeShape, device: torch.device) ->
 masked_buffers = HeldPerStream(new_buffers)
 
 
+@dataclass(eq=False)
 class DeepGemmLayer:
     """The MoE layer on DeepGEMM's grouped GEMMs."""
 
-    shape = DEEPSEEK_V3
+    shape: MoeShape = DEEPSEEK_V3
 
     @torch.inference_mode()
     @on_its_device

@@ -13,6 +13,7 @@ side of the tensor cores.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ SOLUTION = {
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton"],
+    "routings": ["deepseek_v3"],
 }
 
 
@@ -97,10 +99,11 @@ def buffers(tokens: int, align: int, shape: MoeShape, device: torch.device) -> B
     )
 
 
+@dataclass(eq=False)
 class TritonLayer:
     """The MoE layer in Triton alone."""
 
-    shape = DEEPSEEK_V3
+    shape: MoeShape = DEEPSEEK_V3
 
     @torch.inference_mode()
     @on_its_device

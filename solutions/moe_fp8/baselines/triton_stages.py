@@ -140,6 +140,7 @@ def route(
         scaling,
         EXPERTS=shape.num_experts,
         GROUPS=shape.n_group,
+        GROUP=triton.next_power_of_2(shape.group_size),
         KEPT=shape.topk_group,
         TOP_K=shape.top_k,
         SLOTS=triton.next_power_of_2(shape.top_k),
@@ -162,6 +163,7 @@ def _route_kernel(
     scaling,
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
     KEPT: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -171,17 +173,24 @@ def _route_kernel(
 ):
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EXPERTS)
     there = token < tokens
+    # Every group is padded to a power of two of places.
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    place = tl.arange(0, GROUPS * GROUP)
+    expert = place // GROUP * SIZE + place % GROUP
+    is_expert = place % GROUP < SIZE
     logit = tl.load(
-        logits + token[:, None] * EXPERTS + expert[None, :], mask=there[:, None], other=0.0
+        logits + token[:, None] * EXPERTS + expert[None, :],
+        mask=there[:, None] & is_expert[None, :],
+        other=0.0,
     )
     score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = score + tl.load(bias + expert).to(tl.float32)[None, :]
+    biased = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+    biased = tl.where(is_expert[None, :], biased, float("-inf"))
 
     # A group's score is the sum of its two best; of equal ones only one is taken out.
-    grouped = tl.reshape(biased, (TOKENS, GROUPS, EXPERTS // GROUPS))
-    member = tl.arange(0, EXPERTS // GROUPS)
+    grouped = tl.reshape(biased, (TOKENS, GROUPS, GROUP))
+    member = tl.arange(0, GROUP)
     best = tl.argmax(grouped, 2)
     second = tl.where(member[None, None, :] == best[:, :, None], float("-inf"), grouped)
     group_score = tl.max(grouped, 2) + tl.max(second, 2)  # [TOKENS, GROUPS]
@@ -191,7 +200,7 @@ def _route_kernel(
     ahead = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
     kept = tl.sum(ahead.to(tl.int32), 2) < KEPT
     candidates = tl.where(kept[:, :, None], grouped, float("-inf"))
-    candidates = tl.reshape(candidates, (TOKENS, EXPERTS))
+    candidates = tl.reshape(candidates, (TOKENS, GROUPS * GROUP))
 
     slot = tl.arange(0, SLOTS)
     lane = tl.arange(0, LANES)
@@ -199,8 +208,9 @@ def _route_kernel(
     weight = tl.zeros((TOKENS, SLOTS), dtype=tl.float32)
     count = tl.zeros((LANES,), dtype=tl.int32)
     for k in range(TOP_K):
-        index = tl.argmax(candidates, 1)
-        hit = expert[None, :] == index[:, None]
+        best_place = tl.argmax(candidates, 1)
+        index = best_place // GROUP * SIZE + best_place % GROUP
+        hit = place[None, :] == best_place[:, None]
         value = tl.sum(tl.where(hit, score, 0.0), 1)
         candidates = tl.where(hit, float("-inf"), candidates)
         chosen = tl.where(slot[None, :] == k, index[:, None], chosen)

@@ -22,6 +22,10 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
     return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
 
 
+ROUTINGS = ("deepseek_v3",)
+"""Ways to choose a token's experts and their weights, see `routing.choose_experts`."""
+
+
 @dataclass(frozen=True)
 class MoeShape:
     """Everything about the layer that does not change from call to call.
@@ -37,12 +41,15 @@ class MoeShape:
     n_group: int = 8
     topk_group: int = 4
     top_k: int = 8
+    routing: str = "deepseek_v3"
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
             if size < BLOCK or size % BLOCK:
                 raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
         if self.num_local_experts < 1:
             raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
         if self.n_group < 1 or self.num_experts % self.n_group:

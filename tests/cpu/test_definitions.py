@@ -1,0 +1,376 @@
+"""The other definitions of the family: interface, reference, workloads and packed solutions."""
+
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import bruteforce
+import numpy as np
+import pytest
+import torch
+from flashinfer_bench.data import Definition, load_json_file
+from moe_fp8.layer.problem import MoeInputs, MoeShape
+
+from scripts.benchmark import plan
+from scripts.common import definitions
+from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition
+from scripts.common.project import BASELINES, ROOT
+from scripts.report import run_data
+from scripts.solutions import pack
+from scripts.workloads import dataset, fit_workloads, make_definition, make_workloads
+from scripts.workloads.synthetic_logits import routing_bias
+
+FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
+OTHERS = TABLE[1:]
+every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
+SMALL = 1024
+"""Tokens of the largest workload whose draw is looked at here."""
+
+
+def load(definition: MoeDefinition) -> Definition:
+    return load_json_file(Definition, ROOT / definition.path)
+
+
+def weights_of(e: int, h: int, i: int) -> list[tuple[str, list[int], str]]:
+    return [
+        ("gemm1_weights", [e, 2 * i, h], FP8),
+        ("gemm1_weights_scale", [e, 2 * i // 128, h // 128], F32),
+        ("gemm2_weights", [e, h, i], FP8),
+        ("gemm2_weights_scale", [e, h // 128, i // 128], F32),
+    ]
+
+
+def deepseek_v3(t: int, experts: int, e: int, h: int, i: int) -> list[tuple]:
+    return [
+        ("routing_logits", [t, experts], F32),
+        ("routing_bias", [experts], BF16),
+        ("hidden_states", [t, h], FP8),
+        ("hidden_states_scale", [h // 128, t], F32),
+        *weights_of(e, h, i),
+        ("local_expert_offset", None, "int32"),
+        ("routed_scaling_factor", None, F32),
+    ]
+
+
+PUBLIC = {
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e48_h7168_i2048": (
+        {"num_experts": 384, "num_local_experts": 48, "top_k": 8},
+        deepseek_v3(5, 384, 48, 7168, 2048),
+    ),
+}
+"""Axes that are not sizes of a tensor's blocks, and inputs, as the public data set has them."""
+
+
+def test_the_table_has_the_public_names() -> None:
+    assert [d.name for d in OTHERS] == list(PUBLIC)
+    assert len({d.short for d in TABLE}) == len(TABLE) and TABLE[0] is DEFAULT
+
+
+@every
+def test_interface_is_that_of_the_public_definition(definition) -> None:
+    axes, inputs = PUBLIC[definition.name]
+    loaded = load(definition)
+    h, i = definition.hidden_size, definition.intermediate_size
+    assert loaded.name == definition.name and loaded.op_type == "moe"
+    assert loaded.var_axes == ["seq_len"]
+    assert loaded.const_axes == axes | {
+        "hidden_size": h,
+        "intermediate_size": i,
+        "gemm1_out_size": 2 * i,
+        "num_hidden_blocks": h // 128,
+        "num_intermediate_blocks": i // 128,
+        "num_gemm1_out_blocks": 2 * i // 128,
+    }
+    shapes = loaded.get_input_shapes({"seq_len": 5})
+    dtypes = [spec.dtype.value for spec in loaded.inputs.values()]
+    assert list(zip(loaded.inputs, shapes, dtypes, strict=True)) == inputs
+    assert loaded.get_output_shapes({"seq_len": 5}) == [[5, h]]
+    assert [o.dtype.value for o in loaded.outputs.values()] == ["bfloat16"]
+
+
+@every
+def test_the_layers_shape_is_the_definitions(definition) -> None:
+    shape, loaded = MoeShape(**definition.shape), load(definition)
+    by_name = dict(zip(loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True))
+    for name, dims, dtype, _ in shape.weight_specs:
+        assert list(dims) == by_name[name]
+        assert str(dtype) == f"torch.{loaded.inputs[name].dtype.value}"
+
+
+def test_names_are_found_in_full_and_in_short() -> None:
+    for definition in TABLE:
+        assert definitions.find(definition.name) is definition
+        assert definitions.full_name(definition.short or definition.name) == definition.name
+    assert definitions.full_name("theirs") == "theirs"
+    for unknown in ("", "theirs"):
+        with pytest.raises(UsageError, match="there are: .*kimi_k2"):
+            definitions.find(unknown)
+
+
+# --- the references ------------------------------------------------------------------------------
+
+EXPERTS, LOCAL, HIDDEN, INTER = 24, 6, 256, 128
+"""References take every size but those of the routing from their inputs."""
+
+
+def small_shape(definition: MoeDefinition, local: int = LOCAL) -> MoeShape:
+    sizes = {"num_local_experts": local, "hidden_size": HIDDEN, "intermediate_size": INTER}
+    return MoeShape(**{**definition.shape, "num_experts": EXPERTS, **sizes})
+
+
+def small_inputs(shape: MoeShape, tokens: int, offset: int) -> MoeInputs:
+    return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=EXPERTS - 2)
+
+
+def reference(definition: MoeDefinition):
+    namespace: dict = {}
+    exec(compile(load(definition).reference, "reference", "exec"), namespace)
+    return namespace["run"]
+
+
+def arguments_of(definition: MoeDefinition, inputs: MoeInputs) -> list:
+    """In the order of the definition."""
+    return [getattr(inputs, name) for name in load(definition).inputs]
+
+
+def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
+    """The layer in float64, one token and one expert after the other."""
+
+    def scaled(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return w.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+    scales = inputs.hidden_states_scale.t().double().repeat_interleave(128, 1)
+    x, offset = inputs.hidden_states.double() * scales, int(inputs.local_expert_offset)
+    routes = bruteforce.route(
+        inputs.routing_logits, inputs.routing_bias, inputs.routed_scaling_factor, shape
+    )
+    out = torch.zeros_like(x)
+    for token, chosen in enumerate(routes):
+        for expert, weight in chosen.weights.items():
+            local = expert - offset
+            if not 0 <= local < shape.num_local_experts:
+                continue
+            g = scaled(inputs.gemm1_weights[local], inputs.gemm1_weights_scale[local]) @ x[token]
+            up, gate = g.chunk(2)
+            second = scaled(inputs.gemm2_weights[local], inputs.gemm2_weights_scale[local])
+            out[token] += weight * (second @ (gate / (1 + torch.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize("offset", [0, 12, 22, -3, 24])
+@every
+def test_reference_against_loop(definition, offset) -> None:
+    shape = small_shape(definition)
+    inputs = small_inputs(shape, 9, offset)
+    expected, got = by_hand(inputs, shape), reference(definition)(*arguments_of(definition, inputs))
+    assert got.dtype == torch.bfloat16 and got.shape == expected.shape
+    assert torch.equal(got.double() == 0, expected == 0)  # tokens without a local expert
+    assert bool((expected != 0).any()) == (offset < 24)
+    tolerance = 1e-4 * expected.std().item()
+    torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=tolerance)
+
+
+@every
+def test_reference_without_tokens(definition) -> None:
+    inputs = small_inputs(small_shape(definition), 0, 0)
+    got = reference(definition)(*arguments_of(definition, inputs))
+    assert got.shape == (0, HIDDEN) and got.dtype == torch.bfloat16
+
+
+# --- the workloads -------------------------------------------------------------------------------
+
+
+@every
+def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
+    arguments = ["--root", str(tmp_path), "--definition", definition.short]
+    specs = make_workloads.load_specs(ROOT / make_workloads.spec_path(definition))
+    drawn = [s for s in fit_workloads.own_specs(definition) if s.seq_len <= SMALL]
+    for spec, committed in zip(drawn, specs, strict=False):
+        trial = fit_workloads.first_usable(spec)
+        assert fit_workloads.entry_of(spec, trial) == committed
+        assert trial.draw.margin_gap > fit_workloads.MIN_MARGIN_GAP
+    fit_workloads.write_index(specs, tmp_path / "index")
+    index = (ROOT / make_workloads.workloads_path(definition)).read_text()
+    assert (tmp_path / "index").read_text() == index
+    assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
+        definition.tokens
+    )
+    assert make_workloads.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    assert make_workloads.main(["--definition", "absent"]) == 1
+
+
+@every
+def test_no_choice_hangs_on_a_small_margin(definition) -> None:
+    """In float32 and in torch: another implementation than the generator's own."""
+    for spec in make_workloads.load_specs(ROOT / make_workloads.spec_path(definition)):
+        if spec.seq_len > SMALL:
+            continue
+        made = spec.draw()
+        logits = torch.from_numpy(made.logits)
+        assert torch.equal(logits.bfloat16().float(), logits)
+        scores = logits.sigmoid() + torch.from_numpy(routing_bias(definition))
+        ranked, order = scores.sort(descending=True)
+        k = definition.top_k
+        assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
+        assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
+        content = make_workloads.blob_bytes(made.logits, definition)
+        assert hashlib.sha256(content).hexdigest() == spec.sha256
+
+
+@every
+def test_inputs_of_a_workload(definition, tmp_path) -> None:
+    """As flashinfer-bench loads what the definition says."""
+    from flashinfer_bench.bench.utils import load_safetensors
+
+    trace_set, _ = dataset.load(ROOT, definition)
+    assert dataset.definition_of(trace_set).name == definition.name
+    (trace,) = dataset.select_workloads(trace_set.workloads[definition.name], ["7"])
+    uuid = trace.workload.uuid
+    make_workloads.make_workloads(tmp_path, [uuid], progress=False, definition=definition)
+    loaded = load_safetensors(load(definition), trace.workload, tmp_path)
+    pinned = {n for n, spec in trace.workload.inputs.items() if spec.type == "safetensors"}
+    assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
+    for name, tensor in loaded.items():
+        assert str(tensor.dtype) == f"torch.{load(definition).inputs[name].dtype.value}"
+    assert list(trace.workload.inputs) == list(load(definition).inputs)
+    scalars = {n: s.value for n, s in trace.workload.inputs.items() if s.type == "scalar"}
+    if "routed_scaling_factor" in load(definition).inputs:
+        assert scalars["routed_scaling_factor"] == definition.routed_scaling_factor
+
+
+# --- the packed solutions ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unpacked(tmp_path, monkeypatch):
+    """Imports a packed solution: its `run`."""
+    modules = set(sys.modules)
+
+    def load_run(generation: pack.Generation):
+        directory = tmp_path / generation.name
+        for source in json.loads(pack.pack(generation))["sources"]:
+            path = directory / source["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source["content"], encoding="utf-8")
+        sys.modules.pop("main", None)
+        monkeypatch.syspath_prepend(str(directory))
+        return importlib.import_module("main").run
+
+    yield load_run
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def full_size(definition: MoeDefinition) -> tuple[list, torch.Tensor]:
+    """One token that chose the first experts of the rank, of which the last has weights; nearly all
+    of them are memory that nobody touches. The output, and what it must be."""
+    loaded = load(definition)
+    values: dict = {}
+    for name, dims in zip(
+        loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True
+    ):  # a new tensor of zeros is untouched memory
+        dtype = getattr(torch, loaded.inputs[name].dtype.value)
+        if dims is not None:
+            size = torch.empty((), dtype=dtype).element_size()
+            zeros = np.zeros((*dims, size), dtype=np.uint8)
+            values[name] = torch.from_numpy(zeros).view(dtype).squeeze(-1)
+    for name in values:
+        if name.endswith("scale"):
+            values[name].fill_(1.0)
+    last = definition.top_k - 1
+    values["routing_logits"].fill_(-100.0)
+    values["routing_logits"][0, : definition.top_k] = 1.0
+    values["hidden_states"][0, 0] = 1.0
+    w13, w2, i = values["gemm1_weights"], values["gemm2_weights"], definition.intermediate_size
+    w13[last, 0, 0] = w13[last, i, 0] = w2[last, 5, 0] = 1.0
+    scalars = {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    values |= {name: scalars[name] for name in loaded.inputs if name in scalars}
+    expected = torch.zeros(1, definition.hidden_size)
+    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0))) / definition.top_k
+    return [values[name] for name in loaded.inputs], expected
+
+
+@every
+def test_packed_solutions(definition, unpacked) -> None:
+    """All of them have the definition's arguments; those that have a model compute with it."""
+    found = pack.generations(definition=definition)
+    names = {g.path.stem for g in found}
+    assert {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe"} == names
+    loaded = load(definition)
+    inputs, expected = full_size(definition)
+    for generation in found:
+        packed = json.loads(pack.pack(generation))
+        assert packed["definition"] == definition.name
+        assert packed["name"] == f"{generation.metadata['name']}_{definition.short}"
+        run = unpacked(generation)
+        assert list(inspect.signature(run).parameters) == [*loaded.inputs, *loaded.outputs]
+        output = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
+        if generation.path.parent.name == BASELINES:
+            with pytest.raises(RuntimeError, match="unsupported on cpu"):
+                run(*inputs, output)
+            continue
+        run(*inputs, output)
+        torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0)
+
+
+def test_packing_a_definition_leaves_the_others_alone(tmp_path) -> None:
+    others = dict(output=tmp_path, build=False, definitions=OTHERS)
+    names = ["triton_moe", f"triton_moe_{OTHERS[0].short}"]
+    paths = pack.write_packed(names, tmp_path, build=False, definitions=TABLE[:2])
+    assert [p.relative_to(tmp_path).as_posix() for p in paths] == [
+        "triton_moe.json",
+        f"{OTHERS[0].short}/triton_moe_{OTHERS[0].short}.json",
+    ]
+    (tmp_path / OTHERS[0].short / "gone.json").write_text("{}")
+    pack.write_packed(**others)
+    assert (tmp_path / "triton_moe.json").is_file()
+    assert not list(tmp_path.rglob("gone.json"))
+    assert pack.stale_files([], tmp_path, definitions=OTHERS) == []
+
+
+# --- the programs --------------------------------------------------------------------------------
+
+
+@every
+def test_bench_lists_what_there_is_for_the_definition(definition, monkeypatch, capsys) -> None:
+    argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(pack, "validate", lambda *_: None)
+    assert plan.make_plan(plan.parse_arguments()) is None
+    listed = capsys.readouterr().out
+    names = [g.name for g in pack.generations(definition=definition)]
+    assert all(name in listed for name in names) and "sglang_moe" not in listed
+    assert listed.count("-") > len(definition.tokens)
+    assert str(definition.tokens[-1]) in listed
+
+
+def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
+    definition = OTHERS[0]
+    trace_set, _ = dataset.load(ROOT, definition)
+    trace = json.loads(trace_set.workloads[definition.name][0].model_dump_json())
+    trace |= {
+        "solution": "x",
+        "evaluation": {
+            "status": "RUNTIME_ERROR",
+            "log": "a",
+            "timestamp": "2026",
+            "environment": {"hardware": "GPU", "libs": {}},
+        },
+    }
+    (tmp_path / "traces.jsonl").write_text(json.dumps(trace) + "\n")
+    with pytest.raises(UsageError, match="no results"):
+        run_data.read(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"definition": definition.name}))
+    assert run_data.read(tmp_path).main.records
+
+
+def test_definitions_are_written_by_the_program(tmp_path) -> None:
+    assert make_definition.main(["--root", str(tmp_path)]) == 0
+    for definition in TABLE:
+        written = (tmp_path / definition.path).read_text()
+        assert written == (ROOT / definition.path).read_text()
