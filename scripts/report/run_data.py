@@ -13,13 +13,8 @@ from scripts.benchmark import floors
 from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-<<<<<<< HEAD
-from scripts.common.project import RESULTS_DIR
-from scripts.ranking import bits, rank_text
-=======
 from scripts.common.project import DEFINITION, RESULTS_DIR
-from scripts.ranking import rank_text
->>>>>>> shapes
+from scripts.ranking import bits, rank_text
 from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
 from scripts.ranking.ranking import Clock, Ranking, short_name
 from scripts.ranking.rankings import rankings

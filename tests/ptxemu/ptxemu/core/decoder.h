@@ -365,6 +365,7 @@ static Handler decode(Instr& I) {
   }
   if (b == "tcgen05") {
     const Str& k = P[1];
+    I.i0 = cta_group_of(I);
     I.i1 = space_of(I);
     if (k == "alloc") return h_tc_alloc;
     if (k == "dealloc") return h_tc_dealloc;
@@ -373,7 +374,6 @@ static Handler decode(Instr& I) {
     if (k == "wait::ld") return h_tc_wait_ld;
     if (!k.compare(0, 6, "wait::") || !k.compare(0, 7, "fence::")) return h_nop;
     if (k == "cp") {
-      I.i0 = cta_group_of(I);
       I.i1 = 0;
       for (auto& p : P) {
         int r, n;
@@ -388,7 +388,6 @@ static Handler decode(Instr& I) {
       return I.i1 == 4 || I.i1 == 0 ? nullptr : h_tc_cp;
     }
     if (k == "commit") {
-      I.i0 = cta_group_of(I);
       I.i2 = I.has("multicast::cluster");
       return h_tc_commit;
     }
@@ -403,7 +402,6 @@ static Handler decode(Instr& I) {
       return I.i0 < 0 ? nullptr : h_tc_ldst;
     }
     if (k == "mma") {
-      I.i0 = cta_group_of(I);
       I.i1 = I.has("kind::f16")      ? 0
              : I.has("kind::tf32")   ? 1
              : I.has("kind::f8f6f4") ? 2
@@ -504,6 +502,17 @@ static Opnd parse_opnd(std::vector<Str>& tok, size_t& i) {
   }
   return o;
 }
+// PTX ISA, tcgen05: all instructions of a kernel that have a cta_group have the same one.
+static void check_cta_groups(const Program& p) {
+  int group = 0;
+  for (auto& I : p.code) {
+    int own = I.parts[0] == "tcgen05" ? cta_group_of(I) : 0;
+    if (own && group && own != group)
+      throw EmuError{fmt("cta_group::1 and cta_group::2 in one kernel: %s (PTX line %d)",
+                         I.op.c_str(), I.line)};
+    if (own) group = own;
+  }
+}
 // The text form written by engine.py: one record per line.
 static std::unique_ptr<Program> load_program(const char* text) {
   std::unique_ptr<Program> p(new Program);
@@ -551,6 +560,7 @@ static std::unique_ptr<Program> load_program(const char* text) {
       p->code.push_back(std::move(I));
     }
   }
+  check_cta_groups(*p);
   track_registers(*p);
   track_tmem_loads(*p);
   return p;

@@ -183,6 +183,7 @@ struct Cta {
   std::vector<u8> tmem_init;
   std::vector<s8> tmem_owner;  // owner per column
   bool tmem_permit = true;
+  std::vector<Str> pair_calls;  // what this CTA's warps have asked for that its pair does together
   std::vector<Warp> warps;
   NamedBar bars[16];
   Queue tc;  // tcgen05 asynchronous operations, in order

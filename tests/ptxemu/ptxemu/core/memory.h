@@ -11,7 +11,14 @@ static Cta& shared_target(Cta& self, u32 addr, u32 size, const Ctx* c) {
   else if (off + size > self.cluster->ctas[rank]->smem.size())
     problem = fmt("shared memory access out of bounds: offset %u + %u bytes, the CTA has %zu", off,
                   size, self.cluster->ctas[rank]->smem.size());
-  if (problem.empty()) return *self.cluster->ctas[rank];
+  if (problem.empty()) {
+    Cta& t = *self.cluster->ctas[rank];
+    if (&t != &self && t.done())
+      self.launch->hazard("exited-cta", c ? c->ins->line : 0,
+                          fmt("CTA rank %d reaches shared memory of CTA rank %u, which has exited",
+                              self.rank, rank));
+    return t;
+  }
   if (c) fail(*c, problem);
   throw EmuError{problem};
 }

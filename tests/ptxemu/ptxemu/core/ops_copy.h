@@ -68,6 +68,12 @@ static Status h_tma_load(ARGS) {
     Cta* self = &c.cta;
     int cg = I.i0;
     bool mc = I.i1;
+    // PTX ISA, cp.async.bulk.tensor: the mbarrier is the destination CTA's; with cta_group::2 it may
+    // be that of the other CTA of its pair.
+    u32 apart = dst >> RANK_SHIFT ^ bar >> RANK_SHIFT;
+    if (!mc && apart > (cg == 2))
+      fail(c, fmt("TMA load into CTA rank %u with an mbarrier of CTA rank %u", dst >> RANK_SHIFT,
+                  bar >> RANK_SHIFT));
     Async op = async_operation(c, 1u << l, "TMA load");
     enqueue(c.m, self->cluster->tma,
             {[=] {

@@ -2,10 +2,31 @@
 #pragma once
 #include "ops_copy.h"
 
+// PTX ISA, tcgen05 issue granularity: alloc, dealloc and relinquish_alloc_permit with cta_group::2
+// are done by a warp in each CTA of the pair, of which the first may wait for the second.
+static bool pair_is_here(Ctx& c, const Str& call) {
+  if (c.ins->i0 != 2) return true;
+  if (c.cta.cluster->ctas.size() < 2) fail(c, call + ": cta_group::2 needs a cluster of two CTAs");
+  if (!c.g.arrived) {
+    c.cta.pair_calls.push_back(call);
+    c.g.arrived = true;
+    c.g.token = c.cta.pair_calls.size();
+    c.m.effects++;
+  }
+  const auto& peer = c.cta.cluster->ctas[c.cta.rank ^ 1]->pair_calls;
+  if (peer.size() < c.g.token) {
+    c.g.why = call + " with cta_group::2: the other CTA of the pair has not asked for it";
+    return false;
+  }
+  if (peer[c.g.token - 1] != call)
+    fail(c, call + " with cta_group::2, but the other CTA asks for " + peer[c.g.token - 1]);
+  return true;
+}
 static Status h_tc_alloc(ARGS) {
   CONVERGED_ALL("tcgen05.alloc")
   int l = __builtin_ctz(c.mask);
   u32 n = (u32)RS(1)[l];
+  if (!pair_is_here(c, fmt("tcgen05.alloc of %u columns", n))) return BLOCK;
   Cta& t = c.cta;
   if (n < 32 || n > 512 || (n & (n - 1))) fail(c, fmt("tcgen05.alloc of %u columns", n));
   if (!t.tmem_permit) fail(c, "tcgen05.alloc after relinquish_alloc_permit");
@@ -25,6 +46,7 @@ static Status h_tc_alloc(ARGS) {
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     mem_write(c, 2, a, 4, (u8*)&v, l);
     c.m.effects++;
+    c.g.arrived = false;
     return NEXT;
   }
   c.g.why = fmt("tcgen05.alloc: no %u free TMEM columns", n);
@@ -40,7 +62,9 @@ static Status h_tc_dealloc(ARGS) {
   CONVERGED_ALL("tcgen05.dealloc")
   int l = __builtin_ctz(c.mask);
   u32 a = (u32)RS(0)[l], n = (u32)RS(1)[l];
-  if (tc_busy(c.cta))
+  if (!pair_is_here(c, fmt("tcgen05.dealloc of %u columns at %u", n, a))) return BLOCK;
+  c.g.arrived = false;
+  if (tc_busy(c.cta) || (I.i0 == 2 && tc_busy(*c.cta.cluster->ctas[c.cta.rank ^ 1])))
     c.hazard("tmem-dealloc-in-flight",
              "tcgen05.dealloc while asynchronous tcgen05 operations are outstanding");
   for (u32 i = a; i < a + n; i++) {
@@ -52,7 +76,10 @@ static Status h_tc_dealloc(ARGS) {
   return NEXT;
 }
 static Status h_tc_relinquish(ARGS) {
-  CONVERGED_ALL("tcgen05.relinquish_alloc_permit") c.cta.tmem_permit = false;
+  CONVERGED_ALL("tcgen05.relinquish_alloc_permit")
+  if (!pair_is_here(c, "tcgen05.relinquish_alloc_permit")) return BLOCK;
+  c.g.arrived = false;
+  c.cta.tmem_permit = false;
   return NEXT;
 }
 static Actor warp_actor(const Ctx& c) {
