@@ -144,7 +144,7 @@ def program(monkeypatch):
     monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
     monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
 
-    def load(root: Path):
+    def load(root: Path, definition: object):
         trace_set = small.trace_set(lengths=(3, 901, 14))
         trace_set.solutions[DEFINITION] = solutions
         return trace_set, list(solutions)
