@@ -67,6 +67,23 @@ def test_as_the_model(name, tokens, offset, terms, mode, emulator):
     assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
 
 
+@pytest.mark.parametrize(("name", "bad"), [("8 swapped", torch.nan), ("128", torch.inf)])
+def test_what_is_not_finite_spreads_as_in_the_model(name, bad, emulator):
+    """The model's outputs are finite where the reference's are: tests/cpu/test_misuse.py."""
+    inputs = inputs_of(9, 4)
+    clean = output_of(inputs, name)
+    for field in ("hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"):
+        x = getattr(inputs, field).clone()
+        x[(1, 2) if x.dim() == 2 else (2, 0, 0)] = bad
+        changed = inputs._replace(**{field: x})
+        wanted = torch.full_like(clean, torch.nan)
+        model.fused(changed, wanted, SHAPE)
+        got = output_of(changed, name)
+        assert torch.equal(got.isfinite(), wanted.isfinite()) and not wanted.isfinite().all()
+        other = wanted.isfinite().all(dim=1)
+        assert other.any() and torch.equal(got[other], clean[other]), "no other token has it"
+
+
 def test_a_token_s_bits_depend_on_nothing_else(emulator):
     inputs = inputs_of(41, 4)
     whole = {name: output_of(inputs, name) for name in CONFIGS}
@@ -133,6 +150,7 @@ FAULTS = {
     "a dimension more": lambda x: x.new_empty((*x.shape, 1)),
     "a dimension less": lambda x: x.new_empty(x.shape[1:]),
     "every other element": lambda x: x.new_empty((*x.shape, 2))[..., 0],
+    "one element": lambda x: x.as_strided(x.shape, x.dim() * (0,)),
     "misaligned": misaligned,
     "none": lambda x: None,
     "a number": lambda x: 1.0,

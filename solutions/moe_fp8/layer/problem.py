@@ -1,7 +1,7 @@
 """The problem: geometry, inputs in the definition's order, and their validation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
@@ -44,6 +44,10 @@ class MoeShape:
     routing: str = "deepseek_v3"
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, Integral) or isinstance(size, bool):
+                raise ValueError(f"{field.name}={_shown(size)}: expected an integer")
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
             if size < BLOCK or size % BLOCK:
@@ -191,7 +195,13 @@ def _is_real(value: object) -> bool:
         return True
     if isinstance(value, torch.Tensor):
         return not value.is_complex() and value.dtype is not torch.bool and _is_host_scalar(value)
-    return isinstance(value, Real) and not isinstance(value, bool)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return False
+    return True
 
 
 def _is_host_scalar(value: torch.Tensor) -> bool:
@@ -237,16 +247,29 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
             )
     _explain_scalar("local_expert_offset", inputs.local_expert_offset, "an integer", _is_integer)
     _explain_scalar(
-        "routed_scaling_factor", inputs.routed_scaling_factor, "a real number", _is_real
+        "routed_scaling_factor",
+        inputs.routed_scaling_factor,
+        "a real number that a float can hold",
+        _is_real,
     )
     raise AssertionError("a check failed that has no message")
+
+
+def _shown(value: object) -> str:
+    """The value for a message, at most a line of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "a number too long to be written"
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _explain_scalar(name: str, value: object, kind: str, accepts: Callable[[object], bool]) -> None:
     if accepts(value):
         return
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name}: expected {kind}, got {value!r} of type {type(value).__name__}")
+        given = f"{_shown(value)} of type {type(value).__name__}"
+        raise ValueError(f"{name}: expected {kind}, got {given}")
     if value.device.type != "cpu":
         raise ValueError(
             f"{name}: expected {kind} on the host, got a tensor on {value.device} (reading it "
