@@ -158,21 +158,16 @@ def block_sm100(
     config: GemmConfigSm100,
     rows: int = 0,
     constants: Constants = CONSTANTS,
-    pair: bool = False,
 ) -> Block:
-    """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows.
+    """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows of a CTA.
 
-    Args:
-        pair: two multiprocessors share an MMA of 256 rows, each with half of the columns' operand
-            in its own shared memory (`cta_group::2`); there is no such kernel yet.
+    Where two multiprocessors share an MMA, each has half of the columns' operand in its own shared
+    memory, reads it and hands it to the other one.
     """
     columns = config.mma_columns
     mma = 2 * MMA_ROWS * columns * BLOCK * config.terms / gpu.mma_per_clock
-    shared = columns // 2 if pair else columns
-    read = (MMA_ROWS + shared) * BLOCK * config.terms
-    loaded = (config.tile_m * config.terms + config.tile_n) * BLOCK
-    if pair:
-        loaded -= (config.tile_n // 2) * BLOCK
+    read = (MMA_ROWS + columns // config.mma_ctas) * BLOCK * config.terms
+    loaded = (config.tile_m * config.terms + config.weight_rows) * BLOCK
     values = MMA_ROWS * columns
     groups = config.consumer_warpgroups
     of_thread = config.consumer_columns

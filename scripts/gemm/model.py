@@ -249,33 +249,27 @@ def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) ->
 # --- Blackwell -----------------------------------------------------------------------------------
 
 
-def shapes_sm100() -> list[tuple[str, Any, bool]]:
-    """Name, config and whether two CTAs share the MMA, from few rows to many; the last two have no
-    kernel yet."""
+def shapes_sm100() -> list[Any]:
+    """Configs of every tile, from few rows to many."""
     from moe_fp8.kernels.sm100.config import GemmConfig
 
     swapped = [GemmConfig(tile_m=rows, swap_ab=True) for rows in (16, 32, 64)]
     plain = [GemmConfig(tile_n=columns) for columns in (64, 128, 256)]
-    named = [(f"{c.tile_m}x{c.tile_n}{' swapped' * c.swap_ab}", c, False) for c in swapped + plain]
-    return [
-        *named,
-        ("256x128 by two CTAs", plain[1], True),
-        ("256x256 by two CTAs", plain[2], True),
-    ]
+    return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
 
 
 def block_table(gpu: Gpu = B200) -> Table:
     """Clocks of every resource for a K block, and what share of them the tensor cores work: if
     everything is as assumed, and if TMA's writes cost nothing and L2 gives twice as much."""
     rows = []
-    for name, config, pair in shapes_sm100():
-        block = block_sm100(gpu, config, pair=pair)
+    for config in shapes_sm100():
+        block = block_sm100(gpu, config)
         generous = replace(block, write=0.0, l2=block.l2 / 2)
         clocks = (block.mma, block.read, block.write, block.l2, block.tmem, block.promote)
         shares = (block.mma / steady(block), block.mma / steady(generous))
         rows.append(
             [
-                name, str(config.num_stages), str(config.num_accumulators),
+                short(config), str(config.num_stages), str(config.num_accumulators),
                 *(f"{c:.0f}" for c in (*clocks, block.chain)),
                 *(f"{100 * share:.0f} %" for share in shares),
             ]
@@ -294,11 +288,10 @@ def accumulator_table(gpu: Gpu = B200) -> Table:
     """Accumulators that keep the MMA going, by how long the hand-off takes."""
     handoffs = (60, 240, 480)
     rows = []
-    for name, config, pair in shapes_sm100():
-        if not pair:
-            cases = (replace(CONSTANTS, handoff_clocks=clocks) for clocks in handoffs)
-            needed = [f"{accumulators_needed(gpu, config, case):.1f}" for case in cases]
-            rows.append([name, str(config.num_accumulators), *needed])
+    for config in shapes_sm100():
+        cases = (replace(CONSTANTS, handoff_clocks=clocks) for clocks in handoffs)
+        needed = [f"{accumulators_needed(gpu, config, case):.1f}" for case in cases]
+        rows.append([short(config), str(config.num_accumulators), *needed])
     header = ["tile", "there are", *(f"hand-off {h} clocks" for h in handoffs)]
     return ("B200: accumulators that keep the MMA going", header, rows)
 
@@ -311,22 +304,17 @@ def chosen_sm100(problem: Problem) -> Any:
 
 
 def best_sm100(gpu: Gpu, problem: Problem) -> tuple[Any, Prediction]:
-    """The config with the least predicted time, of all that there is a kernel for and no cluster,
-    dealt in turns or on demand."""
-    configs = [
-        replace(c, dynamic=dynamic)
-        for _, c, pair in shapes_sm100()
-        if not pair
-        for dynamic in (False, True)
-    ]
+    """The config with the least predicted time, of all tiles, dealt in turns or on demand."""
+    configs = [replace(c, dynamic=dynamic) for c in shapes_sm100() for dynamic in (False, True)]
     made = [(config, predict(gpu, config, problem)) for config in configs]
     return min(made, key=lambda one: one[1].us)
 
 
 def short(config: Any) -> str:
-    """A config in few letters."""
-    flags = " swapped" * config.swap_ab + " dynamic" * config.dynamic
-    return f"{config.tile_m}x{config.tile_n}{flags}"
+    """A config in few letters; the rows of CTAs that share an MMA are one tile's."""
+    flags = " swapped" * config.swap_ab + " by two CTAs" * (config.mma_ctas == 2)
+    flags += " dynamic" * config.dynamic
+    return f"{config.tile_m * config.mma_ctas}x{config.tile_n}{flags}"
 
 
 def workload_table(problems: Sequence[Problem]) -> Table:
@@ -382,7 +370,7 @@ ROWS = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 def heuristic_table(gpu: Gpu = B200_AS_H200, experts: int = 32, seed: int = 2026) -> Table:
     """Both GEMMs with every tile, by the rows that an expert has on average, uneven as drawn."""
-    configs = [replace(c, dynamic=True) for _, c, pair in shapes_sm100() if not pair]
+    configs = [replace(c, dynamic=True) for c in shapes_sm100()]
     rows = []
     for mean in ROWS:
         drawn = uneven_rows(mean, experts, seed)

@@ -3,9 +3,10 @@ real ones make or should make. What a real function leaves unset is garbage here
 
 from types import ModuleType
 
+import bruteforce
 import torch
 from moe_fp8.layer import model
-from moe_fp8.layer.problem import MoeShape
+from moe_fp8.layer.problem import MoeInputs, MoeShape
 from moe_fp8.layer.routing import choose_experts
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -226,7 +227,7 @@ def hpc(shape: MoeShape) -> ModuleType:
 
 
 def fused_moe(shape: MoeShape) -> ModuleType:
-    """`flashinfer.fused_moe` as far as its CUTLASS function goes."""
+    """`flashinfer.fused_moe` as far as its CUTLASS and its CuTe DSL function go."""
 
     def cutlass_fused_moe_workspace_size(
         max_num_tokens, hidden_size, intermediate_size, num_experts_total, top_k, *, x_dtype,
@@ -262,6 +263,31 @@ def fused_moe(shape: MoeShape) -> ModuleType:
                 values = (torch.nn.functional.silu(gate) * linear).to(BF16)
             total[token] += token_final_scales[token, slot].unsqueeze(1) * out.float()
         output.copy_(total)
+
+    def prims_ts_fp8_block_scale_moe(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale, gemm1_weights,
+        gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, num_experts, top_k, n_group,
+        topk_group, intermediate_size, local_expert_offset, local_num_experts,
+        routed_scaling_factor, *, routing_method_type, use_shuffled_weight, output,
+    ):  # fmt: skip
+        assert use_shuffled_weight and routing_method_type == 2
+        assert (n_group, topk_group, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
+        assert num_experts == shape.num_experts and local_num_experts == len(gemm1_weights)
+        assert hidden_states_scale.is_contiguous() and hidden_states_scale.dtype == torch.float32
+        assert 2 * intermediate_size == gemm1_weights.shape[1]
+
+        def in_order(weights):
+            # FlashInfer's shuffled_matrix_row_index, of blocks of 16 rows: where row r lies.
+            rows = torch.arange(weights.shape[1])
+            place = rows // 16 * 16 + rows % 16 % 2 * 8 + rows % 16 // 2
+            return weights.view(torch.uint8)[:, place].view(FP8)
+
+        inputs = MoeInputs(
+            routing_logits, routing_bias, hidden_states, hidden_states_scale,
+            in_order(gemm1_weights), gemm1_weights_scale, in_order(gemm2_weights),
+            gemm2_weights_scale, local_expert_offset, routed_scaling_factor,
+        )  # fmt: skip
+        return output.copy_(torch.from_numpy(bruteforce.layer(inputs, shape)))
 
     return module("flashinfer.fused_moe", locals())
 

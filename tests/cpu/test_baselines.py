@@ -19,6 +19,7 @@ from moe_fp8.baselines import (
     deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
+    flashinfer_prims_ts_moe,
     hpc_ops_moe,
     sglang_moe,
     supported,
@@ -35,6 +36,7 @@ MODULES = {
     "deepgemm_mega_moe": deepgemm_mega_moe,
     "flashinfer_moe": flashinfer_moe,
     "flashinfer_cutlass_moe": flashinfer_cutlass_moe,
+    "flashinfer_prims_ts_moe": flashinfer_prims_ts_moe,
     "hpc_ops_moe": hpc_ops_moe,
 }
 LIBRARIES = {
@@ -43,12 +45,16 @@ LIBRARIES = {
     "deepgemm_mega_moe": ("deep_gemm", "sgl-deep-gemm==0.1.5"),
     "flashinfer_moe": ("flashinfer", "flashinfer-python"),
     "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.2.post1"),
+    "flashinfer_prims_ts_moe": ("flashinfer", "flashinfer-python>=0.7.2"),
     "hpc_ops_moe": (
         "hpc",
         "hpc-ops@git+https://github.com/Tencent/hpc-ops@6e2ecede9d6d47b2e680e839cc7ad7422bc8d88b",
     ),
 }
-NEEDS = {name: "90" for name in MODULES} | {"sglang_moe": "90/100/103", "flashinfer_moe": "100/103"}
+ON_BLACKWELL = ("flashinfer_moe", "flashinfer_prims_ts_moe")
+"""Nowhere else."""
+NEEDS = {name: "90" for name in MODULES} | {"sglang_moe": "90/100/103"}
+NEEDS |= dict.fromkeys(ON_BLACKWELL, "100/103")
 every_module = pytest.mark.parametrize("name", MODULES)
 
 TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
@@ -60,6 +66,7 @@ def nothing_kept() -> None:
     """What one test's stand-in said must not reach another."""
     flashinfer_moe.entry.cache_clear()
     flashinfer_cutlass_moe.buffers.clear()
+    flashinfer_prims_ts_moe.shuffled_weights.clear()
     deepgemm_moe.tables.clear()
     deepgemm_moe.masked_buffers.clear()
     deepgemm_mega_moe.held.clear()
@@ -118,7 +125,7 @@ def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(module, "require_gpu", lambda _, capabilities: own(device, capabilities))
     monkeypatch.setattr(module, "require", None)
-    other = (9, 0) if name == "flashinfer_moe" else (8, 0)
+    other = (9, 0) if name in ON_BLACKWELL else (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
     with pytest.raises(RuntimeError) as error:
         module.run(*arguments())
@@ -224,13 +231,19 @@ def test_tile_tokens_of_older_releases():
     assert tiles == [8, 8, 8, 16, 32, 64]
 
 
-def installed_signature(function: str) -> tuple[list[str], set[str]]:
-    """Parameters of FlashInfer's function as installed, and those without default; not imported:
-    that takes seconds and looks for a GPU."""
+def installed_file(*parts: str) -> Path:
+    """Of FlashInfer; the package is not imported: that takes seconds and looks for a GPU."""
     found = importlib.util.find_spec("flashinfer")
     if found is None or not found.submodule_search_locations:
         pytest.skip("flashinfer is not installed")
-    source = Path(found.submodule_search_locations[0]) / "fused_moe" / "core.py"
+    return Path(found.submodule_search_locations[0]).joinpath(*parts)
+
+
+def installed_signature(
+    function: str, parts: tuple[str, ...] = ("fused_moe", "core.py")
+) -> tuple[list[str], set[str]]:
+    """Parameters of FlashInfer's function as installed, and those without default."""
+    source = installed_file(*parts)
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             names = [a.arg for a in node.args.args]
@@ -246,6 +259,49 @@ def test_the_installed_flashinfer_takes_what_flashinfer_moe_passes():
     names, required = installed_signature("trtllm_fp8_block_scale_moe")
     assert required - {"tile_tokens_dim"} == set(COMMON)
     assert {"routing_method_type", "use_shuffled_weight"} <= set(names)
+
+
+PRIMS_TS = ("fused_moe", "backends", "prims_ts", "fp8_op.py")
+
+
+def test_the_installed_flashinfer_takes_what_flashinfer_prims_ts_moe_passes():
+    if not installed_file(*PRIMS_TS).is_file():
+        pytest.skip("an older flashinfer is installed")
+    names, required = installed_signature("prims_ts_fp8_block_scale_moe", PRIMS_TS)
+    assert required == set(COMMON)
+    assert {"routing_method_type", "use_shuffled_weight", "output"} <= set(names)
+    fake = inspect.signature(fake_libraries.fused_moe(TINY).prims_ts_fp8_block_scale_moe)
+    assert set(fake.parameters) <= set(names)
+
+
+def test_the_installed_kernels_want_16_rows_shuffled():
+    """The order of the rows follows from the rows of the epilogue: 32 in turns for 128 of them."""
+    configs = installed_file("prims_ts", "moe", "prims_ts_moe_configs.json")
+    if not configs.is_file():
+        pytest.skip("an older flashinfer is installed")
+    found = json.loads(configs.read_text("utf-8"))
+    template = "BatchedGemmDeepSeekFp8LowLatency"
+    assert found["templates"][template]["use_deepseek_fp8"] is True
+    assert found["templates"][template]["epi_tile_m"] == 64
+    others = [c for c in found["configs"] if c.get("use_deepseek_fp8")]
+    own = [c for c in found["configs"] if c["_template"] == template]
+    assert len(own) == 2 and not others and not any("epi_tile_m" in str(c) for c in own)
+
+
+def test_shuffled_rows():
+    weights = torch.arange(2 * 32).view(2, 32, 1).repeat(1, 1, 3)
+    out = torch.empty_like(weights)
+    flashinfer_prims_ts_moe.shuffle(weights, out)
+    block = [0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15]
+    assert out[1, :, 2].tolist() == [32 + b + r for b in (0, 16) for r in block]
+
+
+def test_a_flashinfer_without_the_function_is_one_line(monkeypatch):
+    monkeypatch.setattr(flashinfer_prims_ts_moe, "require_gpu", lambda device, capabilities: None)
+    install(monkeypatch, ModuleType("flashinfer.fused_moe"))
+    with pytest.raises(RuntimeError) as error:
+        flashinfer_prims_ts_moe.run(*arguments())
+    assert str(error.value) == "too old: pip install flashinfer-python>=0.7.2"
 
 
 def test_the_installed_flashinfer_takes_what_flashinfer_cutlass_moe_passes():

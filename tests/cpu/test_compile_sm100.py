@@ -1,5 +1,6 @@
 """Every kernel compiles for sm_100a without a GPU, into the instructions it was written for."""
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from moe_fp8.kernels.architectures import (
 from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
-from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, LARGEST_FROM, MANY_ROWS, choose
+from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3
 from test_compile import LAYERS, check_queue, check_registers_given, resources
@@ -24,7 +25,6 @@ from test_compile import compiled_code as compiled_code
 from scripts.gemm.sass import disassemble, facts, nvdisasm
 
 TARGETS = ["sm_100a", "sm_103a"]
-CHOSEN = [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
 OTHERS = [
     GemmConfig(stages=2, accumulators=2),
     GemmConfig(tile_n=64),
@@ -34,7 +34,7 @@ OTHERS = [
     GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2),
 ]
-CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
+CONFIGS = list(dict.fromkeys([*PICKED, *OTHERS]))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -48,7 +48,8 @@ def test_the_targets(target):
 def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], "sm_100a")
     # A K block: four MMA, of which the first one overwrites, and two commits.
-    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", ptx)) == 4
+    group = f"cta_group::{config.mma_ctas}"
+    assert len(re.findall(rf"tcgen05\.mma\.{group}\.kind::f8f6f4", ptx)) == 4
     assert ptx.count("tcgen05.commit") == 2
     assert allocated(ptx) == config.tmem_columns <= TMEM_COLUMNS
     # One multiply-add a value and K block, two values at a time, none split in two roundings; and
@@ -61,7 +62,11 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     assert [a or b for a, b in order] == expected
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
     assert len(loads) == 3
-    assert sum("multicast" in load for load in loads) == config.cluster_size - 1
+    pair = config.mma_ctas == 2
+    assert sum("multicast" in load for load in loads) == (0 if pair else config.cluster_size - 1)
+    # A and B are counted where the MMA is issued, and both commits arrive in both CTAs.
+    assert sum("cta_group::2" in load for load in loads) == 2 * pair
+    assert len(re.findall(rf"tcgen05\.commit\.{group}\S*multicast", ptx)) >= 2 * pair
     stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
     assert len(stores) == max(1, min(config.tile_n, 128) // 64)
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
@@ -83,8 +88,8 @@ def allocated(ptx: str) -> int:
 
 
 def test_grouped_gemm_for_the_other_target(compiled_code):
-    ptx, _ = compiled_code(kernels.compile_grouped_gemm, MANY_ROWS, *LAYERS["gemm1"], "sm_103a")
-    assert ".target sm_103a" in ptx and ptx.count("tcgen05.mma.") == 4
+    ptx, _ = compiled_code(kernels.compile_grouped_gemm, LARGEST, *LAYERS["gemm1"], "sm_103a")
+    assert ".target sm_103a" in ptx and ptx.count("tcgen05.mma.cta_group::2") == 4
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,16 @@ def test_grouped_gemm_for_the_other_target(compiled_code):
         ({"tile_n": 192}, r"tile_n=192: expected one of \(64, 128, 256\) without swap_ab"),
         ({"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: expected one of \(128,\)"),
         ({"cluster_m": 3}, r"cluster \(3, 1\): expected \(1, 1\), \(1, 2\) or \(2, 1\)"),
+        ({"mma_ctas": 3}, "mma_ctas=3: expected 1 or 2"),
+        (
+            {"mma_ctas": 2},
+            r"mma_ctas=2: expected cluster \(2, 1\) .*, not \(1, 1\) without swap_ab",
+        ),
+        ({"mma_ctas": 2, "cluster_n": 2}, r"mma_ctas=2: expected cluster \(2, 1\) .* \(1, 2\)"),
+        (
+            {"mma_ctas": 2, "cluster_m": 2, "tile_m": 16, "swap_ab": True},
+            r"mma_ctas=2: expected cluster \(2, 1\) without swap_ab, not \(2, 1\) with swap_ab",
+        ),
         ({"terms": 3}, "terms=3: expected 1 or 2"),
         ({"quantises": 3, "tile_n": 256}, "quantises=3: expected 0, 1 or 2"),
         ({"quantises": 1}, r"tile_n=128: expected one of \(256,\) without swap_ab and quantises=1"),
@@ -131,12 +146,21 @@ def test_what_completes_the_barriers_of_a_stage():
         config = GemmConfig(**cluster)
         counts = stage_counts(config, a_arrivals=1, a_bytes=128 * 128, b_bytes=128 * 128)
         assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
+    # Of a pair's MMA the first CTA hears of both CTAs' operands, and frees the stages of both.
+    pair = GemmConfig(cluster_m=2, mma_ctas=2)
+    assert pair.weight_rows == 64 and pair.stage_bytes == (128 + 64) * 128
+    assert stage_counts(pair, 1, 128 * 128, 64 * 128) == (4, 128 * 128, 64 * 128, 1)
 
 
 def test_thresholds():
     assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
-    assert choose(21, 4096, 7168) == choose(LARGEST_FROM - 1, 4096, 7168) == MANY_ROWS
-    assert choose(LARGEST_FROM, 4096, 7168, even=True, experts=5) == LARGEST
+    limits = [rows for rows, _ in FEW_ROWS + UNEVEN]
+    assert limits == sorted(limits)
+    configs = [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
+    for i, rows in enumerate(limits):
+        assert choose(rows, 4096, 7168) == configs[i]
+        assert choose(rows * 1.0001, 4096, 7168, even=True) == configs[i + 1]
+    assert choose(503, 7168, 2048, terms=2) == dataclasses.replace(LARGEST, terms=2)
 
 
 def test_the_gpu_tests_know_configs_of_every_architecture():
@@ -149,16 +173,22 @@ def test_the_gpu_tests_know_configs_of_every_architecture():
     for architecture in ARCHITECTURES.values():
         for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
             assert {type(config) for config in configs} == {type(architecture.config)}
-    assert {LARGEST, MANY_ROWS, *(config for _, config in FEW_ROWS)} <= set(known.BLACKWELL)
+    assert set(PICKED) <= set(known.BLACKWELL)
     for config in known.FUSED["sm_100a"]:
         assert config.with_swiglu(2).quantises == 2
 
 
 def test_tiles_of_one_wave_are_not_made_larger():
-    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more."""
-    assert choose(128, 4096, 7168, experts=4) == MANY_ROWS
-    assert choose(128, 4096, 7168, experts=5) == choose(129, 4096, 7168, experts=4) == LARGEST
-    assert choose(128, 4096, 7168) == LARGEST
+    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more. Two CTAs share
+    an MMA where both have rows."""
+    pair, single = ONE_WAVE
+    wide = UNEVEN[1][1]
+    assert (pair.mma_ctas, single) == (2, UNEVEN[0][1])
+    assert choose(128, 4096, 7168, experts=4) == single
+    assert choose(128, 4096, 7168, experts=5) == choose(129, 4096, 7168, experts=4) == wide
+    assert choose(129, 4096, 7168, experts=2) == choose(512, 4096, 7168, experts=1) == pair
+    assert choose(513, 4096, 7168, experts=1) == choose(151, 4096, 7168, experts=3) == LARGEST
+    assert choose(128, 4096, 7168) == wide
     assert choose(4, 4096, 7168, experts=1).swap_ab
 
 
@@ -213,6 +243,7 @@ def check_machine_code(text: str, config) -> None:
     found = facts(text)
     mma = 8 if config.swap_ab and config.quantises else 4
     assert (found.mma, found.commits) == (mma * config.terms, 2)
+    assert ("UTCQMMA.2CTA" in text) == (config.mma_ctas == 2)
     # No wait between the MMA of a K block, of both its terms.
     assert found.between <= 3 * found.mma
     chunks = config.consumer_columns // 16
@@ -258,7 +289,7 @@ def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
 def test_an_epilogue_of_another_config():
     """The staging buffer and the rows of a tile are the config's: they must be the epilogue's."""
     with pytest.raises(ValueError, match="expected an epilogue that quantises"):
-        kernels.compile_grouped_gemm(MANY_ROWS.with_swiglu(1), 512, 256, 2, "sm_100a")
-    for config in (MANY_ROWS, MANY_ROWS.with_swiglu(2)):
+        kernels.compile_grouped_gemm(LARGEST.with_swiglu(1), 512, 256, 2, "sm_100a")
+    for config in (LARGEST, LARGEST.with_swiglu(2)):
         with pytest.raises(ValueError, match="expected quantises=1 and n a multiple of 256"):
-            kernels.compile_fused.make(DEEPSEEK_V3, config, MANY_ROWS, 148, "sm_100a")
+            kernels.compile_fused.make(DEEPSEEK_V3, config, LARGEST, 148, "sm_100a")

@@ -490,18 +490,18 @@ def on_blackwell(monkeypatch):
 def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
     """The shipped ones, those beside them and those that are named, each of the GPU's own class."""
     from moe_fp8.kernels.sm100.config import GemmConfig
-    from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, MANY_ROWS
+    from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, UNEVEN
 
     n, k = LAYER_SHAPES["gemm1"]
     rungs = shipped_configs.ladder()
-    assert rungs == [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
+    assert rungs == [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = gemm_bench.Problem((tokens,) * 32, n, k, tokens)
         chosen = [shipped_configs.shipped(name, problem) for name in shipped_configs.SOLUTIONS]
         chosen += [v.config(problem) for v in shipped_configs.neighbours("flat")(problem)]
         chosen.append(heuristic(problem))
         assert all(isinstance(config, GemmConfig) for config in chosen)
-    (variant,) = gemm_bench.collect_variants(["tile_n=256,dynamic=1"], [])
+    (variant,) = gemm_bench.collect_variants(["tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1"], [])
     assert variant.config(problem) == LARGEST
     with pytest.raises(UsageError, match="overlap"):
         gemm_bench.collect_variants(["overlap=1"], [])

@@ -54,7 +54,7 @@ def test_a_block_on_blackwell() -> None:
     assert (wide.mma, wide.read, wide.tmem, wide.promote) == (512, 384, 256, 256)
     few = block_sm100(B200, Blackwell(tile_m=16, swap_ab=True))
     assert (few.mma, few.read, few.tmem) == (32, 144, 16)
-    pair = block_sm100(B200, Blackwell(tile_n=256), pair=True)
+    pair = block_sm100(B200, Blackwell(tile_n=256, cluster_m=2, mma_ctas=2))
     assert (pair.mma, pair.read, pair.write, pair.l2) == (512, 256, 256, 512)
     two = block_sm100(B200, Blackwell(terms=2))
     assert (two.mma, two.read, two.write) == (512, 512, 384)
@@ -92,6 +92,7 @@ def test_an_expert_is_divided_evenly_on_hopper() -> None:
     config = Hopper(tile_m=192, cluster_n=2, stages=4)
     assert list(row_tiles(config, 7 * 64)) == [128, 128, 192]
     assert list(row_tiles(Blackwell(), 300)) == [128, 128, 44]
+    assert list(row_tiles(Blackwell(cluster_m=2, mma_ctas=2), 300)) == [128, 44]
 
 
 def test_time_of_a_wave() -> None:

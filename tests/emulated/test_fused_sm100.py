@@ -19,8 +19,8 @@ CONFIGS = {
     "32 swapped": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
     "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
     "128": GemmConfig(),
-    "128 in pairs": GemmConfig(cluster_m=2, dynamic=True),
     "256 on demand": GemmConfig(tile_n=256, dynamic=True),
+    "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True),
 }
 HOPPER = HopperConfig(tile_m=64, stages=3)
 
@@ -44,7 +44,7 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])
-@pytest.mark.parametrize("name", ["16 swapped", "32 swapped", "128", "256 on demand"])
+@pytest.mark.parametrize("name", ["16 swapped", "32 swapped", "128", "256 by two CTAs"])
 def test_as_the_model(name, tokens, terms, mode, emulator):
     check(name, inputs_of(tokens, 4), terms, emulator)
 
@@ -53,6 +53,14 @@ def test_as_the_model(name, tokens, terms, mode, emulator):
 def test_without_a_local_pair(name, emulator):
     out = check(name, inputs_of(9, 100), 2, emulator)
     assert not out.any()
+
+
+def test_rows_in_both_ctas(emulator):
+    """One expert has all tokens: the second CTA of a pair has 12 of its 140 rows."""
+    inputs = inputs_of(140, 4)
+    out = output_of(inputs, CONFIGS["256 by two CTAs"], 2)
+    assert torch.equal(out, output_of(inputs, CONFIGS["128"], 2))
+    assert all(report.hazards == [] for report in emulator.reports)
 
 
 def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:

@@ -4,13 +4,12 @@ import pytest
 import torch
 from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig
-from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, MANY_ROWS
+from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, PICKED
 from problems import LAYOUTS, gemm
 from test_gemm import check_rows_past_32_bits
 from test_gemm import launch as launch_for
 
 TARGET = "sm_100a"
-CHOSEN = [*(config for _, config in FEW_ROWS), MANY_ROWS, LARGEST]
 OTHERS = [
     GemmConfig(stages=2, accumulators=2),
     GemmConfig(tile_n=64, stages=3),
@@ -19,11 +18,18 @@ OTHERS = [
     GemmConfig(cluster_n=2, stages=3, accumulators=3),
     GemmConfig(tile_n=64, cluster_m=2, dynamic=True),
     GemmConfig(tile_n=256, cluster_n=2),
+    GemmConfig(tile_n=64, cluster_m=2, mma_ctas=2, stages=2, accumulators=2),
     GemmConfig(tile_m=64, swap_ab=True),
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
     GemmConfig(tile_m=32, swap_ab=True, cluster_m=2, dynamic=True),
 ]
-CONFIGS = list(dict.fromkeys(CHOSEN + OTHERS))
+CONFIGS = list(dict.fromkeys([*PICKED, *OTHERS]))
+OF_LAYOUTS = [
+    FEW_ROWS[0][1],
+    LARGEST,
+    GemmConfig(tile_n=64, cluster_m=2, dynamic=True),
+    GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
+]
 ROWS = (0, 1, 17, 64, 65, 128, 200)
 MAX_ROWS = 256
 
@@ -33,7 +39,7 @@ def launch(problem, config: GemmConfig, ctas: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("config", "k"), [(config, 512) for config in CONFIGS] + [(config, 256) for config in CHOSEN]
+    ("config", "k"), [(config, 512) for config in CONFIGS] + [(config, 256) for config in PICKED]
 )
 def test_exact_values(config, k, mode, emulator):
     problem = gemm(ROWS, 256, k, MAX_ROWS, exact=True)
@@ -43,7 +49,7 @@ def test_exact_values(config, k, mode, emulator):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("config", CONFIGS[::3], ids=str)
+@pytest.mark.parametrize("config", OF_LAYOUTS, ids=str)
 def test_row_layouts(config, layout, mode, emulator):
     """Odd boundaries: a tile reads the next expert's rows and must not write them."""
     problem = gemm((3, 130, 0, 1, 66, 5), 256, 512, MAX_ROWS, exact=True, layout=layout)
@@ -70,7 +76,7 @@ def test_every_bit_as_on_hopper(config, of_hopper, emulator):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("config", CHOSEN, ids=str)
+@pytest.mark.parametrize("config", PICKED, ids=str)
 def test_random_schedules(config, seed, of_hopper, emulator):
     emulator.options.mode, emulator.options.seed = "random", seed
     problem, wanted = of_hopper
@@ -78,15 +84,17 @@ def test_random_schedules(config, seed, of_hopper, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.mark.parametrize("ctas", [1, 2, 7, 40])
-def test_any_number_of_ctas(ctas, emulator):
-    """More CTAs than tiles, fewer, and one that computes them all."""
+@pytest.mark.parametrize(
+    ("config", "ctas"), [(GemmConfig(), n) for n in (1, 2, 7, 40)] + [(LARGEST, 1), (LARGEST, 7)]
+)
+def test_any_number_of_ctas(config, ctas, emulator):
+    """More CTAs than tiles, fewer, and one, or the pair of one MMA, that computes them all."""
     problem = gemm((3, 0, 129), 256, 256, MAX_ROWS, exact=True)
-    assert torch.equal(launch(problem, GemmConfig(), ctas), problem.expected)
+    assert torch.equal(launch(problem, config, ctas), problem.expected)
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.mark.parametrize("config", [GemmConfig(), GemmConfig(tile_n=256, cluster_m=2)], ids=str)
+@pytest.mark.parametrize("config", [GemmConfig(), LARGEST], ids=str)
 @pytest.mark.parametrize("rows", [(0, 0, 0), (256, 0, 0), (0, 0, 1), (0, 256, 256)])
 def test_empty_and_full_experts(rows, config, emulator):
     problem = gemm(rows, 256, 256, MAX_ROWS, exact=True)
@@ -94,7 +102,9 @@ def test_empty_and_full_experts(rows, config, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.mark.parametrize("config", [GemmConfig(stages=3), GemmConfig(tile_n=256, cluster_n=2)])
+@pytest.mark.parametrize(
+    "config", [GemmConfig(stages=3), GemmConfig(tile_n=256, cluster_n=2), LARGEST], ids=str
+)
 def test_columns_past_the_last_tile(config, emulator):
     """384 columns: the last tile, or its cluster's last CTA, lies partly or wholly outside."""
     problem = gemm((5, 130), 384, 256, MAX_ROWS, exact=True, layout="flat")

@@ -1,6 +1,7 @@
 """Break the GEMM compiled for sm_100a in one place: an error, a hazard or a wrong result must show
 in some schedule."""
 
+import dataclasses
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from test_gemm_sm100 import launch
 from test_mutations import PARITY, WAIT, Edit, replace
 
 CONFIG = GemmConfig(stages=2, accumulators=2)
+PAIR = dataclasses.replace(CONFIG, cluster_m=2, mma_ctas=2)
 PASS = "setp.eq.u32 P1, 0, 0;"
 COMMIT = r"tcgen05\.commit\S+\s+\[([^\]]+)\];"
 ARRIVE = r"mbarrier.arrive.shared.b64 _, [\1];"
@@ -117,11 +119,11 @@ MUTATIONS = {
     "fewer bytes are expected than come": (replace(r", 16384;", ", 16368;"), True),
     "fewer bytes of scales are expected than come": (replace(r", 528;", ", 512;"), True),
     "tensor memory is given back before it is read": (
-        after(COMMIT, before(r"tcgen05\.dealloc", replace(WAIT, PASS))),
+        after(COMMIT, replace(r"bar\.sync\s+0;", "", which=-1)),
         True,
     ),
     "tensor memory is not given back": (replace(r"tcgen05\.dealloc[^;]*;", ""), True),
-    "barriers are used before they are initialised": (replace(r"bar\.sync\s+0;", ""), True),
+    "barriers are used before they are initialised": (replace(r"bar\.sync\s+0;", "", 0), True),
     "TMA reads staged rows without a proxy fence": (replace(r"fence\.proxy\.async\S*;", ""), True),
     "staged rows are stored before they are written": (
         after(CONSUMERS, replace(r"bar\.sync\s+%r\d+, 128;", "", which=1)),
@@ -138,23 +140,100 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_noticed(name, emulator):
-    edit, broken = MUTATIONS[name]
+COMMIT_MASK = r"(tcgen05\.commit\S+\s+\[[^\]]+\]), %rs\d+;"
+AT_THE_FIRST = r"mapa\.shared::cluster\.u32\s+(%r\d+), (%r\d+), 0;"
+AT_WHO_ISSUES = r"shl\.b32\s+(%r\d+), %r\d+, 1;(\s*mapa)"
+CLUSTER_BARRIER = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
+
+
+def all_of(*edits: Edit) -> Edit:
+    """One after the other."""
+
+    def edited(ptx: str) -> str:
+        for edit in edits:
+            assert edit(ptx) != ptx
+            ptx = edit(ptx)
+        return ptx
+
+    return edited
+
+
+def count(old: int, new: int) -> Edit:
+    """The arrivals that barriers are initialised with."""
+    return replace(rf"(mov\.b32\s+%r\d+), {old};(\s*mbarrier\.init)", rf"\1, {new};\2")
+
+
+COUNTED_AT_ITS_OWN = replace(r"and\.b32(\s+%r\d+, %r\d+), -16777224;", r"and.b32\1, -8;")
+
+
+def given_back_early_by_the_second(ptx: str) -> str:
+    """One CTA of a pair frees the accumulator ahead of its last loads, the other as it should."""
+    loads = [match.start() for match in re.finditer(LOAD, ptx)]
+    mark = [match.start() for match in re.finditer(r"tcgen05\.fence::after_thread_sync", ptx)][-1]
+    address, arrive = r"add\.s32[^;]*;\s*shl\.b32[^;]*;\s*mapa[^;]*;", r"mbarrier\.arrive[^;]*;"
+    found = re.compile(f"({address})[^@]*?({arrive})").search(ptx, loads[-1])
+    arrival = re.sub(r", %r\d+;", ", 1;", found[2])
+    rank = "mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %second, %rank, 1;"
+    second = f"{{ .reg .pred %second, %one; .reg .b32 %rank; {rank} "
+    early = f"elect.sync %rank|%one, -1; and.pred %second, %second, %one; {found[1]}"
+    return "".join(
+        [
+            ptx[:mark], f"{second} {early} @%second {arrival} }}\n\t",
+            ptx[mark : found.start(2)], f"{second} @!%second {arrival} }}", ptx[found.end(2) :],
+        ]
+    )  # fmt: skip
+
+
+OF_A_PAIR = {
+    "the kernel as it is": (lambda ptx: ptx + "\n", False),
+    "stages are freed in the first CTA only": (replace(COMMIT_MASK, r"\1, 1;", 0), True),
+    "stages are freed in the second CTA only": (replace(COMMIT_MASK, r"\1, 2;", 0), True),
+    "accumulators are full in the first CTA only": (replace(COMMIT_MASK, r"\1, 1;", 1), True),
+    "accumulators are full in the second CTA only": (replace(COMMIT_MASK, r"\1, 2;", 1), True),
+    "copies are counted where they go": (COUNTED_AT_ITS_OWN, True),
+    "the MMA wait for the first CTA's operands only": (
+        all_of(COUNTED_AT_ITS_OWN, replace(AT_THE_FIRST, r"mov.b32 \1, \2;"), count(4, 2)),
+        True,
+    ),
+    "the MMA wait for the accumulators of one CTA only": (count(8, 4), True),
+    "accumulators are given back to a CTA that issues no MMA": (
+        replace(AT_WHO_ISSUES, r"mov.u32 \1, %cluster_ctarank;\2"),
+        True,
+    ),
+    "the second CTA gives an accumulator back before it is read": (
+        given_back_early_by_the_second,
+        True,
+    ),
+    "one CTA ends before the other": (replace(CLUSTER_BARRIER, "", -1), True),
+}
+
+
+def noticed(config: GemmConfig, rows: tuple[int, ...], edit: Edit, emulator) -> bool:
+    """Whether an edit of the kernel shows in some schedule."""
 
     def transform(ptx: str) -> str:
         assert edit(ptx) != ptx, "the edit changed nothing"
         return edit(ptx)
 
-    problem = gemm((65, 130, 128), 256, 512, 256, exact=True)
+    problem = gemm(rows, 256, 512, 256, exact=True)
     emulator.host.ptx_transform = transform
-    found = []
     for emulator.options.mode in MODES:
         try:
-            out = launch(problem, CONFIG, ctas=1)
+            out = launch(problem, config, ctas=1)
         except emulator.EmulationError:
-            found.append(True)
-            continue
-        hazards = emulator.reports[-1].hazards
-        found.append(bool(hazards) or not torch.equal(out, problem.expected))
-    assert any(found) == broken
+            return True
+        if emulator.reports[-1].hazards or not torch.equal(out, problem.expected):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_noticed(name, emulator):
+    edit, broken = MUTATIONS[name]
+    assert noticed(CONFIG, (65, 130, 128), edit, emulator) == broken
+
+
+@pytest.mark.parametrize("name", OF_A_PAIR)
+def test_noticed_of_a_pair(name, emulator):
+    edit, broken = OF_A_PAIR[name]
+    assert noticed(PAIR, (65, 230), edit, emulator) == broken

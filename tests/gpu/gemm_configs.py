@@ -32,9 +32,8 @@ BLACKWELL = (
     Sm100(cluster_m=2),
     Sm100(cluster_n=2),
     Sm100(cluster_m=2, dynamic=True),
-    sm100.LARGEST,
-    Sm100(tile_m=16, swap_ab=True),
-    Sm100(tile_m=32, swap_ab=True),
+    *(config for config in sm100.PICKED if config != Sm100()),
+    Sm100(tile_n=64, cluster_m=2, mma_ctas=2, stages=2, accumulators=2),
     Sm100(tile_m=64, swap_ab=True),
     Sm100(tile_m=32, swap_ab=True, cluster_n=2),
 )
@@ -51,6 +50,7 @@ FUSED = {
         Sm100(tile_m=16, swap_ab=True, stages=3),
         Sm100(),
         Sm100(tile_n=256, dynamic=True),
+        sm100.LARGEST,
     ),
 }
 """Of the fused layer's second GEMM: every way to the rows. Those of the first are made of them."""

@@ -12,6 +12,7 @@ from moe_fp8.baselines import (
     deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
+    flashinfer_prims_ts_moe,
     hpc_ops_moe,
     sglang_moe,
 )
@@ -131,10 +132,11 @@ def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
     assert len(said) == waits, said
 
 
-def test_flashinfer_moe_is_refused_in_one_line(make_inputs):
+@pytest.mark.parametrize("peer", [flashinfer_moe, flashinfer_prims_ts_moe])
+def test_what_is_for_blackwell_is_refused_in_one_line(peer, make_inputs):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("says what Hopper is told")
     inputs = make_inputs(7)
     with pytest.raises(RuntimeError) as error:
-        flashinfer_moe.run(*inputs, new_output(inputs))
+        peer.run(*inputs, new_output(inputs))
     assert str(error.value) == "unsupported on sm_90 (needs sm_100/103)"

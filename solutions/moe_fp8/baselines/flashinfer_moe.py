@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
 from .supported import BLACKWELL, on_its_device, require_gpu
 
@@ -29,9 +30,6 @@ SOLUTION = {
 }
 
 SHAPE = DEEPSEEK_V3
-ROUTING_DEEPSEEK_V3 = 2
-"""`flashinfer.RoutingMethodType.DeepSeekV3`, which is not exported by all releases."""
-
 TILE_TOKENS = (8, 64)
 """The least and the largest tile of releases that want to be told."""
 
@@ -76,18 +74,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     function, parameters = entry()
     if tokens == 0:
         return
-    arguments = inputs._asdict() | {
-        "local_expert_offset": int(inputs.local_expert_offset),
-        "routed_scaling_factor": float(inputs.routed_scaling_factor),
-        "num_experts": SHAPE.num_experts,
-        "top_k": SHAPE.top_k,
-        "n_group": SHAPE.n_group,
-        "topk_group": SHAPE.topk_group,
-        "intermediate_size": SHAPE.intermediate_size,
-        "local_num_experts": SHAPE.num_local_experts,
-        "routing_method_type": ROUTING_DEEPSEEK_V3,
-        "use_shuffled_weight": False,
-    }
+    arguments = block_scale_arguments(inputs, SHAPE, use_shuffled_weight=False)
     if "tile_tokens_dim" in parameters:
         arguments["tile_tokens_dim"] = tile_tokens(tokens, SHAPE)
     if "output" in parameters:

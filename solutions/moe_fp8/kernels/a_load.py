@@ -84,7 +84,7 @@ class ContiguousRows:
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         return TmaOperand(
-            *tma_load(a, rows_layout(c), (c.tile_m, BLOCK), c.cluster_n),
+            *tma_load(a, rows_layout(c), (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas),
             *tma_load(by_row, scales_layout(c), (c.scale_rows, 1), 1),
         )
 
@@ -121,7 +121,7 @@ class ContiguousRows:
         self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, load, state, warp: Int32
     ) -> None:
         """Start the copies of K block `kb` into a free stage."""
-        full = expect(load, state, self.bytes)
+        full = expect(load, state, self.bytes, self.config.mma_ctas)
         terms = self.config.terms
         k_blocks = cute.size(of_tile.rows_from, mode=[1]) // terms
         for t in range(terms):

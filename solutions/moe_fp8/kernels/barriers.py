@@ -24,11 +24,13 @@ class StageCounts(NamedTuple):
     """What completes a phase of a pipeline stage's two mbarriers.
 
     Attributes:
-        full_arrivals: on `full`: A's, and the expect-tx of the weights.
-        a_bytes: TMA's, of A, and of its scales where they come with it.
+        full_arrivals: on `full`: A's, and the expect-tx of the weights; of all CTAs that share an
+            MMA at the first one's barrier.
+        a_bytes: TMA's for a CTA, of A, and of its scales where they come with it.
         b_bytes: of B.
         empty_arrivals: on `empty`: every reader of the stage in every CTA that its copies are
             multicast to: those of its row and of its column of the cluster, itself counted once.
+            CTAs that share an MMA are read by one.
     """
 
     full_arrivals: int
@@ -40,8 +42,8 @@ class StageCounts(NamedTuple):
 def stage_counts(config: Any, a_arrivals: int, a_bytes: int, b_bytes: int) -> StageCounts:
     """The counts of a stage whose A operand brings `a_arrivals` arrivals and `a_bytes` bytes."""
     return StageCounts(
-        full_arrivals=a_arrivals + 1,
+        full_arrivals=(a_arrivals + 1) * config.mma_ctas,
         a_bytes=a_bytes,
         b_bytes=b_bytes,
-        empty_arrivals=config.stage_readers * (config.cluster_m + config.cluster_n - 1),
+        empty_arrivals=config.stage_readers * (config.weight_shares + config.cluster_n - 1),
     )

@@ -54,7 +54,7 @@ class Shared(NamedTuple):
     """The operands in shared memory, a stage after the other."""
 
     a: SharedRows
-    b: cute.Tensor  # (tile_n, 128, stages)
+    b: cute.Tensor  # (weight_rows, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
 
 
@@ -68,7 +68,8 @@ class GroupedGemm:
       server     with `dynamic`: fetches the cluster's next tile.
 
     In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
-    the B tile for those below it (cluster_m), and multicast writes it to all of them.
+    the B tile for those below it (cluster_m), and multicast writes it to all of them. CTAs that
+    share an MMA (`mma_ctas`) have each its own rows of both; who computes reads those of all.
 
     Pipeline `load` (rows, weights -> the MMA), `num_stages` deep, a K block each;
     `barriers.StageCounts` says what completes its barriers.
@@ -132,7 +133,7 @@ class GroupedGemm:
         if k // BLOCK * self.epilogue.halves > B_SCALES:
             raise ValueError(f"k={k}: expected at most {B_SCALES // self.epilogue.halves * BLOCK}")
         self.counts = stage_counts(
-            config, self.a_load.arrivals, self.a_load.bytes, config.tile_n * BLOCK
+            config, self.a_load.arrivals, self.a_load.bytes, config.weight_rows * BLOCK
         )
         self.k_blocks = k // BLOCK
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
@@ -148,7 +149,7 @@ class GroupedGemm:
         self.a_smem = rows_layout(c)
         self.a_scale_smem = scales_layout(c)
         self.b_smem = hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (c.tile_m, c.tile_n, BLOCK), Float8E4M3FN, c.num_stages
+            LayoutEnum.ROW_MAJOR, (c.tile_m, c.weight_rows, BLOCK), Float8E4M3FN, c.num_stages
         )
         # What the barriers wait for is what the copies bring.
         b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
@@ -187,7 +188,8 @@ class GroupedGemm:
         """As `__call__`, with work for `beside`."""
         self._setup_attributes()
         c = self.config
-        tma_b = tma_load(self.epilogue.weights(b), self.b_smem, (c.tile_n, BLOCK), c.cluster_m)
+        box = (c.weight_rows, BLOCK)
+        tma_b = tma_load(self.epilogue.weights(b), self.b_smem, box, c.weight_shares, c.mma_ctas)
 
         @cute.struct
         class SharedStorage:
@@ -253,15 +255,16 @@ class GroupedGemm:
             storage.b_scale.get_tensor(cute.make_layout(self.b_scale_shape)),
         )
 
-    def _queue(self, storage, reading_warps: int) -> TileQueue | None:
-        """The tile queue, with `dynamic`; `reading_warps` take tiles."""
+    def _queue(self, storage, reading_warps: int, idle_warps: int = 0) -> TileQueue | None:
+        """The tile queue, with `dynamic`; of a CTA `reading_warps` take tiles, but for
+        `idle_warps` of the cluster."""
         c = self.config
         if not c.dynamic:
             return None
         return TileQueue.create(
             storage.queue_barriers.data_ptr(),
             storage.queue_slot.ptr,
-            reading_warps,
+            reading_warps * c.cluster_size - idle_warps,
             c.cluster_size,
         )
 
@@ -364,20 +367,23 @@ class GroupedGemm:
         c = self.config
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
         cta = self._cta_in_cluster()
-        # B is shared by the CTAs of one column of the cluster.
-        mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 0)
+        # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
+        mask = multicast_mask((c.weight_shares, c.cluster_n), cta, 0)
         tiles = work.tiles
         total = tiles.total()
         linear, clusters = self._first_tile()
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            # (tile_n, 128, k_blocks)
-            g_b = cute.local_tile(b.tma_tensor, (c.tile_n, BLOCK), (tile.n_tile, None, tile.expert))
-            b_to, b_from = tma_partition(b.tma, shared.b, g_b, cta[0], c.cluster_m)
+            # (weight_rows, 128, k_blocks)
+            part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
+            g_b = cute.local_tile(b.tma_tensor, (c.weight_rows, BLOCK), (part, None, tile.expert))
+            b_to, b_from = tma_partition(
+                b.tma, shared.b, g_b, cta[0] // c.mma_ctas, c.weight_shares
+            )
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 load.sync_object_empty.wait(state.index, state.phase)
-                full = expect(load, state, self.counts.b_bytes)
+                full = expect(load, state, self.counts.b_bytes, c.mma_ctas)
                 cute.copy(
                     b.tma,
                     b_from[None, kb],

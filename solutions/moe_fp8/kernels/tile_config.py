@@ -11,6 +11,9 @@ class TileConfig:
     cluster_m: int
     cluster_n: int
     stages: int
+    tile_n: int
+    mma_ctas = 1
+    """CTAs that share an MMA; Blackwell's to choose."""
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -36,6 +39,16 @@ class TileConfig:
     def cluster_size(self) -> int:
         """CTAs of a cluster."""
         return self.cluster_m * self.cluster_n
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the tile's B in a CTA's shared memory: who shares an MMA has a part of them."""
+        return self.tile_n // self.mma_ctas
+
+    @property
+    def weight_shares(self) -> int:
+        """CTAs that have the same rows of B, of which each loads a share for all."""
+        return self.cluster_m // self.mma_ctas
 
     @property
     def scale_rows(self) -> int:

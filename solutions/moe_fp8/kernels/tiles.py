@@ -246,16 +246,14 @@ class TileQueue:
         Args:
             barriers: 2 mbarriers in shared memory.
             slot: one Int32 in shared memory.
-            reading_warps: warps of a CTA that call `take`.
+            reading_warps: warps of the cluster that call `take`.
             cluster_size: CTAs of a cluster.
         """
         pipe = pipeline.PipelineAsync.create(
             barrier_storage=barriers,
             num_stages=1,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, reading_warps * cluster_size
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, reading_warps),
             consumer_mask=Int32(0),
             defer_sync=True,
         )

@@ -2,15 +2,23 @@
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+GROUPS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
+"""By the CTAs that share an MMA."""
 
 
-def tma_load(gmem: cute.Tensor, smem_layout, tile: tuple[int, int], multicast: int):
-    """TMA atom and coordinate tensor of one operand, whose tile `multicast` CTAs share."""
+def tma_load(
+    gmem: cute.Tensor, smem_layout, tile: tuple[int, int], multicast: int, mma_ctas: int = 1
+):
+    """TMA atom and coordinate tensor of one operand, whose tile `multicast` CTAs share.
+
+    Where `mma_ctas` share an MMA its copies are counted at the first one's barrier.
+    """
     op = (
-        cpasync.CopyBulkTensorTileG2SMulticastOp()
+        cpasync.CopyBulkTensorTileG2SMulticastOp(GROUPS[mma_ctas])
         if multicast > 1
-        else cpasync.CopyBulkTensorTileG2SOp()
+        else cpasync.CopyBulkTensorTileG2SOp(GROUPS[mma_ctas])
     )
     one_stage = cute.slice_(smem_layout, (None, None, 0))
     return cpasync.make_tiled_tma_atom(op, gmem, one_stage, tile, num_multicast=multicast)
@@ -36,9 +44,13 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
 
 
-def expect(load, state, size: int) -> cute.Pointer:
-    """A stage's `full` barrier, told of `size` bytes that will come; by one warp."""
+def expect(load, state, size: int, mma_ctas: int = 1) -> cute.Pointer:
+    """A stage's `full` barrier, told of `size` bytes that will come; by one warp.
+
+    Where `mma_ctas` share an MMA, it is the first one's barrier that is told: the MMA is issued
+    there when the operands of all have come.
+    """
     full = load.producer_get_barrier(state)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0 if mma_ctas > 1 else None)
     return full

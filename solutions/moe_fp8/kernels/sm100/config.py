@@ -47,6 +47,9 @@ class GemmConfig(TileConfig):
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32.
         accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
+        mma_ctas: CTAs that share an MMA. The two of a cluster (2, 1) have each its own rows of the
+            tile and of the accumulator, and half of B in shared memory: an MMA of 256 rows reads
+            both halves, so that a CTA reads and loads half as much of B. Without `swap_ab`.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
             what the GEMM gives.
 
@@ -63,6 +66,7 @@ class GemmConfig(TileConfig):
     dynamic: bool = False
     terms: int = 1
     accumulators: int = 0
+    mma_ctas: int = 1
     quantises: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +83,13 @@ class GemmConfig(TileConfig):
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
             raise ValueError(
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
+            )
+        if self.mma_ctas not in (1, 2):
+            raise ValueError(f"mma_ctas={self.mma_ctas}: expected 1 or 2")
+        if self.mma_ctas == 2 and (self.swap_ab or self.cluster_m == 1):
+            raise ValueError(
+                "mma_ctas=2: expected cluster (2, 1) without swap_ab, not "
+                f"({self.cluster_m}, {self.cluster_n}) {side}"
             )
         if self.terms not in (1, 2):
             raise ValueError(f"terms={self.terms}: expected 1 or 2")
@@ -100,7 +111,7 @@ class GemmConfig(TileConfig):
 
     @property
     def mma_columns(self) -> int:
-        """Columns of an accumulator in tensor memory."""
+        """Columns of an accumulator in a CTA's tensor memory."""
         return self.tile_m * (self.tile_n // MMA_ROWS) if self.swap_ab else self.tile_n
 
     @property
@@ -158,7 +169,7 @@ class GemmConfig(TileConfig):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
-        return (self.tile_m * self.terms + self.tile_n) * BLOCK
+        return (self.tile_m * self.terms + self.weight_rows) * BLOCK
 
     @property
     def fixed_bytes(self) -> int:
@@ -182,6 +193,8 @@ class GemmConfig(TileConfig):
         flags = [f for f in ("swap_ab", "dynamic") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        if self.mma_ctas > 1:
+            flags.append(f"MMA of {self.mma_ctas} CTAs")
         if self.terms > 1:
             flags.append(f"{self.terms} terms")
         if self.quantises:

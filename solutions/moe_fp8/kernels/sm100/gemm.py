@@ -58,7 +58,9 @@ class GroupedGemmSm100(GroupedGemm):
     Roles of a CTA beside those of warpgroup 0, which load:
       MMA        warp 4. Per K block: tcgen05.mma (k = 32), four a term, the first overwrites the
                  next free accumulator in tensor memory, and two commits: the stage is free, the
-                 accumulator is full.
+                 accumulator is full. Of CTAs that share an MMA (`mma_ctas`), the first one's for
+                 all: it waits for the operands and the accumulators of all, and both commits
+                 arrive in all.
       scales     warp 5: the A scales, which outlive their stage of rows.
       consumers  warpgroups 2..: 128 accumulator rows, one a thread, and up to 128 columns each.
                  Per K block: bring the accumulator from tensor memory, multiply by both scales
@@ -67,7 +69,8 @@ class GroupedGemmSm100(GroupedGemm):
 
     Pipelines beside `load`, whose stages one commit frees:
       scales     full: what `a_load` brings of a K block's scales; empty: every consumer warp.
-      sums       full: one commit; empty: every consumer warp, when it has read all its columns.
+      sums       full: one commit; empty: every consumer warp, when it has read all its columns,
+                 of all CTAs that share the MMA.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class GroupedGemmSm100(GroupedGemm):
         super()._setup_attributes()
         self.tiled_mma = self.operands.tiled_mma()
         # The same memory as `a_smem` and `b_smem`, as the MMA names its parts.
-        rows, columns = self.operands.accumulator_shape()
+        rows, columns = self.operands.mma_shape()
         stages, copies = self.config.num_stages, self.config.num_stages * self.config.terms
         shape = (rows, columns, BLOCK)
         of_a, of_b = self.operands.operands(copies, stages)
@@ -127,12 +130,16 @@ class GroupedGemmSm100(GroupedGemm):
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
         staging = self.epilogue.staging(storage.out)
-        # Those of warpgroup 0, the MMA, the scales.
-        queue = self._queue(storage, self.a_load.warps + 1 + 2 + c.consumer_warps)
+        # Those of warpgroup 0, the MMA, the scales; of a pair of CTAs one has no MMA to issue.
+        readers = self.a_load.warps + 1 + 2 + c.consumer_warps
+        queue = self._queue(storage, readers, c.mma_ctas - 1)
         tmem_address = cute.recast_ptr(storage.own.data_ptr() + (self.own_words - 1), dtype=Int32)
+        pair = c.mma_ctas == 2
+        if cutlass.const_expr(pair):
+            _cluster_barrier()  # both allocate together: both must have begun
         if warp_idx == MMA_WARP:
-            cute.arch.alloc_tmem(c.tmem_columns, tmem_address)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(c.tmem_columns, tmem_address, is_two_cta=pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
         pipes = self._pipelines(storage)
         if cutlass.const_expr(c.cluster_size > 1):
             cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
@@ -149,18 +156,26 @@ class GroupedGemmSm100(GroupedGemm):
             self._producers(warp_idx, pipes.load, work, queue, a, b, shared, counter, of_beside)
             if warp_idx == SCALES_WARP:
                 self._scales_warp(pipes.scales, work, a, shared)
-            if warp_idx == MMA_WARP:
+            if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
-                cute.arch.dealloc_tmem(tmem, c.tmem_columns)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._update_warpgroup(
                 pipes, work, group - PRODUCER_WARPGROUPS, shared, b, tmem, staging, output
             )
+        # The tensor memory is given back when all consumers have read what is theirs. Of a pair
+        # neither goes as long as the other one may still read its memory or arrive at its barriers.
+        if cutlass.const_expr(pair):
+            _cluster_barrier()
+        else:
+            cute.arch.sync_threads()
+        if warp_idx == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem, c.tmem_columns, is_two_cta=pair)
 
     def _pipelines(self, storage) -> Pipelines:
         """Made of the barriers in shared memory, which all threads of the cluster see after it."""
         c = self.config
+        cluster = cute.make_layout((c.mma_ctas, c.weight_shares, c.cluster_n, 1))
 
         def threads(count: int) -> pipeline.CooperativeGroup:
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
@@ -178,7 +193,8 @@ class GroupedGemmSm100(GroupedGemm):
             barrier_storage=barriers + 2 * c.scale_stages,
             num_stages=c.num_accumulators,
             producer_group=threads(1),
-            consumer_group=threads(c.consumer_warps),
+            consumer_group=threads(c.consumer_warps * c.mma_ctas),
+            cta_layout_vmnk=cluster if c.mma_ctas > 1 else None,
             defer_sync=True,
         )
         load = pipeline.PipelineTmaUmma.create(
@@ -187,7 +203,7 @@ class GroupedGemmSm100(GroupedGemm):
             producer_group=threads(self.counts.full_arrivals),
             consumer_group=threads(self.counts.empty_arrivals),
             tx_count=self.counts.a_bytes + self.counts.b_bytes,
-            cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
+            cta_layout_vmnk=cluster,
         )
         return Pipelines(load, scales, sums)
 
@@ -215,7 +231,7 @@ class GroupedGemmSm100(GroupedGemm):
 
     @cute.jit
     def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
-        """The MMA of every K block of every tile of this CTA."""
+        """The MMA of every K block of every tile of this CTA, or of the CTAs that share them."""
         c = self.config
         of_a, of_b = self.mma_smem
         tokens, weights = self.operands.operands(of_a, of_b)
@@ -224,7 +240,7 @@ class GroupedGemmSm100(GroupedGemm):
         operand_a, operand_b = self.operands.operands(tokens, weights)
         fragment_a = self.tiled_mma.make_fragment_A(operand_a)
         fragment_b = self.tiled_mma.make_fragment_B(operand_b)
-        shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
+        shape = self.tiled_mma.partition_shape_C(self.operands.mma_shape())
         accumulator = self.tiled_mma.make_fragment_C(shape).layout
 
         load_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
@@ -257,10 +273,6 @@ class GroupedGemmSm100(GroupedGemm):
                 sums_state.advance()
                 load_state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-        # The tensor memory is given back when all consumers have read what is theirs.
-        for _ in cutlass.range_constexpr(c.num_accumulators):
-            sums.producer_acquire(sums_state)
-            sums_state.advance()
 
     @cute.jit
     def _update_warpgroup(
@@ -385,6 +397,12 @@ class GroupedGemmSm100(GroupedGemm):
             pair, sums = (part[v], part[v + 1]), (total[first + v], total[first + v + 1])
             sums = cute.arch.fma_packed_f32x2(pair, tuple(of_pair), sums)
             total[first + v], total[first + v + 1] = sums
+
+
+def _cluster_barrier() -> None:
+    """Of all threads of the cluster, which see what the others wrote before."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 def _fence(kind: nvvm.Tcgen05FenceKind) -> None:

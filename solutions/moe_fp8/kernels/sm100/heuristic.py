@@ -13,15 +13,26 @@ FEW_ROWS = (
     (10, GemmConfig(tile_m=16, swap_ab=True)),
     (20, GemmConfig(tile_m=32, swap_ab=True)),
 )
-# By the model of docs/gemm-model.md: the operands of a 128x128 tile, read and brought, keep shared
-# memory busy for 512 clocks a K block whose MMA take 256, those of 128x256 for 768 of 512. So the
-# larger tile is the faster one as soon as its MMA have enough rows to do (32 experts of 96 on
-# average: 219 us, not 246; of 192: 310, not 423), and no slower (1 %) if TMA's writes cost nothing.
-MANY_ROWS = GemmConfig()
-LARGEST = GemmConfig(tile_n=256, dynamic=True)
-LARGEST_FROM = 96
+# By the model of docs/gemm-model.md: shared memory gives and takes the operands of a 128x128 tile
+# in 512 clocks a K block whose MMA take 256, those of 128x256 in 768 of 512, those of 256x256 by
+# two CTAs, each with half of B, in 512 of 512. So the larger tile is the faster one as soon as its
+# MMA have enough rows to do (32 experts of 96 on average: 219 us with 128x256, not 246; of 152: 240
+# by two CTAs, not 282; of 512: 536, not 700). If TMA's writes cost nothing and L2 gives twice as
+# much, all are bound by their MMA, and two CTAs lose up to 14 % to rows that a tile has too many;
+# that is risked for the 1.2 to 1.3x, because the records of Hopper speak for the writes' cost.
+UNEVEN = (
+    (95, GemmConfig()),
+    (150, GemmConfig(tile_n=256, dynamic=True)),
+)
+LARGEST = GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True)
+# A wave takes as long as one tile, and of two tiles as large for a CTA the one whose K block is
+# shorter (384 clocks, not 512) is done first, if both its CTAs have rows.
+ONE_WAVE = (GemmConfig(cluster_m=2, mma_ctas=2), GemmConfig())
 MULTIPROCESSORS = 148
 """Of the B200."""
+
+PICKED = tuple(dict.fromkeys((*(config for _, config in FEW_ROWS + UNEVEN), LARGEST, *ONE_WAVE)))
+"""All that `choose` can give, of one term."""
 
 
 def choose(
@@ -39,9 +50,16 @@ def choose(
     a wave takes as long as one tile. `even` is what `sm90.heuristic.choose` knows better for; here
     nothing was measured yet that would tell what to make of it.
     """
-    many = LARGEST if rows_per_expert >= LARGEST_FROM else MANY_ROWS
-    if experts is not None:
-        tiles = math.ceil(rows_per_expert / MANY_ROWS.tile_m) * math.ceil(n / MANY_ROWS.tile_n)
-        many = MANY_ROWS if experts * tiles <= MULTIPROCESSORS else many
-    config = next((config for rows, config in FEW_ROWS if rows_per_expert <= rows), many)
+    of_rows = (config for rows, config in FEW_ROWS + UNEVEN if rows_per_expert <= rows)
+    config = next(of_rows, LARGEST)
+    if experts is not None and not config.swap_ab:
+        of_wave = (c for c in ONE_WAVE if _one_wave(c, rows_per_expert, n, experts))
+        config = next(of_wave, config)
     return replace(config, terms=terms)
+
+
+def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:
+    """Whether all tiles are computed at once, and none by a CTA that has no rows."""
+    clusters = math.ceil(rows / (config.tile_m * config.cluster_m)) * math.ceil(n / config.tile_n)
+    at_once = experts * clusters * config.cluster_size <= MULTIPROCESSORS
+    return at_once and rows > config.tile_m * (config.cluster_m - 1)

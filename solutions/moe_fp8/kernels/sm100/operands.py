@@ -10,6 +10,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, tcgen05
 
 from ..limits import EPILOGUE_COLUMNS
+from ..tma import GROUPS
 from .config import MMA_ROWS, GemmConfig
 
 BITS = 128
@@ -29,9 +30,18 @@ class _Operands:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            tcgen05.CtaGroup.ONE,
-            (MMA_ROWS, self.accumulator_shape()[1]),
+            GROUPS[self.config.mma_ctas],
+            (MMA_ROWS * self.config.mma_ctas, self.mma_shape()[1]),
         )
+
+    def accumulator_shape(self) -> tuple[int, int]:
+        """Rows and columns of a CTA's tile as the MMA has them."""
+        raise NotImplementedError
+
+    def mma_shape(self) -> tuple[int, int]:
+        """Those of all CTAs that share an MMA, whose rows lie one above the other."""
+        rows, columns = self.accumulator_shape()
+        return rows * self.config.mma_ctas, columns
 
     def first_token(self, warpgroup: Int32) -> Int32:
         """First token in the tile of a consumer warpgroup: all have all tokens."""
