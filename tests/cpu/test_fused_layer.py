@@ -1,6 +1,8 @@
 """The fused layer's way to its compiled function: what is compared on the way, and what is not."""
 
+import contextlib
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from moe_fp8.layer.problem import MoeInputs, MoeShape
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
-LAYER = FusedLayer(fused_configs, SHAPE)
+TOKENS = 5
 
 
 class OnGpu(types.SimpleNamespace):
@@ -23,7 +25,7 @@ class OnGpu(types.SimpleNamespace):
         return self.device.index
 
 
-def call(tokens: int = 5, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGpu]:
+def call(tokens: int = TOKENS, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGpu]:
     def tensor() -> OnGpu:
         return OnGpu(device=torch.device("cuda", gpu), shape=(tokens, 256))
 
@@ -31,77 +33,127 @@ def call(tokens: int = 5, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGpu]:
     return inputs._replace(**changed), tensor()
 
 
-@pytest.fixture
-def called(monkeypatch) -> list:
-    """What is called, on a machine whose current GPU is number 0."""
-    calls: list = []
-    operations = types.SimpleNamespace(fused=lambda *arguments: calls.append("fused"))
+@pytest.fixture(params=[1, 2], ids=["one GPU", "two GPUs"])
+def gpus(request, monkeypatch) -> int:
+    """As many as there are; number 0 is the current one."""
+    layer_fused._one_gpu.cache_clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(layer_fused, "select", lambda device: operations)
+    yield request.param
+    layer_fused._one_gpu.cache_clear()
+
+
+@pytest.fixture
+def called(gpus, monkeypatch) -> list[str]:
+    """What is called: `validated`, `prepared`, and the compiled function with its tokens."""
+    calls: list[str] = []
+
+    def fused_call(tokens, *arguments):
+        calls.append("prepared")
+        return lambda inputs, output: calls.append(f"fused {tokens}")
 
     def validated(inputs, output, shape) -> int:
         calls.append("validated")
-        return 0
+        return output.shape[0]
 
-    monkeypatch.setattr(pipeline, "validate", validated)
-    monkeypatch.setattr(pipeline, "select", lambda device: None)
+    operations = types.SimpleNamespace(fused_call=fused_call)
+    for module in (layer_fused, pipeline):
+        monkeypatch.setattr(module, "validate", validated)
+        monkeypatch.setattr(module, "select", lambda device: operations)
+    monkeypatch.setattr(pipeline, "on_device", lambda device: contextlib.nullcontext())
     return calls
 
 
-def test_the_usual_call_compares_nothing_twice(called):
+@pytest.fixture
+def layer(called) -> FusedLayer:
+    """After a call of as many tokens."""
+    made = FusedLayer(fused_configs, SHAPE)
+    made(*call())
+    assert called == ["validated", "prepared", f"fused {TOKENS}"]
+    called.clear()
+    return made
+
+
+def test_a_call_like_one_before_compares_nothing_twice(layer, called):
     marks: list[str] = []
-    LAYER(*call(), mark=marks.append)
-    assert called == ["fused"] and marks == ["fused"]
+    layer(*call(), mark=marks.append)
+    assert called == [f"fused {TOKENS}"] and marks == ["fused"]
+
+
+def test_calls_are_kept_by_tokens_and_gpu(layer, called, gpus):
+    layer(*call(tokens=6))
+    layer(*call(tokens=6))
+    layer(*call())
+    assert called == ["validated", "prepared", "fused 6", "fused 6", f"fused {TOKENS}"]
+    called.clear()
+    if gpus == 2:
+        layer(*call(gpu=1))
+        layer(*call(gpu=1))
+        other = ["validated", "prepared", f"fused {TOKENS}"]
+        assert called == other * 2, "which is not the current one"
+
+
+def test_layers_of_other_shapes_keep_their_own(layer, called):
+    other = replace(layer, shape=replace(SHAPE, top_k=2))
+    other(*call())
+    assert called[0] == "validated"
 
 
 @pytest.mark.parametrize(
-    ("inputs", "output"),
-    [
-        call(tokens=0),
-        call(tokens=pipeline.CHUNK_TOKENS + 1),
-        call(gpu=1),
-        call(local_expert_offset=4.0),
-        call(local_expert_offset=True),
-        call(routed_scaling_factor=2),
-        call(gemm2_weights=OnGpu(device=torch.device("cuda", 1), shape=())),
-        call(routing_bias=None),
-        (call()[0], None),
-        (call()[0], OnGpu(device=torch.device("cuda", 0), shape=())),
-        (call()[0], torch.zeros(5, 256)),
-    ],
-    ids=["no token", "many tokens", "another current GPU", "a float offset", "a bool offset",
-         "a whole factor", "another GPU", "no tensor", "no output", "a scalar output", "the CPU"],
-)  # fmt: skip
-def test_every_other_call_is_validated_first(inputs, output, called, monkeypatch):
-    if output is None or not hasattr(output, "device"):
-        monkeypatch.setattr(pipeline, "validate", refuse)
-        with pytest.raises(ValueError, match="said why"):
-            LAYER(inputs, output)
-        assert called == []
-        return
-    LAYER(inputs, output)
-    assert called == ["validated"]
+    "changed",
+    [{"local_expert_offset": 4.0}, {"local_expert_offset": True}, {"routed_scaling_factor": 2}],
+    ids=str,
+)
+def test_unusual_numbers_are_validated(changed, layer, called):
+    layer(*call(**changed))
+    assert called == ["validated", "prepared", f"fused {TOKENS}"]
+
+
+def test_a_tensor_on_another_gpu_is_validated(layer, called, gpus):
+    elsewhere = OnGpu(device=torch.device("cuda", 1), shape=())
+    layer(*call(gemm2_weights=elsewhere))
+    assert ("validated" in called) == (gpus == 2)
 
 
 def refuse(*arguments) -> int:
     raise ValueError("said why")
 
 
-def test_what_the_compiled_function_refuses_is_explained(called, monkeypatch):
-    def refused(*arguments) -> None:
-        raise TypeError("argument 7")
+@pytest.mark.parametrize(
+    "output",
+    [None, OnGpu(device=torch.device("cuda", 0), shape=()), torch.zeros(TOKENS, 256)],
+    ids=["none", "a scalar", "on the CPU"],
+)
+def test_another_output_is_refused_by_name(output, layer, called, monkeypatch):
+    monkeypatch.setattr(pipeline, "validate", refuse)
+    with pytest.raises(ValueError, match="said why"):
+        layer(call()[0], output)
+    assert called == []
 
-    monkeypatch.setattr(layer_fused, "select", lambda device: types.SimpleNamespace(fused=refused))
+
+def failing(layer: FusedLayer, error: Exception) -> FusedLayer:
+    def fails(inputs, output) -> None:
+        raise error
+
+    layer.calls[0, TOKENS] = fails
+    return layer
+
+
+def test_what_the_compiled_function_refuses_is_explained(layer, called, monkeypatch):
     monkeypatch.setattr(layer_fused, "validate", refuse)
     with pytest.raises(ValueError, match="said why"):
-        LAYER(*call())
+        failing(layer, TypeError("argument 7"))(*call(routing_bias=None))
 
 
-def test_another_error_of_a_good_call_stays_what_it_is(called, monkeypatch):
-    def fails(*arguments) -> None:
-        raise MemoryError("workspace")
-
-    monkeypatch.setattr(layer_fused, "select", lambda device: types.SimpleNamespace(fused=fails))
-    monkeypatch.setattr(layer_fused, "validate", lambda *arguments: 5)
+def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
     with pytest.raises(MemoryError, match="workspace"):
-        LAYER(*call())
+        failing(layer, MemoryError("workspace"))(*call())
+    assert called == ["validated"]
+
+
+def test_on_the_cpu_nothing_is_kept(gpus):
+    """The model compares nothing itself."""
+    on_cpu = FusedLayer(fused_configs, SHAPE)
+    with pytest.raises(ValueError, match="routing_logits"):
+        on_cpu(MoeInputs(*(torch.zeros(1) for _ in range(8)), 0, 1.0), torch.zeros(1, 256))
+    assert on_cpu.calls == {}

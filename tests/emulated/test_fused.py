@@ -34,7 +34,8 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1) -> torch.Tensor:
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     first, second = CONFIGS[name]
     configs = first, dataclasses.replace(second, terms=terms)
-    kernels.fused(inputs, out, SHAPE, lambda *_: configs, terms)
+    call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
+    call(inputs, out)
     return out
 
 
@@ -163,6 +164,7 @@ def test_the_compiled_function_refuses(fault, emulator):
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
+    call = kernels.fused_call(9, wanted.device, SHAPE, lambda *_: CONFIGS["8 swapped"])
     emulator.reports.clear()
     for name in [*MoeInputs._fields[:8], "output"]:
         if fault == "misaligned" and name.endswith("scale"):
@@ -171,7 +173,7 @@ def test_the_compiled_function_refuses(fault, emulator):
         output = given.pop("output")
         wrong = MoeInputs(**given)
         with pytest.raises((TypeError, ValueError, AttributeError, IndexError, RuntimeError)):
-            kernels.fused(wrong, output, SHAPE, lambda *_: CONFIGS["8 swapped"])
+            call(wrong, output)
         assert not emulator.reports, name
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
 

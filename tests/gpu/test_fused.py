@@ -180,7 +180,7 @@ for config in {configs!r}:
         )
         out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
         configs = config.with_swiglu({terms}), replace(config, terms={terms})
-        kernels.fused(inputs, out, shape, lambda *_: configs, {terms})
+        kernels.fused_call(tokens, out.device, shape, lambda *_: configs, {terms})(inputs, out)
         assert bool(out.isfinite().all())
 """,
     )

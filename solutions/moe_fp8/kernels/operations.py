@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
-from ..layer.problem import Configs, MoeInputs, MoeShape, bounded_offset
+from ..layer.problem import Configs, FusedCall, MoeInputs, MoeShape, bounded_offset
 from ..layer.routing import GroupedRows
 from ..numerics import BLOCK
 from .architectures import of_device, of_target
@@ -144,35 +144,35 @@ def combine(
         compile_combine(hidden, top_k, _target(o.device))(o, pair_row, weights, out, ctas)
 
 
-def fused(
-    inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, configs: Configs, terms: int = 1
-) -> None:
-    """The whole layer in one call; see `kernels.fused`.
+def fused_call(
+    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int = 1
+) -> FusedCall:
+    """The whole layer for as many tokens on a GPU; see `kernels.fused`.
 
     Args:
-        inputs: the layer's, with at least one token.
-        output: `[tokens, H]` bfloat16, written.
+        tokens: at least one.
+        device: of the tensors.
         shape: of the layer.
         configs: of the two GEMMs, from the number of tokens.
         terms: FP8 values that an element of the intermediate is the sum of.
+
+    Returns:
+        A function of the inputs and the output `[tokens, H]` bfloat16, which it writes.
     """
-    function, size = _fused_plan(output.shape[0], output.device, shape, configs, terms)
-    workspace = torch.empty(size, dtype=torch.uint8, device=output.device)
-    offset = bounded_offset(int(inputs.local_expert_offset), shape.num_local_experts)
-    scaling = float(inputs.routed_scaling_factor)
-    logits, bias, *tensors = inputs[:8]
-    function(logits, bias, offset, scaling, *tensors, output, workspace)
-
-
-@functools.lru_cache(maxsize=4096)  # a call of few tokens takes as long as its host part
-def _fused_plan(
-    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int
-) -> tuple[Any, int]:
-    """(the compiled layer, bytes of its workspace)."""
     architecture = of_device(device)
     config1, config2 = configs(tokens, shape, architecture.choose, terms)
     function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
-    return function, workspace_bytes(shape, terms, tokens)
+    local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
+
+    def call(inputs: MoeInputs, output: torch.Tensor) -> None:
+        logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        function(
+            logits, bias, bounded_offset(int(offset), local), float(scaling),
+            x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
+        )  # fmt: skip
+
+    return call
 
 
 @CompiledOnce

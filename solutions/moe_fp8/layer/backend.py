@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.architectures import ARCHITECTURES
-from .problem import Configs, MoeInputs, MoeShape
+from .problem import Configs, FusedCall, MoeInputs, MoeShape
 from .routing import GroupedRows
 
 
@@ -39,14 +39,14 @@ class Backend(Protocol):
         self, g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
     ) -> None: ...
 
-    def fused(
+    def fused_call(
         self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
+        tokens: int,
+        device: torch.device,
         shape: MoeShape,
         configs: Configs,
         terms: int = 1,
-    ) -> None: ...
+    ) -> FusedCall: ...
 
     def combine(
         self, o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from .problem import Configs, MoeInputs, MoeShape
+from .problem import Configs, FusedCall, MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
 
@@ -105,18 +105,17 @@ def swiglu_quant(
     q_scale[:, :rows] = scale.t()
 
 
-def fused(
-    inputs: MoeInputs,
-    output: torch.Tensor,
-    shape: MoeShape,
-    configs: Configs | None = None,
-    terms: int = 1,
-) -> None:
+def fused_call(
+    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int = 1
+) -> FusedCall:
+    """`fused` of this shape and with so many terms; what else is given only shapes kernels."""
+    return lambda inputs, output: fused(inputs, output, shape, terms)
+
+
+def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, terms: int = 1) -> None:
     """The whole layer with an intermediate that is float32 until it is quantised, in FP8 terms.
 
     With two terms the pairs' rows stay float32 until the combine.
-
-    `configs` only shape kernels and are ignored.
     """
     rows = route(inputs, shape, with_tokens=False)
     total, new = int(rows.m_indptr[-1]), output.new_empty

@@ -46,7 +46,8 @@ class MoeShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
-            if not isinstance(size, Integral) or isinstance(size, bool):
+            whole = isinstance(size, Integral) and not isinstance(size, bool)
+            if field.type is int and not whole:
                 raise ValueError(f"{field.name}={_shown(size)}: expected an integer")
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
@@ -117,6 +118,10 @@ class MoeInputs(NamedTuple):
     gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32
     local_expert_offset: int | torch.Tensor
     routed_scaling_factor: float | torch.Tensor
+
+
+FusedCall = Callable[[MoeInputs, torch.Tensor], None]
+"""The whole layer for one number of tokens: of the inputs and the output, which it writes."""
 
 
 def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
