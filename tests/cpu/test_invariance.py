@@ -16,7 +16,7 @@ from scripts.benchmark import invariance, second_pass
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import DEFINITION
 from scripts.ranking import bits, rank_tables, rank_text
-from scripts.report import generated, run_data
+from scripts.report import generated, report, run_data
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.
@@ -200,6 +200,7 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     (said,) = json.loads(rank_text.print_rankings([same], "json"))
     assert said["summary"][0]["checks"]["again"]["differ"] == 0
 
+    assert ">no: 21/261<" in report.render(run_data.read(tmp_path))
     page = generated.invariance(run_data.read(tmp_path))
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))
