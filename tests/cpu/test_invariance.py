@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,39 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
     assert torch.equal(part[0].float(), x.float()[index])
     assert torch.equal(part[1], scale[:, index]) and part[1].is_contiguous()
     assert part[2] is w and part[3] == 2.0
+
+
+def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch) -> None:
+    """Of the GPU's part what can be seen without one."""
+    build = BuilderRegistry.get_instance().build
+    seen: list[str] = []
+
+    class Graph:
+        def __init__(self, call: Callable[[], None]) -> None:
+            self.call = call
+
+        def replay(self) -> None:
+            seen.append("replay")
+            self.call()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(invariance, "capture", Graph)
+    monkeypatch.setattr(invariance, "waits", lambda call: False)
+
+    def replayed(solution: Any) -> torch.Tensor | str:
+        runnable = build(small.definition(), solution)
+        looked = invariance.Solution(runnable, inputs(3), "cpu")
+        return invariance.replayed(looked, lambda: seen.append("others"))
+
+    output = replayed(small.solution("x", OWN))
+    assert seen == ["others", "replay"] and torch.equal(output, (2 * inputs(3)[0]).bfloat16())
+    half = "def run(x, w, factor, output):\n    output[:1] = x[:1]\n"
+    assert replayed(small.solution("half", half))[1:].isnan().all(), "what is not written shows"
+    returns = "def run(x, w, factor):\n    return x\n"
+    assert replayed(small.solution("returns", returns, dps=False)) == "returns its output"
+    monkeypatch.setattr(invariance, "waits", lambda call: True)
+    assert replayed(small.solution("x", OWN)) == "its host waits for the GPU"
+    assert bits.cell({"not_tried": "its host waits for the GPU"}) == "-"
 
 
 # --- the program and the ranking ------------------------------------------------------------------
