@@ -117,6 +117,9 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
     header, rows = rank_tables.accuracy_table(ranking)
     if rows:
         parts.append(Part("Accuracy", (rank_text.ACCURACY_NOTES,), table=Table(header, rows)))
+    header, rows = rank_tables.bits_table(ranking)
+    if rows:
+        parts.append(Part("Same bits", (rank_text.BITS_NOTES,), table=Table(header, rows)))
     header, rows = rank_tables.failures_table(ranking)
     if rows:
         parts.append(Part("Failed", table=Table(header, rows, 5, wrap=(4,), bad=bad)))

@@ -44,9 +44,8 @@ from scripts.workloads.dataset import load, ours
 if TYPE_CHECKING:
     from flashinfer_bench.data import Definition, Trace
 
-TRACE, KIT, SOL, KERNELS, APPLY, FLASHINFER = (
-    "trace", "kit", "sol", "kernels", "apply", "flashinfer",
-)  # fmt: skip
+TRACE, KIT, SOL, KERNELS = "trace", "kit", "sol", "kernels"
+APPLY, FLASHINFER = "apply", "flashinfer"
 FORMS = {
     TRACE: "solutions and traces for the flashinfer-trace data set",
     KIT: "config.toml and sources for the flashinfer-bench starter kit",

@@ -125,7 +125,7 @@ def _sizes(
     return logits.shape[1], w13.shape[0], x.shape[1], w2.shape[2]
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # 8.0 is refused, 8 or not 8 came before
+@functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
 def _layer(
     experts: int,
     local: int,

@@ -97,7 +97,13 @@ def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, monkey
         assert torch.equal(output, returned)
         named = apply(DEFINITION, kwargs={n: v for n, v in values.items() if n != "output"})
         assert torch.equal(named, returned)
-        assert built == [FUSED] * 3
+
+        @apply(DEFINITION)
+        def layer(*inputs: object) -> None:
+            raise AssertionError("the fallback")
+
+        assert torch.equal(layer(*inputs), returned)
+        assert built == [FUSED] * 4
 
 
 def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from scripts.benchmark import invariance, second_pass
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import DEFINITION
 from scripts.ranking import bits, rank_tables, rank_text
-from scripts.report import generated, run_data
+from scripts.report import generated, report, run_data
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.
@@ -129,6 +130,39 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
     assert part[2] is w and part[3] == 2.0
 
 
+def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch) -> None:
+    """Of the GPU's part what can be seen without one."""
+    build = BuilderRegistry.get_instance().build
+    seen: list[str] = []
+
+    class Graph:
+        def __init__(self, call: Callable[[], None]) -> None:
+            self.call = call
+
+        def replay(self) -> None:
+            seen.append("replay")
+            self.call()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(invariance, "capture", Graph)
+    monkeypatch.setattr(invariance, "waits", lambda call: False)
+
+    def replayed(solution: Any) -> torch.Tensor | str:
+        runnable = build(small.definition(), solution)
+        looked = invariance.Solution(runnable, inputs(3), "cpu")
+        return invariance.replayed(looked, lambda: seen.append("others"))
+
+    output = replayed(small.solution("x", OWN))
+    assert seen == ["others", "replay"] and torch.equal(output, (2 * inputs(3)[0]).bfloat16())
+    half = "def run(x, w, factor, output):\n    output[:1] = x[:1]\n"
+    assert replayed(small.solution("half", half))[1:].isnan().all(), "what is not written shows"
+    returns = "def run(x, w, factor):\n    return x\n"
+    assert replayed(small.solution("returns", returns, dps=False)) == "returns its output"
+    monkeypatch.setattr(invariance, "waits", lambda call: True)
+    assert replayed(small.solution("x", OWN)) == "its host waits for the GPU"
+    assert bits.cell({"not_tried": "its host waits for the GPU"}) == "-"
+
+
 # --- the program and the ranking ------------------------------------------------------------------
 
 
@@ -200,6 +234,7 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     (said,) = json.loads(rank_text.print_rankings([same], "json"))
     assert said["summary"][0]["checks"]["again"]["differ"] == 0
 
+    assert ">no: 21/261<" in report.render(run_data.read(tmp_path))
     page = generated.invariance(run_data.read(tmp_path))
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))

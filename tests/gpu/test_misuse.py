@@ -173,6 +173,22 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
         assert torch.equal(memory[PAD:-PAD], original), f"{name} was written"
 
 
+@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x00])
+@pytest.mark.parametrize("tokens", [7, 901])
+def test_what_others_left_in_memory(tokens, byte, make_inputs):
+    """Whatever torch's allocator hands out: small pieces and large ones, none of them clean."""
+    inputs = make_inputs(tokens)
+    wanted = {of: output_of(module, inputs) for of, module in MODULES.items()}
+    for of, module in MODULES.items():
+        output = new_output(inputs)
+        torch.cuda.empty_cache()
+        left = [torch.full((2**n,), byte, dtype=torch.uint8, device="cuda") for n in (18, 32)]
+        left += [torch.full_like(left[0], byte) for _ in range(64)]
+        del left
+        module.run(*inputs, output)
+        assert torch.equal(output, wanted[of]), of
+
+
 @pytest.fixture
 def full() -> Iterator[list[torch.Tensor]]:
     """All of this process's GPU memory taken: to be released by clearing the list."""
