@@ -8,7 +8,15 @@ import torch
 
 from .backend import select
 from .pipeline import CHUNK_TOKENS, Layer, unmarked
-from .problem import DEEPSEEK_V3, Choose, Configs, MoeInputs, MoeShape, validate
+from .problem import (
+    DEEPSEEK_V3,
+    Choose,
+    Configs,
+    MoeInputs,
+    MoeShape,
+    tensor_arguments,
+    validate,
+)
 from .rows import expected_rows
 
 
@@ -58,7 +66,7 @@ class FusedLayer(Layer):
         launches anything. That the usual call does not compare them here as well makes its first
         kernel start 20 us earlier; the words for what is wrong are found when it has refused them.
         """
-        if not _usual(inputs, output):
+        if not _usual(inputs, output, self.shape):
             return super().__call__(inputs, output, mark)
         try:
             self.launch(inputs, output, mark)
@@ -72,7 +80,7 @@ class FusedLayer(Layer):
         mark("fused")
 
 
-def _usual(inputs: MoeInputs, output: torch.Tensor) -> bool:
+def _usual(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> bool:
     """Whether one launch on the current GPU serves the call, as far as the compiled function does
     not look: it takes a number for another one's type and does not compare devices."""
     try:
@@ -80,7 +88,7 @@ def _usual(inputs: MoeInputs, output: torch.Tensor) -> bool:
         return (
             output.is_cuda
             and gpu == torch.cuda.current_device()
-            and all(tensor.get_device() == gpu for tensor in inputs[:8])
+            and all(x.get_device() == gpu for x in tensor_arguments(inputs, output, shape))
             and 0 < output.shape[0] <= CHUNK_TOKENS
             and type(inputs.local_expert_offset) is int
             and type(inputs.routed_scaling_factor) is float
