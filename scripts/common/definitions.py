@@ -14,6 +14,8 @@ from scripts.common.project import DEFINITION, OP_TYPE
 
 DEEPSEEK_V3 = "deepseek_v3"
 """Routing: sigmoid scores, chosen with a bias among the best groups, over their sum."""
+RENORMALIZE = "renormalize"
+"""Routing: a softmax over the largest logits; all experts are local, and there is no factor."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class MoeDefinition:
     def name(self) -> str:
         """As in the public data set."""
         routing = f"ds_routing_topk{self.top_k}_ng{self.n_group}_kg{self.topk_group}"
+        if self.routing == RENORMALIZE:
+            routing = f"renorm_topk{self.top_k}"
         sizes = f"e{self.num_local_experts}_h{self.hidden_size}_i{self.intermediate_size}"
         return f"moe_fp8_block_scale_{routing}_{sizes}"
 
@@ -79,6 +83,30 @@ class MoeDefinition:
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
+
+
+def qwen3(
+    model: str, short: str, hidden_size: int, intermediate_size: int, top_k: int
+) -> MoeDefinition:
+    """128 experts, all of them here. Nothing is known of captured logits: they are normal."""
+    return MoeDefinition(
+        model=model,
+        tags=(f"model:{model.lower()}",),
+        short=short,
+        num_experts=128,
+        num_local_experts=128,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        n_group=1,
+        topk_group=1,
+        top_k=top_k,
+        routed_scaling_factor=1.0,
+        routing=RENORMALIZE,
+        tokens=OWN_TOKENS,
+        logits_mean=0.0,
+        logits_std=1.0,
+    )
+
 
 TABLE = (
     MoeDefinition(
@@ -108,6 +136,9 @@ TABLE = (
         routed_scaling_factor=2.827,
         tokens=OWN_TOKENS,
     ),
+    qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
+    qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
+    qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
 )
 DEFINITIONS = {definition.name: definition for definition in TABLE}
 DEFAULT = DEFINITIONS[DEFINITION]

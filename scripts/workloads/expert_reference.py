@@ -7,7 +7,14 @@ three times as many bytes of weights that would not fit into a GPU of 80 GB.
 
 import torch
 
-from scripts.workloads.moe_reference import dequantize_activations, dequantize_weights, route
+from scripts.workloads.moe_reference import TOP_K, dequantize_activations, dequantize_weights, route
+
+
+def route_renormalize(routing_logits):
+    """Expert ids [T, TOP_K] of every token and their weights [T, TOP_K]."""
+    chosen, ids = routing_logits.to(torch.float32).topk(TOP_K, dim=-1)
+    # A softmax over all experts, renormalised over the chosen ones, is one over these alone.
+    return ids, torch.softmax(chosen, dim=-1)
 
 
 def weighted_experts(x, w13, w13_scale, w2, w2_scale, ids, weights, first_expert):
@@ -51,4 +58,28 @@ def run_deepseek_v3(
         ids,
         weights,
         int(local_expert_offset),
+    )
+
+
+@torch.no_grad()
+def run_renormalize(
+    routing_logits,
+    hidden_states,
+    hidden_states_scale,
+    gemm1_weights,
+    gemm1_weights_scale,
+    gemm2_weights,
+    gemm2_weights_scale,
+):
+    x = dequantize_activations(hidden_states, hidden_states_scale)
+    ids, weights = route_renormalize(routing_logits)
+    return weighted_experts(
+        x,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+        ids,
+        weights,
+        0,
     )

@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.project import ROOT
+from scripts.workloads.make_definition import inputs_of
 from scripts.workloads.make_workloads import (
     WorkloadSpec,
     blob_bytes,
@@ -217,23 +219,17 @@ def write_spec(specs: Sequence[WorkloadSpec], path: Path) -> None:
 def workload_line(spec: WorkloadSpec) -> str:
     """The workload as flashinfer-bench reads it. The path has the form of the official data set."""
     path = f"./{spec.blob_path.as_posix()}"
-
-    def tensor(key: str) -> dict[str, str]:
-        return {"type": "safetensors", "path": path, "tensor_key": key}
-
-    drawn = {"type": "random"}
-    inputs = {
-        "routing_logits": tensor("routing_logits"),
-        "routing_bias": tensor("routing_bias"),
-        "hidden_states": drawn,
-        "hidden_states_scale": drawn,
-        "gemm1_weights": drawn,
-        "gemm1_weights_scale": drawn,
-        "gemm2_weights": drawn,
-        "gemm2_weights_scale": drawn,
-        "local_expert_offset": {"type": "scalar", "value": spec.local_expert_offset},
-        "routed_scaling_factor": {"type": "scalar", "value": spec.definition.routed_scaling_factor},
+    pinned: dict[str, dict[str, Any]] = {
+        name: {"type": "safetensors", "path": path, "tensor_key": name}
+        for name in ("routing_logits", "routing_bias")
     }
+    for name, value in (
+        ("local_expert_offset", spec.local_expert_offset),
+        ("routed_scaling_factor", spec.definition.routed_scaling_factor),
+    ):
+        pinned[name] = {"type": "scalar", "value": value}
+    names = inputs_of(spec.definition)
+    inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
     workload = {"axes": {"seq_len": spec.seq_len}, "inputs": inputs, "uuid": spec.uuid}
     record = {
         "definition": spec.definition.name,

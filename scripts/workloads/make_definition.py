@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from scripts.common import files
-from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, TABLE, MoeDefinition
+from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, RENORMALIZE, TABLE, MoeDefinition
 from scripts.common.project import ROOT
 
 PATH = DEFAULT.path
@@ -28,6 +28,11 @@ DESCRIPTIONS = {
         "The mixture-of-experts layer of {model}: routing without auxiliary loss ({choice}), two "
         "FP8 block-scaled grouped GEMMs with SwiGLU between them, and the weighted sum over the "
         "experts held by this rank."
+    ),
+    RENORMALIZE: (
+        "The mixture-of-experts layer of {model}: renormalised softmax routing ({choice}), two FP8 "
+        "block-scaled grouped GEMMs with SwiGLU between them, and the weighted sum over a token's "
+        "experts."
     ),
 }
 
@@ -46,8 +51,11 @@ def axes_of(definition: MoeDefinition) -> dict[str, tuple[int | None, str]]:
     h, i = d.hidden_size, d.intermediate_size
     grouped = f", in {d.n_group} groups of {d.num_experts // d.n_group}" if d.n_group > 1 else ""
     axes: dict[str, tuple[int | None, str]] = {"seq_len": (None, "Number of tokens.")}
-    axes["num_experts"] = (d.num_experts, f"Experts of the whole layer{grouped}.")
-    axes["num_local_experts"] = (d.num_local_experts, "Experts held by this rank.")
+    if d.routing == RENORMALIZE:
+        axes["num_local_experts"] = (d.num_local_experts, "Experts, all of them held here.")
+    else:
+        axes["num_experts"] = (d.num_experts, f"Experts of the whole layer{grouped}.")
+        axes["num_local_experts"] = (d.num_local_experts, "Experts held by this rank.")
     axes["hidden_size"] = (h, "Width of a token.")
     axes["intermediate_size"] = (i, "Width inside an expert.")
     axes["gemm1_out_size"] = (2 * i, "Rows of a gemm1 weight: 2 * intermediate_size.")
@@ -105,6 +113,22 @@ INPUTS: dict[str, tuple[list[str] | None, str, str]] = {
     "routed_scaling_factor": (None, "float32", "Multiplies the normalised routing weights."),
 }
 
+RENORMALIZE_LOGITS = (
+    ["seq_len", "num_local_experts"],
+    "bfloat16",
+    "Router output before the softmax.",
+)
+NOT_OF_RENORMALIZE = {"routing_bias", "local_expert_offset", "routed_scaling_factor"}
+
+
+def inputs_of(definition: MoeDefinition) -> dict[str, tuple[list[str] | None, str, str]]:
+    """As `INPUTS`, those of the definition's routing."""
+    if definition.routing != RENORMALIZE:
+        return INPUTS
+    inputs = {**INPUTS, "routing_logits": RENORMALIZE_LOGITS}
+    return {name: spec for name, spec in inputs.items() if name not in NOT_OF_RENORMALIZE}
+
+
 OUTPUTS: dict[str, tuple[list[str] | None, str, str]] = {
     "output": (["seq_len", "hidden_size"], "bfloat16", "This rank's share of the layer's output."),
 }
@@ -129,6 +153,11 @@ def reference_of(definition: MoeDefinition) -> str:
     d = definition
     shared, own = functions(whole), functions(HERE / "expert_reference.py")
     doc = f"Reference of the MoE layer of {d.model}, in float32."
+    sizes = [f"TOP_K = {d.top_k}"]
+    route = own.get(f"route_{d.routing}")
+    if route is None:
+        sizes = [f"N_GROUP = {d.n_group}", f"TOPK_GROUP = {d.topk_group}", *sizes]
+        route = shared["route"]
     run = own[f"run_{d.routing}"].replace(f"def run_{d.routing}(", "def run(")
     parts = [
         f'"""{doc}"""\n\nimport torch\n',
@@ -136,15 +165,13 @@ def reference_of(definition: MoeDefinition) -> str:
             (
                 f"BLOCK = {BLOCK}  # one scale per 128 hidden columns of a token, one per 128x128 "
                 "block of a weight",
-                f"N_GROUP = {d.n_group}",
-                f"TOPK_GROUP = {d.topk_group}",
-                f"TOP_K = {d.top_k}",
+                *sizes,
             )
         )
         + "\n\n",
         shared["dequantize_activations"] + "\n\n",
         shared["dequantize_weights"] + "\n\n",
-        shared["route"] + "\n\n",
+        route + "\n\n",
         own["weighted_experts"] + "\n\n",
         run,
     ]
@@ -167,7 +194,7 @@ def build_definition(definition: MoeDefinition = DEFAULT) -> dict:
         "op_type": "moe",
         "tags": [*definition.tags, "quantization:float8_e4m3fn"],
         "axes": {name: axis(*spec) for name, spec in axes_of(definition).items()},
-        "inputs": {name: tensor(*spec) for name, spec in INPUTS.items()},
+        "inputs": {name: tensor(*spec) for name, spec in inputs_of(definition).items()},
         "outputs": {name: tensor(*spec) for name, spec in OUTPUTS.items()},
         "reference": reference_of(definition),
     }

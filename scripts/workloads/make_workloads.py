@@ -25,7 +25,7 @@ import numpy as np
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, DEFINITIONS, MoeDefinition, find
+from scripts.common.definitions import DEFAULT, DEFINITIONS, RENORMALIZE, MoeDefinition, find
 from scripts.common.project import OP_TYPE, ROOT
 from scripts.common.text import markdown_table, text_table
 from scripts.workloads.routing_numpy import RoutingCounts, count_local
@@ -105,11 +105,14 @@ def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes
     Written by hand: its bytes are part of the spec, so they must not follow the version of a
     library. Format: length of the header (8 bytes, little endian), header (JSON), data.
     """
-    bias = (routing_bias(definition).view(np.uint32) >> 16).astype("<u2")
-    data = {
-        "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
-        "routing_bias": ("BF16", bias.shape, bias.tobytes()),
-    }
+    if definition.routing == RENORMALIZE:
+        data = {"routing_logits": ("BF16", logits.shape, _bfloat16(logits))}
+    else:
+        bias = routing_bias(definition)
+        data = {
+            "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
+            "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
+        }
     header: dict[str, Any] = {"__metadata__": BLOB_METADATA}
     end = 0
     for key, (dtype, shape, raw) in data.items():
@@ -122,6 +125,11 @@ def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the data aligned
     return len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in data.values())
+
+
+def _bfloat16(values: np.ndarray) -> bytes:
+    """Of float32 values that bfloat16 holds exactly."""
+    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
 def is_foreign(path: Path) -> bool:

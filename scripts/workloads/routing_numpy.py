@@ -14,17 +14,20 @@ from scripts.common.definitions import DEFAULT, MoeDefinition
 
 
 def route(
-    logits: np.ndarray, bias: np.ndarray, definition: MoeDefinition = DEFAULT
+    logits: np.ndarray, bias: np.ndarray | None, definition: MoeDefinition = DEFAULT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Chosen experts [T, top_k], ascending, and the margin [T] that each token's choice hangs on.
 
     The margin is the smaller of two distances: from the last group kept to the first one dropped
-    (sums of two scores) and from the last expert kept to the first one dropped.
+    (sums of two scores) and from the last expert kept to the first one dropped. Without a bias the
+    scores are the logits themselves.
     """
     tokens, experts = logits.shape
     groups, kept_groups = definition.n_group, definition.topk_group
     size = experts // groups
-    score = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) + bias.astype(np.float64)
+    score = logits.astype(np.float64)
+    if bias is not None:
+        score = 1.0 / (1.0 + np.exp(-score)) + bias.astype(np.float64)
     grouped = score.reshape(tokens, groups, size)
 
     group_score = np.partition(grouped, (size - 2, size - 1), axis=-1)[..., -2:].sum(axis=-1)

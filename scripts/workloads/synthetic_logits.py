@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from scripts.common.definitions import DEFAULT, MoeDefinition
+from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
 from scripts.workloads.routing_numpy import route
 
 MEAN, STD = DEFAULT.logits_mean, DEFAULT.logits_std  # of the captured logits
@@ -148,7 +148,8 @@ class Draw:
 def draw_logits(
     model: LogitModel, tokens: int, local_expert_offset: int, definition: MoeDefinition = DEFAULT
 ) -> Draw:
-    bias, experts = routing_bias(definition), definition.num_experts
+    experts = definition.num_experts
+    bias = None if definition.routing == RENORMALIZE else routing_bias(definition)
     part = _systematic_part(model, tokens, local_expert_offset, definition)
 
     def finish(rows: np.ndarray, noise: np.ndarray) -> np.ndarray:

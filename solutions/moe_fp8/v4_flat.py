@@ -25,7 +25,7 @@ SOLUTION = {
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
-    "routings": ["deepseek_v3"],
+    "routings": ["deepseek_v3", "renormalize"],
 }
 
 

@@ -59,6 +59,14 @@ class TokenRoute:
 
 
 def route_token(logits: list[float], bias: list[float], scaling: float, shape: MoeShape):
+    if shape.routing == "renormalize":
+        ranked = sorted(range(shape.num_experts), key=lambda e: -logits[e])
+        experts, rest = ranked[: shape.top_k], ranked[shape.top_k :]
+        margin = logits[experts[-1]] - logits[rest[0]] if rest else float("inf")
+        powers = {e: np.exp(logits[e] - logits[experts[0]]) for e in sorted(experts)}
+        return TokenRoute(
+            {e: float(p / sum(powers.values())) * scaling for e, p in powers.items()}, margin
+        )
     with np.errstate(over="ignore"):
         s = (1 / (1 + np.exp(-np.array(logits)))).tolist()
     biased = [a + b for a, b in zip(s, bias, strict=True)]
@@ -80,8 +88,8 @@ def route_token(logits: list[float], bias: list[float], scaling: float, shape: M
     return TokenRoute({e: s[e] / total * scaling for e in sorted(experts)}, margin)
 
 
-def route(logits: torch.Tensor, bias: torch.Tensor, scaling: float, shape: MoeShape):
-    bias_values = bias.float().tolist()
+def route(logits: torch.Tensor, bias: torch.Tensor | None, scaling: float, shape: MoeShape):
+    bias_values = bias.float().tolist() if bias is not None else []
     return [route_token(row, bias_values, scaling, shape) for row in logits.tolist()]
 
 
@@ -196,16 +204,24 @@ def random_inputs(
     if favourite is not None:
         bias[favourite] = 8.0
     bias_values = bias.float().tolist()
-    logits = random_normal(rng, tokens, shape.num_experts)
+
+    def draw() -> torch.Tensor:
+        logits = random_normal(rng, shape.num_experts)
+        if favourite is not None and not shape.has_bias:
+            logits[favourite] = 8.0
+        return logits.to(shape.logits_dtype)
+
+    logits = torch.empty(tokens, shape.num_experts, dtype=shape.logits_dtype)
     for t in range(tokens):
+        logits[t] = draw()
         while route_token(logits[t].tolist(), bias_values, 1.0, shape).margin < 1e-5:
-            logits[t] = random_normal(rng, shape.num_experts)
+            logits[t] = draw()
     return MoeInputs(
         routing_logits=logits,
-        routing_bias=bias,
+        routing_bias=bias if shape.has_bias else None,
         hidden_states=random_fp8(rng, tokens, shape.hidden_size),
         hidden_states_scale=random_normal(rng, shape.hidden_size // BLOCK, tokens),
         **(weights if weights is not None else random_weights(shape, seed)),
         local_expert_offset=offset,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=2.5 if shape.has_bias else 1.0,
     )

@@ -115,6 +115,25 @@ def test_ties_go_to_the_lower_number(shape):
     assert (routed.weights == 0).all()
 
 
+RENORMALIZE = MoeShape(num_experts=24, num_local_experts=24, hidden_size=256,
+                       intermediate_size=384, n_group=1, topk_group=1, top_k=5,
+                       routing="renormalize")  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_renormalize_is_that_of_the_core(tokens):
+    """In bfloat16 many tokens have logits that tie."""
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, 24).bfloat16().to(DEVICE)
+    routed = stages.new_routed(tokens, RENORMALIZE, DEVICE)
+    stages.route(logits, None, 1.0, 0, RENORMALIZE, routed)
+    ids, weights = routing.choose_experts(logits, None, 1.0, RENORMALIZE)
+    order = routed.ids.sort(dim=1)
+    assert torch.equal(order.values, ids)
+    torch.testing.assert_close(routed.weights.gather(1, order.indices), weights)
+    assert torch.equal(routed.block_counts.sum(0), ids.flatten().bincount(minlength=24))
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 40, stages.FEW_TOKENS + 3])
 @pytest.mark.parametrize("offset", [4, -2, 99])
 def test_flat_rows_are_those_of_the_core(tokens, offset):
@@ -305,6 +324,13 @@ def test_layer_matches_brute_force(layer_of, tokens, offset):
     else:
         assert calc_diff(got, wanted) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
         assert matched_ratio(got, wanted, rtol=0.02, atol=0.02) > 0.95
+
+
+def test_layer_with_renormalize_matches_brute_force(layer_of):
+    host = bruteforce.random_inputs(RENORMALIZE, 9, seed=9)
+    wanted = torch.from_numpy(bruteforce.layer(host, RENORMALIZE)).to(DEVICE)
+    got = output_of(layer_of(RENORMALIZE), inputs_of(RENORMALIZE, 9, 0))
+    assert calc_diff(got, wanted) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
 
 
 def test_the_routing_changes_between_calls_of_as_many_tokens(layer_of):

@@ -207,6 +207,23 @@ def test_scalars_that_are_accepted(good, offset, scaling):
     assert torch.equal(got, wanted)
 
 
+def test_renormalize_takes_no_bias():
+    shape = MoeShape(num_experts=16, num_local_experts=16, hidden_size=256, intermediate_size=128,
+                     n_group=1, topk_group=1, top_k=3, routing="renormalize")  # fmt: skip
+    inputs = bruteforce.random_inputs(shape, TOKENS)
+    output = torch.empty(TOKENS, 256, dtype=torch.bfloat16)
+    assert validate(inputs, output, shape) == TOKENS
+    bias = torch.zeros(16, dtype=torch.bfloat16)
+    for wrong, message in (
+        ({"routing_bias": bias}, "routing_bias: expected None with renormalize, got Tensor"),
+        ({"routing_logits": inputs.routing_logits.float()}, "routing_logits: expected dtype .*b"),
+        ({"gemm2_weights": bias}, "gemm2_weights: expected dtype"),
+        ({"hidden_states": misaligned(inputs.hidden_states)}, "hidden_states: expected an address"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(inputs._replace(**wrong), output, shape)
+
+
 def test_validation_costs_little(good):
     """Best of several, so that a busy machine does not fail it; 5 us on an idle one."""
     inputs, output = split(good)
@@ -230,6 +247,8 @@ def test_validation_costs_little(good):
         ({"topk_group": 9}, "topk_group=9: expected 1..n_group=8"),
         ({"topk_group": 1, "top_k": 33}, "top_k=33: expected 1..32"),
         ({"top_k": 0}, "top_k=0: expected 1..128"),
+        ({"routing": "top1"}, "routing='top1': expected one of ('deepseek_v3', 'renormalize')"),
+        ({"routing": "renormalize"}, "n_group=8: expected 1, renormalize knows no groups"),
     ],
 )
 def test_impossible_geometry(sizes, message):

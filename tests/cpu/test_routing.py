@@ -1,5 +1,7 @@
 """Routing and grouping of pairs against plain loops, over shapes, values and offsets."""
 
+from dataclasses import replace
+
 import bruteforce
 import pytest
 import torch
@@ -110,6 +112,55 @@ def test_weights_are_summed_as_a_tree():
     total = ((w[:, 0] + w[:, 1]) + (w[:, 2] + w[:, 3])) + ((w[:, 4] + w[:, 5]) + w[:, 6])
     assert torch.equal(weights, w / total[:, None])
     assert not torch.equal(weights, w / w.flip(1).cumsum(1)[:, -1:])
+
+
+RENORMALIZE = MoeShape(
+    num_experts=24, num_local_experts=24, n_group=1, topk_group=1, top_k=5, routing="renormalize"
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    top_k=st.sampled_from([1, 5, 8, 24]),
+    spread=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_renormalize_matches_brute_force(seed, top_k, spread):
+    shape = replace(RENORMALIZE, top_k=top_k)
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(5, 24, generator=generator)).bfloat16()
+    wanted = bruteforce.route(logits, None, 1.5, shape)
+    ids, weights = choose_experts(logits, None, 1.5, shape)
+    for chosen, ours, row in zip(wanted, ids.tolist(), logits.tolist(), strict=True):
+        if chosen.margin > 0:
+            assert ours == list(chosen.weights)
+        # Of logits that tie, the lower expert's.
+        assert ours == sorted(sorted(range(24), key=lambda e: (-row[e], e))[:top_k])
+    softmax = logits.double().softmax(dim=1).gather(1, ids)  # over all, then renormalised
+    expected = 1.5 * softmax / softmax.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=1e-30)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int64
+
+
+def test_renormalize_of_what_is_not_finite():
+    logits = torch.randn(4, 24).bfloat16()
+    logits[0, 3] = torch.nan
+    logits[1, 4] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 5:] = -torch.inf  # five are left
+    ids, weights = choose_experts(logits, None, 1.0, RENORMALIZE)
+    assert 3 in ids[0].tolist() and 4 in ids[1].tolist()
+    assert ids[2].tolist() == ids[3].tolist() == list(range(5))
+    assert weights[:3].isnan().all() and weights[3].isfinite().all()
+
+
+def test_renormalize_sums_as_a_tree():
+    logits = torch.randn(200, 24).bfloat16()
+    ids, weights = choose_experts(logits, None, 1.0, RENORMALIZE)
+    chosen = logits.float().gather(1, ids)
+    w = torch.exp(chosen - chosen.max(dim=1, keepdim=True).values)
+    total = ((w[:, 0] + w[:, 1]) + (w[:, 2] + w[:, 3])) + w[:, 4]
+    assert torch.equal(weights, w / total[:, None])
 
 
 def random_ids(tokens: int, shape: MoeShape, skew: float, seed: int) -> torch.Tensor:

@@ -15,7 +15,11 @@ SHAPES = {
     "one group": MoeShape(num_experts=64, num_local_experts=64, n_group=1, topk_group=1, top_k=6),
     "many local": MoeShape(num_local_experts=256),
     "Kimi-K2": MoeShape(num_experts=384, num_local_experts=48, n_group=1, topk_group=1),
-}
+    "Qwen3-Next": MoeShape(
+        num_experts=128, num_local_experts=128, n_group=1, topk_group=1, top_k=10,
+        routing="renormalize",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, params=["sm_90a", "sm_100a"])
@@ -24,7 +28,13 @@ def target(request, monkeypatch):
     monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
-def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor, offset: int):
+def draw(shape: MoeShape, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits and bias of random tokens. In bfloat16 most tokens have logits that tie."""
+    logits = torch.randn(tokens, shape.num_experts).to(shape.logits_dtype)
+    return logits, torch.randn(shape.num_experts).bfloat16() if shape.has_bias else None
+
+
+def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor | None, offset: int):
     tokens, local = logits.shape[0], shape.num_local_experts
     expert = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
     marks = torch.full((-(-tokens // WORD), local), -7, dtype=torch.int32)
@@ -47,8 +57,7 @@ def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor, offset: int
 def test_as_the_torch_routing(name, tokens, offset, mode, emulator):
     shape = SHAPES[name]
     torch.manual_seed(tokens)
-    logits = torch.randn(tokens, shape.num_experts)
-    bias = torch.randn(shape.num_experts).bfloat16()
+    logits, bias = draw(shape, tokens)
     expert, weights, m_indptr, pair_row, token_of_row = route(shape, logits, bias, offset)
     kernels = 1 if tokens <= 32 else 2
     assert [report.hazards for report in emulator.reports[-kernels:]] == [[]] * kernels
@@ -89,6 +98,23 @@ def test_what_is_not_finite(sign, emulator):
     assert torch.equal(expert, torch.where(ids < 32, ids, -1).int())
     torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0, equal_nan=True)
     assert weights[0].isnan().all() and weights[1:].isfinite().all()
+
+
+def test_renormalize_of_what_is_not_finite_and_of_ties(emulator):
+    """Logits are chosen in order; a NaN, an infinity or nothing but -inf make all weights NaN."""
+    shape = SHAPES["Qwen3-Next"]
+    torch.manual_seed(0)
+    logits = torch.randn(5, 128).bfloat16()
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 10:] = -torch.inf
+    logits[4] = 0.0
+    logits[4, ::2] = -0.0
+    expert, weights, *_ = route(shape, logits, None, 0)
+    ids, wanted = choose_experts(logits, None, 2.5, shape)
+    assert torch.equal(expert, ids.int())
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    assert weights[:3].isnan().all() and weights[3:].isfinite().all()
+    assert expert[4].tolist() == list(range(10)), "0 and -0 tie"
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,11 @@ def make_inputs(definition, shape) -> Callable[[int], MoeInputs]:
     }
 
     def make(tokens: int) -> MoeInputs:
+        # In bfloat16 many tokens have logits that tie: the lower expert's is the one.
+        bias = 0.1 * normal(shape.num_experts)
         return MoeInputs(
-            routing_logits=normal(tokens, shape.num_experts),
-            routing_bias=0.1 * normal(shape.num_experts).bfloat16(),
+            routing_logits=normal(tokens, shape.num_experts).to(shape.logits_dtype),
+            routing_bias=bias.bfloat16() if shape.has_bias else None,
             hidden_states=random_fp8(generator, tokens, h),
             hidden_states_scale=normal(h // 128, tokens),
             **weights,
@@ -74,7 +76,9 @@ def make_inputs(definition, shape) -> Callable[[int], MoeInputs]:
 
 def output_of(module, definition: MoeDefinition, inputs: MoeInputs) -> torch.Tensor:
     output = new_output(inputs)
-    run_of(module.LAYER, **definition.shape)(*inputs, output)
+    shape = MoeShape(**definition.shape)
+    of_definition = inputs if shape.has_bias else (inputs[0], *inputs[2:8])
+    run_of(module.LAYER, **definition.shape)(*of_definition, output)
     return output
 
 

@@ -35,7 +35,7 @@ SOLUTION = {
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
-    "routings": ["deepseek_v3"],
+    "routings": ["deepseek_v3", "renormalize"],
 }
 
 MASKED_TOKENS = 16384

@@ -91,6 +91,7 @@ class SglangLayer:
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32
 
+        assert inputs.routing_bias is not None  # as the shape has it
         weights, ids = sgl.moe_fused_gate(
             inputs.routing_logits,
             inputs.routing_bias.float(),

@@ -33,7 +33,7 @@ SOLUTION = {
     "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton"],
-    "routings": ["deepseek_v3"],
+    "routings": ["deepseek_v3", "renormalize"],
 }
 
 

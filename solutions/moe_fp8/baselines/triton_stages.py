@@ -117,8 +117,8 @@ def processors(device: torch.device) -> int:
 
 
 def route(
-    logits: torch.Tensor,  # [T, num_experts] float32
-    bias: torch.Tensor,  # [num_experts] bfloat16
+    logits: torch.Tensor,  # [T, num_experts] float32, or bfloat16 with `renormalize`
+    bias: torch.Tensor | None,  # [num_experts] bfloat16, none with `renormalize`
     scaling: float,
     offset: int,
     shape: MoeShape,
@@ -126,8 +126,9 @@ def route(
 ) -> None:
     """Choose `top_k` experts for every token, as `layer.routing.choose_experts`; the best is first.
 
-    Scores are sigmoids, the bias takes part in the choice only. Where scores tie, the group or
-    expert of the lower number is chosen. `offset` is the first local expert, for the counts.
+    Scores are sigmoids, the bias takes part in the choice only; with `renormalize` scores are the
+    logits. Where scores tie, the group or expert of the lower number is chosen. `offset` is the
+    first local expert, for the counts.
     """
     tokens = logits.shape[0]
     block = tokens_per_block(tokens)
@@ -142,6 +143,7 @@ def route(
         GROUPS=shape.n_group,
         GROUP=triton.next_power_of_2(shape.group_size),
         KEPT=shape.topk_group,
+        RENORMALIZE=shape.routing == "renormalize",
         TOP_K=shape.top_k,
         SLOTS=triton.next_power_of_2(shape.top_k),
         LOCAL=shape.num_local_experts,
@@ -165,6 +167,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     KEPT: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -183,9 +186,13 @@ def _route_kernel(
         logits + token[:, None] * EXPERTS + expert[None, :],
         mask=there[:, None] & is_expert[None, :],
         other=0.0,
-    )
-    score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+    ).to(tl.float32)
+    if RENORMALIZE:
+        score = logit
+        biased = score
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        biased = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
     biased = tl.where(is_expert[None, :], biased, float("-inf"))
 
     # A group's score is the sum of its two best; of equal ones only one is taken out.
@@ -217,6 +224,10 @@ def _route_kernel(
         weight = tl.where(slot[None, :] == k, value[:, None], weight)
         local = there[:, None] & ((index - offset)[:, None] == lane[None, :])
         count += tl.sum(local.to(tl.int32), 0)
+    if RENORMALIZE:
+        used = (slot < TOP_K)[None, :]
+        largest = tl.max(tl.where(used, weight, float("-inf")), 1)
+        weight = tl.where(used, tl.exp(weight - largest[:, None]), 0.0)
     weight = weight / (tl.sum(weight, 1) + EPSILON)[:, None] * scaling
 
     position = token[:, None] * TOP_K + slot[None, :]

@@ -54,6 +54,13 @@ class Tensor:
         return f"Tensor({of}, row_stride={self.row_stride})"
 
 
+class Absent:
+    """An argument that is None in every call."""
+
+    def __repr__(self) -> str:
+        return "Absent()"
+
+
 @dataclass(frozen=True)
 class Scalar:
     """A scalar argument."""
@@ -63,6 +70,8 @@ class Scalar:
     def __repr__(self) -> str:
         return f"Scalar({self.dtype.__name__})"
 
+
+Argument = Tensor | Scalar | Absent
 
 _lock = threading.Lock()
 """The DSL's compiler is not made for two threads of a process."""
@@ -98,9 +107,7 @@ class CompiledOnce:
         return function
 
 
-def compiled(
-    kernel: type, parameters: tuple, arguments: Sequence[Tensor | Scalar], arch: str
-) -> Any:
+def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> Any:
     """The compiled host function of a kernel, from disk where it is there.
 
     Args:
@@ -128,7 +135,7 @@ def compiled(
 
 
 def made_of(
-    kernel: type, parameters: tuple, arguments: Sequence[Tensor | Scalar], arch: str
+    kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str
 ) -> dict[str, str]:
     """Everything that the machine code of a kernel depends on, by name."""
     classes = [kernel, *(p for p in parameters if isinstance(p, type))]
@@ -148,7 +155,7 @@ def made_of(
     }
 
 
-def fakes(arguments: Sequence[Tensor | Scalar]) -> list[Any]:
+def fakes(arguments: Sequence[Argument]) -> list[Any]:
     """What the compiler is given in place of real arguments."""
     extents: dict[Extent, Any] = {}
     made: list[Any] = []
@@ -161,6 +168,9 @@ def fakes(arguments: Sequence[Tensor | Scalar]) -> list[Any]:
         return extents[size]
 
     for argument in arguments:
+        if isinstance(argument, Absent):
+            made.append(None)
+            continue
         if isinstance(argument, Scalar):
             made.append(argument.dtype(0))
             continue

@@ -125,7 +125,13 @@ class FusedMoe:
         self.terms = config2.terms
         self.gathers = gather is not None
         self.route = Route(
-            shape.num_experts, local, shape.n_group, shape.topk_group, top_k, self.gathers
+            shape.num_experts,
+            local,
+            shape.n_group,
+            shape.topk_group,
+            top_k,
+            self.gathers,
+            shape.routing,
         )
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
@@ -137,8 +143,8 @@ class FusedMoe:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32
-        bias: cute.Tensor,  # (experts,) bf16
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16, as the routing has them
+        bias: cute.Tensor | None,  # (experts,) bf16
         offset: Int32,
         scaling: Float32,
         x: cute.Tensor,  # (tokens, H) e4m3

@@ -11,7 +11,7 @@ from ..layer.routing import GroupedRows
 from ..numerics import BLOCK
 from .architectures import of_device, of_target
 from .combine import Combine
-from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .compile import Absent, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
 from .route import WORD, Route
@@ -180,14 +180,11 @@ def compile_fused(
     shape: MoeShape, config1: Any, config2: Any, multiprocessors: int, target: str
 ) -> Any:
     """The layer for one geometry and any number of tokens; needs no GPU."""
-    experts, local = shape.num_experts, shape.num_local_experts
+    local = shape.num_local_experts
     h, i = shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
     arguments = (
-        Tensor(Float32, (tokens, experts)),
-        Tensor(BFloat16, (experts,)),
-        Scalar(Int32),
-        Scalar(Float32),
+        *_routed(shape, tokens),
         Tensor(Float8E4M3FN, (tokens, h)),
         Tensor(Float32, (h // BLOCK, tokens), align=4),
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
@@ -214,10 +211,7 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
     tokens = Extent("tokens")
     slots = Tensor(Int32, (tokens, top_k), align=4)
     arguments = (
-        Tensor(Float32, (tokens, experts)),
-        Tensor(BFloat16, (experts,)),
-        Scalar(Int32),
-        Scalar(Float32),
+        *_routed(shape, tokens),
         slots,
         Tensor(Int32, (Extent("words"), local), align=4),
         Tensor(Float32, (tokens, top_k), align=4),
@@ -226,8 +220,16 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
         Tensor(Int32, (Extent("rows"),), align=4),
         Tensor(Int32, (Extent("counters"),), align=4),
     )
-    parameters = (experts, local, shape.n_group, shape.topk_group, top_k, names_tokens)
+    groups = shape.n_group, shape.topk_group
+    parameters = (experts, local, *groups, top_k, names_tokens, shape.routing)
     return compiled(Route, parameters, arguments, target)
+
+
+def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:
+    """What the routing is given: logits, bias, first local expert, factor of the weights."""
+    bias = Tensor(BFloat16, (shape.num_experts,)) if shape.has_bias else Absent()
+    logits = Float32 if shape.logits_dtype is torch.float32 else BFloat16
+    return Tensor(logits, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
 
 
 @CompiledOnce

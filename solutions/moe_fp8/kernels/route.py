@@ -8,8 +8,11 @@ below the token's own. Nothing is sorted and nothing depends on the order in whi
 
 Ties go to the lower expert, and among groups to the lower group. A NaN is larger than every number,
 as in `torch.topk`.
+
+What a token's scores and weights are made of is a strategy: `SigmoidScores`, `SoftmaxScores`.
 """
 
+import math
 from collections.abc import Iterator
 
 import cutlass
@@ -34,6 +37,40 @@ LOWEST = -(2**31)
 NAN_ORDER = 2**31 - 1
 
 
+class SigmoidScores:
+    """DeepSeek-V3's: `s = sigmoid(logit)`, chosen by s + bias; weights are s over their sum."""
+
+    def score(self, logit: Float32) -> Float32:
+        """Of an expert."""
+        return sigmoid(logit)
+
+    def share(self, score: Float32, chosen: Boolean) -> Float32:
+        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot."""
+        return score
+
+
+class SoftmaxScores:
+    """The score is the logit; weights are a softmax over the chosen ones alone.
+
+    Which is that over all experts, renormalised: what the others add to the sum cancels out.
+    """
+
+    def score(self, logit: Float32) -> Float32:
+        """Of an expert."""
+        return logit
+
+    def share(self, score: Float32, chosen: Boolean) -> Float32:
+        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot:
+        `exp(score - the largest chosen score)`."""
+        score = cutlass.select_(chosen, score, Float32(-math.inf))
+        largest = cute.arch.warp_reduction_max(score)
+        return cutlass.select_(chosen, cute.math.exp(score - largest), Float32(0.0))
+
+
+SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
+"""By `MoeShape.routing`."""
+
+
 class Route:
     """All kernels, from one host function.
 
@@ -41,6 +78,7 @@ class Route:
         experts, groups, kept_groups, top_k: of the whole model.
         local: experts here.
         names_tokens: whether `token_of_row` is written.
+        routing: of `SCORES`.
     """
 
     def __init__(
@@ -51,8 +89,9 @@ class Route:
         kept_groups: int,
         top_k: int,
         names_tokens: bool = False,
+        routing: str = "deepseek_v3",
     ):
-        geometry = (experts, local, groups, kept_groups, top_k)
+        geometry = (experts, local, groups, kept_groups, top_k, routing)
         self.word = RouteWord(*geometry, names_tokens)
         self.choose = ChooseExperts(*geometry)
         self.number = NumberRows(local, top_k, names_tokens)
@@ -60,8 +99,8 @@ class Route:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32
-        bias: cute.Tensor,  # (experts,) bf16
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
+        bias: cute.Tensor | None,  # (experts,) bf16
         offset: Int32,  # first local expert
         scaling: Float32,
         expert: cute.Tensor,  # (tokens, top_k) i32, scratch
@@ -90,7 +129,7 @@ class ChooseExperts:
     power of two of lanes. Groups: the two best of each lane are merged across its group's lanes,
     and a group is kept if fewer than `kept_groups` are better. Experts: `top_k` times the largest
     of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
-    experts below, so ids are ascending. The chosen scores are added in a tree over the slots.
+    experts below, so ids are ascending. Shares are added in a tree over the slots.
 
     `grid = ceil(tokens / 32)`.
 
@@ -98,7 +137,16 @@ class ChooseExperts:
         ValueError: the geometry does not fit a warp.
     """
 
-    def __init__(self, experts: int, local: int, groups: int, kept_groups: int, top_k: int):
+    def __init__(
+        self,
+        experts: int,
+        local: int,
+        groups: int,
+        kept_groups: int,
+        top_k: int,
+        routing: str = "deepseek_v3",
+    ):
+        self.scores = SCORES[routing]()
         self.experts, self.local, self.groups = experts, local, groups
         self.kept_groups, self.top_k = kept_groups, top_k
         self.own = -(-experts // WARP)
@@ -113,8 +161,8 @@ class ChooseExperts:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32
-        bias: cute.Tensor,  # (experts,) bf16
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
+        bias: cute.Tensor | None,  # (experts,) bf16
         offset: Int32,  # first local expert
         scaling: Float32,
         expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
@@ -133,7 +181,7 @@ class ChooseExperts:
     def kernel(
         self,
         logits: cute.Tensor,
-        bias: cute.Tensor,
+        bias: cute.Tensor | None,
         offset: Int32,
         scaling: Float32,
         expert: cute.Tensor,
@@ -157,7 +205,7 @@ class ChooseExperts:
     def _word(
         self,
         logits: cute.Tensor,
-        bias: cute.Tensor,
+        bias: cute.Tensor | None,
         offset: Int32,
         scaling: Float32,
         weights: cute.Tensor,
@@ -187,9 +235,10 @@ class ChooseExperts:
             score = Float32(0.0)
             if lane < self.top_k:
                 score = chosen[warp, lane]
-            total = self._tree_sum(score) + EPSILON
+            share = self.scores.share(score, Boolean(lane < self.top_k))
+            total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
-                weights[token, lane] = score / total * scaling
+                weights[token, lane] = share / total * scaling
                 local = chosen_id[warp, lane] - offset
                 if local < 0 or local >= self.local:
                     local = Int32(-1)
@@ -203,7 +252,7 @@ class ChooseExperts:
     def _choose(
         self,
         logits: cute.Tensor,
-        bias: cute.Tensor,
+        bias: cute.Tensor | None,
         token: Int32,
         chosen_id: cute.Tensor,
         chosen: cute.Tensor,
@@ -213,19 +262,18 @@ class ChooseExperts:
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
         order = cute.make_rmem_tensor(self.own, Int32)
-        values = cute.make_rmem_tensor(self.own, Float32)
-        biases = cute.make_rmem_tensor(self.own, BFloat16)
-        if cutlass.const_expr(self.experts % WARP == 0):
-            load(logits.iterator + Int64(token) * self.experts + first, values)
-            load(bias.iterator + first, biases)
-        else:
-            for j in cutlass.range_constexpr(self.own):
-                values[j], biases[j] = Float32(0.0), BFloat16(0.0)
-                if first + j < self.experts:
-                    values[j], biases[j] = logits[token, first + j], bias[first + j]
+        values = cute.make_rmem_tensor(self.own, logits.element_type)
+        self._load_own(logits, Int64(token) * self.experts, values)
         for j in cutlass.range_constexpr(self.own):
-            scores[j] = sigmoid(values[j])
-            biased[j] = scores[j] + Float32(biases[j]) + 0.0  # -0 is 0
+            scores[j] = self.scores.score(Float32(values[j]))
+            biased[j] = scores[j]
+        if cutlass.const_expr(bias is not None):
+            biases = cute.make_rmem_tensor(self.own, BFloat16)
+            self._load_own(bias, Int64(0), biases)
+            for j in cutlass.range_constexpr(self.own):
+                biased[j] = biased[j] + Float32(biases[j])
+        for j in cutlass.range_constexpr(self.own):
+            biased[j] = biased[j] + 0.0  # -0 is 0
         bits = cute.recast_tensor(biased, Int32)
         for j in cutlass.range_constexpr(self.own):
             order[j] = order_of(bits[j], biased[j])
@@ -239,6 +287,20 @@ class ChooseExperts:
                 chosen_id[slot] = first + j
                 chosen[slot] = scores[j]
                 slot += 1
+
+    @cute.jit
+    def _load_own(self, row: cute.Tensor, start: Int64, values: cute.Tensor):
+        """The values of this lane's experts, from `start` on; 0 for those that do not exist."""
+        first = cute.arch.lane_idx() * self.own
+        if cutlass.const_expr(self.experts % WARP == 0):
+            load(row.iterator + start + first, values)
+        else:
+            for j in cutlass.range_constexpr(self.own):
+                values[j] = values.element_type(0.0)
+                if first + j < self.experts:
+                    values[j] = cute.make_tensor(
+                        row.iterator + start + first + j, cute.make_layout(1)
+                    )[0]
 
     @cute.jit
     def _bits_of_best(self, order: cute.Tensor) -> Int32:
@@ -317,7 +379,7 @@ class RouteWord(ChooseExperts):
     """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`.
 
     Args:
-        experts, local, groups, kept_groups, top_k: as `ChooseExperts` has them.
+        experts, local, groups, kept_groups, top_k, routing: as `ChooseExperts` has them.
         names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
@@ -328,16 +390,17 @@ class RouteWord(ChooseExperts):
         groups: int,
         kept_groups: int,
         top_k: int,
+        routing: str,
         names_tokens: bool,
     ):
-        super().__init__(experts, local, groups, kept_groups, top_k)
+        super().__init__(experts, local, groups, kept_groups, top_k, routing)
         self.names_tokens = names_tokens
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32
-        bias: cute.Tensor,  # (experts,) bf16
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
+        bias: cute.Tensor | None,  # (experts,) bf16
         offset: Int32,  # first local expert
         scaling: Float32,
         weights: cute.Tensor,  # (tokens, top_k) f32, written
@@ -355,7 +418,7 @@ class RouteWord(ChooseExperts):
     def kernel(
         self,
         logits: cute.Tensor,
-        bias: cute.Tensor,
+        bias: cute.Tensor | None,
         offset: Int32,
         scaling: Float32,
         weights: cute.Tensor,

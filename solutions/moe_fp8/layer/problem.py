@@ -22,13 +22,23 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
     return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
 
 
-ROUTINGS = ("deepseek_v3",)
+ROUTINGS = ("deepseek_v3", "renormalize")
 """Ways to choose a token's experts and their weights, see `routing.choose_experts`."""
 
 
 @dataclass(frozen=True)
 class MoeShape:
     """Everything about the layer that does not change from call to call.
+
+    Attributes:
+        num_experts: of the whole layer.
+        num_local_experts: here.
+        hidden_size: of a token.
+        intermediate_size: inside an expert.
+        n_group: groups that the experts are divided into, for the routing.
+        topk_group: groups that a token's experts come from.
+        top_k: experts of a token.
+        routing: of `ROUTINGS`; with `renormalize` the logits are bfloat16, and there is no bias.
 
     Raises:
         ValueError: a size is not what routing or the block scales need; the message names it.
@@ -55,6 +65,8 @@ class MoeShape:
                 raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
+        if self.routing == "renormalize" and self.n_group != 1:
+            raise ValueError(f"n_group={self.n_group}: expected 1, renormalize knows no groups")
         if self.num_local_experts < 1:
             raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
         if self.n_group < 1 or self.num_experts % self.n_group:
@@ -79,14 +91,25 @@ class MoeShape:
         """Experts of one routing group."""
         return self.num_experts // self.n_group
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the routing takes one."""
+        return self.routing == "deepseek_v3"
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the routing's logits."""
+        return torch.float32 if self.routing == "deepseek_v3" else torch.bfloat16
+
     @cached_property
     def weight_specs(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
         """Name, shape, dtype and meaning of the inputs that do not depend on T."""
         e, h, i = self.num_local_experts, self.hidden_size, self.intermediate_size
         fp8, f32 = torch.float8_e4m3fn, torch.float32
         block = f"one scale per {BLOCK}x{BLOCK} block"
+        bias = ("routing_bias", (self.num_experts,), torch.bfloat16, "one value per expert")
         return (
-            ("routing_bias", (self.num_experts,), torch.bfloat16, "one value per expert"),
+            *((bias,) if self.has_bias else ()),
             ("gemm1_weights", (e, 2 * i, h), fp8, "up rows, then gate rows, of each local expert"),
             ("gemm1_weights_scale", (e, 2 * i // BLOCK, h // BLOCK), f32, block),
             ("gemm2_weights", (e, h, i), fp8, "one down projection per local expert"),
@@ -106,10 +129,10 @@ the FP8 terms of an element of the intermediate."""
 
 
 class MoeInputs(NamedTuple):
-    """The layer's inputs, in the order of the definition."""
+    """The layer's inputs, in the order of DeepSeek-V3's definition."""
 
-    routing_logits: torch.Tensor  # [T, num_experts] float32
-    routing_bias: torch.Tensor  # [num_experts] bfloat16
+    routing_logits: torch.Tensor  # [T, num_experts] float32, or bfloat16: `MoeShape.logits_dtype`
+    routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
     hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
     hidden_states_scale: torch.Tensor  # [H/128, T] float32
     gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
@@ -138,8 +161,9 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
         tokens = logits.shape[0]
         device = logits.device
         specs = _specs(shape, tokens)
-        arguments = (*inputs[:8], output)
+        arguments = tensor_arguments(inputs, output, shape)
         good = _is_integer(inputs.local_expert_offset) and _is_real(inputs.routed_scaling_factor)
+        good = good and (inputs.routing_bias is None) != shape.has_bias
         for argument, (_, dims, dtype, _) in zip(arguments, specs, strict=True):
             good = (
                 good
@@ -149,7 +173,7 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
                 and argument.is_contiguous()
             )
         if good:
-            bias, x = inputs.routing_bias, inputs.hidden_states
+            bias, x = arguments[1], inputs.hidden_states  # without a bias both are x
             w13, w2 = inputs.gemm1_weights, inputs.gemm2_weights
             addresses = logits.data_ptr() | bias.data_ptr() | x.data_ptr()
             addresses |= w13.data_ptr() | w2.data_ptr() | output.data_ptr()
@@ -161,16 +185,27 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
     return tokens
 
 
+def tensor_arguments(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> tuple[Any, ...]:
+    """The tensors among the arguments, in order."""
+    tensors = (*inputs[:8], output)
+    return tensors if shape.has_bias else (tensors[0], *tensors[2:])
+
+
 def _specs(
     shape: MoeShape, tokens: int
 ) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
-    """Name, shape, dtype and meaning of the eight tensor inputs and the output, in order."""
-    bias, w13, w13_scale, w2, w2_scale = shape.weight_specs
+    """Name, shape, dtype and meaning of `tensor_arguments`."""
+    *bias, w13, w13_scale, w2, w2_scale = shape.weight_specs
     h = shape.hidden_size
     fp8, f32 = torch.float8_e4m3fn, torch.float32
     return (
-        ("routing_logits", (tokens, shape.num_experts), f32, "one logit per token and expert"),
-        bias,
+        (
+            "routing_logits",
+            (tokens, shape.num_experts),
+            shape.logits_dtype,
+            "one logit per token and expert",
+        ),
+        *bias,
         ("hidden_states", (tokens, h), fp8, "one row per token of routing_logits"),
         (
             "hidden_states_scale",
@@ -218,7 +253,8 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
     logits = inputs.routing_logits
     usable = isinstance(logits, torch.Tensor) and logits.dim() == 2
     specs = _specs(shape, logits.shape[0] if usable else -1)
-    for argument, (name, dims, dtype, why) in zip((*inputs[:8], output), specs, strict=True):
+    arguments = tensor_arguments(inputs, output, shape)
+    for argument, (name, dims, dtype, why) in zip(arguments, specs, strict=True):
         expected = "[" + ", ".join("T" if n == -1 else str(n) for n in dims) + "]"
         if not isinstance(argument, torch.Tensor):
             raise ValueError(
@@ -250,6 +286,9 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
                 f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
                 f"{argument.data_ptr():#x} (it moves in {ALIGNMENT}-byte pieces; .clone() it)"
             )
+    if not shape.has_bias and inputs.routing_bias is not None:
+        given = type(inputs.routing_bias).__name__
+        raise ValueError(f"routing_bias: expected None with {shape.routing}, got {given}")
     _explain_scalar("local_expert_offset", inputs.local_expert_offset, "an integer", _is_integer)
     _explain_scalar(
         "routed_scaling_factor",

@@ -43,22 +43,34 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
 
 
 def choose_experts(
-    logits: torch.Tensor,  # [T, num_experts] float32
-    bias: torch.Tensor,  # [num_experts] bfloat16
+    logits: torch.Tensor,  # [T, num_experts] float32, or bfloat16 with `renormalize`
+    bias: torch.Tensor | None,  # [num_experts] bfloat16, none with `renormalize`
     scaling: float,
     shape: MoeShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for every token: ids [T, top_k] int64, ascending, and their weights.
 
-    Scores are sigmoids. The bias takes part in the choice (the `topk_group` groups with the
-    largest sum of their two best experts, then the best experts of those) but not in the weights,
-    which are the chosen scores divided by their sum, times `scaling`.
+    `deepseek_v3`: scores are sigmoids. The bias takes part in the choice (the `topk_group` groups
+    with the largest sum of their two best experts, then the best experts of those) but not in the
+    weights, which are the chosen scores divided by their sum, times `scaling`.
+
+    `renormalize`: scores are the logits. Weights are a softmax over the chosen ones alone, times
+    `scaling`: first the choice, then `exp(logit - the largest)`, their sum, the quotient. The
+    softmax over all experts, renormalised, is the same number with more roundings.
 
     Ties go to the lower expert or group, and a NaN is larger than every number: then all weights of
-    the token are NaN. Ids are ascending: the order of the slots is that in which expert outputs are
-    summed. Weights are summed as a tree, neighbours first.
+    the token are NaN; so they are where a chosen logit of `renormalize` is infinite, or all of them
+    are -inf. Ids are ascending: the order of the slots is that in which expert outputs are summed.
+    Weights are summed as a tree, neighbours first.
     """
     tokens = logits.shape[0]
+    if shape.routing == "renormalize":
+        scores = logits.float()
+        ids = _best_first(scores)[:, : shape.top_k].sort(dim=-1).values
+        weights = scores.gather(1, ids)
+        weights = torch.exp(weights - weights.amax(dim=-1, keepdim=True))
+        return ids, weights.div_(_tree_sum(weights)).mul_(scaling)
+    assert bias is not None
     scores = torch.sigmoid(logits)
     by_group = (scores + bias).view(tokens, shape.n_group, shape.group_size)
     group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
@@ -69,11 +81,15 @@ def choose_experts(
     candidates = by_group.view(tokens, shape.num_experts)
     ids = _best_first(candidates)[:, : shape.top_k].sort(dim=-1).values
     weights = scores.gather(1, ids)
-    total = weights
-    while total.shape[1] > 1:
-        even, odd = total[:, ::2], total[:, 1::2]
-        total = torch.cat((even[:, : odd.shape[1]] + odd, even[:, odd.shape[1] :]), dim=1)
-    return ids, weights.div_(total + EPSILON).mul_(scaling)
+    return ids, weights.div_(_tree_sum(weights) + EPSILON).mul_(scaling)
+
+
+def _tree_sum(values: torch.Tensor) -> torch.Tensor:
+    """Of every row [T, 1], neighbours first."""
+    while values.shape[1] > 1:
+        even, odd = values[:, ::2], values[:, 1::2]
+        values = torch.cat((even[:, : odd.shape[1]] + odd, even[:, odd.shape[1] :]), dim=1)
+    return values
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:

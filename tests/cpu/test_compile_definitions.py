@@ -1,0 +1,44 @@
+"""The fused layer compiled at the geometries of the other definitions, for both architectures."""
+
+import pytest
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.layer.fused import fused_configs
+from moe_fp8.layer.problem import MoeShape
+from test_compile import compiled_code, resources  # noqa: F401
+
+from scripts.common.definitions import TABLE
+
+ROWS = {  # of an expert
+    "kimi_k2": (8, 8),
+    "qwen3_235b": (128, 8),
+    "qwen3_30b": (8, 128),
+    "qwen3_next": (8, 8),
+}
+CASES = [
+    (definition, architecture, rows, terms)
+    for definition in TABLE[1:]
+    for architecture, rows, terms in zip(
+        (HOPPER, BLACKWELL), ROWS[definition.short], (2, 1), strict=True
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("definition", "architecture", "rows", "terms"),
+    CASES,
+    ids=[f"{d.short}-{a.target}-{rows} rows-{terms} terms" for d, a, rows, terms in CASES],
+)
+def test_fused(definition, architecture, rows, terms, compiled_code, tmp_path):  # noqa: F811
+    """With what the heuristic picks for few or for many rows."""
+    shape = MoeShape(**definition.shape)
+    tokens = rows * shape.num_experts // shape.top_k
+    first, second = fused_configs(tokens, shape, architecture.choose, terms)
+    ptx, cubin = compiled_code(
+        kernels.compile_fused, shape, first, second, 132, architecture.target
+    )
+    assert first.swap_ab == (rows == 8)
+    # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
+    assert ptx.count(".entry") == (6 if first.swap_ab else 7)
+    if architecture is HOPPER:
+        assert resources(cubin, tmp_path)["frame"] == 0, "spills"

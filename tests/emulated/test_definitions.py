@@ -1,0 +1,51 @@
+"""The fused layer with the routing of other definitions, at a reduced geometry."""
+
+import pytest
+import torch
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.problem import MoeInputs, MoeShape
+from problems import fp8
+
+SHAPE = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
+                 n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
+"""With three scale blocks in the intermediate, and ten experts a token."""
+CONFIGS = {
+    "swapped, gathered": GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=4),
+    "permuted": GemmConfig(tile_m=64, cluster_n=2, overlap=True, dynamic=True),
+}
+
+
+def inputs_of(tokens: int) -> MoeInputs:
+    torch.manual_seed(tokens)
+    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    return MoeInputs(
+        torch.randn(tokens, e).bfloat16(), None,
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128), 0, 1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "terms"), [("swapped, gathered", 3, 1), ("permuted", 33, 2)]
+)
+def test_as_the_model(name, tokens, terms, emulator, monkeypatch):
+    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    inputs, config = inputs_of(tokens), CONFIGS[name]
+    wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    model.fused(inputs, wanted, SHAPE, terms=terms)
+    second = GemmConfig(tile_m=config.tile_m, swap_ab=config.swap_ab, stages=3, terms=terms)
+    kernels.fused(inputs, out, SHAPE, lambda *_: (config, second), terms)
+    assert calc_diff(out, wanted) < {1: 1e-4, 2: 1e-7}[terms] and out.isfinite().all()
+    assert emulator.reports and not any(report.hazards for report in emulator.reports)
+    emulator.reports.clear()
+    for bias in (torch.zeros(32).bfloat16(), torch.zeros(32)):  # `FusedLayer` leaves it to this
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            kernels.fused(
+                inputs._replace(routing_bias=bias), out, SHAPE, lambda *_: (config, second), terms
+            )
+    assert not emulator.reports
