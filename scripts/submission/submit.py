@@ -64,8 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     for form, said in FORMS.items():
         add = forms.add_parser(form, help=said, description=said).add_argument
         if form in SEVERAL:
-            said = "names of solutions or files" + ("; all" if form == APPLY else "")
-            add("solutions", nargs=SEVERAL[form], metavar="SOLUTION", help=said)
+            which = "names of solutions or files" + ("; all" if form == APPLY else "")
+            add("solutions", nargs=SEVERAL[form], metavar="SOLUTION", help=which)
         else:
             add("solutions", nargs=1, metavar="SOLUTION", help="name of a solution or of its file")
         add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
@@ -121,6 +121,8 @@ def collect(args: argparse.Namespace, workloads: "Sequence[Trace]") -> list[Expo
         say("\n".join([str(backed), *backed.remarks]))
     if not exports:
         raise evidence.Refused("\n".join(refused))
+    for why in refused:
+        say(why.splitlines()[0].rstrip(":"))
     return exports
 
 
