@@ -1,8 +1,8 @@
 """The definitions that this data set holds: one entry of a table each.
 
 An entry says the geometry and the routing; name, interface, reference, workloads and the packed
-solutions' layers follow from it. All but the first are those of flashinfer-bench's public data set:
-names, axes, inputs and their order.
+solutions' layers follow from it. Names, axes, inputs and their order are those of the data set
+that flashinfer-bench's authors publish.
 """
 
 from dataclasses import dataclass

@@ -144,8 +144,12 @@ def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -
         if names.count(name) > 1:
             files = [g.path.name for g in found if g.name == name]
             raise PackError(f"the name {name} is used by {' and '.join(files)}")
+    return _packed_for(definition, found)
+
+
+def _packed_for(definition: MoeDefinition, found: Sequence[Generation]) -> list[Generation]:
     if definition is DEFAULT:
-        return found
+        return list(found)
     return [
         replace(generation, definition=definition)
         for generation in found
@@ -155,7 +159,8 @@ def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -
 
 def every_generation() -> list[Generation]:
     """The generations of all definitions."""
-    return [g for definition in TABLE for g in generations(definition=definition)]
+    found = generations()
+    return [g for definition in TABLE for g in _packed_for(definition, found)]
 
 
 def entry_file(
@@ -277,60 +282,56 @@ def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation
 
 def write_packed(
     names: Sequence[str] = (),
-    output: Path = PACKED_DIR,
+    output: Path | None = None,
     root: Path = PACKAGE_DIR,
     build: bool = True,
-    definitions: Sequence[MoeDefinition] = (DEFAULT,),
+    definition: MoeDefinition = DEFAULT,
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`; the paths of their JSON files.
 
-    Packing all of a definition removes JSON files of generations that are no more, which
-    flashinfer-bench would otherwise still run. A file that is current is not touched.
+    Without an output they go where the definition's lie. Packing all removes JSON files of
+    generations that are no more, which flashinfer-bench would otherwise still run. A file that is
+    current is not touched.
     """
-    found = [g for definition in definitions for g in generations(root, definition)]
-    packed = []
-    for generation in select(found, names):
-        path, content = packed_path(generation, output), pack(generation)
-        packed.append(path)
+    output = output or packed_dir(definition)
+    found = generations(root, definition)
+    chosen = select(found, names)
+    packed = {output / f"{g.name}.json": pack(g) for g in chosen}
+    for path, content in packed.items():
         if path.is_file() and path.read_bytes() == content:
             continue
         if build:
-            validate(content, generation.definition)
+            validate(content, definition)
         files.write(path, content)
     if not names:
-        for stale in _json_files(output, definitions) - set(packed):
+        for stale in set(output.glob("*.json")) - set(packed):
             stale.unlink()
-    return packed
+    return list(packed)
 
 
-def packed_path(generation: Generation, output: Path) -> Path:
-    """The file that a generation is packed into."""
-    return output / generation.definition.short / f"{generation.name}.json"
-
-
-def _json_files(output: Path, definitions: Sequence[MoeDefinition]) -> set[Path]:
-    """Those that are there for the definitions."""
-    return {path for of in definitions for path in (output / of.short).glob("*.json")}
+def packed_dir(definition: MoeDefinition) -> Path:
+    """Where the packed solutions of a definition lie."""
+    return PACKED_DIR / definition.short
 
 
 def stale_files(
     names: Sequence[str],
     output: Path,
     root: Path = PACKAGE_DIR,
-    definitions: Sequence[MoeDefinition] = (DEFAULT,),
+    definition: MoeDefinition = DEFAULT,
 ) -> list[str]:
     """What is wrong with the packed files, one line each; empty if they are current."""
-    found = [g for definition in definitions for g in generations(root, definition)]
+    found = generations(root, definition)
     problems = []
     for generation in select(found, names):
-        path = packed_path(generation, output)
+        path = output / f"{generation.name}.json"
         if not path.is_file():
             problems.append(f"{path.name}: missing")
         elif path.read_bytes() != pack(generation):
             problems.append(f"{path.name}: not what {generation.path.name} packs to")
     if not names:
         known = {f"{g.name}.json" for g in found}
-        extra = sorted(p.name for p in _json_files(output, definitions) if p.name not in known)
+        extra = sorted(p.name for p in output.glob("*.json") if p.name not in known)
         problems += [f"{name}: no generation of that name" for name in extra]
     return problems
 
@@ -339,8 +340,9 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("names", nargs="*", help="solutions (or their files) to pack; all")
     arguments.add_argument(
-        "--output", type=Path, default=PACKED_DIR, help="directory of the JSON files"
+        "--definition", type=find, default=DEFAULT, metavar="NAME", help="another definition"
     )
+    arguments.add_argument("--output", type=Path, help="directory of the JSON files")
     arguments.add_argument(
         "--check", action="store_true", help="write nothing; fail if a file is missing or stale"
     )
@@ -350,23 +352,20 @@ def main() -> int:
         help="skip loading and building the result through flashinfer-bench",
     )
     arguments.add_argument("--list", action="store_true", help="only list the generations")
-    arguments.add_argument(
-        "--definition", type=find, metavar="NAME", help="only those for this one; for all"
-    )
     args = arguments.parse_args()
-    definitions = (args.definition,) if args.definition else TABLE
+    definition: MoeDefinition = args.definition
+    output = args.output or packed_dir(definition)
     try:
         if args.list:
-            for generation in (g for d in definitions for g in generations(definition=d)):
+            for generation in generations(definition=definition):
                 print(f"{generation.name}  {generation.path.name}")
             return EXIT_OK
         if args.check:
-            problems = stale_files(args.names, args.output, definitions=definitions)
+            problems = stale_files(args.names, output, definition=definition)
             print("\n".join(problems) if problems else "packed solutions are current")
             return EXIT_FAILED if problems else EXIT_OK
-        for path in write_packed(
-            args.names, args.output, build=not args.no_build, definitions=definitions
-        ):
+        build = not args.no_build
+        for path in write_packed(args.names, output, build=build, definition=definition):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     except PackError as error:
         print(f"error: {error}")

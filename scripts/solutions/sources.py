@@ -9,18 +9,22 @@ from collections.abc import Collection, Mapping
 
 from scripts.common import environment
 from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition
 from scripts.common.schemas import Captured
 from scripts.ranking.ranking import PREFIX, Ranking, short_name
-from scripts.solutions.pack import PackError, every_generation, pack
+from scripts.solutions.pack import PackError, generations, pack
 
 
 @functools.cache
-def current() -> dict[str, str]:
-    """The hash of every solution as it would be packed now."""
+def current(definition: MoeDefinition = DEFAULT) -> dict[str, str]:
+    """The hash of every solution of a definition as it would be packed now."""
     from flashinfer_bench.data import Solution
 
     try:
-        packed = {g.name: Solution.model_validate_json(pack(g)) for g in every_generation()}
+        packed = {
+            g.name: Solution.model_validate_json(pack(g))
+            for g in generations(definition=definition)
+        }
     except (PackError, SyntaxError) as error:
         raise UsageError(f"the present sources cannot be packed: {error}") from None
     return {name: solution.hash() for name, solution in packed.items()}
@@ -37,15 +41,15 @@ def measured(ranking: Ranking) -> dict[str, set[str]]:
 def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:
     """Says which of our solutions have other sources now than those that were measured, and of
     which that is not known; empty if there are none."""
+    now = dict(current())
+    for other in TABLE[1:]:
+        if any(name.endswith(f"_{other.short}") for name in hashes):
+            now |= current(other)
     ours = {
-        name: set(was)
-        for name, was in hashes.items()
-        if name in current() or name.startswith(PREFIX)
+        name: set(was) for name, was in hashes.items() if name in now or name.startswith(PREFIX)
     }
     unknown = [short_name(n) for n, was in ours.items() if "" in was]
-    changed = [
-        short_name(n) for n, was in ours.items() if "" not in was and was != {current().get(n)}
-    ]
+    changed = [short_name(n) for n, was in ours.items() if "" not in was and was != {now.get(n)}]
     said = []
     if len(changed) > 1 and len(changed) == len(hashes):
         said.append(f"Since {what} the sources of all {len(changed)} solutions have changed.")

@@ -100,7 +100,7 @@ def load_with_ours(
     goes to stderr. Raises PackError."""
     from scripts.solutions.pack import write_packed
 
-    packed = packed_solutions(write_packed(definitions=(definition,)))
+    packed = packed_solutions(write_packed(definition=definition))
     trace_set, remarks = load(root, definition)
     for remark in remarks + add_solutions(trace_set, packed):
         say(remark)

@@ -23,8 +23,9 @@ from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition
 from scripts.common.project import BASELINES, ROOT
+from scripts.ranking import rankings
 from scripts.report import run_data
-from scripts.solutions import pack
+from scripts.solutions import pack, sources
 from scripts.workloads import dataset, fit_workloads, make_definition, make_workloads
 from scripts.workloads.synthetic_logits import routing_bias
 
@@ -373,19 +374,25 @@ def test_packed_solutions(definition, unpacked) -> None:
         torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0)
 
 
-def test_packing_a_definition_leaves_the_others_alone(tmp_path) -> None:
-    others = dict(output=tmp_path, build=False, definitions=OTHERS[:1])
-    names = ["triton_moe", f"triton_moe_{OTHERS[0].short}"]
-    paths = pack.write_packed(names, tmp_path, build=False, definitions=TABLE[:2])
-    assert [p.relative_to(tmp_path).as_posix() for p in paths] == [
-        "triton_moe.json",
-        f"{OTHERS[0].short}/triton_moe_{OTHERS[0].short}.json",
-    ]
-    (tmp_path / OTHERS[0].short / "gone.json").write_text("{}")
-    pack.write_packed(**others)
-    assert (tmp_path / "triton_moe.json").is_file()
-    assert not list(tmp_path.rglob("gone.json"))
-    assert pack.stale_files([], tmp_path, definitions=OTHERS[:1]) == []
+def test_packing_a_definition(tmp_path, monkeypatch) -> None:
+    """Into a directory of its own, whose solutions are known as ours."""
+    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path)
+    definition = OTHERS[0]
+    name = definition.packed_name("triton_moe")
+    (path,) = pack.write_packed([name], build=False, definition=definition)
+    assert path == tmp_path / definition.short / f"{name}.json"
+    assert pack.stale_files([name], path.parent, definition=definition) == []
+    (path.parent / "gone.json").write_text("{}")
+    assert pack.write_packed(build=False)[0].parent == tmp_path
+    assert (path.parent / "gone.json").is_file(), "of another definition"
+    pack.write_packed(build=False, definition=definition)
+    assert not (path.parent / "gone.json").is_file()
+    hashes = sources.current(definition)
+    assert sources.remark({name: {hashes[name]}}) == ""
+    assert "triton_moe_kimi_k2 has changed" in sources.remark({name: {"another"}})
+    names = {g.name for g in pack.every_generation()}
+    assert names >= {*hashes, *sources.current()}
+    assert name not in rankings.our_names() >= {definition.packed_name("cutedsl_moe_fp8_flat")}
 
 
 # --- the programs --------------------------------------------------------------------------------

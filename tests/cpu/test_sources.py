@@ -79,7 +79,7 @@ def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
     monkeypatch.undo()
     from flashinfer_bench.data import Solution
 
-    packed = {g.name: Solution.model_validate_json(pack.pack(g)) for g in pack.every_generation()}
+    packed = {g.name: Solution.model_validate_json(pack.pack(g)) for g in pack.generations()}
     assert sources.current() == {name: s.hash() for name, s in packed.items()}
     assert len(set(sources.current().values())) == len(packed) > 4
 
@@ -87,9 +87,9 @@ def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
 def test_sources_that_cannot_be_packed_are_one_line(monkeypatch) -> None:
     monkeypatch.undo()
 
-    def generations() -> list[pack.Generation]:
+    def generations(definition: object) -> list[pack.Generation]:
         raise pack.PackError("gen.py: no docstring")
 
-    monkeypatch.setattr(sources, "every_generation", generations)
+    monkeypatch.setattr(sources, "generations", generations)
     with pytest.raises(UsageError, match="cannot be packed: gen.py: no docstring"):
         sources.current.__wrapped__()
