@@ -28,6 +28,7 @@ FEW = "def run(x, w, factor, output):\n    output.copy_(x * (2 if len(x) < 80 el
 CALLS = "calls = []\ndef run(x, w, factor, output):\n    calls.append(1)\n"
 CALLS += "    output.copy_(x + len(calls))\n"
 KEEPS = "seen = []\ndef run(x, w, factor, output):\n    seen.append(len(x))\n"
+SMALLEST = KEEPS + "    output.copy_(x + (min(seen) < 8))\n"
 KEEPS += "    output.copy_(x + len(set(seen)))\n"
 VANDAL = OWN + "    w.zero_()\n"
 FAILS = "def run(x, w, factor, output): raise KeyError('a\\nb')\n"
@@ -74,8 +75,9 @@ def test_a_token_of_its_own_bits_passes_every_check() -> None:
         (FEW, ["alone", "7 at a time", "80 at a time"]),  # 20 tokens are left for the last
         (CALLS, EVERY),
         (KEEPS, ["after others", "reversed", "doubled", "alone", "7 at a time", "80 at a time"]),
+        (SMALLEST, ["after others", "reversed", "alone", "7 at a time", "80 at a time"]),
     ],
-    ids=["others", "place", "few", "calls", "keeps"],
+    ids=["others", "place", "few", "calls", "keeps", "smallest"],
 )
 def test_what_is_noticed(content: str, fails: list[str]) -> None:
     assert failing(content) == fails
