@@ -222,6 +222,9 @@ class Combine:
                 weight = Float32(notes[1][state.index])
                 for i in cutlass.range_constexpr(self.vector):
                     total[i] = cute.math.fma(weight, Float32(row[i]), total[i])
+            # The stage's next copy is the asynchronous proxy's: it must not come before these reads
+            # have come back. Without the fence the arrival overtook them.
+            cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 ring.consumer_release(state)
