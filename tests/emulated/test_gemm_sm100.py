@@ -12,7 +12,6 @@ from test_gemm import launch as launch_for
 TARGET = "sm_100a"
 OTHERS = [
     GemmConfig(stages=2, accumulators=2),
-    GemmConfig(tile_n=64, stages=3),
     GemmConfig(tile_n=256, accumulators=2, stages=2),
     GemmConfig(cluster_m=2),
     GemmConfig(cluster_n=2, stages=3, accumulators=3),
