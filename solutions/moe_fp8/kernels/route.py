@@ -63,8 +63,7 @@ class SoftmaxScores:
         """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot:
         `exp(score - the largest chosen score)`."""
         score = cutlass.select_(chosen, score, Float32(-math.inf))
-        largest = cute.arch.warp_reduction_max(score)
-        return cutlass.select_(chosen, cute.math.exp(score - largest), Float32(0.0))
+        return cute.math.exp(score - cute.arch.warp_reduction_max(score))
 
 
 SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
