@@ -188,9 +188,8 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     ranked = rankings(records, against=args.against, peers=args.peers, by=by)
     on_cpu = all(r.cpu for r in ranked)
     if ranked:
-        recorded = args.definition is DEFAULT
-        said = what_is_known(ranked, recorded) if on_cpu else print_rankings(ranked)
-        print("\n" + said)
+        name = args.definition.name
+        print("\n" + (what_is_known(ranked, name) if on_cpu else print_rankings(ranked)))
     for error in outcome.errors:
         say(f"error: {error}")
     failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
@@ -206,12 +205,11 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
     return status
 
 
-def what_is_known(ranked: Sequence[Ranking], recorded: bool = True) -> str:
-    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times,
-    where the definition has some."""
+def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> str:
+    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
     from scripts.report import run_data, without_gpu
 
-    return without_gpu.to_text(ranked, run_data.recorded_runs() if recorded else [])
+    return without_gpu.to_text(ranked, run_data.recorded_runs(definition=definition))
 
 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:

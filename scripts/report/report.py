@@ -140,10 +140,10 @@ def correctness_section(ranking: Ranking, number: int) -> Section:
     return Section(f"ranking{number}", head, text, parts=parts)
 
 
-def recorded_sections(number: int) -> list[Section]:
+def recorded_sections(definition: str, number: int) -> list[Section]:
     """The recorded rankings of GPUs, for a page of a run that measured none; from `number` on."""
     sections = []
-    for place, recorded in enumerate(run_data.recorded_runs(), number):
+    for place, recorded in enumerate(run_data.recorded_runs(definition=definition), number):
         section = ranking_section(recorded, recorded.main, place)
         said = f"Recorded {recorded.day}; not measured in this run."
         text = [said, *section.text]
@@ -230,7 +230,7 @@ def _render(recorded: Recorded) -> str:
         for i, r in enumerate(recorded.rankings)
     ]
     if all(r.cpu for r in recorded.rankings):
-        sections += recorded_sections(len(sections))
+        sections += recorded_sections(recorded.definition, len(sections))
     if len(recorded.rankings) > 1:
         legend, header, rows = rank_tables.side_by_side(recorded.rankings)
         parts = [Part(table=Table(header, rows))]

@@ -36,6 +36,11 @@ class Recorded:
     """By the file's stem."""
 
     @property
+    def definition(self) -> str:
+        """Whose solutions were run."""
+        return self.info.get("definition", DEFINITION)
+
+    @property
     def main(self) -> Ranking:
         """The ranking of run.json's own timing method: the run that the directory records."""
         named = [r for r in self.rankings if r.timing == self.info.get("timing")]
@@ -88,9 +93,13 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
     )
 
 
-def recorded_runs(root: Path = RESULTS_DIR) -> list[Recorded]:
-    """The latest record of every GPU."""
-    latest = {path.parents[1].name: path.parent for path in sorted(root.glob("*/*/traces.jsonl"))}
+def recorded_runs(root: Path = RESULTS_DIR, definition: str = DEFINITION) -> list[Recorded]:
+    """The latest record of every GPU that is of the definition."""
+    latest = {
+        path.parents[1].name: path.parent
+        for path in sorted(root.glob("*/*/traces.jsonl"))
+        if read_run(path).get("definition", DEFINITION) == definition
+    }
     return [read(directory) for directory in latest.values()]
 
 

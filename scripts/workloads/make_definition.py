@@ -22,6 +22,10 @@ from scripts.common.project import ROOT
 PATH = DEFAULT.path
 HERE = Path(__file__).parent
 BLOCK = 128
+BLOCK_LINE = (
+    f"BLOCK = {BLOCK}  # one scale per 128 hidden columns of a token, one per 128x128 block of a "
+    "weight"
+)
 
 DESCRIPTIONS = {
     DEEPSEEK_V3: (
@@ -152,30 +156,21 @@ def reference_of(definition: MoeDefinition) -> str:
         return whole.read_text(encoding="utf-8")
     d = definition
     shared, own = functions(whole), functions(HERE / "expert_reference.py")
-    doc = f"Reference of the MoE layer of {d.model}, in float32."
-    sizes = [f"TOP_K = {d.top_k}"]
+    constants = [BLOCK_LINE, f"TOP_K = {d.top_k}"]
     route = own.get(f"route_{d.routing}")
     if route is None:
-        sizes = [f"N_GROUP = {d.n_group}", f"TOPK_GROUP = {d.topk_group}", *sizes]
+        constants[1:1] = [f"N_GROUP = {d.n_group}", f"TOPK_GROUP = {d.topk_group}"]
         route = shared["route"]
-    run = own[f"run_{d.routing}"].replace(f"def run_{d.routing}(", "def run(")
+    doc = f'"""Reference of the MoE layer of {d.model}, in float32."""'
     parts = [
-        f'"""{doc}"""\n\nimport torch\n',
-        "\n".join(
-            (
-                f"BLOCK = {BLOCK}  # one scale per 128 hidden columns of a token, one per 128x128 "
-                "block of a weight",
-                *sizes,
-            )
-        )
-        + "\n\n",
-        shared["dequantize_activations"] + "\n\n",
-        shared["dequantize_weights"] + "\n\n",
-        route + "\n\n",
-        own["weighted_experts"] + "\n\n",
-        run,
+        "\n\n".join((doc, "import torch", "\n".join(constants))),
+        shared["dequantize_activations"],
+        shared["dequantize_weights"],
+        route,
+        own["weighted_experts"],
+        own[f"run_{d.routing}"].replace(f"def run_{d.routing}(", "def run("),
     ]
-    return "\n".join(parts) + "\n"
+    return "\n\n\n".join(parts) + "\n"
 
 
 def build_definition(definition: MoeDefinition = DEFAULT) -> dict:

@@ -428,7 +428,13 @@ def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no results"):
         run_data.read(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"definition": definition.name}))
-    assert run_data.read(tmp_path).main.records
+    read = run_data.read(tmp_path)
+    assert read.main.records and read.definition == definition.name
+
+
+def test_records_of_another_definition_stand_beside_none() -> None:
+    assert run_data.recorded_runs()
+    assert run_data.recorded_runs(definition=OTHERS[0].name) == []
 
 
 def test_definitions_are_written_by_the_program(tmp_path) -> None:

@@ -9,6 +9,7 @@ from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.baselines import deepgemm_moe, triton_moe
+from moe_fp8.kernels import operations
 from moe_fp8.layer import model, pipeline
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff, cosine
@@ -94,6 +95,18 @@ def model_of_flat(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "select", lambda device: model)
         return output_of(v4, definition, inputs)
+
+
+@pytest.mark.parametrize("tokens", [5, 4099])
+def test_routing(tokens, definition, shape, make_inputs):
+    """Which experts, and which rows their pairs get; weights but for the rounding of `exp`."""
+    inputs = make_inputs(tokens)
+    got, wanted = operations.route(inputs, shape), model.route(inputs, shape)
+    assert torch.equal(got.m_indptr, wanted.m_indptr)
+    assert torch.equal(got.pair_row, wanted.pair_row)
+    pairs = int(wanted.m_indptr[-1])
+    assert torch.equal(got.token_of_row[:pairs], wanted.token_of_row[:pairs])
+    torch.testing.assert_close(got.weights, wanted.weights, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ class SoftmaxScores:
         """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot:
         `exp(score - the largest chosen score)`."""
         score = cutlass.select_(chosen, score, Float32(-math.inf))
-        largest = cute.arch.warp_reduction_max(score)
-        return cutlass.select_(chosen, cute.math.exp(score - largest), Float32(0.0))
+        return cute.math.exp(score - cute.arch.warp_reduction_max(score))
 
 
 SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
@@ -264,15 +263,14 @@ class ChooseExperts:
         order = cute.make_rmem_tensor(self.own, Int32)
         values = cute.make_rmem_tensor(self.own, logits.element_type)
         self._load_own(logits, Int64(token) * self.experts, values)
+        biases = cute.make_rmem_tensor(self.own, BFloat16)
+        if cutlass.const_expr(bias is not None):
+            self._load_own(bias, Int64(0), biases)
         for j in cutlass.range_constexpr(self.own):
             scores[j] = self.scores.score(Float32(values[j]))
             biased[j] = scores[j]
-        if cutlass.const_expr(bias is not None):
-            biases = cute.make_rmem_tensor(self.own, BFloat16)
-            self._load_own(bias, Int64(0), biases)
-            for j in cutlass.range_constexpr(self.own):
+            if cutlass.const_expr(bias is not None):
                 biased[j] = biased[j] + Float32(biases[j])
-        for j in cutlass.range_constexpr(self.own):
             biased[j] = biased[j] + 0.0  # -0 is 0
         bits = cute.recast_tensor(biased, Int32)
         for j in cutlass.range_constexpr(self.own):
