@@ -39,10 +39,10 @@ def summary_table(ranking: Ranking) -> Table:
         header += [f"{named} {ranking.against}"] if ranking.against else []
         return header
 
-    def times_cells(clock: Clock, times: Times) -> list[str]:
+    def times_cells(clock: Clock, times: Times, passed: int) -> list[str]:
         device = clock == "device"
-        cells = [number(times.mean_ms, ".4f")]
-        cells += [number(times.geomean_ms, ".4f")] if device else []
+        cells = [mean_text(times.mean_ms, times, passed, ".4f")]
+        cells += [mean_text(times.geomean_ms, times, passed, ".4f")] if device else []
         cells += [percent(times.spread)] if both else []
         cells += [str(times.wins)] if device else []
         cells += [number(times.vs_peer, unit="x")] if ranking.compares_peers else []
@@ -59,7 +59,7 @@ def summary_table(ranking: Ranking) -> Table:
         row += [number(v, unit="x") for v in (s.mean, s.geomean, s.median, s.lowest, s.highest)]
         row.append(str(s.harness.wins))
         for clock in ranking.clocks:
-            row += times_cells(clock, s.times(clock))
+            row += times_cells(clock, s.times(clock), s.passed)
         row += [batch_invariant(s.checks)] if ranking.knows_bits else []
         rows.append(row)
     for name, why in ranking.skipped.items():
@@ -69,6 +69,11 @@ def summary_table(ranking: Ranking) -> Table:
         header.append("why")
         rows = [[*row, reason] for row, reason in zip(rows, reasons, strict=True)]
     return header, rows
+
+
+def mean_text(mean: float | None, times: Times, passed: int, form: str) -> str:
+    """A mean, and of how many workloads where some that passed have no time."""
+    return number(mean, form) + (f" ({times.count})" if 0 < times.count < passed else "")
 
 
 def skip_status(reason: str) -> str:
@@ -188,7 +193,8 @@ def short_table(ranking: Ranking) -> Table:
     for place, s in enumerate(ranking.summaries, 1):
         row = [str(place), short_name(s.solution), "peer" if s.peer else "ours"]
         row += [f"{s.passed}/{s.passed + s.failed}"]
-        row += [number(s.times(clock).mean_ms, ".3f") for clock in ranking.clocks]
+        for times in map(s.times, ranking.clocks):
+            row.append(mean_text(times.mean_ms, times, s.passed, ".3f"))
         row += [number(s.times(nearest).vs_peer, unit="x")] if ranking.compares_peers else []
         row += [batch_invariant(s.checks)] if ranking.knows_bits else []
         rows.append(row)

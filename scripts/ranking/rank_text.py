@@ -45,8 +45,9 @@ PEER_NOTES = (
 )
 CLOCK_NOTES = (
     " harness: flashinfer-bench's time, host included, by which speed-ups are formed; device: the "
-    "time on the GPU alone ({methods}), mean over the workloads. spread: from the 10th to the 90th "
-    "percentile of the calls over their median, mean over the workloads. {order}"
+    "time on the GPU alone ({methods}), mean over the workloads, in brackets of how many where not "
+    "of all. spread: from the 10th to the 90th percentile of the calls over their median, their "
+    "mean. {order}"
 )
 BITS_NOTES = (
     "Whether the same tokens give the same bits (run.py invariance); where not, the tokens that "

@@ -80,8 +80,8 @@ def ranking(recorded: Recorded) -> str:
         clocks = (
             f"harness: flashinfer-bench's time, host included, over which the speed-ups are; "
             f"device: the time on the GPU alone ({markdown(methods)}); ms are means over the "
-            "workloads; spread: from the 10th to the 90th percentile of the calls over their "
-            "median."
+            "workloads, in brackets of how many where not of all; spread: from the 10th to the "
+            "90th percentile of the calls over their median."
         )
     changed = run_data.changed_sources(main)
     header, rows = run_data.ranking_table(main)

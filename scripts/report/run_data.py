@@ -116,7 +116,8 @@ def say_clocks(ranking: Ranking) -> str:
             f"; {', '.join(sorted(names[method]))}: {rank_text.say_method(method)}"
             for method in others
         )
-        return f"{said} device ms: on the GPU alone ({methods}). Means over the workloads."
+        means = "Means over the workloads, in brackets of how many where not of all."
+        return f"{said} device ms: on the GPU alone ({methods}). {means}"
     return f"{said} Means over the workloads. The time on the GPU alone is not recorded."
 
 

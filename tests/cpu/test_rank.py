@@ -525,6 +525,10 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         "device vs best peer",
     ]
     assert rows[1][9:] == ["2.5000", "20 %", "0.50x", "1.0500", "0.4472", "2 %", "1", "1.26x"]
+    (partly,) = ranked(tmp_path, [*CLOCKED[1:], trace("ours", 7, 1.0)], peers=["peer"])
+    cells = rank_tables.summary_table(partly)[1][1]
+    assert cells[9] == "2.5000" and cells[12:14] == ["2.0000 (1)", "2.0000 (1)"]
+    assert rank_tables.short_table(partly)[1][1][5] == "2.000 (1)"
     titles = [title for title, _, _ in rank_tables.workload_tables(ranking)]
     assert titles == [
         "Harness time in ms, host included, * the fastest",
