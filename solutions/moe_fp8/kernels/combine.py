@@ -222,8 +222,8 @@ class Combine:
                 weight = Float32(notes[1][state.index])
                 for i in cutlass.range_constexpr(self.vector):
                     total[i] = cute.math.fma(weight, Float32(row[i]), total[i])
-            # The stage's next copy is the asynchronous proxy's: it must not come before these reads
-            # have come back. Without the fence the arrival overtook them.
+            # Until these reads have come back: ptxas puts the arrival ahead of the sums, and float32
+            # rows were overwritten while they were read. The next copy is another proxy's, besides.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
