@@ -222,8 +222,9 @@ class Combine:
                 weight = Float32(notes[1][state.index])
                 for i in cutlass.range_constexpr(self.vector):
                     total[i] = cute.math.fma(weight, Float32(row[i]), total[i])
-            # Until these reads have come back: ptxas puts the arrival ahead of the sums, and float32
-            # rows were overwritten while they were read. The next copy is another proxy's, besides.
+            # Until these reads have come back: ptxas puts the arrival ahead of the sums, and stages
+            # of float32 rows were overwritten while they were read. The next copy is, besides,
+            # that of another proxy.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
