@@ -141,7 +141,7 @@ def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
     assert started[0] == "test" and started[-1] == "report"
     words = {str(word) for step in every for word in step.command}
     kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-22").iterdir()}
-    from_bench = {"floors.json", "run.json", "traces.jsonl"}
+    from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
     assert {str(directory / name) for name in kept - from_bench} <= words
 
 
