@@ -89,8 +89,15 @@ def test_calls_are_kept_by_tokens_and_gpu(layer, called, gpus):
     if gpus == 2:
         layer(*call(gpu=1))
         layer(*call(gpu=1))
-        other = ["validated", "prepared", f"fused {TOKENS}"]
-        assert called == other * 2, "which is not the current one"
+        again = ["validated", f"fused {TOKENS}"]
+        assert called == ["validated", "prepared", *again[1:], *again], "not the current one"
+
+
+def test_parts_of_as_many_tokens_are_prepared_once(layer, called):
+    """Of a call of more tokens than one launch takes, and of every such call after it."""
+    for _ in range(2):
+        layer.launch(*call(tokens=7), mark=lambda stage: None)
+    assert called == ["prepared", "fused 7", "fused 7"]
 
 
 def test_layers_of_other_shapes_keep_their_own(layer, called):
@@ -106,7 +113,7 @@ def test_layers_of_other_shapes_keep_their_own(layer, called):
 )
 def test_unusual_numbers_are_validated(changed, layer, called):
     layer(*call(**changed))
-    assert called == ["validated", "prepared", f"fused {TOKENS}"]
+    assert called == ["validated", f"fused {TOKENS}"]
 
 
 def test_a_tensor_on_another_gpu_is_validated(layer, called, gpus):
