@@ -56,7 +56,9 @@ def test_the_recorded_ranking_stands_beside_it(on_cpu) -> None:
     assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in said
     assert "harness ms: flashinfer-bench" in said
     first = recorded.main.summaries[0]
-    (row,) = [line.split() for line in said.splitlines() if line.startswith("1  ")]
+    assert said.count("\nRecorded on ") == len(run_data.recorded_runs())
+    own = said.split(f"Recorded on {recorded.main.hardware}, ")[1].split("\nRecorded on ")[0]
+    (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
     kind = "peer" if first.peer else "ours"
     assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
     assert row[4] == f"{first.harness.mean_ms:.3f}"
