@@ -6,8 +6,9 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings import driver as cuda
-from cutlass import Float32
-from moe_fp8.kernels.compile import Extent, Tensor, compiled
+from cutlass import BFloat16, Float32, Int32
+from moe_fp8.kernels.combine import STAGES, Combine
+from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
 from moe_fp8.kernels.operations import compile_combine, compile_permute, compile_swiglu_quant
 from moe_fp8.kernels.swiglu_quant import divide
 from moe_fp8.layer import model
@@ -269,6 +270,31 @@ def test_combine(tokens, mode, emulator):
     compile_combine(hidden, top_k, TARGET)(o, pair_row, weights, out, min(tokens, 2))
     model.combine(o, pair_row, weights, expected)
     assert not out[0].any()
+    torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
+    assert emulator.reports[-1].hazards == []
+
+
+def test_combine_of_float32_rows(mode, emulator):
+    """As hifi's second GEMM stores them; nine tokens in one CTA, whose ring goes round."""
+    torch.manual_seed(9)
+    hidden, top_k, rows, tokens = 1280, 8, 23, 9
+    o, weights = torch.randn(rows, hidden), torch.rand(tokens, top_k)
+    pair_row = torch.randint(-1, rows, (tokens, top_k), dtype=torch.int32)
+    pair_row[0] = -1
+    assert (pair_row >= 0).sum() > 2 * STAGES
+    out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
+    expected = torch.empty_like(out)
+    of_tokens = Extent("tokens")
+    arguments = (
+        Tensor(Float32, (Extent("rows"), hidden)),
+        Tensor(Int32, (of_tokens, top_k)),
+        Tensor(Float32, (of_tokens, top_k)),
+        Tensor(BFloat16, (of_tokens, hidden)),
+        Scalar(Int32),
+    )
+    combine = compiled(Combine, (hidden, top_k, Float32), arguments, TARGET)
+    combine(o, pair_row, weights, out, 1)
+    model.combine(o, pair_row, weights, expected)
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
     assert emulator.reports[-1].hazards == []
 
