@@ -7,7 +7,7 @@ from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import MoeShape
 from test_compile import compiled_code, resources  # noqa: F401
 
-from scripts.common.definitions import TABLE
+from scripts.common.definitions import MOE
 
 ROWS = {  # of an expert
     "kimi_k2": (8, 8),
@@ -17,7 +17,7 @@ ROWS = {  # of an expert
 }
 CASES = [
     (definition, architecture, rows, terms)
-    for definition in TABLE[1:]
+    for definition in MOE[1:]
     for architecture, rows, terms in zip(
         (HOPPER, BLACKWELL), ROWS[definition.short], (2, 1), strict=True
     )
