@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmark.cpu_bench import CPU_MAX_TOKENS
+from scripts.benchmark.cpu_bench import max_size
 from scripts.benchmark.evaluate import changed, fresh, metrics, run_solution, tolerance_name
 from scripts.benchmark.second_pass import Pass, choose
 from scripts.common import files
@@ -131,7 +131,7 @@ def main() -> int:
         raise UsageError("--device cuda: no GPU is visible")
     device = "cuda:0" if on_gpu and args.device != "cpu" else "cpu"
     if device == "cpu" and args.max_tokens is None and not args.workloads and not args.run:
-        args.max_tokens = CPU_MAX_TOKENS
+        args.max_tokens = max_size(args.definition)
     try:
         what = choose(
             args.local,

@@ -37,7 +37,7 @@ from scripts.common.command_line import (
     run_main,
     say,
 )
-from scripts.common.definitions import DEFAULT
+from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.progress import Progress, duration
 from scripts.ranking.rank_text import print_rankings
 from scripts.ranking.ranking import Clock, Ranking
@@ -215,7 +215,8 @@ def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
     """The floors, the accuracy, the device times and the bits, in processes of their own: they must
     not inherit a GPU context that a failed solution left broken, nor the memory that the baselines
-    hold here. Code of the data set's own solutions is run again where it was asked for."""
+    hold here. Code of the data set's own solutions is run again where it was asked for. The floors
+    are the first definition's, and the bits those of a layer's tokens."""
     local = ["--local", str(args.local)]
     again = [*local, "--run", str(run.directory), "--seed", str(args.seed)]
     again += ["--run-foreign"] if foreign else []
@@ -228,7 +229,7 @@ def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
         passes["accuracy"] = again
     if not args.no_device_time:
         passes["device_time"] = again
-    if not args.no_invariance:
+    if not args.no_invariance and isinstance(args.definition, MoeDefinition):
         passes["invariance"] = again
     for name, arguments in passes.items():
         script = Path(__file__).with_name(f"{name}.py")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.benchmark.evaluate import ChangedInputs, fresh, metrics, refuse_changed, run_solution
 from scripts.common.command_line import UsageError
+from scripts.common.definitions import MASKED, Entry, GemmDefinition
 from scripts.common.progress import Progress
 from scripts.workloads.dataset import Inputs, definition_of, tokens
 
@@ -27,11 +28,20 @@ if TYPE_CHECKING:
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
 CPU_MAX_TOKENS = 16
 """Tokens of the largest workload that runs on the CPU unless more are asked for."""
+CPU_MAX_RESERVED = 128
+"""The same of masked rows, which are reserved 128 at a time."""
 # Further calls stop after this long; the first, whose output is judged, counts too.
 SECONDS_PER_SOLUTION = 5.0
 # Weights 1.4 GB, their float32 copies in the reference 5.6 GB (or a solution's own copy of the
 # weights, later), what the libraries take, and slack.
 MEMORY_NEEDED = 10 * 2**30
+
+
+def max_size(definition: Entry) -> int:
+    """The size, see `size_of`, of the largest workload that runs on the CPU unless more are asked
+    for."""
+    masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
+    return CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
 
 
 def available_memory() -> int | None:

@@ -126,8 +126,9 @@ class Timed:
 
 
 def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any]) -> Timed | None:
-    """A call of the solution with inputs of its own but for the weights, of which there is one set;
-    None where it returns its output: such a call is not timed here."""
+    """A call of the solution with inputs of its own but for the weights, of which there is one set,
+    and whatever else has one shape for all workloads; None where it returns its output: such a call
+    is not timed here."""
     import torch
     from flashinfer_bench.bench.evaluators.utils import allocate_outputs
     from flashinfer_bench.compile import BuilderRegistry
@@ -135,7 +136,11 @@ def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any])
     runnable = BuilderRegistry.get_instance().build(definition, solution)
     if not runnable.metadata.destination_passing_style:
         return None
-    own = [x.clone() if isinstance(x, torch.Tensor) and x.dim() < 3 else x for x in inputs]
+    of_workload = set(definition.var_axes)
+    own = [
+        x.clone() if isinstance(x, torch.Tensor) and set(spec.shape or ()) & of_workload else x
+        for x, spec in zip(inputs, definition.inputs.values(), strict=True)
+    ]
     return Timed(runnable, [*own, *allocate_outputs(definition, own, "cuda")])
 
 

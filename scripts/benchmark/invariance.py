@@ -41,7 +41,7 @@ from scripts.common.command_line import (
     say,
     whole,
 )
-from scripts.common.definitions import DEFAULT, find
+from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.progress import Progress
 from scripts.common.project import ROOT
 from scripts.common.text import text_table
@@ -245,6 +245,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    if not isinstance(args.definition, MoeDefinition):
+        raise UsageError(f"{args.definition.name}: only a layer has tokens to put into batches")
 
     import torch
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmark.cpu_bench import CPU_MAX_TOKENS
+from scripts.benchmark.cpu_bench import max_size
 from scripts.common.command_line import (
     UsageError,
     parser,
@@ -185,7 +185,7 @@ def make_plan(args: argparse.Namespace) -> Plan | None:
         print(listing(every, runnable(every)[1], workloads))
         return None
     if not on_gpu and not args.workloads and args.max_tokens is None:
-        args.max_tokens = CPU_MAX_TOKENS
+        args.max_tokens = max_size(args.definition)
     say_whose_reference(args.local)
     solutions, skipped = runnable(select_solutions(every, args.solutions))
     chosen = select_workloads(workloads, args.workloads, args.max_tokens)

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import UsageError, os_error
+from scripts.common.definitions import size_of
 from scripts.common.project import DEFINITION
 from scripts.ranking import records, traces
 
@@ -118,7 +119,7 @@ class Run:
         except OSError as error:
             kept = len(traces.read_lines(self.traces)) if self.traces.is_file() else 0
             self.unsaved = [*self.unsaved, *stamped]
-            lost = ", ".join(f"{t.solution} at T={t.workload.axes['seq_len']}" for t in stamped)
+            lost = ", ".join(f"{t.solution} at T={size_of(t.workload.axes)}" for t in stamped)
             raise NotKept(
                 f"{os_error(error)}; kept: {kept} results in {self.traces}; not kept: {lost}"
             ) from None

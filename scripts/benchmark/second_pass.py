@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.definitions import DEFAULT, MoeDefinition
+from scripts.common.definitions import DEFAULT, Entry
 from scripts.ranking.traces import merge_into_traces, read_records, why_not_same
 from scripts.solutions.availability import own_hashes, split_available, split_foreign, this_machine
 from scripts.workloads.dataset import (
@@ -54,7 +54,7 @@ def choose(
     workloads: Sequence[str] = (),
     max_tokens: int | None = None,
     run_foreign: bool = False,
-    definition: MoeDefinition = DEFAULT,
+    definition: Entry = DEFAULT,
 ) -> Pass:
     """What is to be measured on `device`: the passed pairs of a run's directory, or, without one,
     all pairs of the chosen solutions and workloads. Raises PackError and UsageError."""
@@ -91,7 +91,7 @@ def choose(
 
 
 def _same(
-    traces: Path, definition: MoeDefinition, solutions: "Sequence[Solution]", hardware: str
+    traces: Path, definition: Entry, solutions: "Sequence[Solution]", hardware: str
 ) -> set[tuple[str, str]]:
     """The pairs of a run that have an output and are of these sources and this hardware; what is
     not is said once a solution."""

@@ -1,13 +1,16 @@
 """The definitions that this data set holds: one entry of a table each.
 
-An entry says the geometry and the routing; name, interface, reference, workloads and the packed
-solutions' layers follow from it. Names, axes, inputs and their order are those of the data set
-that flashinfer-bench's authors publish.
+There are two kinds: a mixture-of-experts layer, whose entry says the geometry and the routing, and
+a grouped GEMM, whose entry says the weights' shape and where the rows lie; name, interface,
+reference, workloads and the packed solutions follow from it. The layers' names, axes, inputs and
+their order are those of the data set that flashinfer-bench's authors publish. Names of the
+contiguous GEMMs are as proposed for it, the rest of theirs is our own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, OP_TYPE
@@ -17,16 +20,60 @@ DEEPSEEK_V3 = "deepseek_v3"
 RENORMALIZE = "renormalize"
 """Routing: a softmax over the largest logits; all experts are local, and there is no factor."""
 
+CONTIGUOUS = "contiguous"
+"""Rows of a grouped GEMM: `[rows, K]`, those of an expert after those of the one before."""
+MASKED = "masked"
+"""Rows of a grouped GEMM: `[experts, max_rows, K]`, as many of an expert's as a count says."""
+
 
 @dataclass(frozen=True)
-class MoeDefinition:
-    """An FP8 block-scale mixture-of-experts layer.
+class Entry:
+    """What all definitions have.
 
     Attributes:
         model: whose layer it is, in words.
         tags: of flashinfer-bench.
         short: what names of packed solutions end with; empty for the definition that they are
             named without.
+    """
+
+    model: str
+    tags: tuple[str, ...]
+    short: str
+
+    op_type: ClassVar[str]
+    """flashinfer-bench's: the folder of the definition and of its workloads."""
+
+    @property
+    def name(self) -> str:
+        """Of the definition."""
+        raise NotImplementedError
+
+    @property
+    def path(self) -> Path:
+        """Of its JSON below a data set's root."""
+        return Path("definitions") / self.op_type / f"{self.name}.json"
+
+    def takes(self, solution: Mapping[str, Any]) -> bool:
+        """Whether a solution with these literals is packed for the definition."""
+        raise NotImplementedError
+
+    @property
+    def packed_shape(self) -> dict[str, Any] | None:
+        """What a packed solution's layer is made for; None where `run` takes all from its
+        arguments, or is of the one shape already."""
+        return None
+
+    def packed_name(self, solution: str) -> str:
+        """Of a solution packed for this definition: no two of a data set share a name."""
+        return f"{solution}_{self.short}" if self.short else solution
+
+
+@dataclass(frozen=True)
+class MoeDefinition(Entry):
+    """An FP8 block-scale mixture-of-experts layer.
+
+    Attributes:
         num_experts: of the whole layer.
         num_local_experts: held by this rank.
         hidden_size, intermediate_size: multiples of 128.
@@ -37,9 +84,6 @@ class MoeDefinition:
         logits_mean, logits_std: moments of the workloads' router logits.
     """
 
-    model: str
-    tags: tuple[str, ...]
-    short: str
     num_experts: int
     num_local_experts: int
     hidden_size: int
@@ -53,6 +97,8 @@ class MoeDefinition:
     logits_mean: float = -1.6706
     logits_std: float = 0.6560
 
+    op_type = OP_TYPE
+
     @property
     def name(self) -> str:
         """As in the public data set."""
@@ -63,11 +109,6 @@ class MoeDefinition:
         return f"moe_fp8_block_scale_{routing}_{sizes}"
 
     @property
-    def path(self) -> Path:
-        """Of its JSON below a data set's root."""
-        return Path("definitions") / OP_TYPE / f"{self.name}.json"
-
-    @property
     def shape(self) -> dict[str, Any]:
         """The arguments of `moe_fp8.layer.problem.MoeShape`."""
         names = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
@@ -76,9 +117,47 @@ class MoeDefinition:
             for name in (*names, "n_group", "topk_group", "top_k", "routing")
         }
 
-    def packed_name(self, solution: str) -> str:
-        """Of a solution packed for this definition: no two of a data set share a name."""
-        return f"{solution}_{self.short}" if self.short else solution
+    @property
+    def packed_shape(self) -> dict[str, Any] | None:
+        """Of all but the definition that the solutions are written for."""
+        return self.shape if self.short else None
+
+    def takes(self, solution: Mapping[str, Any]) -> bool:
+        """Every layer at the default geometry, elsewhere those that say that they have the
+        routing."""
+        if "rows" in solution:
+            return False
+        return not self.short or self.routing in solution.get("routings", ())
+
+
+@dataclass(frozen=True)
+class GemmDefinition(Entry):
+    """One of the two grouped GEMMs of the first layer of the table, alone.
+
+    Attributes:
+        experts: that have weights.
+        n, k: of an expert's weights, multiples of 128.
+        rows: `CONTIGUOUS` or `MASKED`.
+        tokens: of the layer's workloads whose rows its own have.
+    """
+
+    experts: int
+    n: int
+    k: int
+    rows: str
+    tokens: tuple[int, ...]
+
+    op_type = "grouped_gemm"
+
+    @property
+    def name(self) -> str:
+        """As proposed for the public data set."""
+        masked = "masked_" if self.rows == MASKED else ""
+        return f"grouped_gemm_{masked}fp8_e{self.experts}_n{self.n}_k{self.k}"
+
+    def takes(self, solution: Mapping[str, Any]) -> bool:
+        """Those that say that they take rows in this layout."""
+        return solution.get("rows") == self.rows
 
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
@@ -108,7 +187,7 @@ def qwen3(
     )
 
 
-TABLE = (
+MOE = (
     MoeDefinition(
         model="DeepSeek-V3/R1 on one rank of eight-way expert parallelism",
         tags=("model:deepseek-v3", "model:deepseek-r1"),
@@ -140,9 +219,45 @@ TABLE = (
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
 )
+GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
+MASKED_TOKENS = 901
+"""Up to here a grouped GEMM has masked workloads: that is the layout of few rows."""
+
+
+def grouped_gemms() -> tuple[GemmDefinition, ...]:
+    """Of the default layer, both GEMMs in both layouts."""
+    h, i = MOE[0].hidden_size, MOE[0].intermediate_size
+    return tuple(
+        GemmDefinition(
+            model=MOE[0].model,
+            tags=MOE[0].tags,
+            short=short + ("_masked" if rows == MASKED else ""),
+            experts=MOE[0].num_local_experts,
+            n=n,
+            k=k,
+            rows=rows,
+            tokens=tuple(t for t in GEMM_TOKENS if rows == CONTIGUOUS or t <= MASKED_TOKENS),
+        )
+        for rows in (CONTIGUOUS, MASKED)
+        for short, n, k in (("gemm1", 2 * i, h), ("gemm2", h, i))
+    )
+
+
+GEMMS = grouped_gemms()
+TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)
 DEFINITIONS = {definition.name: definition for definition in TABLE}
-DEFAULT = DEFINITIONS[DEFINITION]
+DEFAULT = MOE[0]
 """The one that programs take without --definition."""
+assert DEFAULT.name == DEFINITION
+
+SIZE_AXES = ("seq_len", "total_rows", "max_rows")
+
+
+def size_of(axes: Mapping[str, Any]) -> int:
+    """The number that a workload with these axes is chosen and listed by, the T of the tables: its
+    tokens, or the rows of a grouped GEMM (masked: those reserved for an expert); 0 where it has
+    none of them."""
+    return next((int(axes[axis]) for axis in SIZE_AXES if axis in axes), 0)
 
 
 def full_name(name: str) -> str:
@@ -150,7 +265,7 @@ def full_name(name: str) -> str:
     return next((d.name for d in TABLE if name and name == d.short), name)
 
 
-def find(name: str) -> MoeDefinition:
+def find(name: str) -> MoeDefinition | GemmDefinition:
     """By its name, or by the short one.
 
     Raises:

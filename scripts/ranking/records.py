@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
 from scripts.common.text import printable
 
@@ -208,7 +209,7 @@ def parse_record(
     return Record(
         solution=printable(solution),
         uuid=printable(_text(trace["workload"], "uuid")),
-        tokens=int(axes.get("seq_len", 0)),
+        tokens=size_of(axes),
         status=printable(status),
         hardware=printable(_text(environment, "hardware")) or "unknown hardware",
         timing=printable(_text(libs, TIMING)),

@@ -5,7 +5,8 @@ form is solutions/packed/<name>.json: the closure of its relative imports and an
 loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
 
 A generation whose SOLUTION names "routings" is packed once more for every further definition with
-one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape.
+one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
+whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
 """
 
 import ast
@@ -23,11 +24,11 @@ from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
-from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition, find
+from scripts.common.definitions import DEFAULT, TABLE, Entry, find
 from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
 REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
-OPTIONAL_KEYS = {"language", "routings"}
+OPTIONAL_KEYS = {"language", "routings", "rows"}
 CALLS = Path("layer") / "calls.py"
 """Makes `run` of a layer and a shape."""
 
@@ -94,7 +95,7 @@ class Generation:
     root: Path
     metadata: dict[str, Any]
     description: str
-    definition: MoeDefinition = DEFAULT
+    definition: Entry = DEFAULT
 
     @property
     def name(self) -> str:
@@ -131,9 +132,14 @@ def read_generation(path: Path, root: Path) -> Generation | None:
     return None
 
 
-def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -> list[Generation]:
+def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[Generation]:
     """Every generation under `root` that is packed for the definition, in the order of the file
     names."""
+    return _packed_for(definition, _read_all(root))
+
+
+def _read_all(root: Path) -> list[Generation]:
+    """Whatever they are packed for."""
     found = []
     for path in sorted(root.rglob("*.py")):
         generation = read_generation(path, root)
@@ -144,22 +150,20 @@ def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -
         if names.count(name) > 1:
             files = [g.path.name for g in found if g.name == name]
             raise PackError(f"the name {name} is used by {' and '.join(files)}")
-    return _packed_for(definition, found)
+    return found
 
 
-def _packed_for(definition: MoeDefinition, found: Sequence[Generation]) -> list[Generation]:
-    if definition is DEFAULT:
-        return list(found)
+def _packed_for(definition: Entry, found: Sequence[Generation]) -> list[Generation]:
     return [
         replace(generation, definition=definition)
         for generation in found
-        if definition.routing in generation.metadata.get("routings", ())
+        if definition.takes(generation.metadata)
     ]
 
 
 def every_generation() -> list[Generation]:
     """The generations of all definitions."""
-    found = generations()
+    found = _read_all(PACKAGE_DIR)
     return [g for definition in TABLE for g in _packed_for(definition, found)]
 
 
@@ -185,7 +189,7 @@ def entry_file(
 def pack(generation: Generation) -> bytes:
     """The bytes of the generation's Solution JSON."""
     root, definition = generation.root, generation.definition
-    shape = None if definition is DEFAULT else definition.shape
+    shape = definition.packed_shape
     try:
         files = import_closure(generation.path, root)
         if shape:
@@ -244,7 +248,7 @@ def private_build_cache() -> Iterator[None]:
                 os.environ["FIB_CACHE_PATH"] = previous
 
 
-def validate(packed: bytes, of: MoeDefinition = DEFAULT) -> None:
+def validate(packed: bytes, of: Entry = DEFAULT) -> None:
     """Load the JSON as flashinfer-bench does and build it, which imports its entry point."""
     import warnings
 
@@ -285,7 +289,7 @@ def write_packed(
     output: Path | None = None,
     root: Path = PACKAGE_DIR,
     build: bool = True,
-    definition: MoeDefinition = DEFAULT,
+    definition: Entry = DEFAULT,
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`; the paths of their JSON files.
 
@@ -309,7 +313,7 @@ def write_packed(
     return list(packed)
 
 
-def packed_dir(definition: MoeDefinition) -> Path:
+def packed_dir(definition: Entry) -> Path:
     """Where the packed solutions of a definition lie."""
     return PACKED_DIR / definition.short
 
@@ -318,7 +322,7 @@ def stale_files(
     names: Sequence[str],
     output: Path,
     root: Path = PACKAGE_DIR,
-    definition: MoeDefinition = DEFAULT,
+    definition: Entry = DEFAULT,
 ) -> list[str]:
     """What is wrong with the packed files, one line each; empty if they are current."""
     found = generations(root, definition)
@@ -353,7 +357,7 @@ def main() -> int:
     )
     arguments.add_argument("--list", action="store_true", help="only list the generations")
     args = arguments.parse_args()
-    definition: MoeDefinition = args.definition
+    definition: Entry = args.definition
     output = args.output or packed_dir(definition)
     try:
         if args.list:

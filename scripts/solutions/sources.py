@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping
 
 from scripts.common import environment
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition
+from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.schemas import Captured
 from scripts.ranking.ranking import PREFIX, Ranking, short_name
 from scripts.solutions.pack import PackError, generations, pack
 
 
 @functools.cache
-def current(definition: MoeDefinition = DEFAULT) -> dict[str, str]:
+def current(definition: Entry = DEFAULT) -> dict[str, str]:
     """The hash of every solution of a definition as it would be packed now."""
     from flashinfer_bench.data import Solution
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.definitions import DEFAULT, DEFINITIONS, MoeDefinition
+from scripts.common.definitions import DEFAULT, DEFINITIONS, Entry, size_of
 from scripts.common.project import ROOT
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashinfer_bench.data import Definition, Solution, Trace, TraceSet, Workload
 
 
-def load(root: Path, definition: MoeDefinition = DEFAULT) -> "tuple[TraceSet, list[str]]":
+def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]":
     """The data set at `root` with one definition alone, and remarks on files passed over."""
     from flashinfer_bench.data import (
         Definition,
@@ -93,9 +93,7 @@ def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str
     return remarks
 
 
-def load_with_ours(
-    root: Path, definition: MoeDefinition = DEFAULT
-) -> "tuple[TraceSet, list[Solution]]":
+def load_with_ours(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[Solution]]":
     """The data set with our solutions added in memory, and ours, packed anew. What is remarkable
     goes to stderr. Raises PackError."""
     from scripts.solutions.pack import write_packed
@@ -126,7 +124,8 @@ def select_solutions(solutions: "Sequence[Solution]", patterns: Sequence[str]) -
 
 
 def tokens(workload: "Workload") -> int:
-    return workload.axes["seq_len"]
+    """Of a grouped GEMM its rows; see `size_of`."""
+    return size_of(workload.axes)
 
 
 def select_workloads(

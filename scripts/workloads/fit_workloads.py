@@ -8,7 +8,8 @@
 The spec names the captured statistics; the search replaces model, counts and hash of an entry when
 it finds a better draw. The search itself need not repeat exactly anywhere: the draw from the spec
 does. A definition whose workloads stand for no captured ones has nothing to be fitted to: its
-strengths are set here, and the first seed is taken whose draw is usable.
+strengths are set here, and the first seed is taken whose draw is usable. A grouped GEMM's take the
+rows of the experts from the first definition's workloads.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ import numpy as np
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, MoeDefinition, find
+from scripts.common.definitions import DEFAULT, GemmDefinition, MoeDefinition, find
 from scripts.common.project import ROOT
-from scripts.workloads.make_definition import inputs_of
+from scripts.workloads import gemm_workloads
+from scripts.workloads.make_definition import interface_of
 from scripts.workloads.make_workloads import (
+    Spec,
     WorkloadSpec,
     blob_bytes,
     load_specs,
@@ -200,7 +203,7 @@ def first_usable(spec: WorkloadSpec) -> Trial:
 
 
 def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
-    content = blob_bytes(trial.draw.logits, spec.definition)
+    content = blob_bytes(trial.draw.logits, spec.definition)  # not drawn again
     return replace(
         spec,
         model=trial.model,
@@ -210,27 +213,22 @@ def entry_of(spec: WorkloadSpec, trial: Trial) -> WorkloadSpec:
     )
 
 
-def write_spec(specs: Sequence[WorkloadSpec], path: Path) -> None:
+def write_spec(specs: Sequence[Spec], path: Path) -> None:
     name = specs[0].definition.name
     document = {"definition": name, "workloads": [spec.to_json() for spec in specs]}
     files.write(path, json.dumps(document, indent=1) + "\n")
 
 
-def workload_line(spec: WorkloadSpec) -> str:
+def workload_line(spec: Spec) -> str:
     """The workload as flashinfer-bench reads it. The path has the form of the official data set."""
     path = f"./{spec.blob_path.as_posix()}"
     pinned: dict[str, dict[str, Any]] = {
-        name: {"type": "safetensors", "path": path, "tensor_key": name}
-        for name in ("routing_logits", "routing_bias")
+        name: {"type": "safetensors", "path": path, "tensor_key": name} for name in spec.tensors()
     }
-    for name, value in (
-        ("local_expert_offset", spec.local_expert_offset),
-        ("routed_scaling_factor", spec.definition.routed_scaling_factor),
-    ):
-        pinned[name] = {"type": "scalar", "value": value}
-    names = inputs_of(spec.definition)
+    pinned |= {n: {"type": "scalar", "value": value} for n, value in spec.scalars().items()}
+    names = interface_of(spec.definition).inputs
     inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
-    workload = {"axes": {"seq_len": spec.seq_len}, "inputs": inputs, "uuid": spec.uuid}
+    workload = {"axes": spec.axes, "inputs": inputs, "uuid": spec.uuid}
     record = {
         "definition": spec.definition.name,
         "workload": workload,
@@ -240,7 +238,7 @@ def workload_line(spec: WorkloadSpec) -> str:
     return json.dumps(record)
 
 
-def write_index(specs: Sequence[WorkloadSpec], path: Path) -> None:
+def write_index(specs: Sequence[Spec], path: Path) -> None:
     files.write(path, "".join(workload_line(spec) + "\n" for spec in specs))
 
 
@@ -262,9 +260,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     spec_file = args.root / spec_path(definition)
     if definition.tokens:
-        specs = [entry_of(spec, first_usable(spec)) for spec in own_specs(definition)]
-        write_spec(specs, spec_file)
-        write_index(specs, args.root / workloads_path(definition))
+        own: Sequence[Spec]
+        if isinstance(definition, GemmDefinition):
+            own = gemm_workloads.own_specs(definition, load_specs())
+        else:
+            own = [entry_of(spec, first_usable(spec)) for spec in own_specs(definition)]
+        write_spec(own, spec_file)
+        write_index(own, args.root / workloads_path(definition))
         return 0
     specs = load_specs(spec_file)
     if not args.index:

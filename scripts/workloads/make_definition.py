@@ -1,10 +1,10 @@
 """Write the flashinfer-bench definitions of the table in scripts/common/definitions.py.
 
-python3 run.py make_definition            write definitions/moe/<definition>.json, all of them
+python3 run.py make_definition            write definitions/<op type>/<definition>.json, all of them
 python3 run.py make_definition --check    exit 1 when a committed file is out of date
 
-A definition's reference is moe_reference.py as it stands, or made of functions of that file and of
-expert_reference.py.
+A layer's reference is moe_reference.py as it stands, or made of functions of that file and of
+expert_reference.py; a grouped GEMM's is made of those of gemm_reference.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ import argparse
 import ast
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.common import files
-from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, RENORMALIZE, TABLE, MoeDefinition
+from scripts.common.definitions import (
+    DEEPSEEK_V3,
+    DEFAULT,
+    MASKED,
+    RENORMALIZE,
+    TABLE,
+    Entry,
+    GemmDefinition,
+    MoeDefinition,
+)
 from scripts.common.project import ROOT
 
 PATH = DEFAULT.path
@@ -26,6 +37,29 @@ BLOCK_LINE = (
     f"BLOCK = {BLOCK}  # one scale per 128 hidden columns of a token, one per 128x128 block of a "
     "weight"
 )
+
+GEMM_BLOCK_LINE = (
+    f"BLOCK = {BLOCK}  # one scale per 128 columns of a row, one per 128x128 block of a weight"
+)
+
+TensorText = tuple[list[str] | None, str, str]
+"""Of a tensor: its axes, None for a scalar; dtype; description."""
+
+
+class Interface(NamedTuple):
+    """What a definition says beside its name."""
+
+    description: str
+    axes: Mapping[str, tuple[int | None, str]]
+    """Of each axis its value, None where it varies, and its description."""
+    inputs: Mapping[str, TensorText]
+    """In the order of the call."""
+    outputs: Mapping[str, TensorText]
+    reference: str
+    constraints: Sequence[str] = ()
+
+
+# --- the mixture-of-experts layers ----------------------------------------------------------------
 
 DESCRIPTIONS = {
     DEEPSEEK_V3: (
@@ -71,8 +105,7 @@ def axes_of(definition: MoeDefinition) -> dict[str, tuple[int | None, str]]:
     return axes
 
 
-# tensor: (axes, or None for a scalar; dtype; description). The order is the call's interface.
-INPUTS: dict[str, tuple[list[str] | None, str, str]] = {
+INPUTS: dict[str, TensorText] = {
     "routing_logits": (
         ["seq_len", "num_experts"],
         "float32",
@@ -125,7 +158,7 @@ RENORMALIZE_LOGITS = (
 NOT_OF_RENORMALIZE = {"routing_bias", "local_expert_offset", "routed_scaling_factor"}
 
 
-def inputs_of(definition: MoeDefinition) -> dict[str, tuple[list[str] | None, str, str]]:
+def inputs_of(definition: MoeDefinition) -> dict[str, TensorText]:
     """As `INPUTS`, those of the definition's routing."""
     if definition.routing != RENORMALIZE:
         return INPUTS
@@ -133,7 +166,7 @@ def inputs_of(definition: MoeDefinition) -> dict[str, tuple[list[str] | None, st
     return {name: spec for name, spec in inputs.items() if name not in NOT_OF_RENORMALIZE}
 
 
-OUTPUTS: dict[str, tuple[list[str] | None, str, str]] = {
+OUTPUTS: dict[str, TensorText] = {
     "output": (["seq_len", "hidden_size"], "bfloat16", "This rank's share of the layer's output."),
 }
 
@@ -173,7 +206,116 @@ def reference_of(definition: MoeDefinition) -> str:
     return "\n\n\n".join(parts) + "\n"
 
 
-def build_definition(definition: MoeDefinition = DEFAULT) -> dict:
+def moe_interface(definition: MoeDefinition) -> Interface:
+    description = DESCRIPTIONS[definition.routing]
+    return Interface(
+        description.format(model=definition.model, choice=choice_of(definition)),
+        axes_of(definition),
+        inputs_of(definition),
+        OUTPUTS,
+        reference_of(definition),
+    )
+
+
+# --- the grouped GEMMs ----------------------------------------------------------------------------
+
+GEMM_DESCRIPTION = (
+    "One grouped GEMM of the mixture-of-experts layer of {model}, alone: FP8 with block scales, "
+    "the rows of every expert times its weights transposed, bfloat16 output. {rows}"
+)
+CONTIGUOUS_ROWS = (
+    "The rows of an expert follow those of the one before without a gap, and m_indptr has the "
+    "boundaries; an expert may have none."
+)
+MASKED_ROWS = (
+    "max_rows rows are reserved for every expert, of which it has the first masked_m[e]. Those "
+    "from masked_m[e] on are zero in the output, whatever the inputs hold there: every solution "
+    "writes them, so it is the same work for all."
+)
+
+
+def gemm_interface(definition: GemmDefinition) -> Interface:
+    """Activations have a float32 scale per row and 128 columns, block-major as those of the
+    layers' hidden states; weights one per 128x128 block."""
+    d = definition
+    masked = d.rows == MASKED
+    rows = ["num_experts", "max_rows"] if masked else ["total_rows"]
+    scales = ["num_experts", "num_k_blocks", "max_rows"] if masked else ["num_k_blocks", *rows]
+    of_rows: dict[str, tuple[int | None, str]] = {
+        "total_rows": (None, "Rows of all experts together.")
+    }
+    if masked:
+        of_rows = {
+            "max_rows": (None, "Rows reserved for an expert, a multiple of 128, as tiles are high.")
+        }
+    axes: dict[str, tuple[int | None, str]] = {
+        **of_rows,
+        "num_experts": (d.experts, "Experts, each with weights of its own."),
+        "n": (d.n, "Columns of the output."),
+        "k": (d.k, "Columns of the activations: what is summed over."),
+        "num_n_blocks": (d.n // BLOCK, "Scale blocks of 128 along n."),
+        "num_k_blocks": (d.k // BLOCK, "Scale blocks of 128 along k."),
+    }
+    inputs: dict[str, TensorText] = {
+        "a": ([*rows, "k"], "float8_e4m3fn", "Activations, quantised."),
+        "a_scale": (scales, "float32", "One scale per row and 128 columns of a, block-major."),
+        "b": (["num_experts", "n", "k"], "float8_e4m3fn", "Weights, quantised."),
+        "b_scale": (
+            ["num_experts", "num_n_blocks", "num_k_blocks"],
+            "float32",
+            "One scale per 128x128 block of b.",
+        ),
+    }
+    if masked:
+        inputs["masked_m"] = (["num_experts"], "int32", "Rows of every expert, 0 to max_rows.")
+        inputs["expected_m"] = (
+            None,
+            "int32",
+            "About how many rows an expert has: all that the host knows of masked_m. Kernels are "
+            "chosen by it; the result does not depend on it.",
+        )
+        constraints = ["max_rows % 128 == 0", "masked_m.max().item() <= max_rows"]
+    else:
+        axes["len_indptr"] = (d.experts + 1, "Boundaries: num_experts + 1.")
+        inputs["m_indptr"] = (
+            ["len_indptr"],
+            "int32",
+            "From 0 to total_rows, ascending: expert e has the rows m_indptr[e] up to, not "
+            "including, m_indptr[e + 1].",
+        )
+        constraints = ["total_rows == m_indptr[-1].item()"]
+    found = functions(HERE / "gemm_reference.py")
+    doc = f'"""Reference of a {d.rows} grouped GEMM with FP8 block scales, in float32."""'
+    parts = [
+        "\n\n".join((doc, "import torch", GEMM_BLOCK_LINE)),
+        found["scaled_product"],
+        found[f"run_{d.rows}"].replace(f"def run_{d.rows}(", "def run("),
+    ]
+    said = MASKED_ROWS if masked else CONTIGUOUS_ROWS
+    return Interface(
+        GEMM_DESCRIPTION.format(model=d.model, rows=said),
+        axes,
+        inputs,
+        {"out": ([*rows, "n"], "bfloat16", "Products, rounded once.")},
+        "\n\n\n".join(parts) + "\n",
+        constraints,
+    )
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def interface_of(definition: Entry) -> Interface:
+    """Of either kind."""
+    if isinstance(definition, GemmDefinition):
+        return gemm_interface(definition)
+    assert isinstance(definition, MoeDefinition)
+    return moe_interface(definition)
+
+
+def build_definition(definition: Entry = DEFAULT) -> dict:
+    """The definition's JSON."""
+
     def axis(value: int | None, description: str) -> dict:
         if value is None:
             return {"type": "var", "description": description}
@@ -182,17 +324,20 @@ def build_definition(definition: MoeDefinition = DEFAULT) -> dict:
     def tensor(shape: list[str] | None, dtype: str, description: str) -> dict:
         return {"shape": shape, "dtype": dtype, "description": description}
 
-    description = DESCRIPTIONS[definition.routing]
-    return {
+    of = interface_of(definition)
+    built = {
         "name": definition.name,
-        "description": description.format(model=definition.model, choice=choice_of(definition)),
-        "op_type": "moe",
+        "description": of.description,
+        "op_type": definition.op_type,
         "tags": [*definition.tags, "quantization:float8_e4m3fn"],
-        "axes": {name: axis(*spec) for name, spec in axes_of(definition).items()},
-        "inputs": {name: tensor(*spec) for name, spec in inputs_of(definition).items()},
-        "outputs": {name: tensor(*spec) for name, spec in OUTPUTS.items()},
-        "reference": reference_of(definition),
+        "axes": {name: axis(*spec) for name, spec in of.axes.items()},
+        "inputs": {name: tensor(*spec) for name, spec in of.inputs.items()},
+        "outputs": {name: tensor(*spec) for name, spec in of.outputs.items()},
+        "reference": of.reference,
     }
+    if of.constraints:
+        built["constraints"] = list(of.constraints)
+    return built
 
 
 def main(argv: list[str] | None = None) -> int:

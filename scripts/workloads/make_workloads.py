@@ -1,4 +1,4 @@
-"""Make the routing blobs of the workloads from the committed spec, or compare with the capture.
+"""Make the tensors of the workloads from the committed spec, or compare with the capture.
 
     python3 run.py make_workloads                    make all blobs under the repository root
     python3 run.py make_workloads --definition kimi_k2   those of another definition
@@ -19,23 +19,27 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, DEFINITIONS, RENORMALIZE, MoeDefinition, find
-from scripts.common.project import OP_TYPE, ROOT
+from scripts.common.definitions import (
+    DEFAULT,
+    DEFINITIONS,
+    RENORMALIZE,
+    Entry,
+    GemmDefinition,
+    MoeDefinition,
+    find,
+)
+from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
+from scripts.workloads.blobs import blob_path, is_foreign, safetensors_bytes
+from scripts.workloads.gemm_workloads import GemmSpec
 from scripts.workloads.routing_numpy import RoutingCounts, count_local
 from scripts.workloads.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
-
-BLOBS = Path("blob") / "workloads" / OP_TYPE
-
-# Marks a blob as ours, so that captured tensors in its place are never overwritten. The spec holds
-# hashes of these bytes: the generator's name stays what it was when they were made.
-BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,14 @@ class WorkloadSpec:
     definition: MoeDefinition = DEFAULT  # named once in the spec file, not here
 
     @property
+    def axes(self) -> dict[str, int]:
+        """What flashinfer-bench's workload says of the definition's variable axis."""
+        return {"seq_len": self.seq_len}
+
+    @property
     def blob_path(self) -> Path:
         """Relative to the data set's root."""
-        name = self.definition.name
-        return BLOBS / name / f"{name}_{self.blob}.safetensors"
+        return blob_path(self.definition, self.blob)
 
     @classmethod
     def from_json(cls, entry: dict[str, Any], definition: MoeDefinition) -> WorkloadSpec:
@@ -78,53 +86,69 @@ class WorkloadSpec:
     def draw(self) -> Draw:
         return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
 
+    def tensors(self) -> list[str]:
+        """The names of those in the blob."""
+        with_bias = self.definition.routing != RENORMALIZE
+        return ["routing_logits", "routing_bias"] if with_bias else ["routing_logits"]
 
-def workloads_path(definition: MoeDefinition) -> Path:
+    def scalars(self) -> dict[str, float]:
+        """Those that the workload pins."""
+        if self.definition.routing == RENORMALIZE:
+            return {}
+        return {
+            "local_expert_offset": self.local_expert_offset,
+            "routed_scaling_factor": self.definition.routed_scaling_factor,
+        }
+
+    def content(self) -> bytes:
+        """The blob, drawn afresh."""
+        return blob_bytes(self.draw().logits, self.definition)
+
+
+Spec = WorkloadSpec | GemmSpec
+AnySpec = TypeVar("AnySpec", bound=Spec)
+
+
+def workloads_path(definition: Entry) -> Path:
     """Of the definition's workloads, below a data set's root."""
-    return Path("workloads") / OP_TYPE / f"{definition.name}.jsonl"
+    return Path("workloads") / definition.op_type / f"{definition.name}.jsonl"
 
 
-def spec_path(definition: MoeDefinition) -> Path:
+def spec_path(definition: Entry) -> Path:
     """Of what its workloads' tensors are made of."""
-    return Path("workloads") / OP_TYPE / f"{definition.name}.spec.json"
+    return Path("workloads") / definition.op_type / f"{definition.name}.spec.json"
 
 
 WORKLOADS, SPEC = workloads_path(DEFAULT), spec_path(DEFAULT)
 
 
 def load_specs(path: Path = ROOT / SPEC) -> list[WorkloadSpec]:
+    """Of a layer, in the order of the data set."""
+    found = load_any_specs(path)
+    assert all(isinstance(spec, WorkloadSpec) for spec in found)
+    return found  # type: ignore[return-value]
+
+
+def load_any_specs(path: Path) -> Sequence[Spec]:
     """In the order of the data set."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    definition = DEFINITIONS[document["definition"]]
-    return [WorkloadSpec.from_json(entry, definition) for entry in document["workloads"]]
+    definition, entries = DEFINITIONS[document["definition"]], document["workloads"]
+    if isinstance(definition, GemmDefinition):
+        return [GemmSpec.from_json(entry, definition) for entry in entries]
+    return [WorkloadSpec.from_json(entry, definition) for entry in entries]
 
 
 def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
-    """The safetensors file of one workload.
-
-    Written by hand: its bytes are part of the spec, so they must not follow the version of a
-    library. Format: length of the header (8 bytes, little endian), header (JSON), data.
-    """
+    """The safetensors file of a layer's workload."""
     if definition.routing == RENORMALIZE:
-        data = {"routing_logits": ("BF16", logits.shape, _bfloat16(logits))}
-    else:
-        bias = routing_bias(definition)
-        data = {
+        return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
+    bias = routing_bias(definition)
+    return safetensors_bytes(
+        {
             "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
             "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
         }
-    header: dict[str, Any] = {"__metadata__": BLOB_METADATA}
-    end = 0
-    for key, (dtype, shape, raw) in data.items():
-        header[key] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [end, end + len(raw)],
-        }
-        end += len(raw)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the data aligned
-    return len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in data.values())
+    )
 
 
 def _bfloat16(values: np.ndarray) -> bytes:
@@ -132,29 +156,14 @@ def _bfloat16(values: np.ndarray) -> bytes:
     return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether path is a well-formed safetensors file that this program did not write."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= 1 << 20:
-            return False
-        try:
-            header = json.loads(file.read(length))
-            size = max(entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return False
-    complete = path.stat().st_size == 8 + length + size
-    return complete and header.get("__metadata__") != BLOB_METADATA
-
-
-def _make_blob(spec: WorkloadSpec, path: Path) -> str:
+def _make_blob(spec: Spec, path: Path) -> str:
     """Make one blob where it is needed; returns what was done."""
     if path.is_file():
         if hashlib.sha256(path.read_bytes()).hexdigest() == spec.sha256:
             return "up to date"
         if is_foreign(path):
             return "kept: not written by this program"
-    content = blob_bytes(spec.draw().logits, spec.definition)
+    content = spec.content()
     if (got := hashlib.sha256(content).hexdigest()) != spec.sha256:
         raise RuntimeError(
             f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
@@ -165,8 +174,8 @@ def _make_blob(spec: WorkloadSpec, path: Path) -> str:
 
 
 def select(
-    specs: Sequence[WorkloadSpec], uuids: Sequence[str] | None, max_tokens: int | None
-) -> list[WorkloadSpec]:
+    specs: Sequence[AnySpec], uuids: Sequence[str] | None, max_tokens: int | None
+) -> list[AnySpec]:
     """Those whose uuid starts with one of uuids and that have at most max_tokens tokens."""
     for prefix in uuids or ():
         if not any(spec.uuid.startswith(prefix) for spec in specs):
@@ -184,14 +193,14 @@ def make_workloads(
     uuids: Sequence[str] | None = None,
     max_tokens: int | None = None,
     progress: bool = True,
-    definition: MoeDefinition = DEFAULT,
+    definition: Entry = DEFAULT,
 ) -> list[Path]:
     """Make the blobs of the selected workloads under root; returns their paths, made or kept.
 
     uuids may be abbreviated. Raises ValueError on an unknown one and RuntimeError where the
     content differs from the spec's.
     """
-    selected = select(load_specs(ROOT / spec_path(definition)), uuids, max_tokens)
+    selected = select(load_any_specs(ROOT / spec_path(definition)), uuids, max_tokens)
     paths = []
     for number, spec in enumerate(selected, 1):
         path = Path(root) / spec.blob_path
@@ -254,6 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         definition = find(args.definition)
         if args.table or args.markdown:
+            if not isinstance(definition, MoeDefinition):
+                raise UsageError("--table: only a layer's workloads are drawn")
             specs = load_specs(ROOT / spec_path(definition))
             print_table(select(specs, args.workload, args.max_tokens), args.markdown)
         else:

@@ -1,4 +1,4 @@
-"""The other definitions of the family: interface, reference, workloads and packed solutions."""
+"""The other layers of the family: interface, reference, workloads and packed solutions."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ from moe_fp8.layer.problem import MoeInputs, MoeShape
 from scripts.benchmark import plan
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, TABLE, MoeDefinition
+from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
 from scripts.common.project import BASELINES, ROOT
 from scripts.ranking import rankings
 from scripts.report import run_data
@@ -30,7 +30,7 @@ from scripts.workloads import dataset, fit_workloads, make_definition, make_work
 from scripts.workloads.synthetic_logits import routing_bias
 
 FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
-OTHERS = TABLE[1:]
+OTHERS = MOE[1:]
 every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 SMALL = 1024
 """Tokens of the largest workload whose draw is looked at here."""

@@ -353,7 +353,7 @@ def test_tensors_of_another_origin_are_kept(tmp_path, capsys):
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
     wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
-    monkeypatch.setattr(make_workloads, "load_specs", lambda path: wrong)
+    monkeypatch.setattr(make_workloads, "load_any_specs", lambda path: wrong)
     with pytest.raises(RuntimeError, match=SMALLEST.uuid):
         make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
     assert not list(tmp_path.rglob("*.safetensors"))

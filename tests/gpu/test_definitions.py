@@ -16,7 +16,7 @@ from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import MoeInputs, MoeShape
 from test_layer import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 
-from scripts.common.definitions import TABLE, MoeDefinition
+from scripts.common.definitions import MOE, MoeDefinition
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def tokens_of(definition: MoeDefinition, rows: str) -> int:
     return 7 if rows == FEW else 64 * definition.num_experts // definition.top_k
 
 
-@pytest.fixture(scope="module", params=TABLE[1:], ids=lambda d: d.short)
+@pytest.fixture(scope="module", params=MOE[1:], ids=lambda d: d.short)
 def definition(request) -> MoeDefinition:
     return request.param
 

@@ -1,0 +1,73 @@
+"""DeepGEMM's grouped FP8 GEMM of its contiguous layout, on rows that are not aligned to it.
+
+What: the kernel is that of the package sgl-deep-gemm. It wants every expert's rows to begin at a
+multiple of 128, so the rows and their scales are copied there first and the products back, by
+Triton and torch, and the tables that say where are made in every call: the boundaries are an
+argument. Its kernel walks over all rows that the operand has; so the host waits for the boundaries,
+once, to cut the operands to the rows in use.
+
+DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
+and is cached on disk (`DG_JIT_CACHE_DIR`).
+"""
+
+import torch
+
+from ..gemms.problem import validate_contiguous
+from ..numerics import BLOCK
+from .deepgemm_device import require_first_device
+from .requirement import require
+from .supported import HOPPER, on_its_device, require_gpu
+
+SOLUTION = {
+    "name": "deepgemm_contiguous",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "rows": "contiguous",
+}
+
+RECIPE = (1, BLOCK, BLOCK)
+"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
+
+
+def wide(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows in elements of 8 bytes, for torch's copies."""
+    return rows.view(torch.int64)
+
+
+@torch.inference_mode()
+@on_its_device
+def run(a, a_scale, b, b_scale, m_indptr, out):
+    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled, for the rows of every expert.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the GPU is not supported or not the one that the library was first used on,
+            or a package is not installed.
+    """
+    validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
+    device, (total, k), (experts, n, _) = out.device, a.shape, b.shape
+    require_gpu(device, HOPPER)
+    deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+    require("triton", "triton")
+    if total == 0:
+        return
+    require_first_device(device)
+    from .triton_rows import align_rows, new_rows
+    from .triton_stages import scatter
+
+    rows = new_rows(total, experts, BLOCK, device)
+    align_rows(m_indptr, rows, BLOCK)
+    used = int(rows.m_indptr[-1])  # waits
+    aligned = a.new_empty((used, k))
+    scales = a_scale.new_empty((k // BLOCK, used)).t()
+    products = out.new_empty((used, n))
+    scatter(a, a_scale, rows, aligned, scales)
+    deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(
+        (aligned, scales),
+        (b, b_scale),
+        products,
+        grouped_layout=rows.expert_of_row[:used],
+        recipe=RECIPE,
+    )
+    torch.index_select(wide(products), 0, rows.pair_row.view(-1), out=wide(out))

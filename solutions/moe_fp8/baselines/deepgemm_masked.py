@@ -1,0 +1,58 @@
+"""DeepGEMM's grouped FP8 GEMM of its masked layout, whose operands the arguments are.
+
+What: the kernel is that of the package sgl-deep-gemm, called with the arguments as they are. It
+stores whole tiles, the rows past an expert's count included, so one Triton kernel zeroes these
+afterwards; no others are written twice.
+
+DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
+and is cached on disk (`DG_JIT_CACHE_DIR`).
+"""
+
+import torch
+
+from ..gemms.problem import validate_masked
+from ..numerics import BLOCK
+from .deepgemm_device import require_first_device
+from .requirement import require
+from .supported import HOPPER, on_its_device, require_gpu
+
+SOLUTION = {
+    "name": "deepgemm_masked",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "rows": "masked",
+}
+
+RECIPE = (1, BLOCK, BLOCK)
+"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
+
+
+@torch.inference_mode()
+@on_its_device
+def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the GPU is not supported or not the one that the library was first used on,
+            or a package is not installed.
+    """
+    validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    require_gpu(out.device, HOPPER)
+    deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+    require("triton", "triton")
+    if a.shape[1] == 0:
+        return
+    require_first_device(out.device)
+    from .triton_rows import zero_from
+
+    deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+        (a, a_scale.transpose(1, 2)),  # scales along the rows, as Hopper's kernels want them
+        (b, b_scale),
+        out,
+        masked_m=masked_m,
+        expected_m=max(1, expected_m),
+        recipe=RECIPE,
+    )
+    zero_from(out, masked_m)

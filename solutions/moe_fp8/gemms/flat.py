@@ -1,0 +1,71 @@
+"""The layer's grouped GEMM alone, on flat rows: `[rows, K]` with the boundaries on the device.
+
+What: the kernel of flat's two GEMMs. It reads the boundaries `m_indptr` on the device; a tile that
+reaches past an expert's end stores only its own rows, so nothing is padded, and the host knows no
+more than the number of rows. Where that is no multiple of 4, the scales are copied once: TMA reads
+their rows from multiples of 16 bytes only.
+
+Why: a library that wants every expert's rows at multiples of a tile makes its caller copy them
+there and back, and compute the padding.
+
+Expected gain over such a library: the copies, and with few rows of an expert the padding.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..kernels import architectures
+from ..layer.backend import select
+from ..layer.device import on_device
+from ..layer.rows import flat_rows
+from .problem import validate_contiguous
+
+SOLUTION = {
+    "name": "cutedsl_gemm_fp8_flat",
+    "author": "moe-fp8-cutedsl",
+    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
+    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
+    "rows": "contiguous",
+}
+
+
+@functools.cache
+def multiply_on(device: torch.device) -> Callable[..., None]:
+    """The kernel for a supported GPU, the torch model for the CPU.
+
+    Raises:
+        ValueError: the device is another one.
+    """
+    backend = select(device)
+    if device.type == "cpu":
+        return backend.grouped_gemm
+    from ..kernels.any_rows import grouped_gemm
+
+    return grouped_gemm
+
+
+def expected_rows(rows: int, experts: int) -> float:
+    """Rows of an expert that has any, were all of them equally popular; at least one row."""
+    mean = rows / experts
+    return mean / -math.expm1(-mean)
+
+
+@torch.inference_mode()
+def run(a, a_scale, b, b_scale, m_indptr, out):
+    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled, for the rows of every expert.
+
+    Raises:
+        ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
+        RuntimeError: the stream is being captured and no call with as many rows came before.
+    """
+    validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
+    device, rows, (experts, n, k) = out.device, out.shape[0], b.shape
+    multiply = multiply_on(device)
+    if rows:
+        choose = architectures.of_device(device).choose
+        config = choose(expected_rows(rows, experts), n, k)
+        with on_device(device):
+            multiply(a, a_scale, b, b_scale, out, flat_rows(m_indptr), config)
