@@ -92,6 +92,25 @@ def test_grouped_gemm_for_the_other_target(compiled_code):
     assert ".target sm_103a" in ptx and ptx.count("tcgen05.mma.cta_group::2") == 4
 
 
+TUNED = [
+    {"tile_m": 32, "swap_ab": True, "cluster_n": 2, "stages": 6, "accumulators": 2},
+    {"tile_n": 64, "cluster_m": 2, "mma_ctas": 2, "stages": 4, "dynamic": True},
+]
+
+
+@pytest.mark.parametrize("fields", TUNED, ids=str)
+def test_what_autotune_tries_compiles(fields, compiled_code, monkeypatch):
+    """Of its candidates two that no heuristic picks."""
+    from scripts.gemm import gpu, tuning
+
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    tried = [config for rows in (32, 128) for config in tuning.candidates(rows)]
+    config = GemmConfig(**fields)
+    assert str(config) in map(str, tried) and config not in PICKED
+    ptx, _ = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
+    assert ".target sm_100a" in ptx and allocated(ptx) == config.tmem_columns
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
