@@ -209,11 +209,12 @@ static Status h_mbar_wait(ARGS) {
     int l = __builtin_ctz(m);
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
     MBar& b = mbar_in_use(c.cta, a, &c, I.line);
-    mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
     u32 st = (u32)RS(2)[l];
     bool ok = I.i0 ? (b.phase & 1) != (st & 1) : b.phase != st;
     if (ok) {
       done |= 1u << l;
+      // Before what the barrier itself makes known.
+      if (&b != acquired) mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
       if (&b != acquired && I.sem == ACQUIRE) acquire(c, b.arrived);
       if (&b != acquired && I.sem == RELAXED)
         publish(c.w.observed, {SCOPE_CLUSTER, &c.cta, c.cta.cluster, b.arrived});
