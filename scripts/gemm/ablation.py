@@ -2,17 +2,18 @@
 
 For the rows per expert of a few workloads and both GEMMs of the layer, our kernel alone is timed
 with the config that the solution flat launches (the base) and with one field of it changed at a
-time: cluster, tile, pipeline depth, swapped operands, overlapped promotion, tiles on demand,
-unrolling, row layout. The ratio is the base's time over the variant's: below 1, the change costs.
-Every variant is checked against the torch model. Combinations that the kernel has not are listed
-with the reason.
+time. On Hopper and Blackwell: cluster, tile, pipeline depth, swapped operands, tiles on demand, row
+layout. On Hopper also overlapped promotion and unrolling; on Blackwell an MMA of one or two CTAs
+and the number of accumulators in tensor memory. The ratio is the base's time over the variant's:
+below 1, the change costs. Every variant is checked against the torch model. Combinations that the
+kernel has not are listed with the reason.
 """
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.progress import Progress
@@ -25,61 +26,34 @@ from scripts.gemm.rates import measure_floors, say_floors
 from scripts.gemm.shipped_configs import shipped, solution_hashes
 from scripts.gemm.study import Record, add_timing_arguments
 from scripts.gemm.timing import Timing, run_problem
+from scripts.gemm.tuning import tuning
 from scripts.gemm.variants import Variant, ours
-
-if TYPE_CHECKING:
-    from moe_fp8.kernels.sm90.config import GemmConfig
 
 TOKENS = (1, 32, 80, 901, 14107)
 BASE = "base"
-FEW_ROWS = 128
-"""Rows per expert up to which swapping the operands is tried: the largest tile with it."""
-
-
-def changes(base: "GemmConfig", rows: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, changed fields) of every variant, legal or not."""
-    for m, n in ((1, 1), (2, 1), (1, 2)):
-        yield f"cluster {m}x{n}", {"cluster_m": m, "cluster_n": n}
-    for tile_m in (8, 16, 32, 64, 128) if base.swap_ab else (64, 128, 192):
-        yield f"tile_m {tile_m}", {"tile_m": tile_m}
-    for tile_n in (64, 128):
-        yield f"tile_n {tile_n}", {"tile_n": tile_n}
-    for stages in (2, 3, 4, 0):
-        yield f"stages {stages or 'max'}", {"stages": stages}
-    if base.swap_ab:
-        yield "swap_ab off", {"swap_ab": False, "tile_m": 64}
-    elif rows <= FEW_ROWS:
-        yield "swap_ab on", {"swap_ab": True}
-    for switch in ("overlap", "dynamic", "unroll"):
-        on = getattr(base, switch)
-        yield f"{switch} {'off' if on else 'on'}", {switch: not on}
 
 
 def variants_of(problem: Problem) -> tuple[list[tuple[str, Any, str]], list[tuple[str, str]]]:
     """((name, config, layout) of what is timed, (name, reason) of what is left out)."""
     base = shipped("flat", problem)
+    few_rows = tuning().FEW_ROWS
     timed = [(BASE, base, "flat"), ("layout batched", base, "batched")]
     left_out = []
-    for name, fields in changes(base, problem.mean_rows):
+    for name, fields in tuning().changes(base):
+        if name == "swap_ab on" and problem.mean_rows > few_rows:
+            left_out.append((name, f"for at most {few_rows} rows per expert"))
+            continue
         try:
             config = dataclasses.replace(base, **fields)
         except ValueError as error:
             left_out.append((name, str(error)))
             continue
-        if config == base or same_code(config, base):
+        # By what they say: 0 stages or accumulators are the number that fits.
+        if str(config) == str(base):
             left_out.append((name, "is the base"))
         else:
             timed.append((name, config, "flat"))
-    if not base.swap_ab and problem.mean_rows > FEW_ROWS:
-        left_out.append(("swap_ab on", f"for at most {FEW_ROWS} rows per expert"))
     return timed, left_out
-
-
-def same_code(a: "GemmConfig", b: "GemmConfig") -> bool:
-    """Equal but for stages=0 against the number that it stands for."""
-    return dataclasses.replace(a, stages=0) == dataclasses.replace(b, stages=0) and (
-        a.num_stages == b.num_stages
-    )
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

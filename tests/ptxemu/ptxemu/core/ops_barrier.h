@@ -104,8 +104,10 @@ static Status h_cluster_arrive(ARGS) {  // i0: release
   k.bar_arrived += __builtin_popcount(c.mask);
   if (I.i0)
     k.arriving.join(release(c));
-  else if (!c.w.fenced.empty())
-    k.arriving.join(c.w.fenced[0].knowledge);
+  else {
+    if (!c.w.fenced.empty()) k.arriving.join(c.w.fenced[0].knowledge);
+    k.arriving.join(c.w.fenced_inits);
+  }
   c.m.effects++;
   int need = 0;
   for (auto& t : k.ctas)
@@ -134,6 +136,9 @@ static Status h_cluster_wait(ARGS) {
 }
 // mbarrier ops: i1 space (0 generic, 2 shared)
 static Status h_mbar_init(ARGS) {
+  Warp& w = c.w;
+  if (!w.init_agent) w.init_agent = new_agent(c.m, c.cta, w.id, "mbarrier.init");
+  w.knowledge.learn({w.init_agent, ~0u, c.m.tick, c.m.tick});
   lanes(c.mask, [&](int l) {
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     Cta* own;
@@ -146,10 +151,19 @@ static Status h_mbar_init(ARGS) {
     b.valid = true;
     b.count = b.pending = n;
     b.init_line = I.line;
+    b.initialised.agent = w.init_agent;
+    b.initialised.tick = c.m.tick;
+    b.initialised.lanes = 1u << l;
     b.agent = new_agent(c.m, *own, -1, "asynchronous copy");
     memset(&own->init[a & OFF_MASK], 1, 8);
     c.m.effects++;
   });
+  return NEXT;
+}
+// fence.mbarrier_init: of what this warp has done only that is ordered before a relaxed arrival at
+// the cluster's barrier.
+static Status h_mbar_init_fence(ARGS) {
+  if (c.w.init_agent) c.w.fenced_inits.learn(*c.w.knowledge.memory.find(c.w.init_agent));
   return NEXT;
 }
 static Status h_mbar_inval(ARGS) {
@@ -173,15 +187,16 @@ static Status h_mbar_arrive(ARGS) {
     const Knowledge* known = I.sem == RELEASE      ? &release(c)
                              : !c.w.fenced.empty() ? &c.w.fenced[0].knowledge
                                                    : nullptr;
-    u32 ph = mbar_arrive(c.m, c.cta, a, n, tx, I.line, &c, known);
+    u32 ph = mbar_arrive(c.m, thread_actor(c, l), c.cta, a, n, tx, I.line, &c, known);
     if (ai == 1 && I.o[0].slot >= 0) RS(0)[l] = ph;
   });
   return NEXT;
 }
 static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
   lanes(c.mask, [&](int l) {
-    mbar_tx(c.m, c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)),
-            I.i0 ? -(s64)(u32)RS(1)[l] : (s64)(u32)RS(1)[l], I.line);
+    u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
+    mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
+    mbar_tx(c.m, c.cta, a, I.i0 ? -(s64)(u32)RS(1)[l] : (s64)(u32)RS(1)[l], I.line);
   });
   return NEXT;
 }
@@ -198,6 +213,8 @@ static Status h_mbar_wait(ARGS) {
     bool ok = I.i0 ? (b.phase & 1) != (st & 1) : b.phase != st;
     if (ok) {
       done |= 1u << l;
+      // Before what the barrier itself makes known.
+      if (&b != acquired) mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
       if (&b != acquired && I.sem == ACQUIRE) acquire(c, b.arrived);
       if (&b != acquired && I.sem == RELAXED)
         publish(c.w.observed, {SCOPE_CLUSTER, &c.cta, c.cta.cluster, b.arrived});

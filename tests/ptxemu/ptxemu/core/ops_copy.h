@@ -230,6 +230,10 @@ static Status h_bulk_copy(ARGS) {
   }
   return NEXT;
 }
+static u32 cpasync_agent(const Ctx& c) {
+  if (!c.w.cpasync_agent) c.w.cpasync_agent = new_agent(c.m, c.cta, c.w.id, "cp.async");
+  return c.w.cpasync_agent;
+}
 // cp.async (Ampere).  operands [dst],[src],size{,src-size or ignore}
 static Status h_cp_async(ARGS) {
   struct One {
@@ -252,9 +256,8 @@ static Status h_cp_async(ARGS) {
     shared_target(c.cta, o.dst, o.n, &c);
     v.push_back(o);
   }
-  if (!c.w.cpasync_agent) c.w.cpasync_agent = new_agent(c.m, c.cta, c.w.id, "cp.async");
   Cta* self = &c.cta;
-  u32 agent = c.w.cpasync_agent;
+  u32 agent = cpasync_agent(c);
   Async op = async_operation(c, c.mask, "cp.async");
   c.w.cpasync_groups.open++;
   enqueue(c.m, c.w.cpasync,
@@ -298,20 +301,19 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
     at.push_back({to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)), l});
     if (!I.i0) mbar_in_use(c.cta, at.back().first, &c, I.line).pending++;
   }
-  Machine* m = &c.m;
   Cta* self = &c.cta;
-  int line = I.line;
-  u32 agent = c.w.cpasync_agent;
-  Tick issued = c.m.tick;
+  u32 agent = cpasync_agent(c);
+  Async op = async_operation(c, c.mask, "cp.async.mbarrier.arrive");
   enqueue(c.m, c.w.cpasync,
           {[=] {
+             Actor me = op.actor(agent, op.issued);
              for (auto& a : at) {
                Knowledge k;
-               if (agent) k.learn({agent, 1u << a.second, 0, issued});
-               mbar_arrive(*m, *self, a.first, 1, 0, line, nullptr, &k);
+               k.learn({agent, 1u << a.second, 0, op.issued});
+               mbar_arrive(*op.m, me, *self, a.first, 1, 0, op.ins->line, nullptr, &k);
              }
            },
-           line, "cp.async.mbarrier.arrive"});
+           I.line, "cp.async.mbarrier.arrive"});
   return NEXT;
 }
 static Status h_st_async(ARGS) {  // [addr], value, [mbar]

@@ -310,19 +310,18 @@ static Status h_tc_commit(ARGS) {  // i0 cta_group, i1 space, i2 multicast
     u32 ranks = I.i2 ? (u32)RS(1)[l] & 0xffff : 1u << (a >> RANK_SHIFT);
     if (ranks >> c.cta.cluster->ctas.size())
       fail(c, fmt("multicast mask %#x names CTAs outside the cluster", ranks));
-    Machine* m = &c.m;
     Cta* self = &c.cta;
-    int line = I.line;
-    Knowledge known = release(c);
-    known.learn({c.cta.tc_agent, ~0u, c.m.tick, c.m.tick});
+    Async op = async_operation(c, 1u << l, "tcgen05.commit");
+    op.knowledge.learn({c.cta.tc_agent, ~0u, op.issued, op.issued});
     enqueue(c.m, c.cta.tc,
             {[=] {
+               Actor me = op.actor(self->tc_agent, op.issued);
                for (u32 r = 0; r < 16; r++)
                  if (ranks >> r & 1)
-                   mbar_arrive(*m, *self, (a & OFF_MASK) | r << RANK_SHIFT, 1, 0, line, nullptr,
-                               &known);
+                   mbar_arrive(*op.m, me, *self, (a & OFF_MASK) | r << RANK_SHIFT, 1, 0,
+                               op.ins->line, nullptr, &op.knowledge);
              },
-             line, "tcgen05.commit"});
+             I.line, "tcgen05.commit"});
   }
   return NEXT;
 }
