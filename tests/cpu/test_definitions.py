@@ -303,7 +303,6 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
 @pytest.fixture
 def unpacked(tmp_path, monkeypatch):
     """Imports a packed solution: its `run`."""
-    modules = set(sys.modules)
 
     def load_run(generation: pack.Generation):
         directory = tmp_path / generation.name
@@ -316,8 +315,10 @@ def unpacked(tmp_path, monkeypatch):
         return importlib.import_module("main").run
 
     yield load_run
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+    # Only what lies here: a library that is imported meanwhile may not be importable twice.
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def full_size(definition: MoeDefinition) -> tuple[list, torch.Tensor]:
@@ -398,13 +399,23 @@ def test_packing_a_definition(tmp_path, monkeypatch) -> None:
 # --- the programs --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def listing(monkeypatch, capsys):
+    """What `bench --list` prints for a definition, on a CPU."""
+
+    def of(definition: definitions.Entry) -> str:
+        argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(pack, "validate", lambda *_: None)
+        assert plan.make_plan(plan.parse_arguments()) is None
+        return capsys.readouterr().out
+
+    return of
+
+
 @every
-def test_bench_lists_what_there_is_for_the_definition(definition, monkeypatch, capsys) -> None:
-    argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(pack, "validate", lambda *_: None)
-    assert plan.make_plan(plan.parse_arguments()) is None
-    listed = capsys.readouterr().out
+def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> None:
+    listed = listing(definition)
     names = [g.name for g in pack.generations(definition=definition)]
     assert all(name in listed for name in names) and "sglang_moe" not in listed
     assert listed.count("-") > len(definition.tokens)

@@ -14,7 +14,7 @@ from moe_fp8.gemms import batched, flat
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
 from moe_fp8.layer.problem import DEEPSEEK_V3
-from test_definitions import unpacked  # noqa: F401
+from test_definitions import listing, unpacked  # noqa: F401
 
 from scripts.benchmark import invariance, plan
 from scripts.common.command_line import UsageError
@@ -376,12 +376,8 @@ def test_the_size_of_a_workload() -> None:
 
 
 @every
-def test_bench_lists_what_there_is_for_the_definition(definition, monkeypatch, capsys) -> None:
-    argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(pack, "validate", lambda *_: None)
-    assert plan.make_plan(plan.parse_arguments()) is None
-    listed = capsys.readouterr().out
+def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> None:  # noqa: F811
+    listed = listing(definition)
     assert all(g.name in listed for g in pack.generations(definition=definition))
     assert "cutedsl_moe" not in listed and "needs a GPU" in listed
 
