@@ -40,7 +40,7 @@ def variants_of(problem: Problem) -> tuple[list[tuple[str, Any, str]], list[tupl
     timed = [(BASE, base, "flat"), ("layout batched", base, "batched")]
     left_out = []
     for name, fields in tuning().changes(base):
-        if name == "swap_ab on" and problem.mean_rows > few_rows:
+        if fields.get("swap_ab") and problem.mean_rows > few_rows:
             left_out.append((name, f"for at most {few_rows} rows per expert"))
             continue
         try:

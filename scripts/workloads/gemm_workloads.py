@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,5 +98,4 @@ def spec_of(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
     rows = np.bincount(here, minlength=definition.experts).tolist()
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
     spec = GemmSpec(str(name), layer.uuid, layer.seq_len, tuple(rows), name.hex, "", definition)
-    digest = hashlib.sha256(spec.content()).hexdigest()
-    return GemmSpec(**{**vars(spec), "sha256": digest})
+    return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
