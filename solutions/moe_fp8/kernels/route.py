@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
@@ -27,9 +27,11 @@ from .tiles import WARP, inclusive_sum
 from .vectors import load
 
 WORD = 32
-"""Tokens of a word of marks, and of a CTA of `ChooseExperts`."""
+"""Tokens of a word of marks."""
+BYTE = 8
+"""Tokens of a CTA of `ChooseExperts`: they mark a byte of a word."""
 THREADS = 1024
-WARPS = THREADS // WARP
+"""Of a CTA of the other two."""
 WORDS = 4
 """Words of a CTA of `NumberRows`: pairs of 128 tokens, with 8 experts each, are one a thread."""
 LOWEST = -(2**31)
@@ -130,7 +132,8 @@ class ChooseExperts:
     of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
     experts below, so ids are ascending. Shares are added in a tree over the slots.
 
-    `grid = ceil(tokens / 32)`.
+    A multiprocessor is given few tokens at a time, because their warps have much to compute and
+    take turns: `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
 
     Raises:
         ValueError: the geometry does not fit a warp.
@@ -148,6 +151,7 @@ class ChooseExperts:
         self.scores = SCORES[routing]()
         self.experts, self.local, self.groups = experts, local, groups
         self.kept_groups, self.top_k = kept_groups, top_k
+        self.tokens = BYTE
         self.own = -(-experts // WARP)
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
@@ -170,8 +174,8 @@ class ChooseExperts:
         stream: cuda.CUstream,
     ):
         self.kernel(logits, bias, offset, scaling, expert, weights, marks).launch(
-            grid=[cute.size(marks, mode=[0]), 1, 1],
-            block=[THREADS, 1, 1],
+            grid=[cute.size(marks, mode=[0]) * (WORD // BYTE), 1, 1],
+            block=[BYTE * WARP, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -188,29 +192,35 @@ class ChooseExperts:
         marks: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        word, _, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
-        local = self._word(logits, bias, offset, scaling, weights, word, memory, marked)
-        token = word * WORD + warp
+        first = block * BYTE
+        local = self._mark(logits, bias, offset, scaling, weights, first, memory, marked)
+        token = first + warp
         if token < cute.size(logits, mode=[0]) and lane < self.top_k:
             expert[token, lane] = local
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            marks[word, e] = marked[e]
+        # Its own bytes of the words, the lowest first.
+        word = block // (WORD // BYTE)
+        layout = cute.make_layout((self.local, WORD // BYTE), stride=(WORD // BYTE, 1))
+        words = cute.recast_ptr(marks.iterator + word * self.local, dtype=Uint8)
+        bytes_of_word = cute.make_tensor(words, layout)
+        for e in cutlass.range(thread, self.local, BYTE * WARP, unroll=1):
+            bytes_of_word[e, block % (WORD // BYTE)] = Uint8(marked[e])
 
     @cute.jit
-    def _word(
+    def _mark(
         self,
         logits: cute.Tensor,
         bias: cute.Tensor | None,
         offset: Int32,
         scaling: Float32,
         weights: cute.Tensor,
-        word: Int32,
+        first: Int32,
         memory: SmemAllocator,
-        marked: cute.Tensor,  # (local,) i32 in shared memory, written: the word's marks
+        marked: cute.Tensor,  # (local,) i32 in shared memory, written: bit t of token first + t
     ) -> Int32:
         """The local expert of this warp's token and this lane's slot, or -1; writes the weight.
 
@@ -219,14 +229,15 @@ class ChooseExperts:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        chosen_id = memory.allocate_tensor(Int32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
-        chosen = memory.allocate_tensor(Float32, cute.make_layout((WARPS, WARP), stride=(WARP, 1)))
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+        slots = cute.make_layout((self.tokens, WARP), stride=(WARP, 1))
+        chosen_id = memory.allocate_tensor(Int32, slots)
+        chosen = memory.allocate_tensor(Float32, slots)
+        for e in cutlass.range(thread, self.local, self.tokens * WARP, unroll=1):
             marked[e] = Int32(0)
         cute.arch.barrier()
         wait_for_previous()
 
-        token = word * WORD + warp
+        token = first + warp
         local = Int32(-1)
         if token < cute.size(logits, mode=[0]):
             self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
@@ -392,6 +403,7 @@ class RouteWord(ChooseExperts):
         names_tokens: bool,
     ):
         super().__init__(experts, local, groups, kept_groups, top_k, routing)
+        self.tokens = WORD
         self.names_tokens = names_tokens
 
     @cute.jit
@@ -433,7 +445,7 @@ class RouteWord(ChooseExperts):
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
-        local = self._word(logits, bias, offset, scaling, weights, Int32(0), memory, marked)
+        local = self._mark(logits, bias, offset, scaling, weights, Int32(0), memory, marked)
         for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
             counters[i] = Int32(0)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
