@@ -26,7 +26,14 @@ from .numerics import round_up
 SOLUTION = {
     "name": "cutedsl_moe_fp8_v3",
     "author": "moe-fp8-cutedsl",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
+    "target_hardware": [
+        "NVIDIA H100",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "NVIDIA GB200",
+        "NVIDIA B300",
+        "NVIDIA GB300",
+    ],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
 }
 

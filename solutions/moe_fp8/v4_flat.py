@@ -23,7 +23,14 @@ from .numerics import round_up
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
     "author": "moe-fp8-cutedsl",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
+    "target_hardware": [
+        "NVIDIA H100",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "NVIDIA GB200",
+        "NVIDIA B300",
+        "NVIDIA GB300",
+    ],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
     "routings": ["deepseek_v3", "renormalize"],
 }
@@ -31,7 +38,7 @@ SOLUTION = {
 
 def flat_configs(tokens: int, shape: MoeShape, choose: Choose) -> tuple[Any, Any]:
     """Of both GEMMs, from what the host knows: the number of tokens, at least one."""
-    rows = expected_rows(tokens, shape)
+    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
     h, i = shape.hidden_size, shape.intermediate_size
     return choose(rows, 2 * i, h), choose(rows, h, i)
 

@@ -1,14 +1,13 @@
 """What the other definitions need, compiled at their geometries for both architectures."""
 
 import pytest
-from moe_fp8.kernels import any_rows
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import MoeShape
 from test_compile import compiled_code, resources  # noqa: F401
 
-from scripts.common.definitions import GEMMS, MOE
+from scripts.common.definitions import MOE
 
 ROWS = {  # of an expert
     "kimi_k2": (8, 8),
@@ -41,18 +40,5 @@ def test_fused(definition, architecture, rows, terms, compiled_code, tmp_path): 
     assert first.swap_ab == (rows == 8)
     # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
     assert ptx.count(".entry") == (6 if first.swap_ab else 7)
-    if architecture is HOPPER:
-        assert resources(cubin, tmp_path)["frame"] == 0, "spills"
-
-
-@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=lambda a: a.target)
-@pytest.mark.parametrize("rows", [1, 42, 503])
-def test_grouped_gemm_of_any_rows(rows, architecture, compiled_code, tmp_path):  # noqa: F811
-    """The first GEMM alone, with what the heuristic picks for so many rows of an expert."""
-    gemm = GEMMS[0]
-    config = architecture.choose(rows, gemm.n, gemm.k)
-    geometry = gemm.n, gemm.k, gemm.experts
-    ptx, cubin = compiled_code(any_rows.compile_any_rows, config, *geometry, architecture.target)
-    assert ptx.count(".entry") == 1
     if architecture is HOPPER:
         assert resources(cubin, tmp_path)["frame"] == 0, "spills"

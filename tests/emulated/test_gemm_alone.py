@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moe_fp8.gemms import batched, flat
-from moe_fp8.kernels import any_rows, operations
+from moe_fp8.kernels import operations
 from moe_fp8.kernels.sm90.config import GemmConfig
 from problems import UNTOUCHED, gemm
 
@@ -35,7 +35,7 @@ def test_flat(config, rows, mode, emulator, monkeypatch):
     total = sum(rows)
     problem = gemm(rows, 256, 512, 256, exact=True, layout="flat")
     m_indptr = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    monkeypatch.setattr(flat, "multiply_on", lambda device: any_rows.grouped_gemm)
+    monkeypatch.setattr(flat, "select", lambda device: operations)
     choose(monkeypatch, flat, config)
     a, a_scale = problem.a[:total].clone(), problem.a_scale[:, :total].clone()
     out = torch.full((total, 256), UNTOUCHED, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ import torch
 
 from ..gemms.problem import validate_contiguous
 from ..numerics import BLOCK
-from .deepgemm_device import require_first_device
+from .deepgemm_device import RECIPE, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
 
@@ -25,9 +25,6 @@ SOLUTION = {
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "rows": "contiguous",
 }
-
-RECIPE = (1, BLOCK, BLOCK)
-"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
 
 
 def wide(rows: torch.Tensor) -> torch.Tensor:

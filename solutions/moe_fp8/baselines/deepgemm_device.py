@@ -1,6 +1,14 @@
-"""DeepGEMM serves one GPU a process: it keeps the handles of its kernels, which are that GPU's."""
+"""What every call of DeepGEMM needs.
+
+It serves one GPU a process: it keeps the handles of its kernels, which are that GPU's.
+"""
 
 import torch
+
+from ..numerics import BLOCK
+
+RECIPE = (1, BLOCK, BLOCK)
+"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
 
 _first: list[torch.device] = []
 

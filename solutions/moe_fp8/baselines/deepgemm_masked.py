@@ -11,8 +11,7 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 import torch
 
 from ..gemms.problem import validate_masked
-from ..numerics import BLOCK
-from .deepgemm_device import require_first_device
+from .deepgemm_device import RECIPE, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
 
@@ -23,9 +22,6 @@ SOLUTION = {
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "rows": "masked",
 }
-
-RECIPE = (1, BLOCK, BLOCK)
-"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ import torch
 
 from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
 from ..numerics import BLOCK
-from .deepgemm_device import require_first_device
+from .deepgemm_device import RECIPE, require_first_device
 from .held import HeldPerStream
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
@@ -42,9 +42,6 @@ MASKED_TOKENS = 16384
 """Up to here the masked layout, whose buffers grow with E * T (14 GB at T=14107). End to end on an
 H200, 2026-11-21, masked against contiguous, ms: T=80 0.51, 0.62; T=901 0.58, 0.70; T=4096 0.75,
 0.79; T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
-
-RECIPE = (1, BLOCK, BLOCK)
-"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
 
 
 class Tables(NamedTuple):

@@ -11,46 +11,28 @@ there and back, and compute the padding.
 Expected gain over such a library: the copies, and with few rows of an expert the padding.
 """
 
-import functools
-import math
-from collections.abc import Callable
-
 import torch
 
 from ..kernels import architectures
 from ..layer.backend import select
 from ..layer.device import on_device
-from ..layer.rows import flat_rows
+from ..layer.rows import expected_rows, flat_rows
 from .problem import validate_contiguous
 
 SOLUTION = {
     "name": "cutedsl_gemm_fp8_flat",
     "author": "moe-fp8-cutedsl",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GB200"],
+    "target_hardware": [
+        "NVIDIA H100",
+        "NVIDIA H200",
+        "NVIDIA B200",
+        "NVIDIA GB200",
+        "NVIDIA B300",
+        "NVIDIA GB300",
+    ],
     "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
     "rows": "contiguous",
 }
-
-
-@functools.cache
-def multiply_on(device: torch.device) -> Callable[..., None]:
-    """The kernel for a supported GPU, the torch model for the CPU.
-
-    Raises:
-        ValueError: the device is another one.
-    """
-    backend = select(device)
-    if device.type == "cpu":
-        return backend.grouped_gemm
-    from ..kernels.any_rows import grouped_gemm
-
-    return grouped_gemm
-
-
-def expected_rows(rows: int, experts: int) -> float:
-    """Rows of an expert that has any, were all of them equally popular; at least one row."""
-    mean = rows / experts
-    return mean / -math.expm1(-mean)
 
 
 @torch.inference_mode()
@@ -63,9 +45,8 @@ def run(a, a_scale, b, b_scale, m_indptr, out):
     """
     validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
     device, rows, (experts, n, k) = out.device, out.shape[0], b.shape
-    multiply = multiply_on(device)
+    backend = select(device)
     if rows:
-        choose = architectures.of_device(device).choose
-        config = choose(expected_rows(rows, experts), n, k)
+        config = architectures.of_device(device).choose(expected_rows(rows, experts), n, k)
         with on_device(device):
-            multiply(a, a_scale, b, b_scale, out, flat_rows(m_indptr), config)
+            backend.grouped_gemm(a, a_scale, b, b_scale, out, flat_rows(m_indptr), config)

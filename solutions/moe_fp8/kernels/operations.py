@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
 from ..layer.problem import Configs, FusedCall, MoeInputs, MoeShape, bounded_offset
 from ..layer.routing import GroupedRows
-from ..numerics import BLOCK
+from ..numerics import BLOCK, TMA_ROWS, round_up
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import Absent, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
@@ -64,8 +64,10 @@ def grouped_gemm(
     """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows of every expert.
 
     Args:
-        a: `[rows, k]` e4m3; `rows` a multiple of 4.
-        a_scale: `[k / 128, rows]` float32, one scale per row and 128 columns of `a`.
+        a: `[rows, k]` e4m3.
+        a_scale: `[k / 128, rows]` float32, one scale per row and 128 columns of `a`. TMA reads its
+            rows from multiples of 16 bytes: unless `rows` is a multiple of 4, it is copied, 1/32 of
+            the bytes of `a`.
         b: `[experts, n, k]` e4m3.
         b_scale: `[experts, n / 128, k / 128]` float32, one scale per 128x128 block of `b`.
         out: `[rows, n]` bfloat16; rows that belong to no expert are left as they are.
@@ -74,10 +76,14 @@ def grouped_gemm(
         config: tile shape and schedule; None takes the default.
     """
     experts, n, k = b.shape
+    rows = a.shape[0]
     config = config or of_device(a.device).config
     function = compile_grouped_gemm(config, n, k, experts, _target(a.device))
-    if a.shape[0]:
-        ctas = most_ctas(config, a.shape[0], n, experts, _multiprocessors(a.device))
+    if rows:
+        if rows % TMA_ROWS:
+            wide = a_scale.new_empty((k // BLOCK, round_up(rows, TMA_ROWS)))
+            a_scale = wide[:, :rows].copy_(a_scale)
+        ctas = most_ctas(config, rows, n, experts, _multiprocessors(a.device))
         # Of its own for every launch: launches may overlap, and a captured one is replayed. With
         # tiles in turns nobody looks at it.
         counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
@@ -239,11 +245,11 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
     Raises:
         ValueError: there are no kernels for the target, or none for the shape; see its class.
     """
-    rows = Extent("rows", 4)  # TMA: strides of 16 bytes, the scales' included
-    blocks = k // BLOCK
+    rows, blocks = Extent("rows"), k // BLOCK
+    scales_apart = Extent("scales apart", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (
         Tensor(Float8E4M3FN, (rows, k)),
-        Tensor(Float32, (blocks, rows)),
+        Tensor(Float32, (blocks, rows), row_stride=scales_apart),
         Tensor(Float8E4M3FN, (experts, n, k)),
         Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
         Tensor(BFloat16, (rows, n)),

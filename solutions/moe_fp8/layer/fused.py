@@ -21,7 +21,7 @@ def fused_configs(tokens: int, shape: MoeShape, choose: Choose, terms: int = 1) 
     stages 55.9 us, 8 55.1, 10 55.4); with many, tiles on demand cost nothing where the counter is
     zeroed beside the routing (T=901: 397.4 -> 394.7 us).
     """
-    rows = expected_rows(tokens, shape)
+    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
     h, i = shape.hidden_size, shape.intermediate_size
     first, second = (
         replace(config, stages=8) if config.swap_ab else replace(config, dynamic=True)

@@ -16,8 +16,6 @@ import math
 
 import torch
 
-from .problem import MoeShape
-
 
 def flat_rows(m_indptr: torch.Tensor) -> torch.Tensor:
     """`expert_rows` of boundaries `[E + 1]` int32, which it views: no launch, no copy."""
@@ -33,11 +31,11 @@ def batched_rows(rows_per_expert: torch.Tensor, max_rows: int) -> torch.Tensor:
     return expert_rows
 
 
-def expected_rows(tokens: int, shape: MoeShape) -> float:
-    """Rows of an expert that has any, when every token chooses among equally popular experts.
+def expected_rows(pairs: int, experts: int) -> float:
+    """Rows of an expert that has any, of `pairs` that chose among equally popular experts.
 
     With x rows an expert on average, the share of experts without one is about exp(-x). Real
     traffic prefers some experts, so that those with rows have more: 3.9 where this says 2.7 (T=80).
     """
-    mean = tokens * shape.top_k / shape.num_experts
+    mean = pairs / experts
     return mean / -math.expm1(-mean)
