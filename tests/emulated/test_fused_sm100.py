@@ -37,8 +37,8 @@ def output_of(inputs: MoeInputs, config, terms: int = 1) -> torch.Tensor:
 def device(monkeypatch):
     monkeypatch.setattr(kernels, "_target", lambda device: "sm_100a")
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
-    empty = torch.empty
-    monkeypatch.setattr(kernels.torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: poisoned(empty(*a, **b)))
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])

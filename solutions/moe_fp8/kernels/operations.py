@@ -172,7 +172,8 @@ def fused_call(
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        # Half a microsecond sooner than torch.empty, which has a device to parse.
+        workspace = output.new_empty(size, dtype=torch.uint8)
         function(
             logits, bias, bounded_offset(int(offset), local), float(scaling),
             x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
