@@ -3,11 +3,12 @@
 import pytest
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.kernels.batched import compile_batched_gemm
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import MoeShape
 from test_compile import compiled_code, resources  # noqa: F401
 
-from scripts.common.definitions import MOE
+from scripts.common.definitions import GEMMS, MASKED, MOE
 
 ROWS = {  # of an expert
     "kimi_k2": (8, 8),
@@ -40,5 +41,19 @@ def test_fused(definition, architecture, rows, terms, compiled_code, tmp_path): 
     assert first.swap_ab == (rows == 8)
     # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
     assert ptx.count(".entry") == (6 if first.swap_ab else 7)
+    if architecture is HOPPER:
+        assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+@pytest.mark.parametrize(
+    "definition", [d for d in GEMMS if d.rows == MASKED], ids=lambda d: d.short
+)
+@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=lambda a: a.target)
+@pytest.mark.parametrize("expected_m", [1, 29])
+def test_batched_gemm(expected_m, architecture, definition, compiled_code, tmp_path):  # noqa: F811
+    n, k, target = definition.n, definition.k, architecture.target
+    config = architecture.choose(expected_m, n, k)
+    ptx, cubin = compiled_code(compile_batched_gemm, config, n, k, definition.experts, target)
+    assert ptx.count(".entry") == 2
     if architecture is HOPPER:
         assert resources(cubin, tmp_path)["frame"] == 0, "spills"

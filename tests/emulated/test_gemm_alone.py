@@ -1,4 +1,4 @@
-"""The solutions of the grouped GEMMs alone, as compiled for sm_90a: any number of rows."""
+"""The solutions of the grouped GEMMs alone, as compiled: any number of rows."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from moe_fp8.gemms import batched, flat
 from moe_fp8.kernels import operations
+from moe_fp8.kernels.batched import batched_gemm, compile_batched_gemm
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
 from problems import UNTOUCHED, gemm
+from test_mutations import replace
 
 CONFIGS = [
     GemmConfig(tile_m=8, swap_ab=True),
@@ -44,19 +47,78 @@ def test_flat(config, rows, mode, emulator, monkeypatch):
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_batched(config, mode, emulator, monkeypatch):
-    """Rows from a count on hold NaN, and are zero in the output."""
-    rows, max_rows = (0, 1, 17, 128, 129, 64), 256
+@pytest.fixture
+def multiply_batched(monkeypatch):
+    """Of the solution on a GPU with few multiprocessors."""
+    few = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    monkeypatch.setattr(batched, "multiply_on", lambda device: batched_gemm)
+
+
+def batched_problem(rows: tuple[int, ...], max_rows: int):
+    """What `run` takes but for the output, and what it is to be."""
     problem = gemm(rows, 256, 512, max_rows, exact=True)
     experts, counts = len(rows), torch.tensor(rows, dtype=torch.int32)
-    monkeypatch.setattr(batched, "select", lambda device: operations)
-    choose(monkeypatch, batched, config)
     a_scale = problem.a_scale.view(-1, experts, max_rows).transpose(0, 1).contiguous()
-    out = torch.full((experts, max_rows, 256), UNTOUCHED, dtype=torch.bfloat16)
-    a = problem.a.view(experts, max_rows, 512)
-    batched.run(a, a_scale, problem.b, problem.b_scale, counts, 30, out)
-    wanted = problem.expected.view(out.shape).clone()
+    wanted = problem.expected.view(experts, max_rows, 256).clone()
     wanted[torch.arange(max_rows) >= counts.unsqueeze(1)] = 0
+    a = problem.a.view(experts, max_rows, 512)
+    return (a, a_scale, problem.b, problem.b_scale, counts, 30), wanted
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_batched(config, mode, emulator, multiply_batched, monkeypatch):
+    """Rows from a count on hold NaN, and are zero in the output."""
+    arguments, wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)
+    choose(monkeypatch, batched, config)
+    out = torch.full_like(wanted, UNTOUCHED)
+    batched.run(*arguments, out)
     assert torch.equal(out, wanted)
     assert emulator.reports[-1].hazards == []
+
+
+@pytest.mark.parametrize("config", [Sm100(tile_m=16, swap_ab=True), Sm100()], ids=str)
+def test_batched_on_blackwell(config, emulator):
+    (a, a_scale, b, b_scale, counts, _), wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)
+    out, scales = torch.full_like(wanted, UNTOUCHED), torch.full((a_scale.numel(),), torch.nan)
+    function = compile_batched_gemm(config, 256, 512, 6, "sm_100a")
+    tables = torch.full((2 * 6 + 1,), 1, dtype=torch.int32)
+    function(a, a_scale, b, b_scale, counts, out, scales, tables, 4)
+    assert torch.equal(out, wanted)
+    assert emulator.reports[-1].hazards == []
+
+
+def two_batched_calls(emulator) -> tuple[list[torch.Tensor], list[torch.Tensor], set[str]]:
+    """What two calls on one workspace gave, what they should have, and the hazards seen."""
+    problems = [batched_problem(rows, 128) for rows in ((3, 0, 128, 17), (0, 64, 1, 9))]
+    outputs = [torch.full_like(wanted, UNTOUCHED) for _, wanted in problems]
+    scales = torch.full((problems[0][0][1].numel(),), torch.nan)
+    tables = torch.full((2 * 4 + 1,), 1, dtype=torch.int32)
+    function = compile_batched_gemm(CONFIGS[0], 256, 512, 4, "sm_90a")
+    emulator.reports.clear()
+    with emulator.in_flight():
+        for ((a, a_scale, b, b_scale, counts, _), _), out in zip(problems, outputs, strict=True):
+            function(a, a_scale, b, b_scale, counts, out, scales, tables, 4)
+    hazards = set().union(*(report.hazard_kinds() for report in emulator.reports))
+    return outputs, [wanted for _, wanted in problems], hazards
+
+
+@pytest.mark.parametrize("dependents", ["late", "early", "random"])
+def test_a_batched_call_may_begin_while_the_one_before_ends(dependents, emulator):
+    """As a caching allocator has it: the next call's workspace is this one's."""
+    emulator.options.dependents = dependents
+    outputs, wanted, hazards = two_batched_calls(emulator)
+    assert hazards == set()
+    assert all(map(torch.equal, outputs, wanted))
+
+
+@pytest.mark.parametrize("kernel", ["place", "gemm"])
+def test_without_a_wait_of_a_batched_call(kernel, emulator):
+    emulator.options.dependents = "early"
+    which = ("place", "gemm").index(kernel)
+    emulator.host.ptx_transform = replace(r"griddepcontrol\.wait;", "", which)
+    try:
+        outputs, wanted, hazards = two_batched_calls(emulator)
+    except emulator.EmulationError:
+        return
+    assert hazards or not all(map(torch.equal, outputs, wanted))

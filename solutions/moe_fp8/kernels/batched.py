@@ -1,0 +1,216 @@
+"""The grouped GEMM on batched rows: where they lie, their products and zeros behind them."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cuda.bindings import driver as cuda
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+
+from ..numerics import BLOCK, TMA_ROWS
+from .architectures import of_device, of_target
+from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .dependent import wait_for_previous
+from .tiles import WARP, most_ctas
+from .vectors import BYTES
+
+SCALES = BYTES // 4
+"""Of an access."""
+WARPS = 8
+"""That place the scales of an expert's rows."""
+ROWS = WARP * SCALES
+"""Of a CTA that places them."""
+COLUMNS = BYTES // 2
+"""bfloat16 elements of an access."""
+
+
+class PlaceBatched:
+    """`expert_rows[:, e] = e * max_rows + (0, masked_m[e])`, and scales of all rows side by side.
+
+    `grid = (ceil(max_rows / ROWS), experts)`; a warp has every eighth K block.
+    """
+
+    def __init__(self, k: int):
+        self.blocks = k // BLOCK
+        self.blocks_per_warp = -(-self.blocks // WARPS)
+
+    @cute.jit
+    def __call__(
+        self,
+        a_scale: cute.Tensor,  # (experts, k / 128, max_rows) f32
+        masked_m: cute.Tensor,  # (experts,) i32
+        scales: cute.Tensor,  # (k / 128, experts * max_rows) f32, written for the rows there are
+        expert_rows: cute.Tensor,  # (2, experts) i32, written
+        counter: cute.Tensor,  # (1,) i32, zeroed
+        stream: cuda.CUstream,
+    ):
+        experts, max_rows = cute.size(a_scale, mode=[0]), cute.size(a_scale, mode=[2])
+        self.kernel(a_scale, masked_m, scales, expert_rows, counter).launch(
+            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
+            block=[WARPS * WARP, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a_scale: cute.Tensor,
+        masked_m: cute.Tensor,
+        scales: cute.Tensor,
+        expert_rows: cute.Tensor,
+        counter: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        part, expert, _ = cute.arch.block_idx()
+        max_rows = Int32(cute.size(a_scale, mode=[2]))
+        wait_for_previous()
+        count, first = masked_m[expert], expert * max_rows
+        if part == 0 and thread == 0:
+            expert_rows[0, expert] = first
+            expert_rows[1, expert] = first + count
+            if expert == 0:
+                counter[0] = Int32(0)
+        row = part * ROWS + thread % WARP * SCALES
+        if row < count:
+            taken = cute.make_rmem_tensor((SCALES, self.blocks_per_warp), Float32)
+            for i in cutlass.range_constexpr(self.blocks_per_warp):
+                block = i * WARPS + thread // WARP
+                if block < self.blocks:
+                    at = (Int64(expert) * self.blocks + block) * max_rows + row
+                    cute.autovec_copy(_four(a_scale, at), taken[None, i])
+            for i in cutlass.range_constexpr(self.blocks_per_warp):
+                block = i * WARPS + thread // WARP
+                if block < self.blocks:
+                    at = Int64(block) * cute.size(scales, mode=[1]) + first + row
+                    cute.autovec_copy(taken[None, i], _four(scales, at))
+
+
+def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
+    """The scales from the `at`-th on, a multiple of 4."""
+    return cute.make_tensor((scales.iterator + at).align(BYTES), cute.make_layout(SCALES))
+
+
+class ZeroPadding:
+    """`out[e, r] = 0` for `r >= masked_m[e]`, beside the GEMM: it waits for weights meanwhile."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    @cute.jit
+    def run(
+        self,
+        masked_m: cute.Tensor,  # (experts,) i32
+        out: cute.Tensor,  # (experts, max_rows, n) bf16
+        warp: Int32,
+        warps: Int32,
+    ):
+        """The part of the `warp`-th of `warps` warps; by all of its lanes."""
+        max_rows = Int32(cute.size(out, mode=[1]))
+        rows = cute.size(out, mode=[0]) * max_rows
+        lane = cute.arch.lane_idx()
+        vector = cute.make_layout(COLUMNS)
+        zeros = cute.make_rmem_tensor(vector, BFloat16)
+        zeros.fill(0.0)
+        for row in cutlass.range(warp, rows, warps, unroll=1):
+            expert = row // max_rows
+            if row - expert * max_rows >= masked_m[expert]:
+                start = out.iterator + Int64(row) * self.n
+                for column in cutlass.range(lane * COLUMNS, self.n, WARP * COLUMNS, unroll=4):
+                    target = (start + column).align(BYTES)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, vector))
+
+
+class BatchedGemm:
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; 0 for the others.
+
+    Args:
+        config: of the GEMM.
+        n, k, experts: of the weights.
+        gemm: kernel class of the architecture.
+    """
+
+    def __init__(self, config: Any, n: int, k: int, experts: int, gemm: type):
+        self.place = PlaceBatched(k)
+        self.gemm = gemm(config, n, k, experts, beside=ZeroPadding(n))
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (experts, max_rows, k) e4m3
+        a_scale: cute.Tensor,  # (experts, k / 128, max_rows) f32
+        b: cute.Tensor,  # (experts, n, k) e4m3
+        b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
+        masked_m: cute.Tensor,  # (experts,) i32
+        out: cute.Tensor,  # (experts, max_rows, n) bf16
+        scales: cute.Tensor,  # (experts * k / 128 * max_rows,) f32, written
+        tables: cute.Tensor,  # (2 * experts + 1,) i32, written
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        experts, n, k = self.gemm.experts, self.gemm.n, self.gemm.k
+        rows = cute.assume(experts * Int32(cute.size(a, mode=[1])), divby=TMA_ROWS)
+        flat_a = cute.make_tensor(a.iterator, cute.make_layout((rows, k), stride=(k, 1)))
+        flat_out = cute.make_tensor(out.iterator, cute.make_layout((rows, n), stride=(n, 1)))
+        by_block = cute.make_layout((k // BLOCK, rows), stride=(rows, 1))
+        flat_scales = cute.make_tensor(scales.iterator, by_block)
+        of_experts = cute.make_layout((2, experts), stride=(experts, 1))
+        expert_rows = cute.make_tensor(tables.iterator, of_experts)
+        counter = cute.make_tensor(tables.iterator + 2 * experts, cute.make_layout(1))
+        self.place(a_scale, masked_m, flat_scales, expert_rows, counter, stream)
+        self.gemm.launch(
+            flat_a, flat_scales, b, b_scale, flat_out,
+            expert_rows, counter, (masked_m, out), num_ctas, stream,
+        )  # fmt: skip
+
+
+def batched_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    out: torch.Tensor,
+    config: Any,
+) -> None:
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
+
+    Args:
+        a: `[experts, max_rows, k]` e4m3, `max_rows` a multiple of 128.
+        a_scale: `[experts, k / 128, max_rows]` float32.
+        b: `[experts, n, k]` e4m3.
+        b_scale: `[experts, n / 128, k / 128]` float32.
+        masked_m: `[experts]` int32.
+        out: `[experts, max_rows, n]` bfloat16, written.
+        config: tile shape and schedule.
+    """
+    (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
+    multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    function = compile_batched_gemm(config, n, k, experts, of_device(a.device).target)
+    scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)
+    ctas = most_ctas(config, rows, n, experts, multiprocessors)
+    function(a, a_scale, b, b_scale, masked_m, out, scales, tables, ctas)
+
+
+@CompiledOnce
+def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
+    """The grouped GEMM for one weight shape and any number of rows; needs no GPU.
+
+    Raises:
+        ValueError: there are no kernels for the target, or none for the shape; see its class.
+    """
+    max_rows, blocks = Extent("max_rows", ROWS), k // BLOCK
+    arguments = (
+        Tensor(Float8E4M3FN, (experts, max_rows, k)),
+        Tensor(Float32, (experts, blocks, max_rows)),
+        Tensor(Float8E4M3FN, (experts, n, k)),
+        Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
+        Tensor(Int32, (experts,), align=4),
+        Tensor(BFloat16, (experts, max_rows, n)),
+        Tensor(Float32, (Extent("scales"),)),
+        Tensor(Int32, (2 * experts + 1,), align=4),
+        Scalar(Int32),
+    )
+    parameters = (config, n, k, experts, of_target(target).gemm())
+    return compiled(BatchedGemm, parameters, arguments, target)
