@@ -578,7 +578,7 @@ def test_the_build_file_of_kernels(flat: Export) -> None:
             "python-depends": ["tvm-ffi"],
             "cuda": {"python-depends": ["nvidia-cutlass-dsl"]},
         },
-        "torch-noarch": {"cuda_capabilities": ["10.0", "9.0"]},
+        "torch-noarch": {"cuda_capabilities": ["10.0", "10.3", "9.0"]},
     }
     assert {"build.toml", "flake.nix", "CARD.md"} == {n for n in files if "/" not in n}
     assert "nvidia-cutlass-dsl==4.8.1" in files["CARD.md"]
