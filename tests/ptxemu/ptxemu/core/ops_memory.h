@@ -32,7 +32,8 @@ static Status h_ld(ARGS) {
       }
     }
   }
-  return NEXT;
+  // Who polls a word lets others go on meanwhile.
+  return I.sem == WEAK ? NEXT : YIELD;
 }
 static Status h_st(ARGS) {
   int by = ty_bytes(I.i0), n = I.i2;
