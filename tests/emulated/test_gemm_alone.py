@@ -47,14 +47,6 @@ def test_flat(config, rows, mode, emulator, monkeypatch):
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.fixture
-def multiply_batched(monkeypatch):
-    """Of the solution on a GPU with few multiprocessors."""
-    few = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    monkeypatch.setattr(batched, "multiply_on", lambda device: batched_gemm)
-
-
 def batched_problem(rows: tuple[int, ...], max_rows: int):
     """What `run` takes but for the output, and what it is to be."""
     problem = gemm(rows, 256, 512, max_rows, exact=True)
@@ -67,9 +59,10 @@ def batched_problem(rows: tuple[int, ...], max_rows: int):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_batched(config, mode, emulator, multiply_batched, monkeypatch):
+def test_batched(config, mode, emulator, monkeypatch):
     """Rows from a count on hold NaN, and are zero in the output."""
     arguments, wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)
+    monkeypatch.setattr(batched, "multiply_on", lambda device: batched_gemm)
     choose(monkeypatch, batched, config)
     out = torch.full_like(wanted, UNTOUCHED)
     batched.run(*arguments, out)

@@ -9,7 +9,8 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, TMA_ROWS
-from .architectures import of_device, of_target
+from . import operations
+from .architectures import of_target
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .dependent import wait_for_previous
 from .tiles import WARP, most_ctas
@@ -186,10 +187,9 @@ def batched_gemm(
         config: tile shape and schedule.
     """
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
-    multiprocessors = torch.cuda.get_device_properties(a.device).multi_processor_count
-    function = compile_batched_gemm(config, n, k, experts, of_device(a.device).target)
+    function = compile_batched_gemm(config, n, k, experts, operations._target(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)
-    ctas = most_ctas(config, rows, n, experts, multiprocessors)
+    ctas = most_ctas(config, rows, n, experts, operations._multiprocessors(a.device))
     function(a, a_scale, b, b_scale, masked_m, out, scales, tables, ctas)
 
 
