@@ -40,6 +40,9 @@ class Options:
             others (clusterlaunchcontrol).
         strict: an access outside the registered tensors is an error instead of a hazard.
         check_races: look for accesses that nothing orders, and for missing proxy fences.
+        poison_races: where TMA or a bulk copy loads bytes from global memory that others write
+            meanwhile, it brings 0xFF instead of a report: for boxes that are larger than what is
+            used of them, so that whoever uses these bytes is wrong.
         max_instructions: warp instructions before a launch is given up as a livelock.
         hazards_are_errors: raise if a launch reports any hazard.
         verbose: print one line a launch.
@@ -52,6 +55,7 @@ class Options:
     clc_resident: int = 2
     strict: bool = False
     check_races: bool = True
+    poison_races: bool = False
     max_instructions: int = 4_000_000_000
     hazards_are_errors: bool = False
     verbose: bool = bool(os.environ.get("PTXEMU_VERBOSE"))
@@ -117,7 +121,9 @@ class _RunDesc(ctypes.Structure):
         ("dependents", ctypes.c_int32),
         *(
             (name, ctypes.c_uint64)
-            for name in "seed max_resident clc_resident strict check_races max_instructions".split()
+            for name in (
+                "seed max_resident clc_resident strict check_races poison_races max_instructions"
+            ).split()
         ),
     ]
 
@@ -303,6 +309,7 @@ def _run_chain() -> None:
         o.clc_resident,
         o.strict,
         o.check_races,
+        o.poison_races,
         o.max_instructions,
     )
     out = ctypes.create_string_buffer(REPORT_BYTES)

@@ -18,7 +18,7 @@ struct RunDesc {
   u64 nmaps;
   const u64* maps;
   s32 mode, dependents;
-  u64 seed, max_resident, clc_resident, strict, check_races, max_instr;
+  u64 seed, max_resident, clc_resident, strict, check_races, poison_races, max_instr;
 };
 static Str json_escape(const Str& s) {
   Str o;
@@ -81,6 +81,7 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
   m.opt.clc_resident = d->clc_resident;
   m.opt.strict = d->strict;
   m.opt.check_races = d->check_races;
+  m.opt.poison_races = d->poison_races;
   m.opt.max_instr = d->max_instr;
   m.rng.seed(d->seed);
   for (u64 i = 0; i < d->nranges; i++)

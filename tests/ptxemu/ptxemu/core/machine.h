@@ -144,6 +144,12 @@ struct Warp {
     int line;
   };
   std::vector<TmemLoad> tmem_loads;  // not waited for
+  struct Poll {
+    const Instr* load = nullptr;
+    u32 lanes = 0;
+    u64 address = 0, effects = 0;  // of the first lane; the machine's at that time
+  };
+  Poll poll;  // the last load that may wait for a store
   Queue cpasync;
   Groups<int> cpasync_groups;
   std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st
@@ -276,6 +282,7 @@ struct Options {
   int strict = 0;
   u64 max_instr = 4000000000ull;
   int check_races = 1;
+  int poison_races = 0;
   int clc_resident = 0;
 };
 

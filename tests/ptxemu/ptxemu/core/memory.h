@@ -197,10 +197,11 @@ static bool fenced(const Machine& m, const Actor& me, const Access& other, const
   u32 launch = m.agents[other.agent].launch->index;
   return (proxy.launches >> launch & 1) || me.knows(other, proxy);
 }
-// Checks an access against those that the memory remembers, and adds it to them.
+// Checks an access against those that the memory remembers, and adds it to them. Where `read` has
+// the bytes that a load brings, a race is not reported but spoils them.
 template <class Place>
 static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
-                  bool write, int line, bool shared, Place place) {
+                  bool write, int line, bool shared, Place place, u8* read = nullptr) {
   if (!m.opt.check_races) return;
   Access seen{};  // chunk after chunk it is mostly one and the same
   const Knowledge& k = *me.knowledge;
@@ -208,7 +209,13 @@ static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 ad
     if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return;
     bool ordinary = !a.async || a.copied;
     if (!ordered(m, me, a)) {
-      report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
+      if (read)
+        for (u32 b = 0; b < 16; b++) {
+          u64 byte = at / 16 * 16 + b - address;
+          if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
+        }
+      else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
+        report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
     } else if (me.async && !me.copied && !write && a.write && ordinary &&
                !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy)) {
       l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
@@ -220,11 +227,12 @@ static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 ad
   });
 }
 static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
-                         int line) {
-  order(m, l, me, m.shadow, address, n, write, line, false, [&](u64 at) {
+                         int line, u8* read = nullptr) {
+  auto place = [&](u64 at) {
     const Range* r = range_of(m, at, 1);
     return r ? fmt("[%s + %lu]", r->label.c_str(), at - r->lo) : fmt("global %#lx", at);
-  });
+  };
+  order(m, l, me, m.shadow, address, n, write, line, false, place, read);
 }
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
                          int line) {
@@ -335,8 +343,16 @@ static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const
   memset(&t.init[off], 1, n);
 }
 static const u8* async_read_global(const Async& op, const Actor& me, u64 address, u32 n) {
-  order_global(*op.m, *op.launch, me, address, n, false, op.ins->line);
-  return (const u8*)address;
+  static std::vector<u8> read;
+  const u8* bytes = (const u8*)address;
+  bool poison = op.m->opt.poison_races && !me.copied;
+  if (poison) {
+    read.assign(bytes, bytes + n);
+    bytes = read.data();
+  }
+  order_global(*op.m, *op.launch, me, address, n, false, op.ins->line,
+               poison ? read.data() : nullptr);
+  return bytes;
 }
 static u8* async_write_global(const Async& op, const Actor& me, u64 address, u32 n) {
   order_global(*op.m, *op.launch, me, address, n, true, op.ins->line);

@@ -203,8 +203,8 @@ static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
 // wait: i0 1 = parity form, i2 1 = try (may block)
 static Status h_mbar_wait(ARGS) {
   u32 done = 0;
-  const MBar* acquired = nullptr;
-  Str why;
+  const MBar *acquired = nullptr, *waited = nullptr;
+  u32 at = 0, asked = 0;  // of a lane that waits
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
@@ -219,18 +219,19 @@ static Status h_mbar_wait(ARGS) {
       if (&b != acquired && I.sem == RELAXED)
         publish(c.w.observed, {SCOPE_CLUSTER, &c.cta, c.cta.cluster, b.arrived});
       acquired = &b;
-    } else
-      why =
-          fmt("try_wait at PTX line %d on mbarrier at shared offset %u (CTA rank %u, init at PTX "
-              "line %d): waiting %s %u; now phase %u, %d of %d arrivals pending, tx-count %ld",
-              I.line, a & OFF_MASK, a >> RANK_SHIFT, b.init_line, I.i0 ? "parity" : "state", st,
-              b.phase, b.pending, b.count, (long)b.tx);
+    } else {
+      waited = &b;
+      at = a;
+      asked = st;
+    }
   }
-  if (I.i2 && done != c.mask && !c.m.force_timeout) {
-    c.g.why = why;
-    return BLOCK;
-  }
-  if (done != c.mask) c.g.why = why;
+  if (waited)
+    c.g.why = fmt(
+        "try_wait at PTX line %d on mbarrier at shared offset %u (CTA rank %u, init at PTX "
+        "line %d): waiting %s %u; now phase %u, %d of %d arrivals pending, tx-count %ld",
+        I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state", asked,
+        waited->phase, waited->pending, waited->count, (long)waited->tx);
+  if (I.i2 && waited && !c.m.force_timeout) return BLOCK;
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;
 }
