@@ -210,6 +210,11 @@ def test_fused(tokens, compiled_code, tmp_path):
     # 16 bytes of every eighth row, for each of two warps.
     wide = len(re.findall(r"cp\.async\.cg\S*", ptx))
     assert wide == (2 * configs[0].tile_m // 8 if gathers else 0)
+    # Rows handed over while the first GEMM runs: one count a tile, which the second one polls.
+    early = gathers and tokens > 1
+    assert len(re.findall(r"atom\.\S*release", ptx)) == (1 if early else 0)
+    assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == early
+    assert len(re.findall(r"fence\.proxy\.async;", ptx)) == (1 if early else 0)
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 

@@ -10,6 +10,7 @@ from moe_fp8.kernels.sm100.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs
+from ptxemu import options
 from test_fused import TOLERANCE, poisoned
 from test_layers import SHAPE, inputs_of
 from test_mutations import replace
@@ -27,6 +28,8 @@ HOPPER = HopperConfig(tile_m=64, stages=3)
 
 def output_of(inputs: MoeInputs, config, terms: int = 1) -> torch.Tensor:
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    # As in `test_fused`: rows are handed over while others are still written.
+    options.poison_races = config.swap_ab and config.dynamic
     configs = config.with_swiglu(terms), dataclasses.replace(config, terms=terms)
     call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
     call(inputs, out)

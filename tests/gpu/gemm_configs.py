@@ -43,17 +43,20 @@ OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 FUSED = {
     "sm_90a": (
         Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
+        Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3, dynamic=True),
         Sm90(tile_m=64, cluster_n=2, overlap=True),
         Sm90(cluster_n=2, stages=2, dynamic=True, unroll=True),
     ),
     "sm_100a": (
         Sm100(tile_m=16, swap_ab=True, stages=3),
+        Sm100(tile_m=16, swap_ab=True, stages=3, dynamic=True),
         Sm100(),
         Sm100(tile_n=256, dynamic=True),
         sm100.LARGEST,
     ),
 }
-"""Of the fused layer's second GEMM: every way to the rows. Those of the first are made of them."""
+"""Of the fused layer's second GEMM: every way to the rows, of gathered ones also with rows that
+are handed over. Those of the first are made of them."""
 FUSED["sm_103a"] = FUSED["sm_100a"]
 
 

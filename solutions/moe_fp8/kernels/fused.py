@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     m_indptr: Any  # (local experts + 1,)
     pair_row: Any  # (tokens, top_k)
     token_of_row: Any  # (rows,)
-    counters: Any  # (2,)
+    counters: Any  # (2 + local experts,): of tiles on demand, of elements that are ready
     o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie in it
     q: Any  # (rows, terms * I)
     q_scale: Any  # (I / 128, rows)
@@ -68,7 +68,7 @@ def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any) -> Parts:
         m_indptr=Part(Int32, (local + 1,)),
         pair_row=Part(Int32, slots),
         token_of_row=Part(Int32, (rows,)),
-        counters=Part(Int32, (COUNTERS,)),
+        counters=Part(Int32, (COUNTERS + local,)),
         o=Part(ROWS[terms], (rows, shape.hidden_size)),
         q=Part(Float8E4M3FN, (rows, terms * i)),
         q_scale=Part(Float32, (i // BLOCK, rows)),
@@ -136,7 +136,13 @@ class FusedMoe:
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
+        # The second GEMM takes an expert's rows as soon as they are there, on multiprocessors that
+        # the first one leaves out or has no tile left for; it asks for tiles, because some of its
+        # CTAs begin earlier. Not with a permute: its rows lie where the first one's are read.
+        self.early = self.gathers and config2.dynamic
+        # One register more: with tiles of 32 rows a consumer would spill.
+        even = self.early and not config1.dynamic and config1.tile_m <= 16
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, even_turns=even, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 
@@ -191,14 +197,19 @@ class FusedMoe:
             self.permute(x, x_scale, of.pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale
             of_beside = of.pair_row, out
+        ready = None
+        if cutlass.const_expr(self.early):
+            counts = cute.domain_offset((COUNTERS,), of.counters).iterator
+            ready = cute.make_tensor(counts, cute.make_layout(shape.num_local_experts))
         self.gemm1.launch(
-            *rows_of_a, w13, w13_scale, (of.q, of.q_scale),
-            expert_rows, of.counters, of_beside, self._ctas(self.gemm1, rows), stream,
+            *rows_of_a, w13, w13_scale, (of.q, of.q_scale, ready),
+            expert_rows, of.counters, of_beside, None, self._ctas(self.gemm1, rows), stream,
         )  # fmt: skip
         second = cute.domain_offset((1,), of.counters)
-        self.gemm2(
+        nothing: tuple = ()
+        self.gemm2.launch(
             of.q, of.q_scale, w2, w2_scale, of.o,
-            expert_rows, second, self._ctas(self.gemm2, rows), stream,
+            expert_rows, second, nothing, ready, self._ctas(self.gemm2, rows), stream,
         )  # fmt: skip
         ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
         self.combine(of.o, of.pair_row, of.weights, out, ctas, stream)

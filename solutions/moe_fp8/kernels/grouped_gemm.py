@@ -19,6 +19,7 @@ from .a_load import SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE
+from .handoff import wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import expect, multicast_mask, tma_load, tma_partition
@@ -93,6 +94,9 @@ class GroupedGemm:
         epilogue: strategy for the sums, made of the config, the operand order and n; without one
             they are stored, see `epilogue.STORE`.
         rows_known: `expert_rows` is older than the kernel before.
+        even_turns: only as many clusters take part as leave each with the same number of tiles.
+            Where the GEMM waits for weights, fewer read as fast as all, and the kernel behind it
+            begins on the multiprocessors that are left. Not with `dynamic`.
         beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
 
     Raises:
@@ -112,6 +116,7 @@ class GroupedGemm:
         a_load: type,
         epilogue: type | None,
         rows_known: bool,
+        even_turns: bool,
         beside: Any,
     ):
         if n % BLOCK:
@@ -123,6 +128,7 @@ class GroupedGemm:
         self.config = config
         self.n, self.k, self.experts = n, k, experts
         self.rows_known = rows_known
+        self.even_turns = even_turns
         self.beside = beside
         self.operands = operands
         self.a_load = a_load(config)
@@ -169,7 +175,10 @@ class GroupedGemm:
         stream: cuda.CUstream,
     ):
         nothing: tuple = ()
-        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, nothing, num_ctas, stream)
+        self.launch(
+            a, a_scale, b, b_scale, out,
+            expert_rows, counter, nothing, None, num_ctas, stream,
+        )  # fmt: skip
 
     @cute.jit
     def launch(
@@ -182,10 +191,11 @@ class GroupedGemm:
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
         of_beside: tuple,  # tensors of `beside`
+        ready: cute.Tensor | None,  # (experts,) i32: elements of A that are there, see `handoff`
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """As `__call__`, with work for `beside`."""
+        """As `__call__`, with work for `beside`, or with rows of A that come one by one."""
         self._setup_attributes()
         c = self.config
         box = (c.weight_rows, BLOCK)
@@ -221,6 +231,7 @@ class GroupedGemm:
             expert_rows,
             counter,
             of_beside,
+            ready,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
@@ -230,7 +241,7 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, a, b: Weights, output, expert_rows, counter, of_beside):
+    def kernel(self, a, b: Weights, output, expert_rows, counter, of_beside, ready):
         """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
         epilogue made of out."""
         raise NotImplementedError
@@ -282,11 +293,19 @@ class GroupedGemm:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return rank % self.config.cluster_m, rank // self.config.cluster_m
 
-    def _first_tile(self) -> tuple[Int32, Int32]:
-        """First tile of this cluster and the distance to its next one."""
+    def _first_tile(self, total: Int32) -> tuple[Int32, Int32]:
+        """First tile of this cluster and the distance to its next one, of `total` tiles.
+
+        With `even_turns` those that are left out begin behind the last tile.
+        """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        return block // self.config.cluster_size, blocks // self.config.cluster_size
+        first, clusters = block // self.config.cluster_size, blocks // self.config.cluster_size
+        if cutlass.const_expr(self.even_turns):
+            turns = cutlass.max((total + (clusters - 1)) // clusters, 1)
+            clusters = (total + (turns - 1)) // turns
+            first = cutlass.select_(first < clusters, first, total)
+        return first, clusters
 
     def _next_tile(self, work: Work, queue_state, linear: Int32, clusters: Int32):
         """This cluster's tile after `linear`, and the state of the queue after it."""
@@ -318,11 +337,12 @@ class GroupedGemm:
         shared: Shared,
         counter: cute.Tensor,
         of_beside,
+        ready: cute.Tensor | None,
     ):
         """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
-                self._rows_warp(load, work, a, shared, i)
+                self._rows_warp(load, work, a, shared, i, ready)
         if warp_idx == WEIGHTS_WARP:
             self._weights_warp(load, work, b, shared)
         if cutlass.const_expr(self.beside is not None):
@@ -332,15 +352,17 @@ class GroupedGemm:
                 self.beside.run(*of_beside, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
-                first, clusters = self._first_tile()
-                queue.serve(counter.iterator, first, clusters, work.tiles.total())
+                total = work.tiles.total()
+                first, clusters = self._first_tile(total)
+                queue.serve(counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int):
+    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int, ready: cute.Tensor | None):
         """Load A: its rows and scales of every K block of every tile of this CTA.
 
         Args:
             warp: which of the strategy's.
+            ready: what is there of each expert's rows, None where all are.
         """
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.config.num_stages
@@ -348,18 +370,40 @@ class GroupedGemm:
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
-        linear, clusters = self._first_tile()
+        linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        if cutlass.const_expr(self.rows_known):
-            wait_for_previous()
+        self._begin_rows(ready)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
+            self._await_rows(tiles.expert_rows, tile, ready)
             copies = self.a_load.tile_copies(a, shared.a, tile, cta, warp)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 load.sync_object_empty.wait(state.index, state.phase)
                 self.a_load.copy(a, copies, kb, load, state, warp)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        self._end_rows(ready)
+
+    @cute.jit
+    def _begin_rows(self, ready: cute.Tensor | None):
+        """Before the first tile, by who loads what the kernel before made."""
+        if cutlass.const_expr(ready is not None):
+            cute.arch.griddepcontrol_launch_dependents()
+        elif cutlass.const_expr(self.rows_known):
+            wait_for_previous()
+
+    @cute.jit
+    def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: cute.Tensor | None):
+        """Until the rows of the tile's expert are there."""
+        if cutlass.const_expr(ready is not None):
+            count = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
+            wait_for_rows(ready, tile.expert, count * self.k)
+
+    @cute.jit
+    def _end_rows(self, ready: cute.Tensor | None):
+        """Behind the last tile: every kernel waits for the one before before it ends."""
+        if cutlass.const_expr(ready is not None):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
@@ -371,7 +415,7 @@ class GroupedGemm:
         mask = multicast_mask((c.weight_shares, c.cluster_n), cta, 0)
         tiles = work.tiles
         total = tiles.total()
-        linear, clusters = self._first_tile()
+        linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
@@ -460,7 +504,7 @@ class GroupedGemm:
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
-        linear, clusters = self._first_tile()
+        linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
+from .handoff import announce
 from .tiles import Tile
 
 VECTOR = 16
@@ -23,6 +24,7 @@ class Quantised(NamedTuple):
 
     q: cute.Tensor  # (rows, terms * n / 2) e4m3
     scale: cute.Tensor  # (n / 256, rows) f32
+    ready: cute.Tensor | None = None  # (experts,) i32: counts what is stored, see `handoff`
 
 
 class SwigluEpilogue:
@@ -76,7 +78,7 @@ class SwigluEpilogue:
         """Of the rows of the staging buffer."""
         return self.config.tile_m * self.pitch * self.terms
 
-    def output(self, out: tuple[cute.Tensor, cute.Tensor]) -> Quantised:
+    def output(self, out: tuple) -> Quantised:
         """In the host function: `out` as in `Quantised`."""
         return Quantised(*out)
 
@@ -85,6 +87,15 @@ class SwigluEpilogue:
 
     def finish(self) -> None:
         """Nothing is under way after `store`."""
+
+    @cute.jit
+    def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
+        """Tell the next kernel that this CTA's part of a tile is stored, where it asked for it."""
+        if cutlass.const_expr(output.ready is not None):
+            barrier.arrive_and_wait()
+            if thread == 0:
+                rows = cutlass.min(tile.rows, self.config.tile_m)  # it counts those behind it, too
+                announce(output.ready, tile.expert, rows * self.columns)
 
     def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
         """The values' FP8 term; before a later one, what the one before has left of them."""

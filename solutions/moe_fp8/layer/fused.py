@@ -12,20 +12,30 @@ from .pipeline import Layer, unmarked
 from .problem import DEEPSEEK_V3, Choose, Configs, FusedCall, MoeInputs, MoeShape, validate
 from .rows import expected_rows
 
+ONE_TURN = 4
+"""Rows on this rank up to which the first GEMM's tiles take one turn: of DeepSeek-V3 an expert has
+16 clusters' tiles for 66 clusters."""
+
 
 def fused_configs(tokens: int, shape: MoeShape, choose: Choose, terms: int = 1) -> tuple[Any, Any]:
     """Of both GEMMs, from what the host knows: the number of tokens, at least one.
 
     The first one makes `terms` FP8 terms of up and gate, which the second one takes. With few rows
     a deeper ring keeps the second GEMM's CTAs out until one of the first leaves (T=1, H200: 6
-    stages 55.9 us, 8 55.1, 10 55.4); with many, tiles on demand cost nothing where the counter is
-    zeroed beside the routing (T=901: 397.4 -> 394.7 us).
+    stages 55.9 us, 8 55.1, 10 55.4). Tiles on demand cost nothing where the counter is zeroed
+    beside the routing (T=901: 397.4 -> 394.7 us); with few rows the second GEMM has them to begin
+    early (`FusedMoe`), 91.6 -> 90.0 us at T=7, 202.6 -> 187.8 at 52, 302.1 -> 297.5 at 80, unless
+    the first one is done in a turn (T=1: 52.0 -> 52.8).
     """
     rows = expected_rows(tokens * shape.top_k, shape.num_experts)
     h, i = shape.hidden_size, shape.intermediate_size
-    first, second = (
-        replace(config, stages=8) if config.swap_ab else replace(config, dynamic=True)
-        for config in (choose(rows, 2 * i, h), choose(rows, h, i, terms=terms))
+    first, second = choose(rows, 2 * i, h), choose(rows, h, i, terms=terms)
+    local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
+    first = replace(first, stages=8) if first.swap_ab else replace(first, dynamic=True)
+    second = replace(
+        second,
+        stages=8 if second.swap_ab else second.stages,
+        dynamic=not second.swap_ab or local > ONE_TURN,
     )
     return first.with_swiglu(terms), second
 

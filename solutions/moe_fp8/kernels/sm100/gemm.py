@@ -82,12 +82,15 @@ class GroupedGemmSm100(GroupedGemm):
         a_load: type = ContiguousRows,
         epilogue: type | None = None,
         rows_known: bool = False,
+        even_turns: bool = False,
         beside: Any = None,
     ):
         if config.quantises and epilogue is None:
             raise ValueError(f"{config}: expected an epilogue that quantises")
         operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, beside)
+        super().__init__(
+            config, n, k, experts, operands, a_load, epilogue, rows_known, even_turns, beside
+        )
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
 
@@ -116,6 +119,7 @@ class GroupedGemmSm100(GroupedGemm):
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
         of_beside,
+        ready: cute.Tensor | None,
     ):
         self._setup_attributes()
         c = self.config
@@ -153,9 +157,11 @@ class GroupedGemmSm100(GroupedGemm):
 
         if group < PRODUCER_WARPGROUPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, pipes.load, work, queue, a, b, shared, counter, of_beside)
+            self._producers(
+                warp_idx, pipes.load, work, queue, a, b, shared, counter, of_beside, ready
+            )
             if warp_idx == SCALES_WARP:
-                self._scales_warp(pipes.scales, work, a, shared)
+                self._scales_warp(pipes.scales, work, a, shared, ready)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
         else:
@@ -208,7 +214,7 @@ class GroupedGemmSm100(GroupedGemm):
         return Pipelines(load, scales, sums)
 
     @cute.jit
-    def _scales_warp(self, scales, work: Work, a, shared: Shared):
+    def _scales_warp(self, scales, work: Work, a, shared: Shared, ready: cute.Tensor | None):
         """Load the A scales of every K block of every tile of this CTA."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.config.scale_stages
@@ -216,18 +222,19 @@ class GroupedGemmSm100(GroupedGemm):
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
-        linear, clusters = self._first_tile()
+        linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        if cutlass.const_expr(self.rows_known):
-            wait_for_previous()
+        self._begin_rows(ready)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
+            self._await_rows(tiles.expert_rows, tile, ready)
             copies = self.a_load.scale_copies(a, shared.a, tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 scales.sync_object_empty.wait(state.index, state.phase)
                 self.a_load.copy_scales(a, copies, kb, scales, state)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+        self._end_rows(ready)
 
     @cute.jit
     def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
@@ -248,7 +255,7 @@ class GroupedGemmSm100(GroupedGemm):
             pipeline.PipelineUserType.Producer, c.num_accumulators
         )
         total = work.tiles.total()
-        linear, clusters = self._first_tile()
+        linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
             for _ in cutlass.range(self.k_blocks, unroll=1):

@@ -75,6 +75,7 @@ class SwigluQuantise(SwigluEpilogue):
         barrier.arrive_and_wait()
         for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
             self._store_part(output, staging, tile, place // self.parts, place % self.parts)
+        self._announce_tile(output, tile, thread, barrier)
 
     @cute.jit
     def _stage_row(

@@ -62,10 +62,13 @@ class GroupedGemmSm90(GroupedGemm):
         a_load: type = ContiguousRows,
         epilogue: type | None = None,
         rows_known: bool = False,
+        even_turns: bool = False,
         beside: Any = None,
     ):
         operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, beside)
+        super().__init__(
+            config, n, k, experts, operands, a_load, epilogue, rows_known, even_turns, beside
+        )
         # K blocks of a turn of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.turn = config.num_stages
@@ -88,6 +91,7 @@ class GroupedGemmSm90(GroupedGemm):
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
         of_beside,
+        ready: cute.Tensor | None,
     ):
         self._setup_attributes()
         c = self.config
@@ -123,7 +127,7 @@ class GroupedGemmSm90(GroupedGemm):
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, load, work, queue, a, b, shared, counter, of_beside)
+            self._producers(warp_idx, load, work, queue, a, b, shared, counter, of_beside, ready)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._mma_warpgroup(load, work, group - 1, shared, b, staging, output)

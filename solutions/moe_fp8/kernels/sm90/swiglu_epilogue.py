@@ -212,6 +212,7 @@ class SwigluQuantise(SwigluEpilogue):
         barrier.arrive_and_wait()
         for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
             self._store_part(output, staging, tile, place // self.parts, place % self.parts)
+        self._announce_tile(output, tile, thread, barrier)
 
     def _of_all_warps(self, staging: Staging, token: Int32) -> Int32:
         """The maximum over this CTA's columns."""

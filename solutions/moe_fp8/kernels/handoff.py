@@ -1,0 +1,38 @@
+"""Rows handed from a kernel to the next one while the first still makes others.
+
+`ready[e]` counts the elements of expert e's rows that are in memory. Who stores them adds to it
+behind a barrier of its CTA: the release covers what the other threads stored before the barrier.
+Who needs an expert's rows waits for all of them; what it loads then it loads by TMA, another proxy
+than the stores', so a fence follows.
+
+The box that TMA loads has rows and scales of the neighbouring experts, too, which others may be
+writing at that time. Nothing that is stored depends on them: a product's rows do not mix. (Waiting
+for them as well was measured: with a few rows an expert a box reaches over half of the experts, and
+nothing is won.)
+
+No one waits for ever: a kernel is started when every CTA of the one before is at work or done
+(`dependent`), so that those who make the rows never wait for room.
+
+Source: PTX ISA, "Memory Consistency Model": release and acquire patterns, proxies.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def announce(ready: cute.Tensor, expert: Int32, elements: Int32) -> None:
+    """By one thread, behind a barrier of all that have stored the elements."""
+    place = ready.iterator + expert
+    cute.arch.atomic_add(place, elements, sem="release", scope="gpu")
+
+
+@cute.jit
+def wait_for_rows(ready: cute.Tensor, expert: Int32, elements: Int32):
+    """Until the elements of an expert's rows are there for TMA; by all lanes of a warp."""
+    place = ready.iterator + expert
+    there = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+    while there < elements:
+        there = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async")
+    cute.arch.sync_warp()
