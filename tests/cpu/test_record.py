@@ -114,7 +114,9 @@ def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
 def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
     first = note(directory, "a")
     code = (
-        "import sys; from pathlib import Path\n"
+        "import signal, sys; from pathlib import Path\n"
+        # Where the tests run in the background it would be ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from scripts.benchmark.record import Step, record\n"
         f"a = Step('a', {list(first.command)!r})\n"
         "code = 'import time; print(1, flush=True); time.sleep(600)'\n"
