@@ -10,6 +10,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.layer.routing import route
 from ptxemu import MODES, options
 from test_layers import SHAPE, inputs_of
 from test_mutations import PARITY, WAIT, Edit, replace
@@ -104,6 +105,20 @@ def test_a_token_s_bits_depend_on_nothing_else(emulator):
             hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
         )
         assert torch.equal(output_of(alone, "8 swapped"), whole["128"][part])
+
+
+@pytest.mark.parametrize("multiprocessors", [14, 18, 20])
+def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
+    """Of the first GEMM, so that each of the others has as many tiles."""
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    inputs, clusters = inputs_of(41, 4), multiprocessors // 2
+    rows = route(inputs, SHAPE).m_indptr.diff()
+    tiles = int((-(-rows // 8)).sum()) * SHAPE.intermediate_size // 128
+    turns = -(-tiles // clusters)
+    assert -(-tiles // turns) < clusters
+    out = output_of(inputs, "8 swapped, early")
+    assert not any(report.hazards for report in emulator.reports)
+    assert torch.equal(out, output_of(inputs, "8 swapped"))
 
 
 def noticed(name: str, edit: Edit, emulator) -> bool:
