@@ -144,12 +144,6 @@ struct Warp {
     int line;
   };
   std::vector<TmemLoad> tmem_loads;  // not waited for
-  struct Poll {
-    const Instr* load = nullptr;
-    u32 lanes = 0;
-    u64 address = 0, effects = 0;  // of the first lane; the machine's at that time
-  };
-  Poll poll;  // the last load that may wait for a store
   Queue cpasync;
   Groups<int> cpasync_groups;
   std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st

@@ -13,17 +13,6 @@ static Status h_ld(ARGS) {
   int by = ty_bytes(I.i0), n = I.i2;
   bool sg = I.i0 == T_S8 || I.i0 == T_S16 || I.i0 == T_S32;
   const Opnd& d = I.o[0];
-  if (I.sem != WEAK) {
-    // Who polls a word reads it again when something has had an effect.
-    Warp::Poll& last = c.w.poll;
-    u64 address = addr_of(c, I.o[1], __builtin_ctz(c.mask), I.i1);
-    if (last.load == &I && last.lanes == c.mask && last.address == address &&
-        last.effects == c.m.effects && !c.m.force_timeout) {
-      c.g.why = "a store to the word that it polls";
-      return BLOCK;
-    }
-    last = {&I, c.mask, address, c.m.effects};
-  }
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     u8 buf[64];
