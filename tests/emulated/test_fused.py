@@ -1,6 +1,7 @@
 """The fused layer on the compiled kernels against its torch model; all configs give one result."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ TOLERANCE = {1: 1e-4, 2: 1e-7}
 rounding, of the second term on top for less than a sixteenth of it."""
 
 
-def output_of(inputs: MoeInputs, name: str, terms: int = 1) -> torch.Tensor:
+def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True) -> torch.Tensor:
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    # The early second GEMM's boxes have rows of experts that are still written, of no use to it.
-    options.poison_races = "early" in name
     first, second = CONFIGS[name]
+    # The early second GEMM's boxes have rows of experts that are still written, of no use to it.
+    options.poison_races = poison and second.dynamic
     configs = first, dataclasses.replace(second, terms=terms)
     call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
     call(inputs, out)
@@ -121,9 +122,9 @@ def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
     assert torch.equal(out, output_of(inputs, "8 swapped"))
 
 
-def noticed(name: str, edit: Edit, emulator) -> bool:
+def noticed(name: str, edit: Edit, emulator, inputs: MoeInputs | None = None) -> bool:
     """Whether a mutant of the kernels shows, in any way, in some order of what runs at once."""
-    inputs = inputs_of(41, 4)
+    inputs = inputs or inputs_of(41, 4)
     wanted = output_of(inputs, name)
 
     def transform(ptx: str) -> str:
@@ -222,7 +223,7 @@ def two_calls(
 
     The first one has 41 tokens, the other one `second`.
     """
-    emulator.options.poison_races = "early" in name
+    emulator.options.poison_races = CONFIGS[name][1].dynamic
     function = kernels.compile_fused(SHAPE, *CONFIGS[name], 4, "sm_90a")
     cases = [inputs_of(41, 4), inputs_of(second, 4)]
     outputs = [torch.full(x.hidden_states.shape, torch.nan, dtype=torch.bfloat16) for x in cases]
@@ -237,7 +238,7 @@ def two_calls(
 
 @pytest.mark.parametrize("second", [9, 40])
 @pytest.mark.parametrize("dependents", ["late", "early", "random"])
-@pytest.mark.parametrize("name", ["8 swapped", "8 swapped, early"])
+@pytest.mark.parametrize("name", ["8 swapped", "8 swapped, early", "192 on demand"])
 def test_a_call_may_begin_while_the_one_before_ends(name, dependents, second, emulator):
     """As a caching allocator has it: the next call's workspace is this one's."""
     emulator.options.dependents = dependents
@@ -285,6 +286,63 @@ HANDED_OVER = {
 @pytest.mark.parametrize("edit", HANDED_OVER.values(), ids=HANDED_OVER)
 def test_without_a_part_of_the_handing_over(edit, emulator):
     assert noticed("8 swapped, early", edit, emulator)
+
+
+AFTER_A_PERMUTE = {
+    "a warp tells of its rows before all lanes have stored them": replace(
+        r"bar\.warp\.sync[^;]*;((?:(?!bar\.warp\.sync)[\s\S])*?atom\.global\.release)", r"\1", 0
+    ),
+    "and without a release": HANDED_OVER["and without a release"],
+    "nobody polls": HANDED_OVER["nobody polls"],
+}
+
+
+@pytest.mark.parametrize("edit", AFTER_A_PERMUTE.values(), ids=AFTER_A_PERMUTE)
+def test_without_a_part_of_the_handing_over_after_a_permute(edit, emulator):
+    assert noticed("192 on demand", edit, emulator, few_local_rows())
+
+
+def few_local_rows() -> MoeInputs:
+    """So few that the second GEMM's do not reach what the first one reads."""
+    inputs = inputs_of(41, 9)
+    assert 0 < int(route(inputs, SHAPE).m_indptr[-1]) < 41 * SHAPE.top_k // 3
+    return inputs
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_rows_handed_over_after_a_permute(terms, mode, emulator):
+    inputs = few_local_rows()
+    out = output_of(inputs, "192 on demand", terms)
+    assert not any(report.hazards for report in emulator.reports)
+    assert torch.equal(out, output_of(inputs, "128", terms))
+
+
+def with_local_experts(tokens: int) -> MoeInputs:
+    """Every token chooses experts of this rank alone."""
+    inputs = inputs_of(tokens, 4)
+    bias = inputs.routing_bias.clone()
+    bias[4 : 4 + SHAPE.num_local_experts] += 8.0
+    return inputs._replace(routing_bias=bias)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_rows_that_reach_what_the_first_gemm_reads(waits, emulator, monkeypatch):
+    """Those of the second GEMM: then it waits for all of the first one, which orders even what its
+    boxes have of the neighbours."""
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 20)
+    inputs = with_local_experts(41)
+    assert int(route(inputs, SHAPE).m_indptr[-1]) == 41 * SHAPE.top_k
+    if not waits:
+        edit = replace(r"griddepcontrol\.wait;", "", PERMUTED.index("gemm2"))
+        emulator.host.ptx_transform = edit
+    seen = set()
+    for emulator.options.mode in MODES:
+        del emulator.reports[:]
+        output_of(inputs, "192 on demand", poison=False)
+        seen |= {hazard["message"] for report in emulator.reports for hazard in report.hazards}
+    overwritten = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
+    assert any(re.search(overwritten, message) for message in seen) != waits
+    assert bool(seen) != waits
 
 
 def without_the_other_s_maxima(ptx: str) -> str:

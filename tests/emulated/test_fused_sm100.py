@@ -31,7 +31,7 @@ def output_of(inputs: MoeInputs, config, terms: int = 1, second=None) -> torch.T
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     second = second or config
     # As in `test_fused`: rows are handed over while others are still written.
-    options.poison_races = second.swap_ab and second.dynamic
+    options.poison_races = second.dynamic
     configs = config.with_swiglu(terms), dataclasses.replace(second, terms=terms)
     call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
     call(inputs, out)

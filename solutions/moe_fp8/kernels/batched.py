@@ -162,7 +162,7 @@ class BatchedGemm:
         self.place(a_scale, masked_m, flat_scales, expert_rows, counter, stream)
         self.gemm.launch(
             flat_a, flat_scales, b, b_scale, flat_out,
-            expert_rows, counter, (masked_m, out), None, num_ctas, stream,
+            expert_rows, counter, num_ctas, stream, of_beside=(masked_m, out),
         )  # fmt: skip
 
 

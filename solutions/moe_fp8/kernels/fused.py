@@ -17,6 +17,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from ..layer.problem import MoeShape
 from ..numerics import BLOCK, TMA_ROWS, round_up
 from .combine import Combine
+from .handoff import Ready
 from .permute import Permute
 from .route import WORD, Route
 from .tiles import most_ctas
@@ -53,7 +54,7 @@ class Parts(NamedTuple):
     pair_row: Any  # (tokens, top_k)
     token_of_row: Any  # (rows,)
     counters: Any  # (2 + local experts,): of tiles on demand, of elements that are ready
-    o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie in it
+    o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie at its end
     q: Any  # (rows, terms * I)
     q_scale: Any  # (I / 128, rows)
 
@@ -138,8 +139,8 @@ class FusedMoe:
         how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
         # The second GEMM takes an expert's rows as soon as they are there, on multiprocessors that
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
-        # CTAs begin earlier. Not with a permute: its rows lie where the first one's are read.
-        self.early = self.gathers and config2.dynamic
+        # CTAs begin earlier.
+        self.early = config2.dynamic
         # One register more: with tiles of 32 rows a consumer would spill.
         even = self.early and not config1.dynamic and config1.tile_m <= 16
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, even_turns=even, **how)
@@ -177,7 +178,12 @@ class FusedMoe:
                 for start, part in zip(starts, parts(shape, self.terms, tokens, rows), strict=True)
             )
         )
-        begin = cute.recast_ptr(workspace.iterator + starts.o, dtype=Float8E4M3FN).align(16)
+        # The permuted rows and their scales, h + h / 32 bytes a row, at the end of `o`, so that its
+        # first rows can be written while these are read.
+        row_bytes = of.o.element_type.width // 8 * h
+        before_a = row_bytes - h - h // BLOCK * 4
+        begin = starts.o + Int64(rows) * before_a
+        begin = cute.recast_ptr(workspace.iterator + begin, dtype=Float8E4M3FN).align(16)
         a = cute.make_tensor(begin, cute.make_layout((rows, h), stride=(h, 1)))
         begin = cute.recast_ptr(begin + Int64(rows) * h, dtype=Float32).align(16)
         a_scale = cute.make_tensor(begin, cute.make_layout((h // BLOCK, rows), stride=(rows, 1)))
@@ -193,23 +199,25 @@ class FusedMoe:
         if cutlass.const_expr(self.gathers):
             rows_of_a: tuple = (x, of.token_of_row), x_scale
             of_beside: tuple = ()
+            apart = None
         else:
             self.permute(x, x_scale, of.pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale
             of_beside = of.pair_row, out
-        ready = None
+            apart = Int32(Int64(rows) * before_a // row_bytes)
+        counts = ready = None
         if cutlass.const_expr(self.early):
-            counts = cute.domain_offset((COUNTERS,), of.counters).iterator
-            ready = cute.make_tensor(counts, cute.make_layout(shape.num_local_experts))
+            begin = cute.domain_offset((COUNTERS,), of.counters).iterator
+            counts = cute.make_tensor(begin, cute.make_layout(shape.num_local_experts))
+            ready = Ready(counts, apart)
         self.gemm1.launch(
-            *rows_of_a, w13, w13_scale, (of.q, of.q_scale, ready),
-            expert_rows, of.counters, of_beside, None, self._ctas(self.gemm1, rows), stream,
+            *rows_of_a, w13, w13_scale, (of.q, of.q_scale, counts),
+            expert_rows, of.counters, self._ctas(self.gemm1, rows), stream, of_beside=of_beside,
         )  # fmt: skip
         second = cute.domain_offset((1,), of.counters)
-        nothing: tuple = ()
         self.gemm2.launch(
             of.q, of.q_scale, w2, w2_scale, of.o,
-            expert_rows, second, nothing, ready, self._ctas(self.gemm2, rows), stream,
+            expert_rows, second, self._ctas(self.gemm2, rows), stream, ready=ready,
         )  # fmt: skip
         ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
         self.combine(of.o, of.pair_row, of.weights, out, ctas, stream)

@@ -19,7 +19,7 @@ from .a_load import SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE
-from .handoff import wait_for_rows
+from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import expect, multicast_mask, tma_load, tma_partition
@@ -77,7 +77,8 @@ class GroupedGemm:
 
     What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
     A comes from it, and only who loads A waits: the weights of the first stages are on their way
-    before, and the consumers cannot store before they have A.
+    before, and the consumers cannot store before they have A. Nor do they all need to wait for it:
+    rows of A may be handed over expert by expert, see `handoff`.
 
     Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
     waits for another one: its lanes read those of the next tile while this one is stored.
@@ -174,11 +175,7 @@ class GroupedGemm:
         num_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        nothing: tuple = ()
-        self.launch(
-            a, a_scale, b, b_scale, out,
-            expert_rows, counter, nothing, None, num_ctas, stream,
-        )  # fmt: skip
+        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream)
 
     @cute.jit
     def launch(
@@ -190,10 +187,10 @@ class GroupedGemm:
         out,
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
-        of_beside: tuple,  # tensors of `beside`
-        ready: cute.Tensor | None,  # (experts,) i32: elements of A that are there, see `handoff`
         num_ctas: Int32,
         stream: cuda.CUstream,
+        of_beside: tuple = (),  # tensors of `beside`
+        ready: Ready | None = None,  # of A's rows, where they come one by one
     ):
         """As `__call__`, with work for `beside`, or with rows of A that come one by one."""
         self._setup_attributes()
@@ -337,7 +334,7 @@ class GroupedGemm:
         shared: Shared,
         counter: cute.Tensor,
         of_beside,
-        ready: cute.Tensor | None,
+        ready: Ready | None,
     ):
         """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
@@ -357,7 +354,7 @@ class GroupedGemm:
                 queue.serve(counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int, ready: cute.Tensor | None):
+    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int, ready: Ready | None):
         """Load A: its rows and scales of every K block of every tile of this CTA.
 
         Args:
@@ -372,7 +369,7 @@ class GroupedGemm:
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(ready)
+        self._begin_rows(tiles.expert_rows, ready)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
             self._await_rows(tiles.expert_rows, tile, ready)
@@ -385,22 +382,25 @@ class GroupedGemm:
         self._end_rows(ready)
 
     @cute.jit
-    def _begin_rows(self, ready: cute.Tensor | None):
+    def _begin_rows(self, expert_rows: cute.Tensor, ready: Ready | None):
         """Before the first tile, by who loads what the kernel before made."""
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_launch_dependents()
+            if cutlass.const_expr(ready.rows_apart is not None):
+                if expert_rows[1, self.experts - 1] > ready.rows_apart:
+                    cute.arch.griddepcontrol_wait()
         elif cutlass.const_expr(self.rows_known):
             wait_for_previous()
 
     @cute.jit
-    def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: cute.Tensor | None):
+    def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: Ready | None):
         """Until the rows of the tile's expert are there."""
         if cutlass.const_expr(ready is not None):
             count = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
-            wait_for_rows(ready, tile.expert, count * self.k)
+            wait_for_rows(ready.counts, tile.expert, count * self.k)
 
     @cute.jit
-    def _end_rows(self, ready: cute.Tensor | None):
+    def _end_rows(self, ready: Ready | None):
         """Behind the last tile: every kernel waits for the one before before it ends."""
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_wait()

@@ -24,7 +24,7 @@ class Quantised(NamedTuple):
 
     q: cute.Tensor  # (rows, terms * n / 2) e4m3
     scale: cute.Tensor  # (n / 256, rows) f32
-    ready: cute.Tensor | None = None  # (experts,) i32: counts what is stored, see `handoff`
+    counts: cute.Tensor | None = None  # (experts,) i32: of what is stored, see `handoff`
 
 
 class SwigluEpilogue:
@@ -91,11 +91,17 @@ class SwigluEpilogue:
     @cute.jit
     def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
         """Tell the next kernel that this CTA's part of a tile is stored, where it asked for it."""
-        if cutlass.const_expr(output.ready is not None):
+        if cutlass.const_expr(output.counts is not None):
             barrier.arrive_and_wait()
             if thread == 0:
-                rows = cutlass.min(tile.rows, self.config.tile_m)  # it counts those behind it, too
-                announce(output.ready, tile.expert, rows * self.columns)
+                self._announce_rows(output, tile, 0, self.config.tile_m)
+
+    @cute.jit
+    def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
+        """The same of some of its rows, by one of those who stored them."""
+        rows = cutlass.min(tile.rows - first, count)  # the tile's are those behind it, too
+        if rows > 0:
+            announce(output.counts, tile.expert, rows * self.columns)
 
     def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
         """The values' FP8 term; before a later one, what the one before has left of them."""

@@ -19,6 +19,7 @@ from ...numerics import BLOCK
 from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
 from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
+from ..handoff import Ready
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import WARP, Tile, rows_of_lane
 from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
@@ -119,7 +120,7 @@ class GroupedGemmSm100(GroupedGemm):
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
         of_beside,
-        ready: cute.Tensor | None,
+        ready: Ready | None,
     ):
         self._setup_attributes()
         c = self.config
@@ -214,7 +215,7 @@ class GroupedGemmSm100(GroupedGemm):
         return Pipelines(load, scales, sums)
 
     @cute.jit
-    def _scales_warp(self, scales, work: Work, a, shared: Shared, ready: cute.Tensor | None):
+    def _scales_warp(self, scales, work: Work, a, shared: Shared, ready: Ready | None):
         """Load the A scales of every K block of every tile of this CTA."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.config.scale_stages
@@ -224,7 +225,7 @@ class GroupedGemmSm100(GroupedGemm):
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(ready)
+        self._begin_rows(tiles.expert_rows, ready)
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
             self._await_rows(tiles.expert_rows, tile, ready)

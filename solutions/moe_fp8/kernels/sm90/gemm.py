@@ -18,6 +18,7 @@ from ...numerics import BLOCK
 from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
 from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
+from ..handoff import Ready
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, Tile, rows_of_lane
 from .config import WGMMA_M, GemmConfig
@@ -91,7 +92,7 @@ class GroupedGemmSm90(GroupedGemm):
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
         of_beside,
-        ready: cute.Tensor | None,
+        ready: Ready | None,
     ):
         self._setup_attributes()
         c = self.config

@@ -158,6 +158,9 @@ class SwigluQuantise(SwigluEpilogue):
             place = i * WARP + lane
             self._store_part(output, staging, tile, first + place // self.parts, place % self.parts)
         cute.arch.sync_warp()  # before the next tile's rows
+        if cutlass.const_expr(output.counts is not None):
+            if lane == 0:
+                self._announce_rows(output, tile, first, 16)
 
     @cute.jit
     def _store_columns(
