@@ -4,10 +4,12 @@ A process for each rank, NCCL between GPUs. Tokens are each rank's own; the chec
 outputs of all ranks with `fused_moe` of all tokens over all experts, on rank 0. Times are medians
 over the calls of CUDA events on each rank, the longest rank's: all of a call, and of it the layer
 itself, what is left being the exchange of tokens and outputs and the wait for the slowest rank.
+With --deep-ep DeepEP exchanges them. The layer is timed with all tokens of all ranks either way.
 Without a GPU, or with --cpu, the same check on the torch model and gloo at a reduced size.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -70,6 +72,18 @@ def tokens_of(
     return random(tokens, experts), bias, x, random(h // 128, tokens).abs_()
 
 
+def buffer_of(size: dict[str, int], ranks: int) -> Any:
+    """DeepEP's, over all ranks, for what `expert_parallel_moe` sends of a token."""
+    import deep_ep
+    import torch.distributed as dist
+
+    h = size["hidden"]
+    widest = max(2 * h, 4 * size["experts"] + h + h // 32)
+    configs = deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
+    needed = max(config.get_nvl_buffer_size_hint(widest, ranks) for config in configs)
+    return deep_ep.Buffer(dist.group.WORLD, needed, explicitly_destroy=True)
+
+
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: Any) -> None:
     """All of one rank: puts (tokens, calc_diff, ms of a call, ms of the layer) on a queue."""
     import torch
@@ -90,11 +104,14 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: An
     local = size["experts"] // ranks
     mine = weights_of(rank * local, local, size, device)
     everywhere = weights_of(0, size["experts"], size, device) if rank == 0 else None
+    buffer = buffer_of(size, ranks) if args.deep_ep else None
     for tokens in args.tokens:
         inputs = tokens_of(rank, tokens, size, device)
 
         def call(inputs: Any = inputs) -> torch.Tensor:
-            return expert_parallel_moe(*inputs, *mine, **ROUTING, accurate=args.accurate)
+            return expert_parallel_moe(
+                *inputs, *mine, **ROUTING, accurate=args.accurate, buffer=buffer
+            )
 
         output = call()
         gathered = [torch.empty_like(output) for _ in range(ranks)]
@@ -125,6 +142,8 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: An
             times = [_longest(f, device) for f in (call, layer)]
         if rank == 0:
             results.put((tokens, diff, times))
+    if buffer is not None:
+        buffer.destroy()
     dist.destroy_process_group()
 
 
@@ -153,6 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments.add_argument("--ranks", type=int, metavar="N", help="as many as there are GPUs; 2")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 1024], metavar="T")
     arguments.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
+    arguments.add_argument("--deep-ep", action="store_true", help="exchange tokens by DeepEP")
     arguments.add_argument("--cpu", action="store_true", help="gloo and the torch model, reduced")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return arguments.parse_args()
@@ -172,6 +192,8 @@ def main() -> int:
         raise UsageError(f"--ranks {ranks}: there are {gpus} GPUs")
     if ranks < 1 or size["experts"] % ranks:
         raise UsageError(f"--ranks {ranks}: expected a divisor of {size['experts']} experts")
+    if args.deep_ep and importlib.util.find_spec("deep_ep") is None:
+        raise UsageError("--deep-ep: not installed, see docs/several-gpus.md")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -179,6 +201,7 @@ def main() -> int:
     multiprocessing.spawn(work, (ranks, port, args, results), nprocs=ranks)
     found = [results.get() for _ in args.tokens]
     where = "CPU, torch model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
+    where += ", DeepEP" if args.deep_ep else ""
     of = f"{size['experts']} experts, hidden {size['hidden']}, intermediate {size['intermediate']}"
     print(f"{ranks} ranks ({where}), {of}\n")
     rows = [

@@ -1,18 +1,34 @@
 """The whole layer on several GPUs: a rank has its share of the experts and its share of the tokens.
 
-Every rank gets all tokens, computes what its experts add to each, and sends every rank its tokens'
-parts. A token's parts are added in the order of the ranks, in float32: what a reduce-scatter would
-do in bfloat16, in an order of its own, for as many bytes.
+Either every rank gets all tokens, computes what its experts add to each, and sends every rank its
+tokens' parts; or, with DeepEP, a token goes to the ranks of its experts alone. A token's parts are
+added in the order of the ranks, in float32: what a reduce-scatter would do in bfloat16, in an order
+of its own, for as many bytes.
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .functional import fused_moe
+from .layer.backend import select
+from .layer.problem import MoeInputs, MoeShape
 from .numerics import BLOCK
+
+if TYPE_CHECKING:
+    import deep_ep
 
 # torch 2.13 gave it another name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+DEEP_EP_BYTES = 32
+"""What DeepEP copies a token's halves in multiples of, twice."""
+
+Exchanged = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""The packed tokens that this rank computes, and what brings its part of each back to the token's
+rank and adds them: from `[n, H]` bfloat16 to `[t, H]` bfloat16."""
 
 
 def expert_parallel_moe(
@@ -31,11 +47,14 @@ def expert_parallel_moe(
     top_k: int = 8,
     accurate: bool = False,
     group: dist.ProcessGroup | None = None,
+    buffer: "deep_ep.Buffer | None" = None,
 ) -> torch.Tensor:
     """`fused_moe` of this rank's tokens over the experts of all ranks.
 
-    Rank r has experts `r * L ... r * L + L - 1`, and as many tokens as every other rank. Two
-    collective operations; with NCCL nothing waits for the GPU.
+    Rank r has experts `r * L ... r * L + L - 1`. Without a buffer every rank has as many tokens as
+    every other one, and there are two collective operations; with NCCL nothing waits for the GPU.
+    With a buffer of DeepEP a token goes to the ranks of its experts alone, ranks may have different
+    numbers of tokens, and the host waits for the number that this rank receives.
 
     Args:
         routing_logits: `[t, E]` float32 of this rank's t tokens; E is L times the ranks.
@@ -46,6 +65,8 @@ def expert_parallel_moe(
             experts, see `fused_moe`.
         routed_scaling_factor, n_group, topk_group, top_k, accurate: see `fused_moe`.
         group: of processes, else the default one.
+        buffer: of DeepEP, over the same group: its `dispatch` and `combine` for high throughput are
+            called, `2 H` bytes or, if that is more, `4 E + H + H/32` a token.
 
     Returns:
         `[t, H]` bfloat16.
@@ -54,14 +75,25 @@ def expert_parallel_moe(
         ValueError: the experts of all ranks are not those of the logits, or an argument is wrong.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    local = gemm1_weights.shape[0]
-    if routing_logits.shape[1] != ranks * local:
+    local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
+    if experts != ranks * local:
         raise ValueError(
             f"routing_logits: expected {ranks * local} experts, {local} of each of {ranks} ranks, "
-            f"got {routing_logits.shape[1]}"
+            f"got {experts}"
         )
+    packed = _packed(routing_logits, hidden_states, hidden_states_scale)
+    if buffer is None:
+        received, returned = _to_all_ranks(packed, group)
+    else:
+        shape = MoeShape(experts, experts, hidden, BLOCK, n_group, topk_group, top_k)
+        chosen = _experts_of(routing_logits, routing_bias, shape)
+        received, returned = _to_ranks_of(chosen, packed, experts, buffer)
+    logits, x, x_scale = _unpacked(received, experts, hidden)
     partial = fused_moe(
-        *_of_all_ranks(routing_logits, routing_bias, hidden_states, hidden_states_scale, group),
+        logits,
+        routing_bias,
+        x,
+        x_scale,
         gemm1_weights,
         gemm1_weights_scale,
         gemm2_weights,
@@ -73,32 +105,65 @@ def expert_parallel_moe(
         top_k=top_k,
         accurate=accurate,
     )
-    parts = torch.empty_like(partial)
-    dist.all_to_all_single(parts, partial, group=group)
-    first, *others = parts.view(ranks, *hidden_states.shape)
-    total = first.float()
-    for part in others:
-        total += part
-    return total.bfloat16()
+    return returned(partial)
 
 
-def _of_all_ranks(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first four arguments of `fused_moe` for the tokens of all ranks, by one all-gather."""
-    (tokens, experts), hidden = logits.shape, x.shape[1]
-    mine = [part.contiguous().view(torch.uint8) for part in (logits, x, x_scale.t())]
-    packed = torch.cat(mine, dim=1)
-    gathered = packed.new_empty(dist.get_world_size(group) * tokens, packed.shape[1])
+def _to_all_ranks(packed: torch.Tensor, group: dist.ProcessGroup | None) -> Exchanged:
+    """By an all-gather, and back by an all-to-all."""
+    ranks, tokens = dist.get_world_size(group), packed.shape[0]
+    gathered = packed.new_empty(ranks * tokens, packed.shape[1])
     _all_gather(gathered, packed, group=group)
-    of_logits, of_x, of_scale = gathered.split([4 * experts, hidden, hidden // BLOCK * 4], dim=1)
+
+    def returned(partial: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty_like(partial)
+        dist.all_to_all_single(parts, partial, group=group)
+        first, *others = parts.view(ranks, tokens, partial.shape[1])
+        total = first.float()
+        for part in others:
+            total += part
+        return total.bfloat16()
+
+    return gathered, returned
+
+
+def _to_ranks_of(
+    chosen: torch.Tensor, packed: torch.Tensor, experts: int, buffer: "deep_ep.Buffer"
+) -> Exchanged:
+    """By DeepEP, whose values are bfloat16, or FP8 with a scale for 128: here, any two bytes."""
+    of_rank, _, of_expert, in_rank, _ = buffer.get_dispatch_layout(chosen, experts)
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % DEEP_EP_BYTES))
+    received, _, _, _, handle, _ = buffer.dispatch(
+        padded.view(torch.bfloat16),
+        num_tokens_per_rank=of_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=of_expert,
+    )
+    rows = received.view(torch.uint8)[:, : packed.shape[1]]
+    return rows, lambda partial: buffer.combine(partial, handle)[0]
+
+
+def _experts_of(logits: torch.Tensor, bias: torch.Tensor, shape: MoeShape) -> torch.Tensor:
+    """`[t, top_k]` int64: of every token, by the routing of the layer as if all experts were here,
+    which numbers the pairs by expert."""
+    nothing = logits.new_empty(0)
+    inputs = MoeInputs._make((logits, bias, *6 * (nothing,), 0, 1.0))
+    rows = select(logits.device).route(inputs, shape, False)
+    return torch.searchsorted(rows.m_indptr, rows.pair_row, right=True) - 1
+
+
+def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+    """Logits, values and scales of every token side by side: `[t, 4 E + H + H/32]` uint8."""
+    parts = [part.contiguous().view(torch.uint8) for part in (logits, x, x_scale.t())]
+    return torch.cat(parts, dim=1)
+
+
+def _unpacked(
+    packed: torch.Tensor, experts: int, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of `_packed`."""
+    logits, x, x_scale = packed.split([4 * experts, hidden, hidden // BLOCK * 4], dim=1)
     return (
-        of_logits.contiguous().view(torch.float32),
-        bias,
-        of_x.contiguous().view(torch.float8_e4m3fn),
-        of_scale.contiguous().view(torch.float32).t().contiguous(),
+        logits.contiguous().view(torch.float32),
+        x.contiguous().view(torch.float8_e4m3fn),
+        x_scale.contiguous().view(torch.float32).t().contiguous(),
     )

@@ -13,28 +13,40 @@ from test_functional import ROUTING, SHAPE, tensors_of
 
 from scripts.common.project import ROOT
 
+STAND_INS = ROOT / "tests/cpu/stand_ins"
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+
+def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
     program = [sys.executable, "scripts/benchmark/expert_parallel.py", "--cpu", *arguments]
-    path = {"PYTHONPATH": f"{ROOT / 'solutions'}:{ROOT}", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=path)
+    path = f"{ROOT / 'solutions'}:{ROOT}:{more_path}"
+    env = {"PYTHONPATH": path, "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["--accurate"])])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, []), (4, ["--accurate"]), (2, ["--deep-ep"]), (4, ["--deep-ep"])]
+)
 def test_the_ranks_together_are_one_that_has_all_experts(ranks, more, tmp_path):
     record = tmp_path / "record.json"
-    done = run("--ranks", str(ranks), "--tokens", "1", "9", *more, "--json", str(record))
+    sizes = ["--ranks", str(ranks), "--tokens", "1", "9"]
+    done = run(*sizes, *more, "--json", str(record), more_path=str(STAND_INS))
     assert done.returncode == 0, done.stderr
     results = json.loads(record.read_text())["results"]
     assert [result["tokens"] for result in results] == [1, 9]
     # Not 0: the parts of a token are rounded; and well below one part that is missing.
     assert all(0 < result["calc_diff"] < 1e-5 for result in results)
-    assert f"{ranks} ranks (CPU, torch model, gloo)" in done.stdout
+    how = "gloo, DeepEP" if "--deep-ep" in more else "gloo"
+    assert f"{ranks} ranks (CPU, torch model, {how})" in done.stdout
 
 
 def test_ranks_that_do_not_divide_the_experts():
     done = run("--ranks", "3")
     assert done.returncode == 2 and "expected a divisor of 16 experts" in done.stderr
+
+
+def test_deep_ep_is_not_installed():
+    done = run("--deep-ep")
+    assert done.returncode == 2 and "--deep-ep: not installed" in done.stderr
 
 
 @pytest.fixture
@@ -54,6 +66,22 @@ def test_one_rank_is_the_layer(alone):
     wanted = fused_moe(*arguments, **routing)
     assert torch.equal(expert_parallel_moe(*arguments, **routing), wanted)
     assert wanted.abs().sum() > 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 11])
+def test_deep_ep_brings_a_token_to_its_experts(alone, monkeypatch, tokens):
+    """A rank's own tokens come back as they are, however many, each sent once; with the scales of
+    its values, whose number is not a multiple of what DeepEP copies."""
+    monkeypatch.syspath_prepend(STAND_INS)
+    import deep_ep
+
+    logits, bias, *others = tensors_of(tokens)
+    held = SHAPE.num_local_experts
+    arguments = logits[:, :held].contiguous(), bias[:held].contiguous(), *others
+    routing = ROUTING | {"n_group": 2, "topk_group": 2}
+    buffer = deep_ep.Buffer(dist.group.WORLD, 1, explicitly_destroy=True)
+    output = expert_parallel_moe(*arguments, **routing, buffer=buffer)
+    assert torch.equal(output, fused_moe(*arguments, **routing))
 
 
 def test_experts_of_nobody(alone):
