@@ -5,8 +5,8 @@ one compiled function launches, each of which starts while the one before it end
 are routed by one kernel. With few rows the first GEMM gathers the tokens itself; with many, where
 that does not keep up, it is permuted for, and a warp of it writes the zeros of the tokens that no
 expert here has. Up and gate of a column meet in one thread, so that it writes the FP8 operand of
-the second GEMM; a pair of CTAs shares the maxima that make a scale. The second one has its first
-weights on their way before that operand is complete.
+the second GEMM; a pair of CTAs shares the maxima that make a scale. The second one takes an
+expert's rows as soon as they are there, on multiprocessors that the first one has no tile for.
 
 Why: in flat the sums of up and gate travel to memory in BF16 and back, a kernel of its own for
 that, and the host spends more time on launches than the GPU on a few tokens.

@@ -33,8 +33,8 @@ def inputs_of(tokens: int) -> MoeInputs:
     ("name", "tokens", "terms"), [("swapped, gathered", 3, 1), ("permuted", 33, 2)]
 )
 def test_as_the_model(name, tokens, terms, emulator, monkeypatch):
-    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     inputs, config = inputs_of(tokens), CONFIGS[name]
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, SHAPE, terms=terms)

@@ -51,8 +51,8 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True)
 def device(monkeypatch):
     """A GPU, whose allocator hands out memory that is NaN in every type and -1 as an integer."""
     empty = torch.Tensor.new_empty
-    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: poisoned(empty(*a, **b)))
 
 
@@ -111,7 +111,7 @@ def test_a_token_s_bits_depend_on_nothing_else(emulator):
 @pytest.mark.parametrize("multiprocessors", [14, 18, 20])
 def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
     """Of the first GEMM, so that each of the others has as many tiles."""
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: multiprocessors)
     inputs, clusters = inputs_of(41, 4), multiprocessors // 2
     rows = route(inputs, SHAPE).m_indptr.diff()
     tiles = int((-(-rows // 8)).sum()) * SHAPE.intermediate_size // 128
@@ -329,7 +329,7 @@ def with_local_experts(tokens: int) -> MoeInputs:
 def test_rows_that_reach_what_the_first_gemm_reads(waits, emulator, monkeypatch):
     """Those of the second GEMM: then it waits for all of the first one, which orders even what its
     boxes have of the neighbours."""
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 20)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
     inputs = with_local_experts(41)
     assert int(route(inputs, SHAPE).m_indptr[-1]) == 41 * SHAPE.top_k
     if not waits:

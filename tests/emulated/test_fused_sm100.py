@@ -40,8 +40,8 @@ def output_of(inputs: MoeInputs, config, terms: int = 1, second=None) -> torch.T
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    monkeypatch.setattr(kernels, "_target", lambda device: "sm_100a")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_100a")
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: poisoned(empty(*a, **b)))
 
@@ -92,7 +92,7 @@ def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
 def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
     inputs = inputs_of(41, 4)
     outputs = {name: output_of(inputs, config, terms) for name, config in CONFIGS.items()}
-    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
     wanted = output_of(inputs, HOPPER, terms)
     for name, out in outputs.items():
         assert torch.equal(out, wanted), name

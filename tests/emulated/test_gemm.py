@@ -142,8 +142,8 @@ def check_rows_past_32_bits(rows: int, config, target: str, emulator) -> None:
 
 def test_tiles_on_demand_begin_anew_at_every_launch(emulator, monkeypatch):
     """A counter that kept its value would leave the second launch without tiles."""
-    monkeypatch.setattr(kernels, "_target", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 3)
     config = GemmConfig(tile_m=64, stages=2, dynamic=True)
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):

@@ -21,8 +21,8 @@ CONFIGS = [
 
 @pytest.fixture(autouse=True)
 def on_the_emulator(monkeypatch):
-    monkeypatch.setattr(operations, "_target", lambda device: "sm_90a")
-    monkeypatch.setattr(operations, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(operations, "target_of", lambda device: "sm_90a")
+    monkeypatch.setattr(operations, "multiprocessors_of", lambda device: 4)
 
 
 def choose(monkeypatch, module, config: GemmConfig) -> None:

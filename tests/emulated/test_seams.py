@@ -176,8 +176,8 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})
-    monkeypatch.setattr(kernels, "_target", lambda device: simt.target)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(kernels, "target_of", lambda device: simt.target)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 3)
     problem = gemm((3, 0, 9), 256, 256, 128, exact=True, layout=layout)
     out = problem.output()
     kernels.grouped_gemm(*problem[:4], out, problem.expert_rows, simt.choose(4, 256, 256))

@@ -187,9 +187,9 @@ def batched_gemm(
         config: tile shape and schedule.
     """
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
-    function = compile_batched_gemm(config, n, k, experts, operations._target(a.device))
+    function = compile_batched_gemm(config, n, k, experts, operations.target_of(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)
-    ctas = most_ctas(config, rows, n, experts, operations._multiprocessors(a.device))
+    ctas = most_ctas(config, rows, n, experts, operations.multiprocessors_of(a.device))
     function(a, a_scale, b, b_scale, masked_m, out, scales, tables, ctas)
 
 

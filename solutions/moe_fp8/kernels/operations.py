@@ -43,7 +43,7 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # of nobody here
     offset = bounded_offset(int(inputs.local_expert_offset), local)
     scaling = float(inputs.routed_scaling_factor)
-    function = compile_route(shape, with_tokens, _target(logits.device))
+    function = compile_route(shape, with_tokens, target_of(logits.device))
     given = (logits, inputs.routing_bias, offset, scaling)
     if tokens:
         function(*given, expert, marks, weights, m_indptr, pair_row, token_of_row, counters)
@@ -78,12 +78,12 @@ def grouped_gemm(
     experts, n, k = b.shape
     rows = a.shape[0]
     config = config or of_device(a.device).config
-    function = compile_grouped_gemm(config, n, k, experts, _target(a.device))
+    function = compile_grouped_gemm(config, n, k, experts, target_of(a.device))
     if rows:
         if rows % TMA_ROWS:
             wide = a_scale.new_empty((k // BLOCK, round_up(rows, TMA_ROWS)))
             a_scale = wide[:, :rows].copy_(a_scale)
-        ctas = most_ctas(config, rows, n, experts, _multiprocessors(a.device))
+        ctas = most_ctas(config, rows, n, experts, multiprocessors_of(a.device))
         # Of its own for every launch: launches may overlap, and a captured one is replayed. With
         # tiles in turns nobody looks at it.
         counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
@@ -108,7 +108,7 @@ def permute(
     """
     tokens, hidden = x.shape
     if tokens:
-        function = compile_permute(hidden, pair_row.shape[1], _target(x.device))
+        function = compile_permute(hidden, pair_row.shape[1], target_of(x.device))
         function(x, x_scale, pair_row, a, a_scale)
 
 
@@ -127,8 +127,8 @@ def swiglu_quant(
     """
     rows, intermediate = q.shape
     if rows:
-        function = compile_swiglu_quant(intermediate, _target(g.device))
-        ctas = SwigluQuant(intermediate).ctas(rows, _multiprocessors(g.device))
+        function = compile_swiglu_quant(intermediate, target_of(g.device))
+        ctas = SwigluQuant(intermediate).ctas(rows, multiprocessors_of(g.device))
         function(g, q, q_scale, m_indptr, ctas)
 
 
@@ -146,8 +146,8 @@ def combine(
     tokens, hidden = out.shape
     if tokens:
         top_k = pair_row.shape[1]
-        ctas = min(tokens, Combine(hidden, top_k).most_ctas(_multiprocessors(o.device)))
-        compile_combine(hidden, top_k, _target(o.device))(o, pair_row, weights, out, ctas)
+        ctas = min(tokens, Combine(hidden, top_k).most_ctas(multiprocessors_of(o.device)))
+        compile_combine(hidden, top_k, target_of(o.device))(o, pair_row, weights, out, ctas)
 
 
 def fused_call(
@@ -167,7 +167,7 @@ def fused_call(
     """
     architecture = of_device(device)
     config1, config2 = configs(tokens, shape, architecture.choose, terms)
-    function = compile_fused(shape, config1, config2, _multiprocessors(device), _target(device))
+    function = compile_fused(shape, config1, config2, multiprocessors_of(device), target_of(device))
     local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
@@ -303,10 +303,12 @@ def compile_combine(hidden: int, top_k: int, target: str) -> Any:
     return compiled(Combine, (hidden, top_k), arguments, target)
 
 
-def _target(device: torch.device) -> str:
+def target_of(device: torch.device) -> str:
+    """What kernels are compiled for on it, `sm_90a` for example."""
     return of_device(device).target
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
+    """How many it has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -23,9 +23,9 @@ def fused_configs(tokens: int, shape: MoeShape, choose: Choose, terms: int = 1) 
     The first one makes `terms` FP8 terms of up and gate, which the second one takes. With few rows
     a deeper ring keeps the second GEMM's CTAs out until one of the first leaves (T=1, H200: 6
     stages 55.9 us, 8 55.1, 10 55.4). Tiles on demand cost nothing where the counter is zeroed
-    beside the routing (T=901: 397.4 -> 394.7 us); with few rows the second GEMM has them to begin
-    early (`FusedMoe`), 91.6 -> 90.0 us at T=7, 202.6 -> 187.8 at 52, 302.1 -> 297.5 at 80, unless
-    the first one is done in a turn (T=1: 52.0 -> 52.8).
+    beside the routing (T=901: 397.4 -> 394.7 us); the second GEMM has them to begin early
+    (`FusedMoe`), 91.6 -> 90.0 us at T=7, 202.6 -> 187.8 at 52, 302.1 -> 297.5 at 80, 350.0 -> 343.0
+    at 2048, unless the first one is done in a turn (T=1: 52.0 -> 52.8).
     """
     rows = expected_rows(tokens * shape.top_k, shape.num_experts)
     h, i = shape.hidden_size, shape.intermediate_size
