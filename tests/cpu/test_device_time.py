@@ -1,6 +1,7 @@
 """The pass that measures device time, off the GPU: what it captures, traces, keeps and refuses."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ def test_a_summary_has_the_spread() -> None:
     assert device_time.summary(samples, method="graph") == {
         "method": "graph", "ms": 5.5, "p10": 2.0, "p90": 10.0, "calls": 10,
     }  # fmt: skip
+
+
+STREAM = object()
 
 
 class Event:
@@ -41,6 +45,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Event, "pairs", 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: STREAM)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: real(*[1 for _ in a], **k))
     return made
@@ -55,8 +61,8 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(gpu, monkeypatc
     calls = {name: timed(name, made) for name in ("a", "waits", "b", "broken")}
     monkeypatch.setattr(device_time, "waits", lambda call: call is calls["waits"])
 
-    def captured(call, output):
-        assert output is call.arguments[-1]
+    def captured(call, output, stream):
+        assert output is call.arguments[-1] and stream is STREAM
         if call is calls["broken"]:
             raise RuntimeError("a replay gives another output\nand more")
         return lambda: call.runnable(*call.arguments)
