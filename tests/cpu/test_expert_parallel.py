@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from moe_fp8.expert_parallel import expert_parallel_moe
 from moe_fp8.functional import fused_moe
+from moe_fp8.layer.metrics import calc_diff
 from test_functional import ROUTING, SHAPE, tensors_of
 
 from scripts.common.project import ROOT
@@ -82,6 +83,31 @@ def test_deep_ep_brings_a_token_to_its_experts(alone, monkeypatch, tokens):
     buffer = deep_ep.Buffer(dist.group.WORLD, 1, explicitly_destroy=True)
     output = expert_parallel_moe(*arguments, **routing, buffer=buffer)
     assert torch.equal(output, fused_moe(*arguments, **routing))
+
+
+def uneven_rank(rank: int, ranks: int, folder: str) -> None:
+    """A rank that has tokens and experts of its own, and knows the weights of all."""
+    sys.path.insert(0, str(STAND_INS))
+    import deep_ep
+
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+    logits, bias, x, x_scale, *_ = tensors_of(7 * rank, seed=rank)
+    weights = [torch.cat([tensors_of(0, seed=r)[4 + i] for r in range(ranks)]) for i in range(4)]
+    held = SHAPE.num_local_experts
+    given = logits[:, : ranks * held].contiguous(), tensors_of(0)[1][: ranks * held], x, x_scale
+    routing = ROUTING | {"n_group": 4, "topk_group": 2}
+    buffer = deep_ep.Buffer(dist.group.WORLD, 1, explicitly_destroy=True)
+    mine = [tensor[rank * held : (rank + 1) * held] for tensor in weights]
+    output = expert_parallel_moe(*given, *mine, **routing, buffer=buffer)
+    wanted = fused_moe(*given, *weights, **routing)
+    assert output.shape == wanted.shape == (7 * rank, SHAPE.hidden_size)
+    assert calc_diff(output, wanted) < 1e-5
+    dist.destroy_process_group()
+
+
+def test_deep_ep_takes_as_many_tokens_as_a_rank_has(tmp_path):
+    torch.multiprocessing.spawn(uneven_rank, (3, str(tmp_path)), nprocs=3)
 
 
 def test_experts_of_nobody(alone):

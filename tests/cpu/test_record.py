@@ -142,7 +142,7 @@ def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
     assert set(started) - {"test"} <= set(run.programs())
     assert started[0] == "test" and started[-1] == "report"
     words = {str(word) for step in every for word in step.command}
-    kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-22").iterdir()}
+    kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-23").iterdir()}
     from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
     assert {str(directory / name) for name in kept - from_bench} <= words
 
