@@ -12,6 +12,7 @@ from scripts.common.definitions import GEMMS, MASKED, MOE
 
 ROWS = {  # of an expert
     "kimi_k2": (8, 8),
+    "kimi_k2_e384": (128, 128),
     "qwen3_235b": (128, 8),
     "qwen3_30b": (8, 128),
     "qwen3_next": (8, 8),

@@ -75,6 +75,10 @@ PUBLIC = {
         {"num_experts": 384, "num_local_experts": 48, "top_k": 8},
         deepseek_v3(5, 384, 48, 7168, 2048),
     ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e384_h7168_i2048": (
+        {"num_experts": 384, "num_local_experts": 384, "top_k": 8},
+        deepseek_v3(5, 384, 384, 7168, 2048),
+    ),
     "moe_fp8_block_scale_renorm_topk8_e128_h4096_i1536": (
         {"num_local_experts": 128, "top_k": 8},
         renormalize(5, 128, 4096, 1536),
