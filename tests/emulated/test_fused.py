@@ -317,32 +317,49 @@ def test_rows_handed_over_after_a_permute(terms, mode, emulator):
     assert torch.equal(out, output_of(inputs, "128", terms))
 
 
-def with_local_experts(tokens: int) -> MoeInputs:
-    """Every token chooses experts of this rank alone."""
+def with_local_experts(tokens: int, local: int) -> MoeInputs:
+    """As many tokens choose experts of this rank alone, the others none."""
     inputs = inputs_of(tokens, 4)
-    bias = inputs.routing_bias.clone()
-    bias[4 : 4 + SHAPE.num_local_experts] += 8.0
-    return inputs._replace(routing_bias=bias)
+    logits = inputs.routing_logits.clone()
+    logits[:local, 4:7] += 20.0
+    logits[local:, 4:9] -= 20.0
+    inputs = inputs._replace(routing_logits=logits, routing_bias=torch.zeros_like(inputs[1]))
+    assert int(route(inputs, SHAPE).m_indptr[-1]) == local * SHAPE.top_k
+    return inputs
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_rows_that_reach_what_the_first_gemm_reads(waits, emulator, monkeypatch):
-    """Those of the second GEMM: then it waits for all of the first one, which orders even what its
-    boxes have of the neighbours."""
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
-    inputs = with_local_experts(41)
-    assert int(route(inputs, SHAPE).m_indptr[-1]) == 41 * SHAPE.top_k
-    if not waits:
-        edit = replace(r"griddepcontrol\.wait;", "", PERMUTED.index("gemm2"))
-        emulator.host.ptx_transform = edit
+OVERWRITTEN = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
+"""Of the second GEMM: what the first one has read."""
+
+
+def messages(inputs: MoeInputs, emulator) -> set[str]:
+    """Of all hazards in all modes, what a box has of other experts among them."""
     seen = set()
     for emulator.options.mode in MODES:
         del emulator.reports[:]
         output_of(inputs, "192 on demand", poison=False)
         seen |= {hazard["message"] for report in emulator.reports for hazard in report.hazards}
-    overwritten = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
-    assert any(re.search(overwritten, message) for message in seen) != waits
-    assert bool(seen) != waits
+    return seen
+
+
+@pytest.mark.parametrize("local", [20, 21, 41])
+def test_rows_that_reach_what_the_first_gemm_reads(local, emulator, monkeypatch):
+    """The 124 rows of 41 tokens have room for 60 before the permuted ones. Where the second GEMM
+    has more, it waits for all of the first one, which orders even what its boxes have of others."""
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
+    inputs = with_local_experts(41, local)
+    seen = messages(inputs, emulator)
+    assert not any(re.search(OVERWRITTEN, message) for message in seen)
+    assert bool(seen) == (local == 20)
+    assert torch.equal(output_of(inputs, "192 on demand"), output_of(inputs, "8 swapped"))
+
+
+def test_without_the_wait_for_the_rows_it_would_overwrite(emulator, monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
+    edit = replace(r"griddepcontrol\.wait;", "", PERMUTED.index("gemm2"))
+    emulator.host.ptx_transform = edit
+    seen = messages(with_local_experts(41, 41), emulator)
+    assert any(re.search(OVERWRITTEN, message) for message in seen)
 
 
 def without_the_other_s_maxima(ptx: str) -> str:
