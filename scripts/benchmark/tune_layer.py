@@ -6,9 +6,9 @@ the layer itself adds to a config (stages, tiles on demand, the pair of CTAs tha
 adds to these. `autotune` does the same for a GEMM alone, whose best config need not be the layer's:
 the second GEMM begins while the first one ends.
 
-Device time as `device_time` has it: replays of a CUDA graph, pairs in turns, the L2 cache overwritten
-before each. A pair whose output is not that of the shipped one, to the bit, is an error. Exit status
-1 says so, or that some pair is faster by more than 2 %.
+Device time as `device_time` has it: replays of a CUDA graph, pairs in turns, the L2 cache
+overwritten before each. A pair whose output is not that of the shipped one, to the bit, is an
+error. Exit status 1 says so, or that some pair is faster by more than 2 %.
 """
 
 import json
