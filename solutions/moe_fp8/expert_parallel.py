@@ -85,6 +85,7 @@ def expert_parallel_moe(
     if buffer is None:
         received, returned = _to_all_ranks(packed, group)
     else:
+        # The width of an expert is nothing to the routing.
         shape = MoeShape(experts, experts, hidden, BLOCK, n_group, topk_group, top_k)
         chosen = _experts_of(routing_logits, routing_bias, shape)
         received, returned = _to_ranks_of(chosen, packed, experts, buffer)
