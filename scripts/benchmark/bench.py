@@ -237,7 +237,8 @@ def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
         out = subprocess.DEVNULL if name in ("floors", "invariance") else None
         result = subprocess.run([sys.executable, str(script), *arguments], stdout=out)
         if result.returncode != 0:
-            say(f"{script.name} failed; its figures are incomplete")
+            left = f": run.py {name} --run {run.directory} --missing" * (name == "device_time")
+            say(f"{script.name} failed; its figures are incomplete{left}")
 
 
 def write_report(run: Run, peers: list[str]) -> None:

@@ -11,6 +11,9 @@ slow host. This pass measures both on the workloads of a run and adds them to it
            profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 in the harness).
   harness  flashinfer-bench's own timing loop, every call instead of the mean.
 
+All solutions have their buffers at once. With --missing only those results of a run are measured
+that have no device time yet: what did not fit beside the others, or a run that was cut short.
+
 Medians, 10th and 90th percentile, in ms. A replay whose output differs from that of the call it was
 captured from is an error, not a time.
 """
@@ -32,6 +35,7 @@ from scripts.common.text import text_table
 from scripts.gemm.gpu import require_gpu
 from scripts.gemm.timing import FLUSH_BYTES, percentile
 from scripts.ranking.records import DEVICE, HARNESS
+from scripts.ranking.traces import read_records
 from scripts.solutions.pack import PackError
 from scripts.workloads.dataset import Inputs, definition_of, tokens
 
@@ -268,11 +272,14 @@ def main() -> int:
     arguments.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID")
     arguments.add_argument("--max-tokens", type=int, metavar="T")
     arguments.add_argument("--run", type=Path, metavar="DIR", help="add to a run of bench")
+    arguments.add_argument("--missing", action="store_true", help="of the run, what has none yet")
     arguments.add_argument("--repeats", type=int, default=20, help="timed calls of each kind (20)")
     arguments.add_argument("--seed", type=int, default=2026)
     args = arguments.parse_args()
     if args.repeats < 1:
         raise UsageError("--repeats must be at least 1")
+    if args.missing and not args.run:
+        raise UsageError("--missing is of a run: --run DIR")
     require_gpu()
 
     try:
@@ -289,8 +296,11 @@ def main() -> int:
     except PackError as error:
         say(f"error: {error}")
         return EXIT_FAILED
+    if args.missing and what.traces is not None:
+        records = read_records([what.traces], args.definition.name)
+        what = what.only({(r.uuid, r.solution) for r in records if r.device is None})
     if not what.pairs:
-        say("no trace of this run has an output to compare")
+        say("no trace of this run has an output to compare" + ", or all have" * args.missing)
         return EXIT_OK
 
     results: dict[tuple[str, str], dict[str, Any]] = {}

@@ -6,7 +6,7 @@ kind of machine; what it leaves out it says.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,17 @@ class Pass:
     hardware: str
     traces: Path | None
     """Where the figures go; None without a run."""
+
+    def only(self, pairs: set[tuple[str, str]]) -> "Pass":
+        """Of these pairs, and of what is needed for them."""
+        kept = self.pairs & pairs
+        uuids, names = {uuid for uuid, _ in kept}, {name for _, name in kept}
+        return replace(
+            self,
+            solutions=[s for s in self.solutions if s.name in names],
+            workloads=[t for t in self.workloads if t.workload.uuid in uuids],
+            pairs=kept,
+        )
 
     def merge(self, figures: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
         """Add the figures to the run's traces; to how many they went."""

@@ -384,9 +384,10 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
         bench.add_measurements(run_, plan.parse_arguments(), False)
     without = subprocess.DEVNULL
     assert outs == [without, None, None, without], "these tables are in the ranking and the report"
+    missing = f": run.py device_time --run {run_.directory} --missing"
     assert capsys.readouterr().err.splitlines() == [
         "accuracy.py failed; its figures are incomplete",
-        "device_time.py failed; its figures are incomplete",
+        f"device_time.py failed; its figures are incomplete{missing}",
         "invariance.py failed; its figures are incomplete",
     ]
 

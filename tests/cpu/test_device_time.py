@@ -2,13 +2,15 @@
 
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from scripts.benchmark import device_time
 from scripts.benchmark.kernel_trace import Span
-from scripts.common.command_line import UsageError
+from scripts.benchmark.second_pass import Pass
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 
 
 def test_a_summary_has_the_spread() -> None:
@@ -114,6 +116,41 @@ def test_the_table_shows_times_and_errors() -> None:
     assert [len(row) for row in rows] == [len(header)] * 2
     assert rows[0][:4] == ["7", "a" * 8, "x", "RuntimeError: no"]
     assert rows[1][3:] == ["0.5000", "0.4000-0.6000", "graph", "0.5000", "0.4000-0.6000"]
+
+
+def record(uuid: str, solution: str, device: object) -> SimpleNamespace:
+    return SimpleNamespace(uuid=uuid, solution=solution, device=device)
+
+
+@pytest.mark.parametrize("all_there", [False, True])
+def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> None:
+    """Nothing else is loaded: neither a workload nor a solution that has all of its times."""
+    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in "abc"]
+    solutions = [SimpleNamespace(name=name) for name in ("x", "y", "z")]
+    pairs = {(u, s) for u in "abc" for s in ("x", "y", "z")}
+    what = Pass(None, solutions, workloads, pairs, "GPU", tmp_path / "traces.jsonl")
+    missing = set() if all_there else {("a", "x"), ("c", "y"), ("c", "x")}
+    records = [record(u, s, None if (u, s) in missing else 1.0) for u, s in pairs]
+    records += [record("d", "x", None)]
+    monkeypatch.setattr(device_time, "require_gpu", lambda: "GPU")
+    monkeypatch.setattr(device_time, "choose", lambda *_: what)
+    monkeypatch.setattr(device_time, "read_records", lambda *_: records)
+    monkeypatch.setattr(Pass, "merge", lambda self, figures: len(figures))
+    seen = []
+
+    def measure(trace_set, solutions, workloads, seed, repeats, wanted):
+        seen.append(([t.workload.uuid for t in workloads], [s.name for s in solutions], wanted))
+        yield {pair: {"error": "no"} for pair in wanted}
+
+    monkeypatch.setattr(device_time, "measure", measure)
+    argv = ["device_time.py", "--run", str(tmp_path), "--missing"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert device_time.main() == (EXIT_OK if all_there else EXIT_FAILED)
+    assert seen == ([] if all_there else [(["a", "c"], ["x", "y"], missing)])
+    assert ("or all have" in capsys.readouterr().err) == all_there
+    monkeypatch.setattr(sys, "argv", argv[:1] + argv[3:])
+    with pytest.raises(UsageError, match="--missing is of a run"):
+        device_time.main()
 
 
 def test_it_needs_a_gpu_and_at_least_one_repeat(monkeypatch) -> None:
