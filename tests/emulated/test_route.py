@@ -15,6 +15,9 @@ SHAPES = {
     "one group": MoeShape(num_experts=64, num_local_experts=64, n_group=1, topk_group=1, top_k=6),
     "many local": MoeShape(num_local_experts=256),
     "Kimi-K2": MoeShape(num_experts=384, num_local_experts=48, n_group=1, topk_group=1),
+    "Kimi-K2, whole": MoeShape(
+        num_experts=384, num_local_experts=384, n_group=1, topk_group=1
+    ),
     "Qwen3-Next": MoeShape(
         num_experts=128, num_local_experts=128, n_group=1, topk_group=1, top_k=10,
         routing="renormalize",
