@@ -164,6 +164,24 @@ OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
 
 
+def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
+    """384 experts, of which so many are here."""
+    return MoeDefinition(
+        model=model,
+        tags=("model:kimi-k2",),
+        short=short,
+        num_experts=384,
+        num_local_experts=num_local_experts,
+        hidden_size=7168,
+        intermediate_size=2048,
+        n_group=1,
+        topk_group=1,
+        top_k=8,
+        routed_scaling_factor=2.827,
+        tokens=OWN_TOKENS,
+    )
+
+
 def qwen3(
     model: str, short: str, hidden_size: int, intermediate_size: int, top_k: int
 ) -> MoeDefinition:
@@ -201,34 +219,8 @@ MOE = (
         top_k=8,
         routed_scaling_factor=2.5,
     ),
-    MoeDefinition(
-        model="Kimi-K2 on one rank of eight-way expert parallelism",
-        tags=("model:kimi-k2",),
-        short="kimi_k2",
-        num_experts=384,
-        num_local_experts=48,
-        hidden_size=7168,
-        intermediate_size=2048,
-        n_group=1,
-        topk_group=1,
-        top_k=8,
-        routed_scaling_factor=2.827,
-        tokens=OWN_TOKENS,
-    ),
-    MoeDefinition(
-        model="Kimi-K2 with all experts on one GPU",
-        tags=("model:kimi-k2",),
-        short="kimi_k2_e384",
-        num_experts=384,
-        num_local_experts=384,
-        hidden_size=7168,
-        intermediate_size=2048,
-        n_group=1,
-        topk_group=1,
-        top_k=8,
-        routed_scaling_factor=2.827,
-        tokens=OWN_TOKENS,
-    ),
+    kimi_k2("Kimi-K2 on one rank of eight-way expert parallelism", "kimi_k2", 48),
+    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384),
     qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
