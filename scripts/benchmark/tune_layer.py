@@ -24,7 +24,7 @@ from scripts.common.progress import Progress
 from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
 from scripts.gemm import gpu
-from scripts.gemm.shipped_configs import MOST_ROWS
+from scripts.gemm.shipped_configs import ladder
 
 if TYPE_CHECKING:
     from moe_fp8.layer.problem import Configs, MoeShape
@@ -51,23 +51,14 @@ def picked(tokens: int, shape: "MoeShape", terms: int) -> Pair:
     return first, second
 
 
-def ladders(shape: "MoeShape", terms: int) -> tuple[list[Any], list[Any]]:
-    """What the heuristic picks for either GEMM, from few rows to many."""
-    choose, rows = gpu.architecture().choose, range(1, MOST_ROWS)
-    h, i = shape.hidden_size, shape.intermediate_size
-    firsts = (choose(r, 2 * i, h) for r in rows)
-    seconds = (choose(r, h, i, terms=terms) for r in rows)
-    return list(dict.fromkeys(firsts)), list(dict.fromkeys(seconds))
-
-
-def pairs(shipped: Pair, ladder: tuple[Sequence[Any], Sequence[Any]], reach: int) -> list[Pair]:
-    """The shipped one first, then all within so many steps of it."""
+def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]], reach: int) -> list[Pair]:
+    """The shipped one first, then all within so many steps of it on the two GEMMs' ladders."""
 
     def beside(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
         at = rungs.index(config)
         return rungs[max(at - reach, 0) : at + reach + 1]
 
-    firsts, seconds = (beside(*of) for of in zip(shipped, ladder, strict=True))
+    firsts, seconds = (beside(*of) for of in zip(shipped, ladders, strict=True))
     return list(dict.fromkeys([shipped, *((a, b) for a in firsts for b in seconds)]))
 
 
@@ -95,7 +86,8 @@ def measure(
     from moe_fp8.layer.problem import DEEPSEEK_V3
 
     inputs, routing = problems.of(tokens)
-    found = pairs(picked(tokens, DEEPSEEK_V3, terms), ladders(DEEPSEEK_V3, terms), reach)
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    found = pairs(picked(tokens, DEEPSEEK_V3, terms), ladders, reach)
     calls = {}
     for pair in found:
         output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)

@@ -43,10 +43,15 @@ def solution_variant(name: str) -> Variant:
     return ours(name, lambda problem: shipped(name, problem), SOLUTIONS[name][1])
 
 
-def ladder() -> list[Any]:
-    """The heuristic's configs for rows that differ from expert to expert, from few rows to many."""
-    choose, shape = gpu.architecture().choose, LAYER_SHAPES["gemm1"]
-    return list(dict.fromkeys(choose(rows, *shape) for rows in range(1, MOST_ROWS)))
+def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
+    """The heuristic's configs for rows that differ from expert to expert, from few rows to many.
+
+    Args:
+        gemm: of the layer.
+        known: what else the heuristic is told.
+    """
+    choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
+    return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
 def neighbours(name: str) -> Callable[[Problem], list[Variant]]:

@@ -12,6 +12,7 @@ from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs
 from scripts.benchmark import tune_layer
 from scripts.common.command_line import UsageError
 from scripts.gemm import gpu
+from scripts.gemm.shipped_configs import ladder
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
     pair = tune_layer.picked(tokens, DEEPSEEK_V3, terms)
     made = tune_layer.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
     assert made == fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms)
-    found = tune_layer.pairs(pair, tune_layer.ladders(DEEPSEEK_V3, terms), 1)
+    found = tune_layer.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)), 1)
     assert found[0] == pair and len(set(found)) == len(found)
 
 
@@ -34,9 +35,9 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
     """The classes check a config; with its epilogue, its way to load and its terms."""
     from moe_fp8.kernels.fused import FusedMoe
 
-    ladder = tune_layer.ladders(DEEPSEEK_V3, terms)
-    assert [len(set(rungs)) for rungs in ladder] == [len(rungs) for rungs in ladder]
-    for pair in tune_layer.pairs((ladder[0][0], ladder[1][0]), ladder, 100):
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    assert [len(set(rungs)) for rungs in ladders] == [len(rungs) for rungs in ladders]
+    for pair in tune_layer.pairs((ladders[0][0], ladders[1][0]), ladders, 100):
         for tokens in (80, 2048):
             first, second = tune_layer.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
             classes = HOPPER.gemm(), HOPPER.swiglu(terms), HOPPER.gather(first)
@@ -44,12 +45,12 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
 
 
 def test_pairs_are_those_beside() -> None:
-    ladder = ["a", "b", "c", "d"], ["x", "y"]
-    assert tune_layer.pairs(("b", "y"), ladder, 1) == [
+    ladders = ["a", "b", "c", "d"], ["x", "y"]
+    assert tune_layer.pairs(("b", "y"), ladders, 1) == [
         ("b", "y"), ("a", "x"), ("a", "y"), ("b", "x"), ("c", "x"), ("c", "y"),
     ]  # fmt: skip
-    assert tune_layer.pairs(("a", "x"), ladder, 1)[0] == ("a", "x")
-    assert len(tune_layer.pairs(("a", "x"), ladder, 3)) == 8
+    assert tune_layer.pairs(("a", "x"), ladders, 1)[0] == ("a", "x")
+    assert len(tune_layer.pairs(("a", "x"), ladders, 3)) == 8
 
 
 def timed(ms: float) -> dict:
