@@ -72,23 +72,11 @@ def tokens_of(
     return random(tokens, experts), bias, x, random(h // 128, tokens).abs_()
 
 
-def buffer_of(size: dict[str, int], ranks: int) -> Any:
-    """DeepEP's, over all ranks, for what `expert_parallel_moe` sends of a token."""
-    import deep_ep
-    import torch.distributed as dist
-
-    h = size["hidden"]
-    widest = max(2 * h, 4 * size["experts"] + h + h // 32)
-    configs = deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
-    needed = max(config.get_nvl_buffer_size_hint(widest, ranks) for config in configs)
-    return deep_ep.Buffer(dist.group.WORLD, needed, explicitly_destroy=True)
-
-
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: Any) -> None:
     """All of one rank: puts (tokens, calc_diff, ms of a call, ms of the layer) on a queue."""
     import torch
     import torch.distributed as dist
-    from moe_fp8.expert_parallel import expert_parallel_moe
+    from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
     from moe_fp8.functional import fused_moe
     from moe_fp8.layer.metrics import calc_diff
 
@@ -104,7 +92,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: An
     local = size["experts"] // ranks
     mine = weights_of(rank * local, local, size, device)
     everywhere = weights_of(0, size["experts"], size, device) if rank == 0 else None
-    buffer = buffer_of(size, ranks) if args.deep_ep else None
+    buffer = deep_ep_buffer(size["experts"], size["hidden"]) if args.deep_ep else None
     for tokens in args.tokens:
         inputs = tokens_of(rank, tokens, size, device)
 

@@ -65,8 +65,8 @@ def expert_parallel_moe(
             experts, see `fused_moe`.
         routed_scaling_factor, n_group, topk_group, top_k, accurate: see `fused_moe`.
         group: of processes, else the default one.
-        buffer: of DeepEP, over the same group: its `dispatch` and `combine` for high throughput are
-            called, `2 H` bytes or, if that is more, `4 E + H + H/32` a token.
+        buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
+            for high throughput are called.
 
     Returns:
         `[t, H]` bfloat16.
@@ -109,6 +109,28 @@ def expert_parallel_moe(
     return returned(partial)
 
 
+def deep_ep_buffer(
+    experts: int, hidden: int, group: dist.ProcessGroup | None = None
+) -> "deep_ep.Buffer":
+    """A buffer for `expert_parallel_moe` on the GPUs of one host; `destroy()` it before the group.
+
+    Args:
+        experts: E, of all ranks.
+        hidden: H.
+        group: of processes, else the default one.
+
+    Raises:
+        ImportError: DeepEP is not installed.
+    """
+    import deep_ep
+
+    ranks = dist.get_world_size(group)
+    widest = max(_padded(sum(_widths(experts, hidden))), 2 * hidden)  # there, and back
+    configs = deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
+    needed = max(config.get_nvl_buffer_size_hint(widest, ranks) for config in configs)
+    return deep_ep.Buffer(group or dist.group.WORLD, needed, explicitly_destroy=True)
+
+
 def _to_all_ranks(packed: torch.Tensor, group: dist.ProcessGroup | None) -> Exchanged:
     """By an all-gather, and back by an all-to-all."""
     ranks, tokens = dist.get_world_size(group), packed.shape[0]
@@ -132,14 +154,15 @@ def _to_ranks_of(
 ) -> Exchanged:
     """By DeepEP, whose values are bfloat16, or FP8 with a scale for 128: here, any two bytes."""
     of_rank, _, of_expert, in_rank, _ = buffer.get_dispatch_layout(chosen, experts)
-    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % DEEP_EP_BYTES))
+    width = packed.shape[1]
+    padded = torch.nn.functional.pad(packed, (0, _padded(width) - width))
     received, _, _, _, handle, _ = buffer.dispatch(
         padded.view(torch.bfloat16),
         num_tokens_per_rank=of_rank,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=of_expert,
     )
-    rows = received.view(torch.uint8)[:, : packed.shape[1]]
+    rows = received.view(torch.uint8)[:, :width]
     return rows, lambda partial: buffer.combine(partial, handle)[0]
 
 
@@ -152,6 +175,16 @@ def _experts_of(logits: torch.Tensor, bias: torch.Tensor, shape: MoeShape) -> to
     return torch.searchsorted(rows.m_indptr, rows.pair_row, right=True) - 1
 
 
+def _widths(experts: int, hidden: int) -> list[int]:
+    """Bytes of a token's logits, values and scales."""
+    return [4 * experts, hidden, hidden // BLOCK * 4]
+
+
+def _padded(width: int) -> int:
+    """Bytes of a token as DeepEP copies them."""
+    return width + -width % DEEP_EP_BYTES
+
+
 def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
     """Logits, values and scales of every token side by side: `[t, 4 E + H + H/32]` uint8."""
     parts = [part.contiguous().view(torch.uint8) for part in (logits, x, x_scale.t())]
@@ -162,7 +195,7 @@ def _unpacked(
     packed: torch.Tensor, experts: int, hidden: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parts of `_packed`."""
-    logits, x, x_scale = packed.split([4 * experts, hidden, hidden // BLOCK * 4], dim=1)
+    logits, x, x_scale = packed.split(_widths(experts, hidden), dim=1)
     return (
         logits.contiguous().view(torch.float32),
         x.contiguous().view(torch.float8_e4m3fn),

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from moe_fp8.expert_parallel import expert_parallel_moe
+from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer.metrics import calc_diff
 from test_functional import ROUTING, SHAPE, tensors_of
@@ -74,13 +74,11 @@ def test_deep_ep_brings_a_token_to_its_experts(alone, monkeypatch, tokens):
     """A rank's own tokens come back as they are, however many, each sent once; with the scales of
     its values, whose number is not a multiple of what DeepEP copies."""
     monkeypatch.syspath_prepend(STAND_INS)
-    import deep_ep
-
     logits, bias, *others = tensors_of(tokens)
     held = SHAPE.num_local_experts
     arguments = logits[:, :held].contiguous(), bias[:held].contiguous(), *others
     routing = ROUTING | {"n_group": 2, "topk_group": 2}
-    buffer = deep_ep.Buffer(dist.group.WORLD, 1, explicitly_destroy=True)
+    buffer = deep_ep_buffer(held, SHAPE.hidden_size)
     output = expert_parallel_moe(*arguments, **routing, buffer=buffer)
     assert torch.equal(output, fused_moe(*arguments, **routing))
 
@@ -88,8 +86,6 @@ def test_deep_ep_brings_a_token_to_its_experts(alone, monkeypatch, tokens):
 def uneven_rank(rank: int, ranks: int, folder: str) -> None:
     """A rank that has tokens and experts of its own, and knows the weights of all."""
     sys.path.insert(0, str(STAND_INS))
-    import deep_ep
-
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
     logits, bias, x, x_scale, *_ = tensors_of(7 * rank, seed=rank)
@@ -97,7 +93,7 @@ def uneven_rank(rank: int, ranks: int, folder: str) -> None:
     held = SHAPE.num_local_experts
     given = logits[:, : ranks * held].contiguous(), tensors_of(0)[1][: ranks * held], x, x_scale
     routing = ROUTING | {"n_group": 4, "topk_group": 2}
-    buffer = deep_ep.Buffer(dist.group.WORLD, 1, explicitly_destroy=True)
+    buffer = deep_ep_buffer(ranks * held, SHAPE.hidden_size)
     mine = [tensor[rank * held : (rank + 1) * held] for tensor in weights]
     output = expert_parallel_moe(*given, *mine, **routing, buffer=buffer)
     wanted = fused_moe(*given, *weights, **routing)
