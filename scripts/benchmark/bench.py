@@ -15,6 +15,7 @@ whether the sources have changed since. The times of the model are kept in the t
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -237,8 +238,10 @@ def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
         out = subprocess.DEVNULL if name in ("floors", "invariance") else None
         result = subprocess.run([sys.executable, str(script), *arguments], stdout=out)
         if result.returncode != 0:
-            left = f": run.py {name} --run {run.directory} --missing" * (name == "device_time")
-            say(f"{script.name} failed; its figures are incomplete{left}")
+            said = f"{script.name} failed; its figures are incomplete"
+            if name == "device_time":
+                said += f": run.py {name} {shlex.join([*arguments, '--missing'])}"
+            say(said)
 
 
 def write_report(run: Run, peers: list[str]) -> None:

@@ -384,7 +384,8 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
         bench.add_measurements(run_, plan.parse_arguments(), False)
     without = subprocess.DEVNULL
     assert outs == [without, None, None, without], "these tables are in the ranking and the report"
-    missing = f": run.py device_time --run {run_.directory} --missing"
+    of_run = f"--local {ROOT} --run {run_.directory} --seed 2026"
+    missing = f": run.py device_time {of_run} --missing"
     assert capsys.readouterr().err.splitlines() == [
         "accuracy.py failed; its figures are incomplete",
         f"device_time.py failed; its figures are incomplete{missing}",
