@@ -341,7 +341,7 @@ def layer(request, monkeypatch, interpreter_that_rounds) -> Callable[..., None]:
     monkeypatch.setitem(sys.modules, "hpc", fake_libraries.hpc(TINY))
     install(monkeypatch, fake_libraries.fused_moe(TINY))
     if request.param.endswith("contiguous"):
-        monkeypatch.setattr(module, "MASKED_TOKENS", 0)
+        monkeypatch.setattr(module, "MASKED_ROWS", 0)
     if hasattr(module, "LAYER"):
         monkeypatch.setattr(module.LAYER, "shape", TINY)
         return module.LAYER

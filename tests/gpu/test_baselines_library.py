@@ -117,8 +117,8 @@ def test_both_layouts_of_deepgemm(tokens, make_inputs, monkeypatch):
         pytest.skip("deep_gemm is not installed")
     inputs = make_inputs(tokens)
     outputs = []
-    for masked_tokens in (0, 2048):
-        monkeypatch.setattr(deepgemm_moe, "MASKED_TOKENS", masked_tokens)
+    for masked_rows in (0, 32 * 2048):
+        monkeypatch.setattr(deepgemm_moe, "MASKED_ROWS", masked_rows)
         outputs.append(output_of(deepgemm_moe, inputs))
     assert torch.equal(*outputs)
 
@@ -126,9 +126,9 @@ def test_both_layouts_of_deepgemm(tokens, make_inputs, monkeypatch):
 @pytest.mark.parametrize("tokens", [61, 2000])
 def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
     """DeepGEMM's contiguous layout once, nothing else."""
-    monkeypatch.setattr(deepgemm_moe, "MASKED_TOKENS", 1024)
+    monkeypatch.setattr(deepgemm_moe, "MASKED_ROWS", 32 * 1024)
     said = waits_of(module, make_inputs(tokens))
-    waits = module is deepgemm_moe and tokens > deepgemm_moe.MASKED_TOKENS
+    waits = module is deepgemm_moe and 32 * tokens > deepgemm_moe.MASKED_ROWS
     assert len(said) == waits, said
 
 

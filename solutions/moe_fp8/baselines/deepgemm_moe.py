@@ -4,7 +4,7 @@ What: the kernels are those of the package sgl-deep-gemm; routing, scatter, SwiG
 combine are one Triton launch each (`triton_stages`). Of DeepGEMM's two layouts the masked one is
 taken as long as its buffers are affordable: `[E, max_rows, K]`, sized for any routing, with a row
 count for each expert on the device; no host sync, and buffers are kept until T changes. Beyond
-`MASKED_TOKENS` the contiguous one: `[R, K]` with experts at multiples of 128 rows and the expert of
+`MASKED_ROWS` the contiguous one: `[R, K]` with experts at multiples of 128 rows and the expert of
 every row, -1 where there is none. Its kernel walks over all rows that the operand has, so the host
 waits for the routing, once, to cut the operands to the rows in use.
 
@@ -38,10 +38,10 @@ SOLUTION = {
     "routings": ["deepseek_v3", "renormalize"],
 }
 
-MASKED_TOKENS = 16384
-"""Up to here the masked layout, whose buffers grow with E * T (14 GB at T=14107). End to end on an
-H200, 2026-11-21, masked against contiguous, ms: T=80 0.51, 0.62; T=901 0.58, 0.70; T=4096 0.75,
-0.79; T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
+MASKED_ROWS = 32 * 16384
+"""Up to here the masked layout, which has E * T rows (14 GB at T=14107). End to end on an H200,
+2026-11-21, masked against contiguous, ms: T=80 0.51, 0.62; T=901 0.58, 0.70; T=4096 0.75, 0.79;
+T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
 
 
 class Tables(NamedTuple):
@@ -124,7 +124,8 @@ class DeepGemmLayer:
 
         offset = int(inputs.local_expert_offset)
         scaling = float(inputs.routed_scaling_factor)
-        max_rows = -(-tokens // BLOCK) * BLOCK if tokens <= MASKED_TOKENS else None
+        masked = tokens * shape.num_local_experts <= MASKED_ROWS
+        max_rows = -(-tokens // BLOCK) * BLOCK if masked else None
         routed, rows = tables(tokens, max_rows, shape, device)
         stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
         stages.place(routed, offset, rows, align=BLOCK, max_rows=max_rows)
