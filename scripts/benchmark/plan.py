@@ -95,7 +95,7 @@ def parse_arguments(doc: str | None = None) -> argparse.Namespace:
     add("--list", action="store_true", help="list solutions and workloads and stop")
     add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
-    add("--trials", type=whole(1), default=3, help="trials, each with new random inputs (3)")
+    add("--trials", type=whole(1), help="trials, each with new random inputs (3, or what fits)")
     add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
     add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
     add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
@@ -219,7 +219,7 @@ def configuration(args: argparse.Namespace, on_gpu: bool) -> "BenchmarkConfig":
     return BenchmarkConfig(
         warmup_runs=args.warmup,
         iterations=args.iterations or (GPU_ITERATIONS if on_gpu else CPU_ITERATIONS),
-        num_trials=args.trials if on_gpu else 1,
+        num_trials=(args.trials or args.definition.trials) if on_gpu else 1,
         rtol=args.rtol,
         atol=args.atol,
         required_matched_ratio=args.matched_ratio,

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
 
 Every kernel here is launched with `use_pdl` and calls `wait_for_previous` before it touches memory
-that another kernel writes or reads; one that is handed rows while they are made (`handoff`) waits
-for those, and for the kernel before at its end. Because all of them wait before they end, the one
-before being complete means that all before it are. The next kernel is let go at once: its CTAs
+that the kernel before writes or reads; one that is handed rows while they are made (`handoff`)
+waits for those, and for the kernel before at its end. Because all of them wait before they end, the
+one before being complete means that all before it are. The next kernel is let go at once: its CTAs
 become resident as this one's leave, set up, and wait in turn. A kernel from elsewhere, launched
 without the attribute, waits for all of ours.
 

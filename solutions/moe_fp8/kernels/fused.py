@@ -136,7 +136,11 @@ class FusedMoe:
         )
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
-        how = {"a_load": gather} if gather else {"beside": ZeroTokens(h, top_k)}
+        # Where the permute lies between it and the routing, it knows the experts' rows while that
+        # is still at work (H200: T=901 229.8 -> 228.3 us, 14107 1201 -> 1198).
+        how: dict[str, Any] = {"rows_known": True, "beside": ZeroTokens(h, top_k)}
+        if gather:
+            how = {"a_load": gather}
         # The second GEMM takes an expert's rows as soon as they are there, on multiprocessors that
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.

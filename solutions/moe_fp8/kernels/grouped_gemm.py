@@ -77,8 +77,8 @@ class GroupedGemm:
 
     What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
     A comes from it, and only who loads A waits: the weights of the first stages are on their way
-    before, and the consumers cannot store before they have A. With `ready` who loads A waits for the
-    rows of a tile's expert instead, which are handed over one expert at a time, see `handoff`.
+    before, and the consumers cannot store before they have A. With `ready` who loads A waits for
+    the rows of a tile's expert instead, which are handed over one expert at a time: `handoff`.
 
     Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
     waits for another one: its lanes read those of the next tile while this one is stored.
