@@ -139,7 +139,9 @@ def measure(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig", run
     outcome = Outcome()
     try:
         if plan.on_gpu:
-            outcome.errors = run_on_gpu(plan.trace_set, pairs, config, store, progress)
+            outcome.errors = run_on_gpu(
+                plan.trace_set, pairs, config, store, progress, args.definition.large
+            )
         else:
             cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress)
         run.save_info(finished=True, errors=outcome.errors)

@@ -20,7 +20,7 @@ from scripts.ranking.records import Record, parse_record
 from scripts.workloads.dataset import tokens
 
 if TYPE_CHECKING:
-    from flashinfer_bench.bench import BenchmarkConfig
+    from flashinfer_bench.bench import Benchmark, BenchmarkConfig
     from flashinfer_bench.data import Solution, Trace, TraceSet
 
 
@@ -30,9 +30,14 @@ def run_on_gpu(
     config: "BenchmarkConfig",
     store: "Callable[[list[Trace]], None]",
     progress: Progress,
+    large: bool = False,
 ) -> list[str]:
     """flashinfer-bench's Benchmark, one workload at a time on one set of worker processes, so that
-    every workload's results are kept as soon as they are there. Returns what went wrong."""
+    every workload's results are kept as soon as they are there. Returns what went wrong.
+
+    With `large` every workload has worker processes of its own: theirs, as long as they live, hold
+    the inputs that they were given last, which this process then cannot free.
+    """
     from flashinfer_bench.bench import Benchmark
     from flashinfer_bench.data import TraceSet
 
@@ -49,10 +54,17 @@ def run_on_gpu(
 
     errors = []
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
-    with ignored_interrupts():  # which the worker processes inherit
-        benchmark = Benchmark(one, config)
+
+    def begin() -> "Benchmark":
+        with ignored_interrupts():  # which the worker processes inherit
+            return Benchmark(one, config)
+
+    benchmark = begin()
     try:
-        for trace, solutions in pairs:
+        for i, (trace, solutions) in enumerate(pairs):
+            if large and i:
+                end(benchmark)
+                benchmark = begin()
             workload = trace.workload
             names = [s.name for s in solutions]
             progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
@@ -81,10 +93,20 @@ def run_on_gpu(
             if interrupted.is_set():
                 raise KeyboardInterrupt
     finally:
-        benchmark.close()
+        end(benchmark)
         logger.removeHandler(handler)
         logger.propagate = True
     return errors
+
+
+def end(benchmark: "Benchmark") -> None:
+    """Its worker processes, and what this one still held for them."""
+    import torch
+
+    benchmark.close()
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

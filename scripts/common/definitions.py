@@ -44,8 +44,8 @@ class Entry:
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
 
-    trials = 3
-    """That flashinfer-bench makes of a workload, where nothing else is asked for."""
+    large = False
+    """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial of a workload."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class MoeDefinition(Entry):
         routing: of `moe_fp8.layer.problem.ROUTINGS`.
         tokens: of the workloads that are of our own; empty where they stand for captured ones.
         logits_mean, logits_std: moments of the workloads' router logits.
-        trials: see `Entry`.
+        large: see `Entry`.
     """
 
     num_experts: int
@@ -100,7 +100,7 @@ class MoeDefinition(Entry):
     tokens: tuple[int, ...] = ()
     logits_mean: float = -1.6706
     logits_std: float = 0.6560
-    trials: int = Entry.trials
+    large: bool = False
 
     op_type = OP_TYPE
 
@@ -226,9 +226,9 @@ MOE = (
         routed_scaling_factor=2.5,
     ),
     kimi_k2("Kimi-K2 on one rank of eight-way expert parallelism", "kimi_k2", 48),
-    # flashinfer-bench holds the weights, 17 GB, three times for one trial and twice more for each
-    # other one; it draws them in float32, for which it keeps up to 45 GB a trial.
-    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384, trials=1),
+    # Of its 17 GB of weights flashinfer-bench holds up to five copies for one trial, and keeps the
+    # 45 GB in which it draws them as float32.
+    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384, large=True),
     qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),

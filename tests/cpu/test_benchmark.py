@@ -14,6 +14,7 @@ from pathlib import Path
 
 import flashinfer_bench.bench
 import pytest
+import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
 from test_dataset import solution
@@ -105,13 +106,15 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     return FakeBenchmark
 
 
-def drive(names: list[str], stored: list[list[Trace]], quiet: bool = True) -> list[str]:
+def drive(
+    names: list[str], stored: list[list[Trace]], quiet: bool = True, large: bool = False
+) -> list[str]:
     trace_set, _ = dataset.load(ROOT)
     workloads = dataset.select_workloads(trace_set.workloads[DEFINITION], ["1", "7"])
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
     progress = Progress(len(pairs), quiet=quiet)
-    return gpu_bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress)
+    return gpu_bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
 
 
 def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> None:
@@ -121,6 +124,22 @@ def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> 
     assert instance.calls == 2 and instance.closed
     assert [[t.solution for t in traces] for traces in stored] == [["x", "fails"]] * 2
     assert {t.workload.axes["seq_len"] for traces in stored for t in traces} == {1, 7}
+
+
+def test_of_a_large_definition_a_benchmark_serves_one_workload(fake, monkeypatch) -> None:
+    """Before it begins, the one before is closed and its memory given back."""
+    order: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    fake.before_results = staticmethod(
+        lambda call: order.append((call, [b.closed for b in fake.instances]))
+    )
+    stored: list[list[Trace]] = []
+    assert drive(["x"], stored, large=True) == [] and len(stored) == 2
+    freed = ["collected", "emptied"]
+    assert order == [(0, [False]), *freed, (0, [True, False]), *freed]
+    assert all(b.closed for b in fake.instances)
 
 
 def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
@@ -566,6 +585,15 @@ def test_options_that_would_measure_nothing_are_refused(
         plan.parse_arguments()
     assert ended.value.code == EXIT_USAGE
     assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "trials"), [("kimi_k2", 3), ("kimi_k2_e384", 1)])
+def test_trials(monkeypatch, name: str, trials: int) -> None:
+    """Fewer where flashinfer-bench has no memory for more, unless asked for."""
+    for options, wanted in ([], trials), (["--trials", "2"], 2):
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--definition", name, *options])
+        arguments = plan.parse_arguments()
+        assert plan.configuration(arguments, on_gpu=True).num_trials == wanted
 
 
 def test_what_the_options_say_is_what_is_run(h200, tmp_path) -> None:
