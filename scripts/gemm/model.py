@@ -35,7 +35,8 @@ from scripts.gemm.problems import LAYER_SHAPES, Problem, histograms, layer_probl
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-23"
 MEASURED_READ = 4.30e12
-"""Bytes a second of a large read: floors.json of that record."""
+"""Bytes a second of a large read: floors.json at b1af57c, the record that the constants were chosen
+by; later ones, of other cards, have 4.34e12 and 4.42e12."""
 MEASURED_CLOCK = 1.55e9
 """Of an H200's multiprocessors in a long GEMM: ncu saw 1.397 to 1.55 GHz (docs/notes/gemm_sm90.md);
 the upper end, because most of the records' kernels are short and leave power to spare."""
@@ -76,12 +77,12 @@ B200_AS_H200 = replace(
 GPUS = (H200, H200_MEASURED, B200, B200_AS_H200)
 SOURCES = (
     ("FP8 FLOPs, dense", "H200 1.979e15, B200 (HGX) 4.5e15: NVIDIA's data sheets; 8192^3 by cuBLAS "
-     "on the H200 1.40e15 (floors.json of the record), which bounds nothing here"),
+     "on the H200 1.40e15 (floors.json at b1af57c), which bounds nothing here"),
     ("multiprocessors", "132; 148 (2 dies of 74: chipsandcheese.com on the B200)"),
     ("clock, nominal", "what the FLOPs of the data sheet come from at 8192 and 16384 a clock"),
     ("clock, as measured", "ncu, docs/notes/gemm_sm90.md; B200: H200's share of its nominal one"),
     ("DRAM, nominal", "4.8 and 8 TB/s: NVIDIA's data sheets"),
-    ("DRAM, as measured", "floors.json of the record; B200: H200's share of its nominal one"),
+    ("DRAM, as measured", "floors.json at b1af57c; B200: H200's share of its nominal one"),
     ("shared memory", "128 bytes a clock: CUDA programming guide (32 banks of 4 bytes); of the "
      "B200 also SemiAnalysis, Dissecting Nvidia Blackwell (2026): MMA under 128 columns wait"),
     ("L2 to a multiprocessor", "64 bytes a clock: seen on the H200 (docs/notes/gemm_sm90.md, "
