@@ -25,6 +25,9 @@ CONTIGUOUS = "contiguous"
 MASKED = "masked"
 """Rows of a grouped GEMM: `[experts, max_rows, K]`, as many of an expert's as a count says."""
 
+LARGE = 8 * 2**30
+"""Bytes of weights above which a definition is: with 2 GB three trials fit an H200, with 17 one."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -44,13 +47,15 @@ class Entry:
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
 
-    large = False
-    """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial of a workload."""
-
     @property
     def name(self) -> str:
         """Of the definition."""
         raise NotImplementedError
+
+    @property
+    def large(self) -> bool:
+        """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial."""
+        return False
 
     @property
     def path(self) -> Path:
@@ -85,7 +90,6 @@ class MoeDefinition(Entry):
         routing: of `moe_fp8.layer.problem.ROUTINGS`.
         tokens: of the workloads that are of our own; empty where they stand for captured ones.
         logits_mean, logits_std: moments of the workloads' router logits.
-        large: see `Entry`.
     """
 
     num_experts: int
@@ -100,7 +104,6 @@ class MoeDefinition(Entry):
     tokens: tuple[int, ...] = ()
     logits_mean: float = -1.6706
     logits_std: float = 0.6560
-    large: bool = False
 
     op_type = OP_TYPE
 
@@ -112,6 +115,13 @@ class MoeDefinition(Entry):
             routing = f"renorm_topk{self.top_k}"
         sizes = f"e{self.num_local_experts}_h{self.hidden_size}_i{self.intermediate_size}"
         return f"moe_fp8_block_scale_{routing}_{sizes}"
+
+    @property
+    def large(self) -> bool:
+        """By its FP8 weights, of which flashinfer-bench holds up to five copies for one trial and
+        what it draws them in as float32."""
+        weights = self.num_local_experts * 3 * self.intermediate_size * self.hidden_size
+        return weights > LARGE
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -169,7 +179,7 @@ OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
 
 
-def kimi_k2(model: str, short: str, num_local_experts: int, **more: Any) -> MoeDefinition:
+def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
     """384 experts, of which so many are here."""
     return MoeDefinition(
         model=model,
@@ -184,7 +194,6 @@ def kimi_k2(model: str, short: str, num_local_experts: int, **more: Any) -> MoeD
         top_k=8,
         routed_scaling_factor=2.827,
         tokens=OWN_TOKENS,
-        **more,
     )
 
 
@@ -226,9 +235,7 @@ MOE = (
         routed_scaling_factor=2.5,
     ),
     kimi_k2("Kimi-K2 on one rank of eight-way expert parallelism", "kimi_k2", 48),
-    # Of its 17 GB of weights flashinfer-bench holds up to five copies for one trial, and keeps the
-    # 45 GB in which it draws them as float32.
-    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384, large=True),
+    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384),
     qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
