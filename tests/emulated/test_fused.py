@@ -49,16 +49,8 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True)
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """A GPU, whose allocator hands out memory that is NaN in every type and -1 as an integer."""
-    empty = torch.Tensor.new_empty
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: poisoned(empty(*a, **b)))
-
-
-def poisoned(memory: torch.Tensor) -> torch.Tensor:
-    memory.view(torch.uint8).fill_(0xFF)
-    return memory
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -188,6 +180,7 @@ def test_the_compiled_function_refuses(fault, emulator):
     wanted = arguments["output"].clone()
     call = kernels.fused_call(9, wanted.device, SHAPE, lambda *_: CONFIGS["8 swapped"])
     emulator.reports.clear()
+    held = set(emulator.host.ranges)
     for name in [*MoeInputs._fields[:8], "output"]:
         if fault == "misaligned" and name.endswith("scale"):
             continue  # not asked of them
@@ -198,6 +191,7 @@ def test_the_compiled_function_refuses(fault, emulator):
             call(wrong, output)
         assert not emulator.reports, name
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
+    assert set(emulator.host.ranges) == held  # every workspace was given back
 
 
 GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")
@@ -227,12 +221,13 @@ def two_calls(
     function = kernels.compile_fused(SHAPE, *CONFIGS[name], 4, "sm_90a")
     cases = [inputs_of(41, 4), inputs_of(second, 4)]
     outputs = [torch.full(x.hidden_states.shape, torch.nan, dtype=torch.bfloat16) for x in cases]
-    workspace = torch.zeros(workspace_bytes(SHAPE, 1, 41), dtype=torch.uint8)
+    size = workspace_bytes(SHAPE, 1, 41)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     del emulator.reports[:]
     with emulator.in_flight():
         for inputs, output in zip(cases, outputs, strict=True):
             logits, bias, *tensors = inputs[:8]
-            function(logits, bias, 4, 2.5, *tensors, output, workspace)
+            function(logits, bias, 4, 2.5, *tensors, output, workspace.data_ptr())
     return outputs, set().union(*(report.hazard_kinds() for report in emulator.reports))
 
 

@@ -5,10 +5,13 @@ import os
 import pytest
 import test_layer
 import torch
+from cuda.bindings import driver as cuda
 from gemm_configs import FUSED, target
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels import scratch
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.layer.problem import MoeInputs
@@ -112,18 +115,37 @@ def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs)
         assert torch.equal(again, expected)
 
 
+def test_the_workspace_is_given_back(module, make_inputs):
+    inputs = make_inputs(901)
+    output = new_output(inputs)
+    module.run(*inputs, output)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    module.run(*inputs, output)
+    assert torch.cuda.memory_allocated() == held < torch.cuda.max_memory_allocated()
+    with pytest.raises(ValueError, match="hidden_states"):
+        module.run(*inputs._replace(hidden_states=inputs.hidden_states[:, :-128]), output)
+    assert torch.cuda.memory_allocated() == held
+
+
 @pytest.mark.parametrize("tokens", [7, 80, 901, 4096])
 def test_what_the_workspace_held_before(module, tokens, make_inputs, monkeypatch):
     """Rows of no pair are loaded, too: whatever they hold, no result shows it."""
     inputs = make_inputs(tokens)
-    wanted, empty = output_of(module, inputs), torch.Tensor.new_empty
+    wanted, filled = output_of(module, inputs), []
     for byte in (0xFF, 0x00, 0x7F):
-        poisoned = lambda *a, byte=byte, **b: empty(*a, **b).fill_(byte)  # noqa: E731
+
+        def poisoned(size: int, gpu: int, byte: int = byte) -> int:
+            address = scratch.allocate(size, gpu)
+            filled.append(cuda.cuMemsetD8Async(address, byte, size, 0))
+            return address
+
         output = new_output(inputs)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "new_empty", poisoned)
+            patch.setattr(kernels, "allocate", poisoned)
             module.run(*inputs, output)
         assert torch.equal(output, wanted), hex(byte)
+    assert filled == 3 * [(cuda.CUresult.CUDA_SUCCESS,)]
 
 
 def test_random_calls(module, make_inputs):

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import torch
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..layer.problem import Configs, FusedCall, MoeInputs, MoeShape, bounded_offset
 from ..layer.routing import GroupedRows
@@ -15,6 +15,7 @@ from .compile import Absent, Argument, CompiledOnce, Extent, Scalar, Tensor, com
 from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
 from .route import WORD, Route
+from .scratch import allocate, free
 from .swiglu_quant import SwigluQuant
 from .tiles import most_ctas
 from .vectors import alignment
@@ -169,15 +170,18 @@ def fused_call(
     config1, config2 = configs(tokens, shape, architecture.choose, terms)
     function = compile_fused(shape, config1, config2, multiprocessors_of(device), target_of(device))
     local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
+    gpu = device.index
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
-        # Half a microsecond sooner than torch.empty, which has a device to parse.
-        workspace = output.new_empty(size, dtype=torch.uint8)
-        function(
-            logits, bias, bounded_offset(int(offset), local), float(scaling),
-            x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
-        )  # fmt: skip
+        workspace = allocate(size, gpu)
+        try:
+            function(
+                logits, bias, bounded_offset(int(offset), local), float(scaling),
+                x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
+            )  # fmt: skip
+        finally:
+            free(workspace)
 
     return call
 
@@ -199,7 +203,7 @@ def compile_fused(
         Tensor(Float8E4M3FN, (local, h, i)),
         Tensor(Float32, (local, h // BLOCK, i // BLOCK), align=4),
         Tensor(BFloat16, (tokens, h)),
-        Tensor(Uint8, (Extent("bytes"),)),
+        Scalar(Int64),
     )
     architecture = of_target(target)
     classes = architecture.gemm(), architecture.swiglu(config2.terms), architecture.gather(config1)

@@ -176,6 +176,17 @@ class _Stream:
         pass
 
 
+def _allocate(size: int, stream: int) -> int:
+    """An address that kernels may use; those launched before it is given back keep its memory.
+
+    What lies there is NaN in every type and -1 as an integer.
+    """
+    memory = _aligned(torch.full((size,), 0xFF, dtype=torch.uint8))
+    address = memory.data_ptr()
+    host.ranges[address] = host.Range(address, address + size, "allocation", memory)
+    return address
+
+
 _mode: CudaMeansCpu | None = None
 
 
@@ -225,6 +236,14 @@ def _patch_torch() -> None:
     }
     for name, value in patches.items():
         setattr(torch.cuda, name, value)
+    # Below `caching_allocator_alloc` and `caching_allocator_delete`; a CPU build has neither.
+    patches = {
+        "_cuda_getCurrentRawStream": lambda device: 0,
+        "_cuda_cudaCachingAllocator_raw_alloc": _allocate,
+        "_cuda_cudaCachingAllocator_raw_delete": host.ranges.pop,
+    }
+    for name, value in patches.items():
+        setattr(torch._C, name, value)
 
 
 def _patch_bindings() -> None:
