@@ -34,9 +34,6 @@ OURS = re.compile(r"kernels(?:sm\d+)?[a-z0-9_]*?([A-Z]\w*?)_object_at")
 TWO_TERMS = re.compile(r"Combine_object_at__tensorptrf32")
 """The intermediate has two FP8 terms where the combine reads float32 rows."""
 
-BY_TMA = re.compile(r"GroupedGemm\w*_object_at__Copy_Atom")
-"""A GEMM of ours whose rows lie one after the other; gathered ones are a tensor of tokens."""
-
 GEMM = "gemm"
 OTHERS_GEMM = re.compile(
     # DeepGEMM's; hpc-ops'; sgl_kernel's, which is the only one of CUTLASS there.
@@ -87,8 +84,7 @@ def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[s
 
     Args:
         gathers: the first GEMM reads the tokens, by the token of every row; there is no `permute`.
-        quantises: it writes FP8 and scales; there is no `swiglu_quant`. If it does not gather the
-            tokens either, it brings them together itself.
+        quantises: it writes FP8 and scales; there is no `swiglu_quant`.
         terms: FP8 terms of the intermediate. With two, the rows that are combined are float32.
     """
     pairs = sum(h.rows)
@@ -97,16 +93,13 @@ def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[s
     saved += (pairs - h.hit) * TOKEN_BYTES - 4 * pairs if gathers else 0
     more = pairs * (terms - 1)
     tables = h.tokens * PAIR_TABLE_BYTES
-    dispatched = (h.hit + pairs) * TOKEN_BYTES
-    # Where the first GEMM waits for the tensor cores, it copies the tokens and writes the zeros.
-    beside = quantises and not gathers
-    zeros = (h.tokens - h.hit) * OUTPUT_BYTES if beside else 0
-    saved -= 4 * pairs + dispatched if beside else 0
+    # Where the first GEMM waits for the tensor cores, it writes the zeros.
+    zeros = (h.tokens - h.hit) * OUTPUT_BYTES if quantises and not gathers else 0
     return {
         "route": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes rows and weights
         "choose": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes experts and weights
         "number": Work(2 * tables),  # experts to rows
-        "permute": Work(tables + dispatched),
+        "permute": Work(tables + (h.hit + pairs) * TOKEN_BYTES),
         "gemm1": Work(gemm1.bytes - saved + zeros + more * INTERMEDIATE, gemm1.flops),
         "swiglu_quant": Work(pairs * (UP_AND_GATE_BYTES + INTERMEDIATE_BYTES)),
         "gemm2": Work(gemm2.bytes + more * (INTERMEDIATE + 2 * HIDDEN), gemm2.flops * terms),
@@ -136,10 +129,6 @@ def with_work(
     others = any(OTHERS_GEMM.search(short_name(k["name"])) for k in kernels)
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
-    )
-    gathers &= not any(
-        stage == "gemm1" and BY_TMA.search(k["name"])
-        for stage, k in zip(known, kernels, strict=True)
     )
     terms = 2 if any(TWO_TERMS.search(k["name"]) for k in kernels) else 1
     of_stage = work(h, gathers, quantises, terms)

@@ -1,13 +1,12 @@
 """Fused: SwiGLU and FP8 in the first GEMM's epilogue, and every kernel from one host function.
 
-What: routing, GEMM with SwiGLU and requantisation, GEMM, combine: four or five kernels that one
-compiled function launches, each of which starts while the one before it ends. Up to 32 tokens are
-routed by one kernel. With few rows the first GEMM gathers the tokens itself; with many, where that
-does not keep up, a warp of it copies them to their rows ahead of the others, and writes the zeros
-of the tokens that no expert here has. Up and gate of a column meet in one thread, so that it writes
-the FP8 operand of the second GEMM; a pair of CTAs shares the maxima that make a scale. The second
-one takes an expert's rows as soon as they are there, on multiprocessors that the first one has no
-tile for.
+What: routing, permute, GEMM with SwiGLU and requantisation, GEMM, combine: four to six kernels that
+one compiled function launches, each of which starts while the one before it ends. Up to 32 tokens
+are routed by one kernel. With few rows the first GEMM gathers the tokens itself; with many, where
+that does not keep up, it is permuted for, and a warp of it writes the zeros of the tokens that no
+expert here has. Up and gate of a column meet in one thread, so that it writes the FP8 operand of
+the second GEMM; a pair of CTAs shares the maxima that make a scale. The second one takes an
+expert's rows as soon as they are there, on multiprocessors that the first one has no tile for.
 
 Why: in flat the sums of up and gate travel to memory in BF16 and back, a kernel of its own for
 that, and the host spends more time on launches than the GPU on a few tokens.

@@ -26,15 +26,13 @@ FUSED = [
     for path in (
         "kernelsrouteChooseExperts",
         "kernelsrouteNumberRows",
+        "kernelspermutePermute",
         "kernelssm90gemmGroupedGemmSm90",
         "kernelssm90gemmGroupedGemmSm90",
         "kernelscombineCombine",
     )
 ]
-BY_TMA = [name.replace("__tensor00", "__Copy_Atom_ThrID_10") for name in FUSED]
-"""The rows of its GEMMs are brought together before."""
-PERMUTE = OURS.format("kernelspermutePermute")
-FUSED_STAGES = ["choose", "number", "gemm1", "gemm2", "combine"]
+FUSED_STAGES = ["choose", "number", "permute", "gemm1", "gemm2", "combine"]
 FLUSH = "Memset (Device)"
 
 
@@ -168,7 +166,7 @@ def test_the_gemms_of_peers_are_told_apart_by_their_order(gemm: str) -> None:
 
 def test_a_stage_in_several_launches_has_no_work_of_its_own() -> None:
     assert kernel_work.stages(FUSED) == FUSED_STAGES
-    assert kernel_work.stages(FUSED * 2) == [None] * 10
+    assert kernel_work.stages(FUSED * 2) == [None] * 12
 
 
 def test_the_work_is_that_of_the_layer() -> None:
@@ -191,9 +189,7 @@ def test_the_work_is_that_of_the_layer() -> None:
     assert gathers["gemm1"].bytes == 2 * w13 + 2 * token + 4 * (4 + 2 * 4096)
     fused = kernel_work.work(h, gathers=False, quantises=True)
     zeros = 2 * 7168  # of the one token without a local expert
-    dispatched = 4 * 4 + 2 * token + 4 * token
-    moved = 2 * w13 + 4 * (token + q) + dispatched + zeros
-    assert fused["gemm1"] == Work(moved, 2 * 4 * 4096 * 7168)
+    assert fused["gemm1"] == Work(2 * w13 + 4 * (token + q) + zeros, 2 * 4 * 4096 * 7168)
     assert fused["combine"] == Work(4 * 2 * 7168 + 3 * (4 * 8 + 4 * 8) + 2 * 2 * 7168)
     flops = sum(w.flops for name, w in fused.items())
     assert flops == 4 * floors.PAIR_FLOPS
@@ -217,12 +213,12 @@ def timing(name: str, us: float) -> dict:
 
 def test_kernels_get_the_work_of_their_call() -> None:
     """A call without a kernel for SwiGLU has it in the first GEMM, which writes less; one without a
-    kernel that copies the tokens to their rows copies or gathers them there."""
+    kernel that copies the tokens to their rows gathers them there."""
     h = Histogram("a", 3, (3, 0, 1), hit=2)
-    fused = kernel_work.with_work([timing(name, 2.0) for name in BY_TMA], h, RATES)
+    fused = kernel_work.with_work([timing(name, 2.0) for name in FUSED], h, RATES)
     assert [k["stage"] for k in fused] == FUSED_STAGES
-    assert fused[2]["bytes"] == kernel_work.work(h, False, True)["gemm1"].bytes
-    few = [OURS.format("kernelsrouteRouteWord"), *FUSED[2:]]
+    assert fused[3]["bytes"] == kernel_work.work(h, False, True)["gemm1"].bytes
+    few = [OURS.format("kernelsrouteRouteWord"), *FUSED[3:]]
     gathers = kernel_work.with_work([timing(name, 2.0) for name in few], h, RATES)
     assert [k["stage"] for k in gathers] == ["route", "gemm1", "gemm2", "combine"]
     assert gathers[1]["bytes"] == kernel_work.work(h, True, True)["gemm1"].bytes
@@ -230,10 +226,9 @@ def test_kernels_get_the_work_of_their_call() -> None:
     library = kernel_work.with_work([timing(n, 2.0) for n in (gemm, "its own", gemm)], h, RATES)
     assert library[0]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
     float32_rows = OURS.format("kernelscombineCombine").replace("tensor00", "tensorptrf32gmem")
-    hifi = kernel_work.with_work([timing(n, 2.0) for n in (*BY_TMA[:-1], float32_rows)], h, RATES)
+    hifi = kernel_work.with_work([timing(n, 2.0) for n in (*FUSED[:-1], float32_rows)], h, RATES)
     assert hifi[-2]["flops"] == 2 * fused[-2]["flops"]
-    extra = [*FUSED[:2], PERMUTE, BY_TMA[2], OURS.format("kernelsswiglu_quantSwigluQuant")]
-    extra += [*BY_TMA[3:], "other"]
+    extra = [*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other"]
     flat = kernel_work.with_work([timing(name, 2.0) for name in extra], h, RATES)
     assert flat[3]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
     assert flat[-1]["stage"] is None and "bytes" not in flat[-1]
@@ -337,8 +332,8 @@ def test_why_ncu_failed_is_said(monkeypatch) -> None:
 
 
 def test_counts_go_to_the_kernels_in_the_order_of_launch() -> None:
-    kernels = [{"name": n, "short": kernel_work.short_name(n)} for n in (FLUSH, *FUSED[2:])]
-    counts = ncu_metrics.parse(report(FUSED[2:]))
+    kernels = [{"name": n, "short": kernel_work.short_name(n)} for n in (FLUSH, *FUSED[3:])]
+    counts = ncu_metrics.parse(report(FUSED[3:]))
     joined = profile_kernels.with_counts(kernels, counts)
     assert "ncu" not in joined[0]
     assert [k["ncu"]["registers"] for k in joined[1:]] == [168, 128, 168]
@@ -377,7 +372,7 @@ def test_the_table_has_a_line_for_each_kernel(ncu: bool) -> None:
     assert {len(row) for row in rows} == {len(header)} and ("stalls" in header) == ncu
     column = {name: [row[i] for row in rows] for i, name in enumerate(header)}
     assert column["gap"][:3] == ["-", "-0.50", "-"]
-    assert column["TFLOP/s"][1:3] == ["-", number_of(result["kernels"][2]["tflops"])]
+    assert column["TFLOP/s"][2:4] == ["-", number_of(result["kernels"][3]["tflops"])]
     assert column["MB"][-1] == column["% of floor"][-1] == "-"
     if ncu:
         assert column["read MB"][0] == "1073.65" and column["spills"][0] == "1536"

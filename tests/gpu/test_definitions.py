@@ -21,7 +21,7 @@ from scripts.common.definitions import MOE, MoeDefinition
 pytestmark = pytest.mark.gpu
 
 FEW, MANY = "few rows", "many rows"
-"""Swapped operands and gathered tokens; tiles of 128 and more rows, and dispatched ones."""
+"""Swapped operands and gathered tokens; tiles of 128 and more rows, and the permute."""
 PEERS = {
     triton_moe: ("triton", ((9, 0), (10, 0), (10, 3))),
     deepgemm_moe: ("deep_gemm", ((9, 0),)),

@@ -96,8 +96,6 @@ def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
 class ZeroPadding:
     """`out[e, r] = 0` for `r >= masked_m[e]`, beside the GEMM: it waits for weights meanwhile."""
 
-    shared_bytes = 0
-
     def __init__(self, n: int):
         self.n = n
 
@@ -106,7 +104,6 @@ class ZeroPadding:
         self,
         masked_m: cute.Tensor,  # (experts,) i32
         out: cute.Tensor,  # (experts, max_rows, n) bf16
-        shared: cute.Pointer,
         warp: Int32,
         warps: Int32,
     ):

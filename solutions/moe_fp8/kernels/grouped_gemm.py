@@ -10,7 +10,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
@@ -20,7 +20,7 @@ from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE
 from .handoff import Ready, wait_for_rows
-from .limits import B_SCALES, SMEM_BYTES, WARPGROUP
+from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import expect, multicast_mask, tma_load, tma_partition
 
@@ -57,7 +57,6 @@ class Shared(NamedTuple):
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
-    beside: cute.Pointer  # u8, 128-byte aligned: as much as `beside` asks for
 
 
 class GroupedGemm:
@@ -99,7 +98,7 @@ class GroupedGemm:
         even_turns: only as many clusters take part as leave each with the same number of tiles.
             Where the GEMM waits for weights, fewer read as fast as all, and the kernel behind it
             begins on the multiprocessors that are left. Not with `dynamic`.
-        beside: what a warp does that has nothing to do here, see `Dispatch.run`.
+        beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
 
     Raises:
         ValueError: a size is not supported.
@@ -219,12 +218,8 @@ class GroupedGemm:
             tokens: cute.struct.Align[cute.struct.MemRange[Int32, self.a_load.tokens], 16]
             queue_barriers: cute.struct.MemRange[Int64, 2]
             own: cute.struct.MemRange[Int64, self.own_words]
-            beside: cute.struct.Align[
-                cute.struct.MemRange[Uint8, self.beside.shared_bytes if self.beside else 0], 128
-            ]
             queue_slot: Int32
 
-        self._require_room(SharedStorage.size_in_bytes())
         self.shared_storage = SharedStorage
         self.kernel(
             self.a_load.operand(a, a_scale),
@@ -242,13 +237,6 @@ class GroupedGemm:
             stream=stream,
             use_pdl=True,
         )
-
-    def _require_room(self, shared_bytes: int) -> None:
-        if shared_bytes > SMEM_BYTES:
-            raise ValueError(
-                f"{self.config}: needs {shared_bytes} bytes of shared memory with what is beside, "
-                f"more than the {SMEM_BYTES} of one CTA"
-            )
 
     def kernel(self, a, b: Weights, output, expert_rows, counter, of_beside, ready):
         """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
@@ -273,7 +261,6 @@ class GroupedGemm:
             ),
             storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
             storage.b_scale.get_tensor(cute.make_layout(self.b_scale_shape)),
-            storage.beside.data_ptr(),
         )
 
     def _queue(self, storage, reading_warps: int, idle_warps: int = 0) -> TileQueue | None:
@@ -359,7 +346,7 @@ class GroupedGemm:
             if warp_idx == BESIDE_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
-                self.beside.run(*of_beside, shared.beside, block, blocks)
+                self.beside.run(*of_beside, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 total = work.tiles.total()

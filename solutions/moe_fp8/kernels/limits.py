@@ -12,9 +12,6 @@ SMEM_BYTES = 227 * 1024
 REGISTERS = 64 * 1024 // WARPGROUP
 """Registers that a thread of every warpgroup of a CTA has together."""
 
-BESIDE_BYTES = 14 * 1024 + 128
-"""Shared memory that a layer's first GEMM leaves to what is done beside it: two rows of 7168."""
-
 PRODUCER_REGISTERS = 24
 """All that the producer needs, and the least that setmaxnreg takes."""
 

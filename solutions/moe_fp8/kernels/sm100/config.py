@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from ...numerics import BLOCK
 from ..limits import (
     B_SCALES,
-    BESIDE_BYTES,
     MAX_REGISTERS,
     PRODUCER_REGISTERS,
     REGISTERS,
@@ -176,8 +175,7 @@ class GemmConfig(TileConfig):
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: output staging, scales, barriers and alignment."""
         scales = self.consumer_warps * B_SCALES * 4 + SCALE_STAGES * self.scale_block_bytes
-        beside = BESIDE_BYTES if self.quantises and not self.swap_ab else 0
-        return self.staging_bytes + scales + beside + 2048
+        return self.staging_bytes + scales + 2048
 
     @property
     def staging_bytes(self) -> int:
