@@ -8,7 +8,7 @@ def allocate(size: int, gpu: int) -> int:
 
     They belong to the current stream as a tensor's would, in a stream capture to the graph, and may
     be freed as soon as the last kernel that uses them is launched. `caching_allocator_alloc` does
-    the same, but sets the device and makes an object of the stream first (one H200, with the host's
+    the same, but looks at what it is given and sets the device first (one H200, with the host's
     caches cold as in flashinfer-bench's loop: 4.0 us, 2.2 like this, 5.3 a tensor).
 
     Args:
