@@ -40,7 +40,7 @@ def fused_moe(
     that live here, so the sum over all ranks is the whole layer's; a token without one gets zeros.
 
     T tokens, E experts of which L live here, width H, expert width I; H and I are multiples of 128.
-    `quantise` makes the FP8 operands.
+    `MoeShape` names the largest sizes. `quantise` makes the FP8 operands.
 
     Runs on the current stream of the tensors' device, and does not wait for it: after one call with
     as many tokens a call can be captured in a CUDA graph, which then serves any routing. On CPU
@@ -69,7 +69,7 @@ def fused_moe(
         n_group, topk_group, top_k: of the routing.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
             1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
-        out: `[T, H]` bfloat16, written and returned; else a new tensor is.
+        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
 
     Returns:
         `[T, H]` bfloat16.
@@ -105,7 +105,11 @@ def _run(*arguments: Any) -> None:
     sizes = _sizes(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
-    _layer(*sizes, *routing, accurate)(inputs, out)
+    try:
+        layer = _layer(*sizes, *routing, accurate)
+    except TypeError:  # not hashable, so no integer and no bool: find out which
+        layer = _layer.__wrapped__(*sizes, *routing, accurate)
+    layer(inputs, out)
 
 
 def _sizes(
@@ -136,6 +140,8 @@ def _layer(
     top_k: int,
     accurate: bool,
 ) -> FusedLayer:
+    if type(accurate) is not bool:
+        raise ValueError(f"accurate: expected True or False, got {accurate!r}")
     shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
     return FusedLayer(fused_configs, shape, 2 if accurate else 1)
 

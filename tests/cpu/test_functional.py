@@ -85,6 +85,21 @@ def test_impossible_routing():
         fused_moe(*tensors_of(3), n_group=5)
 
 
+@pytest.mark.parametrize("name", [*ROUTING, "accurate"])
+@pytest.mark.parametrize("value", [[4], "no", None, 1.0])
+def test_wrong_numbers_and_flags_are_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}[=:].*expected"):
+        fused_moe(*tensors_of(3), **ROUTING | {name: value})
+
+
+def test_an_output_in_the_memory_of_an_input():
+    tensors = list(tensors_of(4))
+    room = torch.zeros(4, SHAPE.hidden_size, dtype=torch.bfloat16)
+    tensors[2] = room.view(-1).view(torch.float8_e4m3fn)[: tensors[2].numel()].view(4, -1)
+    with pytest.raises(ValueError, match="^output: expected memory of its own"):
+        fused_moe(*tensors, **ROUTING, out=room)
+
+
 def test_the_operator():
     tensors = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)

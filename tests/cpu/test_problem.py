@@ -1,16 +1,23 @@
 """Geometry rules and validation: every wrong argument is refused, with a message that helps."""
 
 import ast
+import dataclasses
 import time
+import types
 from pathlib import Path
 
 import bruteforce
 import numpy as np
 import pytest
 import torch
+from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
+from moe_fp8.kernels.route import ChooseExperts
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.gemm import GroupedGemmSm90
+from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
 from moe_fp8.layer import backend
 from moe_fp8.layer.pipeline import PaddedLayer
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from moe_fp8.layer.problem import DEEPSEEK_V3, LARGEST, MoeInputs, MoeShape, validate
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,6 +152,29 @@ def test_alignment_is_not_asked_of_scales(good, name):
     assert validate(inputs, output, SHAPE) == TOKENS
 
 
+@pytest.mark.parametrize("name", TENSORS[:-1])
+@pytest.mark.parametrize("where", ["first byte", "last byte"])
+def test_output_in_the_memory_of_an_input(good, name, where):
+    """By 16 bytes, the least by which two aligned tensors can overlap."""
+    size, own = good[name].nbytes, good["output"].nbytes
+    room = torch.zeros(size + own + 32, dtype=torch.uint8)
+    at, output_at = (own - 16, 0) if where == "last byte" else (0, -(-size // 16) * 16 - 16)
+
+    def placed(start: int, like: torch.Tensor) -> torch.Tensor:
+        return room[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    shared = {name: placed(at, good[name]), "output": placed(output_at, good["output"])}
+    assert refusal(good, **shared).startswith(
+        f"output: expected memory of its own, got some of {name}"
+    )
+    beside = (
+        placed(at + 16 if at else 0, good[name]),
+        placed(output_at + (0 if at else 16), good["output"]),
+    )
+    inputs, output = split(good | {name: beside[0], "output": beside[1]})
+    assert validate(inputs, output, SHAPE) == TOKENS
+
+
 def test_sparse_tensor(good):
     message = refusal(good, hidden_states_scale=good["hidden_states_scale"].to_sparse())
     assert message.startswith("hidden_states_scale: expected a dense (strided) tensor, got layout")
@@ -247,6 +277,19 @@ def test_validation_costs_little(good):
         ({"topk_group": 9}, "topk_group=9: expected 1..n_group=8"),
         ({"topk_group": 1, "top_k": 33}, "top_k=33: expected 1..32"),
         ({"top_k": 0}, "top_k=0: expected 1..128"),
+        ({"num_experts": 1032}, "num_experts=1032: expected at most 1024"),
+        ({"num_local_experts": 1025}, "num_local_experts=1025: expected at most 1024"),
+        ({"hidden_size": 8320}, "hidden_size=8320: expected at most 8192"),
+        ({"intermediate_size": 16512}, "intermediate_size=16512: expected at most 16384"),
+        ({"top_k": 32}, "top_k=32: expected at most 31"),
+        (
+            {"num_experts": 80},
+            "n_group=8: groups of 10 experts, expected 3 times 1, 2, 4, 8 or 16",
+        ),
+        (
+            {"num_experts": 256, "n_group": 64, "topk_group": 8},
+            "n_group=64: groups of 4 experts, expected 8 times",
+        ),
         ({"routing": "top1"}, "routing='top1': expected one of ('deepseek_v3', 'renormalize')"),
         ({"routing": "renormalize"}, "n_group=8: expected 1, renormalize knows no groups"),
     ],
@@ -255,6 +298,41 @@ def test_impossible_geometry(sizes, message):
     with pytest.raises(ValueError) as error:
         MoeShape(**sizes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_kernels_take_the_largest_sizes_and_no_larger_ones(name):
+    step = {"hidden_size": 128, "intermediate_size": 128}.get(name, 1)
+    at_most = {"n_group": 1, "topk_group": 1, name: LARGEST[name]}
+    config = GemmConfig(cluster_n=2)
+    kernels = config, config, 132, GroupedGemmSm90, SwigluQuantise, None
+    shape = MoeShape(**at_most)
+    FusedMoe(shape, *kernels)
+    with pytest.raises(ValueError):
+        MoeShape(**at_most | {name: LARGEST[name] + step})
+    larger = dataclasses.asdict(shape) | {name: LARGEST[name] + step}
+    with pytest.raises(ValueError, match=r": expected"):
+        FusedMoe(types.SimpleNamespace(**larger), *kernels)
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(60, 1), (60, 4), (80, 8), (256, 64), (48, 2)])
+def test_groups_that_are_all_kept_need_no_lanes_of_their_own(experts, groups):
+    shape = MoeShape(num_experts=experts, n_group=groups, topk_group=groups)
+    ChooseExperts(experts, 32, groups, groups, shape.top_k)
+    if groups > 1:
+        with pytest.raises(ValueError, match=f"^n_group={groups}: groups of "):
+            MoeShape(num_experts=experts, n_group=groups, topk_group=groups - 1, top_k=2)
+        with pytest.raises(ValueError, match=f"{experts} experts in {groups} groups"):
+            ChooseExperts(experts, 32, groups, groups - 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("local", "megabytes"), [(1, 233), (2, 466), (4, 930), (8, 1858), (32, 1858)]
+)
+def test_a_workspace_has_the_rows_that_there_can_be(local, megabytes):
+    """Of 14107 tokens: each has at most 8 experts and at most those that are here."""
+    size = workspace_bytes(MoeShape(num_local_experts=local), 1, 14107)
+    assert round(size / 1e6) == megabytes
 
 
 def test_geometry_is_the_definitions():

@@ -10,8 +10,9 @@ from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.layer.problem import MoeInputs, MoeShape
 from moe_fp8.layer.routing import route
+from problems import fp8
 from ptxemu import MODES, options
 from test_layers import SHAPE, inputs_of
 from test_mutations import PARITY, WAIT, Edit, replace
@@ -194,6 +195,96 @@ def test_the_compiled_function_refuses(fault, emulator):
     assert set(emulator.host.ranges) == held  # every workspace was given back
 
 
+def test_a_launch_that_fails_leaves_no_workspace(emulator):
+    inputs = inputs_of(9, 4)
+    wanted = output_of(inputs, "8 swapped")
+    held = set(emulator.host.ranges)
+
+    def fail(ptx: str) -> str:
+        raise emulator.EmulationError("no such kernel")
+
+    emulator.host.ptx_transform = fail
+    with pytest.raises(emulator.EmulationError, match="no such kernel"):
+        output_of(inputs, "8 swapped")
+    assert set(emulator.host.ranges) == held
+    emulator.host.ptx_transform = None
+    assert torch.equal(output_of(inputs, "8 swapped"), wanted)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize("name", ["8 swapped", "192 on demand"])
+def test_fewer_experts_here_than_a_token_has(name, local, emulator):
+    """Every token has all of them: the workspace is full to its last row."""
+    shape = dataclasses.replace(SHAPE, num_local_experts=local)
+    inputs = inputs_of(40, 4)
+    inputs = inputs._replace(
+        **{field: getattr(inputs, field)[:local].contiguous() for field in MoeInputs._fields[4:8]}
+    )
+    inputs.routing_logits[:, 4 : 4 + local] += 20.0
+    assert int(route(inputs, shape).m_indptr[-1]) == 40 * local
+    wanted, out = (torch.full((40, 384), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    model.fused(inputs, wanted, shape)
+    emulator.options.poison_races = True
+    kernels.fused_call(40, out.device, shape, lambda *_: CONFIGS[name])(inputs, out)
+    assert not any(report.hazards for report in emulator.reports)
+    assert calc_diff(out, wanted) < TOLERANCE[1]
+
+
+def test_a_workspace_beyond_what_32_bits_address(emulator):
+    """4.6 GB, of which a few rows at either end are touched: memory that is mapped, not there."""
+    shape = MoeShape(num_experts=64, num_local_experts=32, hidden_size=8192, intermediate_size=128,
+                     n_group=1, topk_group=1, top_k=31)  # fmt: skip
+    tokens, first, second = 4500, *CONFIGS["128"]
+    size = workspace_bytes(shape, 2, tokens)
+    assert size > 2**32
+    workspace = torch.empty(size, dtype=torch.uint8)
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    logits = torch.full((tokens, shape.num_experts), -1.0)
+    logits[:, :32] = 1.0
+    logits[[3, -1], 40] = 2.0
+    inputs = MoeInputs(
+        logits, torch.zeros(shape.num_experts).bfloat16(),
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        fp8(e, 2 * i, h), torch.randn(e, 2, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, 1), 32, 2.5,
+    )  # fmt: skip
+    wanted, out = (torch.full((tokens, h), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    model.fused(inputs, wanted, shape, terms=2)
+    function = kernels.compile_fused(
+        shape, first, dataclasses.replace(second, terms=2), 4, "sm_90a"
+    )
+    key = emulator.register_tensor(workspace)
+    logits, bias, *tensors = inputs[:8]
+    function(logits, bias, 32, 2.5, *tensors, out, workspace.data_ptr())
+    del emulator.host.ranges[key]
+    assert not any(report.hazards for report in emulator.reports)
+    assert (wanted != 0).any(dim=1).nonzero().flatten().tolist() == [3, tokens - 1]
+    assert calc_diff(out, wanted) < TOLERANCE[2]
+
+
+@pytest.mark.parametrize("name", MoeInputs._fields[:8])
+def test_the_call_refuses_an_output_in_the_memory_of_an_input(name, emulator):
+    """`FusedLayer` leaves that to it, too."""
+    inputs = inputs_of(9, 4)
+    call = kernels.fused_call(9, torch.device("cpu"), SHAPE, lambda *_: CONFIGS["8 swapped"])
+    x = getattr(inputs, name)
+    room = torch.zeros(x.nbytes + 9 * 768 + 256, dtype=torch.uint8)
+    begin = -room.data_ptr() % 128
+    shared = room[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+    end = begin + -(-x.nbytes // 16) * 16
+    emulator.reports.clear()
+    for output_begin, refused in ((end - 16, True), (end, False)):
+        output = room[output_begin : output_begin + 9 * 768].view(torch.bfloat16).view(9, 384)
+        if refused:
+            with pytest.raises(ValueError, match="shares memory"):
+                call(inputs._replace(**{name: shared}), output)
+            assert not emulator.reports
+        else:
+            shared.view(-1).view(torch.uint8).copy_(x.view(-1).view(torch.uint8))
+            call(inputs._replace(**{name: shared}), output)
+            assert torch.equal(output, output_of(inputs, "8 swapped"))
+
+
 GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")
 PERMUTED = (*GATHERED[:3], "permute", *GATHERED[3:])
 NOT_NEEDED_WITHIN_A_CALL = {"word", "choose"}
@@ -312,14 +403,18 @@ def test_rows_handed_over_after_a_permute(terms, mode, emulator):
     assert torch.equal(out, output_of(inputs, "128", terms))
 
 
-def with_local_experts(tokens: int, local: int) -> MoeInputs:
-    """As many tokens choose experts of this rank alone, the others none."""
+def with_local_rows(tokens: int, rows: int) -> MoeInputs:
+    """The first tokens choose experts of this rank alone, one what is left of the rows, the others
+    none."""
     inputs = inputs_of(tokens, 4)
     logits = inputs.routing_logits.clone()
+    local, left = divmod(rows, SHAPE.top_k)
     logits[:local, 4:7] += 20.0
     logits[local:, 4:9] -= 20.0
+    if left:
+        logits[local, 9 - left : 12 - left] = 20.0  # of experts 4 to 8, and of the same groups
     inputs = inputs._replace(routing_logits=logits, routing_bias=torch.zeros_like(inputs[1]))
-    assert int(route(inputs, SHAPE).m_indptr[-1]) == local * SHAPE.top_k
+    assert int(route(inputs, SHAPE).m_indptr[-1]) == rows
     return inputs
 
 
@@ -337,15 +432,16 @@ def messages(inputs: MoeInputs, emulator) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("local", [20, 21, 41])
-def test_rows_that_reach_what_the_first_gemm_reads(local, emulator, monkeypatch):
-    """The 124 rows of 41 tokens have room for 60 before the permuted ones. Where the second GEMM
-    has more, it waits for all of the first one, which orders even what its boxes have of others."""
+@pytest.mark.parametrize("rows", [60, 61, 63, 123])
+def test_rows_that_reach_what_the_first_gemm_reads(rows, emulator, monkeypatch):
+    """The 124 rows of 41 tokens have room for 60 before the permuted ones, which begin within the
+    61st. Where the second GEMM has more, it waits for all of the first one, which orders even what
+    its boxes have of others."""
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
-    inputs = with_local_experts(41, local)
+    inputs = with_local_rows(41, rows)
     seen = messages(inputs, emulator)
     assert not any(re.search(OVERWRITTEN, message) for message in seen)
-    assert bool(seen) == (local == 20)
+    assert bool(seen) == (rows == 60)
     assert torch.equal(output_of(inputs, "192 on demand"), output_of(inputs, "8 swapped"))
 
 
@@ -353,7 +449,7 @@ def test_without_the_wait_for_the_rows_it_would_overwrite(emulator, monkeypatch)
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
     edit = replace(r"griddepcontrol\.wait;", "", PERMUTED.index("gemm2"))
     emulator.host.ptx_transform = edit
-    seen = messages(with_local_experts(41, 41), emulator)
+    seen = messages(with_local_rows(41, 123), emulator)
     assert any(re.search(OVERWRITTEN, message) for message in seen)
 
 

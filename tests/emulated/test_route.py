@@ -18,6 +18,15 @@ SHAPES = {
     "Kimi-K2, whole": MoeShape(
         num_experts=384, num_local_experts=384, n_group=1, topk_group=1
     ),
+    "60 experts": MoeShape(
+        num_experts=60, num_local_experts=60, n_group=1, topk_group=1, top_k=4
+    ),
+    "all groups": MoeShape(
+        num_experts=60, num_local_experts=7, n_group=6, topk_group=6, top_k=31,
+    ),
+    "most experts": MoeShape(
+        num_experts=1024, num_local_experts=1024, n_group=1, topk_group=1, routing="renormalize"
+    ),
     "Qwen3-Next": MoeShape(
         num_experts=128, num_local_experts=128, n_group=1, topk_group=1, top_k=10,
         routing="renormalize",
@@ -84,6 +93,19 @@ def test_ties_go_to_the_lower_expert_and_group(emulator):
     expert, *_ = route(shape, logits, bias, 0)
     assert expert[0].tolist() == list(range(8))
     assert expert[1].tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
+
+
+@pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
+def test_lanes_without_an_expert_are_never_chosen(routing, emulator):
+    """Whose score is 0 and would be the best of these."""
+    shape = MoeShape(num_experts=45, num_local_experts=45, n_group=1, topk_group=1, routing=routing)
+    logits, bias = draw(shape, 33)
+    logits -= 20
+    bias = bias - 20 if shape.has_bias else None
+    expert, weights, *_ = route(shape, logits, bias, 0)
+    ids, wanted = choose_experts(logits, bias, 2.5, shape)
+    assert torch.equal(expert, ids.int())
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -77,8 +77,8 @@ def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any) -> Parts:
 
 
 def bound(shape: MoeShape, tokens: Any) -> Any:
-    """Rows there may be, a multiple of 4."""
-    return round_up(tokens * shape.top_k, TMA_ROWS)
+    """Rows there may be, a multiple of 4: a token has an expert at most once."""
+    return round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
 
 
 def places(of: Parts) -> tuple[Parts, Any]:

@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..layer.problem import Configs, FusedCall, MoeInputs, MoeShape, bounded_offset
+from ..layer.problem import (
+    Configs,
+    FusedCall,
+    MoeInputs,
+    MoeShape,
+    bounded_offset,
+    overlapped,
+    tensor_arguments,
+    tensor_bytes,
+)
 from ..layer.routing import GroupedRows
 from ..numerics import BLOCK, TMA_ROWS, round_up
 from .architectures import of_device, of_target
@@ -171,8 +180,11 @@ def fused_call(
     function = compile_fused(shape, config1, config2, multiprocessors_of(device), target_of(device))
     local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
     gpu = device.index
+    sizes = tensor_bytes(shape, tokens)
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
+        if overlapped(tensor_arguments(inputs, output, shape), sizes) is not None:
+            raise ValueError("the output shares memory with an input")
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
         workspace = allocate(size, gpu)
         try:

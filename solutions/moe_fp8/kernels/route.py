@@ -155,10 +155,12 @@ class ChooseExperts:
         self.own = -(-experts // WARP)
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
-        if not fits or self.group_lanes & (self.group_lanes - 1) or top_k > WARP:
+        fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
+        if not fits and kept_groups < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
-                f"{experts} experts in {groups} groups, top_k={top_k}: expected groups of a power "
-                f"of two of lanes with {self.own} experts each, and top_k up to {WARP}"
+                f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
+                f" in groups of a power of two of lanes with {self.own} experts each, and top_k up "
+                f"to {WARP}"
             )
 
     @cute.jit

@@ -1,5 +1,7 @@
 """The problem: geometry, inputs in the definition's order, and their validation."""
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -25,19 +27,32 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
 ROUTINGS = ("deepseek_v3", "renormalize")
 """Ways to choose a token's experts and their weights, see `routing.choose_experts`."""
 
+LARGEST = {
+    "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
+    "num_local_experts": 1024,
+    "hidden_size": 8192,  # block scales of up and gate that a warp of the first GEMM keeps
+    "intermediate_size": 16384,  # the same of the second GEMM
+    "top_k": 31,
+}
+"""Sizes that the kernels take."""
+LANES = 32
+"""Of a warp, which routes a token."""
+
 
 @dataclass(frozen=True)
 class MoeShape:
     """Everything about the layer that does not change from call to call.
 
     Attributes:
-        num_experts: of the whole layer.
-        num_local_experts: here.
-        hidden_size: of a token.
-        intermediate_size: inside an expert.
-        n_group: groups that the experts are divided into, for the routing.
+        num_experts: of the whole layer, at most 1024.
+        num_local_experts: here, at most 1024.
+        hidden_size: of a token, a multiple of 128 up to 8192.
+        intermediate_size: inside an expert, a multiple of 128 up to 16384.
+        n_group: groups that the experts are divided into, for the routing. Where not all of them
+            are kept, a group has 1, 2, 4, ... times as many experts as a lane of a warp that
+            shares the experts with 31 others.
         topk_group: groups that a token's experts come from.
-        top_k: experts of a token.
+        top_k: experts of a token, at most 31.
         routing: of `ROUTINGS`; with `renormalize` the logits are bfloat16, and there is no bias.
 
     Raises:
@@ -84,6 +99,16 @@ class MoeShape:
             raise ValueError(
                 f"top_k={self.top_k}: expected 1..{self.topk_group * self.group_size}, "
                 "the experts of the kept groups"
+            )
+        for name, largest in LARGEST.items():
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at most {largest}")
+        of_lane = -(-self.num_experts // LANES)
+        lanes = self.group_size / of_lane
+        if self.topk_group < self.n_group and lanes not in (1, 2, 4, 8, 16):
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, expected {of_lane} "
+                f"times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} keeps a part of them"
             )
 
     @property
@@ -178,6 +203,7 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
             addresses = logits.data_ptr() | bias.data_ptr() | x.data_ptr()
             addresses |= w13.data_ptr() | w2.data_ptr() | output.data_ptr()
             good = addresses % ALIGNMENT == 0
+            good = good and overlapped(arguments, tensor_bytes(shape, tokens)) is None
     except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
         good = False
     if not good:
@@ -191,6 +217,28 @@ def tensor_arguments(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -
     return tensors if shape.has_bias else (tensors[0], *tensors[2:])
 
 
+def overlapped(arguments: tuple[Any, ...], sizes: tuple[int, ...]) -> int | None:
+    """The place of the first input that shares memory with the output, the last argument.
+
+    Args:
+        arguments: contiguous tensors, see `tensor_arguments`.
+        sizes: their bytes.
+    """
+    begin = arguments[-1].data_ptr()
+    end = begin + sizes[-1]
+    for place in range(len(sizes) - 1):
+        if begin - sizes[place] < arguments[place].data_ptr() < end:
+            return place
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def tensor_bytes(shape: MoeShape, tokens: int) -> tuple[int, ...]:
+    """Bytes of each of `tensor_arguments`."""
+    return tuple(math.prod(dims) * dtype.itemsize for _, dims, dtype, _ in _specs(shape, tokens))
+
+
+@functools.lru_cache(maxsize=64)
 def _specs(
     shape: MoeShape, tokens: int
 ) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
@@ -296,6 +344,12 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
         "a real number that a float can hold",
         _is_real,
     )
+    place = overlapped(arguments, tensor_bytes(shape, logits.shape[0]))
+    if place is not None:
+        raise ValueError(
+            f"output: expected memory of its own, got some of {specs[place][0]} (it is written "
+            "while the inputs are read)"
+        )
     raise AssertionError("a check failed that has no message")
 
 
