@@ -116,9 +116,10 @@ def test_unusual_numbers_are_validated(changed, layer, called):
     assert called == ["validated", f"fused {TOKENS}"]
 
 
-def test_a_tensor_on_another_gpu_is_validated(layer, called, gpus):
+@pytest.mark.parametrize("name", MoeInputs._fields[:8])
+def test_a_tensor_on_another_gpu_is_validated(name, layer, called, gpus):
     elsewhere = OnGpu(device=torch.device("cuda", 1), shape=())
-    layer(*call(gemm2_weights=elsewhere))
+    layer(*call(**{name: elsewhere}))
     assert ("validated" in called) == (gpus == 2)
 
 
