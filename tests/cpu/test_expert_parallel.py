@@ -1,8 +1,15 @@
 """The layer over several ranks, on the CPU: gloo, the torch model, a reduced size."""
 
 import json
+import multiprocessing
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +17,15 @@ import torch.distributed as dist
 from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.layer.routing import choose_experts
 from test_functional import ROUTING, SHAPE, tensors_of
 
 from scripts.common.project import ROOT
 
 STAND_INS = ROOT / "tests/cpu/stand_ins"
+LOCAL, HIDDEN = SHAPE.num_local_experts, SHAPE.hidden_size
+TENSORS = MoeInputs._fields[:8]
 
 
 def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
@@ -24,9 +35,7 @@ def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"), [(2, []), (4, ["--accurate"]), (2, ["--deep-ep"]), (4, ["--deep-ep"])]
-)
+@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["--accurate"]), (4, ["--deep-ep"])])
 def test_the_ranks_together_are_one_that_has_all_experts(ranks, more, tmp_path):
     record = tmp_path / "record.json"
     sizes = ["--ranks", str(ranks), "--tokens", "1", "9"]
@@ -51,59 +60,255 @@ def test_deep_ep_is_not_installed():
 
 
 @pytest.fixture
-def alone(tmp_path):
+def alone(tmp_path, monkeypatch):
     """A group of this process alone."""
+    monkeypatch.syspath_prepend(STAND_INS)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
     dist.destroy_process_group()
 
 
-def test_one_rank_is_the_layer(alone):
-    logits, bias, *others = tensors_of(11)
-    held = SHAPE.num_local_experts
-    arguments = logits[:, :held].contiguous(), bias[:held].contiguous(), *others
-    routing = ROUTING | {"n_group": 2, "topk_group": 2}
-    wanted = fused_moe(*arguments, **routing)
-    assert torch.equal(expert_parallel_moe(*arguments, **routing), wanted)
-    assert wanted.abs().sum() > 0
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 11])
-def test_deep_ep_brings_a_token_to_its_experts(alone, monkeypatch, tokens):
-    """A rank's own tokens come back as they are, however many, each sent once; with the scales of
-    its values, whose number is not a multiple of what DeepEP copies."""
-    monkeypatch.syspath_prepend(STAND_INS)
-    logits, bias, *others = tensors_of(tokens)
-    held = SHAPE.num_local_experts
-    arguments = logits[:, :held].contiguous(), bias[:held].contiguous(), *others
-    routing = ROUTING | {"n_group": 2, "topk_group": 2}
-    buffer = deep_ep_buffer(held, SHAPE.hidden_size)
-    output = expert_parallel_moe(*arguments, **routing, buffer=buffer)
-    assert torch.equal(output, fused_moe(*arguments, **routing))
-
-
-def uneven_rank(rank: int, ranks: int, folder: str) -> None:
-    """A rank that has tokens and experts of its own, and knows the weights of all."""
+def one_of_a_world(rank: int, of_rank: Callable, ranks: int, folder: str, *arguments: Any) -> None:
+    torch.set_num_threads(1)
     sys.path.insert(0, str(STAND_INS))
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
-    logits, bias, x, x_scale, *_ = tensors_of(7 * rank, seed=rank)
-    weights = [torch.cat([tensors_of(0, seed=r)[4 + i] for r in range(ranks)]) for i in range(4)]
-    held = SHAPE.num_local_experts
-    given = logits[:, : ranks * held].contiguous(), tensors_of(0)[1][: ranks * held], x, x_scale
-    routing = ROUTING | {"n_group": 4, "topk_group": 2}
-    buffer = deep_ep_buffer(ranks * held, SHAPE.hidden_size)
-    mine = [tensor[rank * held : (rank + 1) * held] for tensor in weights]
-    output = expert_parallel_moe(*given, *mine, **routing, buffer=buffer)
-    wanted = fused_moe(*given, *weights, **routing)
-    assert output.shape == wanted.shape == (7 * rank, SHAPE.hidden_size)
-    assert calc_diff(output, wanted) < 1e-5
+    store, patience = dist.FileStore(f"{folder}/store", ranks), timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=patience)
+    of_rank(rank, ranks, *arguments)
     dist.destroy_process_group()
 
 
-def test_deep_ep_takes_as_many_tokens_as_a_rank_has(tmp_path):
-    torch.multiprocessing.spawn(uneven_rank, (3, str(tmp_path)), nprocs=3)
+def world(of_rank: Callable, ranks: int, folder: object, *arguments: Any) -> None:
+    """Call `of_rank(rank, ranks, *arguments)` in a process for each rank, forked from one that has
+    imported torch."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    given = of_rank, ranks, str(folder), *arguments
+    torch.multiprocessing.start_processes(one_of_a_world, given, ranks, start_method="forkserver")
+
+
+def given_to(rank: int, ranks: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """A rank's tokens and experts; the bias is everybody's, and small, so that choices differ."""
+    logits, _, x, x_scale, *_ = tensors_of(tokens, 100 * seed + rank)
+    bias, weights = tensors_of(0)[1] / 8, tensors_of(0, seed=rank)[4:]
+    experts = ranks * LOCAL
+    return logits[:, :experts].contiguous(), bias[:experts].contiguous(), x, x_scale, *weights
+
+
+def added_in_order(everybody: list[tuple[torch.Tensor, ...]], **routing: Any) -> torch.Tensor:
+    """The output of all ranks' tokens: what the ranks' experts add to them, in the ranks' order."""
+    logits, _, x, _ = (torch.cat([given[i] for given in everybody]) for i in range(4))
+    x_scale = torch.cat([given[3] for given in everybody], dim=1)
+    total = torch.zeros(x.shape)
+    for rank, (_, bias, _, _, *weights) in enumerate(everybody):
+        tokens = logits, bias, x, x_scale
+        total += fused_moe(*tokens, *weights, local_expert_offset=LOCAL * rank, **routing)
+    return total.bfloat16()
+
+
+def sum_of_rank(rank: int, ranks: int) -> None:
+    """Every token has the same expert on every rank with the same weight; ranks 1 and 2 cancel, and
+    are so large that the sum shows its order and its precision."""
+    routing = {"n_group": 1, "topk_group": 1, "top_k": ranks}
+    everybody = []
+    for of, factor in zip(range(ranks), (1, 2**20, -(2**20), 3), strict=False):
+        given = list(given_to(of, ranks, 5))
+        given[0] = torch.full((5, ranks, LOCAL), -10.0)
+        given[0][torch.arange(5), :, torch.arange(5) % LOCAL] = 0
+        given[0], given[1] = given[0].flatten(1), torch.zeros_like(given[1])
+        given[4:] = tensors_of(0)[4:]
+        given[7] = given[7] * factor
+        everybody.append(tuple(given))
+    wanted = added_in_order(everybody, **routing)[5 * rank : 5 * rank + 5]
+    output = expert_parallel_moe(*everybody[rank], **routing)
+    assert torch.equal(output, wanted)
+    parts = [
+        fused_moe(*everybody[rank][:4], *given[4:], local_expert_offset=LOCAL * of, **routing)
+        for of, given in enumerate(everybody)
+    ]
+    assert not torch.equal(torch.stack(parts[::-1]).float().sum(0).bfloat16(), wanted)
+    assert not torch.equal(sum(parts[1:], parts[0]), wanted)  # in bfloat16
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_sum_is_in_float32_in_the_order_of_the_ranks(ranks, tmp_path):
+    world(sum_of_rank, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("with_buffer", [False, True])
+@pytest.mark.parametrize(("tokens", "experts"), [(0, 4), (1, 4), (11, 4), (1, 2), (1, 3)])
+def test_one_rank_is_the_layer(alone, with_buffer, tokens, experts):
+    """A rank's own tokens come back as they are, however many, each sent once; with the scales of
+    its values, whose number is not a multiple of what DeepEP copies. Behind the logits of 2 or 3
+    experts the values are not where the layer could read them."""
+    arguments = [*given_to(0, 1, tokens)]
+    arguments[0], arguments[1] = arguments[0][:, :experts].contiguous(), arguments[1][:experts]
+    arguments[4:] = [tensor[:experts] for tensor in arguments[4:]]
+    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    buffer = deep_ep_buffer(experts, HIDDEN) if with_buffer else None
+    wanted = fused_moe(*arguments, **routing)
+    assert torch.equal(expert_parallel_moe(*arguments, **routing, buffer=buffer), wanted)
+    assert tokens == 0 or wanted.abs().sum() > 0
+
+
+def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """No tokens, by views of some: the strides are those of the tensors that they are views of."""
+    logits, bias, x, x_scale, *weights = given
+    return logits.t().contiguous().t()[:0], bias, x[:0], x_scale[:, :0], *weights
+
+
+@pytest.mark.parametrize("with_buffer", [False, True])
+def test_no_tokens_by_a_slice(alone, with_buffer):
+    arguments = none_of(given_to(0, 1, 5))
+    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
+    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    assert expert_parallel_moe(*arguments, **routing, buffer=buffer).shape == (0, HIDDEN)
+
+
+def uneven_rank(rank: int, ranks: int) -> None:
+    """The first rank has no tokens; the others send each of theirs to the ranks of its experts."""
+    given = given_to(rank, ranks, 7 * rank) if rank else none_of(given_to(rank, ranks, 5))
+    weights = [torch.cat(of) for of in zip(*(given_to(r, ranks, 0)[4:] for r in range(ranks)),
+                                           strict=True)]  # fmt: skip
+    routing = {"n_group": 4, "topk_group": 2, "top_k": 3}
+    buffer = deep_ep_buffer(ranks * LOCAL, HIDDEN)
+    sent, dispatch = [], buffer.dispatch
+    buffer.dispatch = lambda *args, **named: sent.append(named) or dispatch(*args, **named)
+    output = expert_parallel_moe(*given, **routing, buffer=buffer)
+    wanted = fused_moe(*given[:4], *weights, **routing)
+    assert output.shape == wanted.shape == (7 * rank, HIDDEN)
+    assert calc_diff(output, wanted) < 1e-5
+
+    def ranks_of(topk_group: int) -> torch.Tensor:
+        shape = replace(SHAPE, num_experts=ranks * LOCAL, **routing | {"topk_group": topk_group})
+        experts = choose_experts(*given[:2], 1.0, shape)[0]
+        return torch.stack([(experts // LOCAL == r).any(1) for r in range(ranks)], dim=1)
+
+    assert torch.equal(sent[0]["is_token_in_rank"], ranks_of(2))
+    assert rank == 0 or not any(torch.equal(ranks_of(2), ranks_of(n)) for n in (1, 3, 4))
+
+
+def test_deep_ep_sends_a_token_to_the_ranks_of_its_experts(tmp_path):
+    world(uneven_rank, 3, tmp_path)
+
+
+def rank_of_a_subgroup(rank: int, ranks: int) -> None:
+    """Two layers side by side, each over two of the ranks, of as many tokens as it likes."""
+    groups = [dist.new_group([first, first + 2]) for first in range(2)]
+    mine, group, tokens = rank // 2, groups[rank % 2], 3 + rank % 2
+    routing = {"n_group": 4, "topk_group": 2, "top_k": 3}
+    everybody = [given_to(of, 2, tokens, seed=1 + rank % 2) for of in range(2)]
+    wanted = added_in_order(everybody, **routing)[tokens * mine :][:tokens]
+    gather, dist.all_gather_object = dist.all_gather_object, None  # slow, only for what is wrong
+    assert torch.equal(expert_parallel_moe(*everybody[mine], **routing, group=group), wanted)
+    buffer = deep_ep_buffer(2 * LOCAL, HIDDEN, group)
+    options: dict[str, Any] = {**routing, "group": group, "buffer": buffer}
+    assert calc_diff(expert_parallel_moe(*everybody[mine], **options), wanted) < 1e-5
+    dist.all_gather_object = gather
+    if rank == 3:
+        options["top_k"] = "3"
+    if rank % 2:  # the other layer goes on
+        with pytest.raises(ValueError, match="^rank 1: top_k='3': expected an integer"):
+            expert_parallel_moe(*everybody[mine], **options)
+    else:
+        assert calc_diff(expert_parallel_moe(*everybody[mine], **options), wanted) < 1e-5
+
+
+def test_subgroups_are_layers_of_their_own(tmp_path):
+    world(rank_of_a_subgroup, 4, tmp_path)
+
+
+def twice(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.cat([x, x], dim)
+
+
+def wider(dims: list[int | None]) -> dict[str, Callable]:
+    """Twice as large a dimension of each tensor that has one here."""
+    given = zip(TENSORS, dims, strict=True)
+    return {name: twice(dim) for name, dim in given if dim is not None}
+
+
+SAME = "expected the same on every rank, got"
+REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
+    # name: what changes the arguments of which ranks of three, and what every rank says.
+    "e5m2": ({1: {"hidden_states": lambda x: x.float().to(torch.float8_e5m2)}},
+             "rank 1: hidden_states: expected dtype torch.float8_e4m3fn, got torch.float8_e5m2"),
+    "uint8": ({2: {"hidden_states": lambda x: x.view(torch.uint8)}},
+              "rank 2: hidden_states: expected dtype torch.float8_e4m3fn, got torch.uint8"),
+    "int32 logits": ({0: {"routing_logits": lambda x: x.int()}},
+                     "rank 0: routing_logits: expected dtype torch.float32, got torch.int32"),
+    "bfloat16 logits": ({1: {"routing_logits": lambda x: x.bfloat16()}},
+                        "rank 1: routing_logits: expected dtype torch.float32"),
+    "int32 scales": ({1: {"hidden_states_scale": lambda x: x.int()}},
+                     "rank 1: hidden_states_scale: expected dtype torch.float32"),
+    **{f"no {name}": ({1: {name: lambda _: None}}, f"rank 1: {name}: expected a ")
+       for name in TENSORS},
+    "scales of other tokens": ({1: {"hidden_states_scale": twice(1)}},
+                               r"rank 1: hidden_states_scale: expected shape \[2, 5\]"),
+    "float32 weights": ({2: {"gemm1_weights": lambda x: x.float()}},
+                        "rank 2: gemm1_weights: expected dtype torch.float8_e4m3fn"),
+    "weights of another width": ({2: {"gemm2_weights": twice(1)}},
+                                 r"rank 2: gemm2_weights: expected shape \[4, 256, 128\]"),
+    "experts": ({2: {"gemm1_weights": twice(0)}},
+                "rank 2: routing_logits: expected 24 experts, 8 of each of 3 ranks, got 12"),
+    "device": ({1: dict.fromkeys(TENSORS, lambda x: x.to("meta"))},
+               "rank 1: unsupported device meta"),
+    "accurate": ({1: {"accurate": lambda _: "no"}}, "rank 1: accurate: expected True or False"),
+    "top_k": ({1: {"top_k": lambda _: "8"}}, "rank 1: top_k='8': expected an integer"),
+    "n_group": ({1: {"n_group": lambda _: [4]}}, r"rank 1: n_group=\[4\]: expected an integer"),
+    "scaling": ({1: {"routed_scaling_factor": lambda _: "2"}}, "rank 1: routed_scaling_factor: "),
+    "buffer": ({1: {"buffer": lambda _: "yes"}}, "rank 1: buffer: expected DeepEP's of 3 ranks"),
+    "two wrong": ({2: {"top_k": lambda _: 0}, 1: {"topk_group": lambda _: 0}},
+                  "rank 1: topk_group=0: expected"),
+    "all wrong": (dict.fromkeys(range(3), {"top_k": lambda _: 0}), "rank 0: top_k=0: expected"),
+    "more tokens": ({1: wider([0, None, 0, 1, *4 * [None]])},
+                    rf"hidden_states.shape\[0\]: {SAME} 5, 10, 5 on ranks 0 to 2"),
+    "no tokens": ({2: {"routing_logits": lambda x: x[:0], "hidden_states": lambda x: x[:0],
+                       "hidden_states_scale": lambda x: x[:, :0]}},
+                  rf"hidden_states.shape\[0\]: {SAME} 5, 5, 0 "),
+    "more experts": ({1: wider([1, 0, None, None, 0, 0, 0, 0])},
+                     rf"routing_logits.shape\[1\]: {SAME} 12, 24, 12 "),
+    "wider tokens": ({2: wider([None, None, 1, 0, 2, 2, 1, 1])},
+                     rf"hidden_states.shape\[1\]: {SAME} 256, 256, 512 "),
+    "wider experts": ({0: wider([*4 * [None], 1, 1, 2, 2])},
+                      rf"gemm2_weights.shape\[2\]: {SAME} 256, 128, 128 "),
+    "one buffer": ({1: {"buffer": lambda _: deep_ep_buffer(3 * LOCAL, HIDDEN)}},
+                   f"buffer is None: {SAME} True, False, True "),
+    **{f"another {name}": ({1: {name: lambda _, value=value: value}},
+                           f"{name}: {SAME} {usual}, {value}, {usual} ")
+       for name, usual, value in [("n_group", 4, 3), ("topk_group", 2, 3), ("top_k", 3, 2),
+                                  ("routed_scaling_factor", 1.0, 2.5), ("accurate", False, True)]},
+}  # fmt: skip
+
+
+def refused_rank(rank: int, ranks: int, folder: object) -> None:
+    """What a rank is told in every case, one after the other; in the end a call succeeds."""
+    usual = dict(zip(TENSORS, given_to(rank, ranks, 5), strict=True))
+    options = {"n_group": 4, "topk_group": 2, "top_k": 3}
+    said = {}
+    for name, (changes, _) in REFUSED.items():
+        given: dict[str, Any] = usual | options
+        for argument, change in changes.get(rank, {}).items():
+            given[argument] = change(given.get(argument))
+        try:
+            expert_parallel_moe(**given)
+        except ValueError as error:
+            said[name] = str(error)
+    assert expert_parallel_moe(**usual, **options).shape == (5, HIDDEN)
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("refused")
+    world(refused_rank, 3, folder, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_says_what_is_wrong_on_one(name, said):
+    first, *others = (of_rank.get(name) for of_rank in said)
+    assert re.match(REFUSED[name][1], str(first))
+    assert others == [first, first]
 
 
 def test_experts_of_nobody(alone):

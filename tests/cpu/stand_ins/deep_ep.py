@@ -20,7 +20,7 @@ class Config:
 
 class Buffer:
     def __init__(self, group, num_nvl_bytes=0, explicitly_destroy=False):
-        self.group, self.ranks = group, dist.get_world_size(group)
+        self.group, self.group_size = group, dist.get_world_size(group)
         assert num_nvl_bytes > 0 and explicitly_destroy
 
     @staticmethod
@@ -37,13 +37,13 @@ class Buffer:
         tokens = torch.arange(topk_idx.shape[0]).unsqueeze(1)
         chosen = torch.zeros(topk_idx.shape[0], num_experts, dtype=torch.bool)
         chosen[tokens, topk_idx] = True
-        in_rank = chosen.unflatten(1, (self.ranks, num_experts // self.ranks)).any(dim=-1)
+        in_rank = chosen.unflatten(1, (self.group_size, num_experts // self.group_size)).any(dim=-1)
         return in_rank.sum(0).int(), None, chosen.sum(0).int(), in_rank, None
 
     def dispatch(self, x, *, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert):
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] * 2 % 32 == 0
         assert bool((is_token_in_rank.sum(0) == num_tokens_per_rank).all())
-        assert num_tokens_per_expert.numel() % self.ranks == 0
+        assert num_tokens_per_expert.numel() % self.group_size == 0
         sent = num_tokens_per_rank.long()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
