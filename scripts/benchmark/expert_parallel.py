@@ -88,7 +88,8 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace, results: An
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
     else:
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
+        backends = "cpu:gloo,cuda:nccl"  # on the CPU the ranks agree without a wait for the GPU
+        dist.init_process_group(backends, rank=rank, world_size=ranks, device_id=device)
     local = size["experts"] // ranks
     mine = weights_of(rank * local, local, size, device)
     everywhere = weights_of(0, size["experts"], size, device) if rank == 0 else None
@@ -169,6 +170,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
 
+    if args.deep_ep and importlib.util.find_spec("deep_ep") is None:
+        raise UsageError("--deep-ep: not installed, see docs/several-gpus.md")
+
     import torch
     import torch.multiprocessing as multiprocessing
 
@@ -180,13 +184,14 @@ def main() -> int:
         raise UsageError(f"--ranks {ranks}: there are {gpus} GPUs")
     if ranks < 1 or size["experts"] % ranks:
         raise UsageError(f"--ranks {ranks}: expected a divisor of {size['experts']} experts")
-    if args.deep_ep and importlib.util.find_spec("deep_ep") is None:
-        raise UsageError("--deep-ep: not installed, see docs/several-gpus.md")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(work, (ranks, port, args, results), nprocs=ranks)
+    context = multiprocessing.get_context("forkserver")  # imports torch once, without CUDA
+    context.set_forkserver_preload(["torch"])
+    results = context.SimpleQueue()
+    given = ranks, port, args, results
+    multiprocessing.start_processes(work, given, ranks, start_method="forkserver")
     found = [results.get() for _ in args.tokens]
     where = "CPU, torch model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
     where += ", DeepEP" if args.deep_ep else ""
