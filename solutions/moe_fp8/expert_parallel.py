@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .functional import _sizes, fused_moe
+from .functional import fused_moe, layer_of, sizes_of
 from .layer.backend import select
 from .layer.problem import MoeInputs, MoeShape, validate
 from .numerics import BLOCK
@@ -150,16 +150,14 @@ def _checked(
     """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
     try:
         logits, x, w13, w2 = inputs[0], inputs[2], inputs[4], inputs[6]
-        experts, local, hidden, intermediate = sizes = _sizes(logits, x, w13, w2)
+        experts, local, hidden, intermediate = sizes = sizes_of(logits, x, w13, w2)
         if experts != ranks * local:
             raise ValueError(
                 f"routing_logits: expected {ranks * local} experts, {local} of each of {ranks} "
                 f"ranks, got {experts} (gemm1_weights: {local} experts)"
             )
         output = torch.empty_like(x, dtype=torch.bfloat16)  # only for the check
-        tokens = validate(inputs, output, MoeShape(*sizes, *routing))
-        if not isinstance(accurate, bool):
-            raise ValueError(f"accurate: expected True or False, got {accurate!r}")
+        tokens = validate(inputs, output, layer_of(*sizes, *routing, accurate).shape)
         buffer_ranks = ranks if buffer is None else getattr(buffer, "group_size", buffer)
         if buffer_ranks != ranks:
             raise ValueError(f"buffer: expected DeepEP's of {ranks} ranks, got {buffer_ranks!r}")

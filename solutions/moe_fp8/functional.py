@@ -102,17 +102,13 @@ def _run(*arguments: Any) -> None:
     """The operator: the layer's inputs, three numbers of the routing, `accurate`, the output."""
     inputs = MoeInputs(*arguments[:10])
     *routing, accurate, out = arguments[10:]
-    sizes = _sizes(
+    sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
-    try:
-        layer = _layer(*sizes, *routing, accurate)
-    except TypeError:  # not hashable, so no integer and no bool: find out which
-        layer = _layer.__wrapped__(*sizes, *routing, accurate)
-    layer(inputs, out)
+    layer_of(*sizes, *routing, accurate)(inputs, out)
 
 
-def _sizes(
+def sizes_of(
     logits: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> tuple[int, int, int, int]:
     """(experts, local experts, hidden size, intermediate size), each from where it is told first;
@@ -144,6 +140,18 @@ def _layer(
         raise ValueError(f"accurate: expected True or False, got {accurate!r}")
     shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
     return FusedLayer(fused_configs, shape, 2 if accurate else 1)
+
+
+def layer_of(*arguments: Any) -> FusedLayer:
+    """The layer of `sizes_of`, n_group, topk_group, top_k and `accurate`.
+
+    Raises:
+        ValueError: one of them is wrong; the message names it.
+    """
+    try:
+        return _layer(*arguments)
+    except TypeError:  # not hashable, so neither an integer nor a bool: find out which
+        return _layer.__wrapped__(*arguments)
 
 
 # With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.

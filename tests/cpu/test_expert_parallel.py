@@ -169,7 +169,7 @@ def uneven_rank(rank: int, ranks: int) -> None:
     given = given_to(rank, ranks, 7 * rank) if rank else none_of(given_to(rank, ranks, 5))
     weights = [torch.cat(of) for of in zip(*(given_to(r, ranks, 0)[4:] for r in range(ranks)),
                                            strict=True)]  # fmt: skip
-    routing = {"n_group": 4, "topk_group": 2, "top_k": 3}
+    routing = {"n_group": 6, "topk_group": 2, "top_k": 3}
     buffer = deep_ep_buffer(ranks * LOCAL, HIDDEN)
     sent, dispatch = [], buffer.dispatch
     buffer.dispatch = lambda *args, **named: sent.append(named) or dispatch(*args, **named)
@@ -184,7 +184,7 @@ def uneven_rank(rank: int, ranks: int) -> None:
         return torch.stack([(experts // LOCAL == r).any(1) for r in range(ranks)], dim=1)
 
     assert torch.equal(sent[0]["is_token_in_rank"], ranks_of(2))
-    assert rank == 0 or not any(torch.equal(ranks_of(2), ranks_of(n)) for n in (1, 3, 4))
+    assert rank == 0 or not any(torch.equal(ranks_of(2), ranks_of(n)) for n in (3, 4, 6))
 
 
 def test_deep_ep_sends_a_token_to_the_ranks_of_its_experts(tmp_path):
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
                    f"buffer is None: {SAME} True, False, True "),
     **{f"another {name}": ({1: {name: lambda _, value=value: value}},
                            f"{name}: {SAME} {usual}, {value}, {usual} ")
-       for name, usual, value in [("n_group", 4, 3), ("topk_group", 2, 3), ("top_k", 3, 2),
+       for name, usual, value in [("n_group", 6, 3), ("topk_group", 2, 3), ("top_k", 3, 2),
                                   ("routed_scaling_factor", 1.0, 2.5), ("accurate", False, True)]},
 }  # fmt: skip
 
@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
 def refused_rank(rank: int, ranks: int, folder: object) -> None:
     """What a rank is told in every case, one after the other; in the end a call succeeds."""
     usual = dict(zip(TENSORS, given_to(rank, ranks, 5), strict=True))
-    options = {"n_group": 4, "topk_group": 2, "top_k": 3}
+    options = {"n_group": 6, "topk_group": 2, "top_k": 3}
     said = {}
     for name, (changes, _) in REFUSED.items():
         given: dict[str, Any] = usual | options

@@ -14,7 +14,7 @@ from ..layer.problem import (
     bounded_offset,
     overlapped,
     tensor_arguments,
-    tensor_bytes,
+    tensor_specs,
 )
 from ..layer.routing import GroupedRows
 from ..numerics import BLOCK, TMA_ROWS, round_up
@@ -180,7 +180,7 @@ def fused_call(
     function = compile_fused(shape, config1, config2, multiprocessors_of(device), target_of(device))
     local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
     gpu = device.index
-    sizes = tensor_bytes(shape, tokens)
+    _, sizes = tensor_specs(shape, tokens)
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         if overlapped(tensor_arguments(inputs, output, shape), sizes) is not None:

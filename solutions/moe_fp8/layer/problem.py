@@ -185,7 +185,7 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
     try:
         tokens = logits.shape[0]
         device = logits.device
-        specs = _specs(shape, tokens)
+        specs, sizes = tensor_specs(shape, tokens)
         arguments = tensor_arguments(inputs, output, shape)
         good = _is_integer(inputs.local_expert_offset) and _is_real(inputs.routed_scaling_factor)
         good = good and (inputs.routing_bias is None) != shape.has_bias
@@ -203,7 +203,7 @@ def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
             addresses = logits.data_ptr() | bias.data_ptr() | x.data_ptr()
             addresses |= w13.data_ptr() | w2.data_ptr() | output.data_ptr()
             good = addresses % ALIGNMENT == 0
-            good = good and overlapped(arguments, tensor_bytes(shape, tokens)) is None
+            good = good and overlapped(arguments, sizes) is None
     except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
         good = False
     if not good:
@@ -225,7 +225,7 @@ def overlapped(arguments: tuple[Any, ...], sizes: tuple[int, ...]) -> int | None
         sizes: their bytes.
     """
     begin = arguments[-1].data_ptr()
-    end = begin + sizes[-1]
+    end = begin + sizes[-1] if begin else 0  # a tensor on `meta` has no memory to share
     for place in range(len(sizes) - 1):
         if begin - sizes[place] < arguments[place].data_ptr() < end:
             return place
@@ -233,20 +233,14 @@ def overlapped(arguments: tuple[Any, ...], sizes: tuple[int, ...]) -> int | None
 
 
 @functools.lru_cache(maxsize=64)
-def tensor_bytes(shape: MoeShape, tokens: int) -> tuple[int, ...]:
-    """Bytes of each of `tensor_arguments`."""
-    return tuple(math.prod(dims) * dtype.itemsize for _, dims, dtype, _ in _specs(shape, tokens))
-
-
-@functools.lru_cache(maxsize=64)
-def _specs(
+def tensor_specs(
     shape: MoeShape, tokens: int
-) -> tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...]:
-    """Name, shape, dtype and meaning of `tensor_arguments`."""
+) -> tuple[tuple[tuple[str, tuple[int, ...], torch.dtype, str], ...], tuple[int, ...]]:
+    """Name, shape, dtype and meaning of each of `tensor_arguments`; bytes of each."""
     *bias, w13, w13_scale, w2, w2_scale = shape.weight_specs
     h = shape.hidden_size
     fp8, f32 = torch.float8_e4m3fn, torch.float32
-    return (
+    specs = (
         (
             "routing_logits",
             (tokens, shape.num_experts),
@@ -267,6 +261,7 @@ def _specs(
         w2_scale,
         ("output", (tokens, h), torch.bfloat16, "one row per token, written in place"),
     )
+    return specs, tuple(math.prod(dims) * dtype.itemsize for _, dims, dtype, _ in specs)
 
 
 def _is_integer(value: object) -> bool:
@@ -300,7 +295,7 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
     """Raise the ValueError for the first argument that is wrong."""
     logits = inputs.routing_logits
     usable = isinstance(logits, torch.Tensor) and logits.dim() == 2
-    specs = _specs(shape, logits.shape[0] if usable else -1)
+    specs, sizes = tensor_specs(shape, logits.shape[0] if usable else -1)
     arguments = tensor_arguments(inputs, output, shape)
     for argument, (name, dims, dtype, why) in zip(arguments, specs, strict=True):
         expected = "[" + ", ".join("T" if n == -1 else str(n) for n in dims) + "]"
@@ -344,7 +339,7 @@ def _explain(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> NoRetu
         "a real number that a float can hold",
         _is_real,
     )
-    place = overlapped(arguments, tensor_bytes(shape, logits.shape[0]))
+    place = overlapped(arguments, sizes)
     if place is not None:
         raise ValueError(
             f"output: expected memory of its own, got some of {specs[place][0]} (it is written "
