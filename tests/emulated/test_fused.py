@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.fused import workspace_bytes
+from moe_fp8.kernels.fused import bound, parts, places, workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -231,7 +231,7 @@ def test_fewer_experts_here_than_a_token_has(name, local, emulator):
 
 
 def test_a_workspace_beyond_what_32_bits_address(emulator):
-    """4.6 GB, of which a few rows at either end are touched: memory that is mapped, not there."""
+    """4.6 GB, of which a few rows are touched, where they should be: mapped memory is zero."""
     shape = MoeShape(num_experts=64, num_local_experts=32, hidden_size=8192, intermediate_size=128,
                      n_group=1, topk_group=1, top_k=31)  # fmt: skip
     tokens, first, second = 4500, *CONFIGS["128"]
@@ -260,6 +260,12 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     assert not any(report.hazards for report in emulator.reports)
     assert (wanted != 0).any(dim=1).nonzero().flatten().tolist() == [3, tokens - 1]
     assert calc_diff(out, wanted) < TOLERANCE[2]
+    rows = bound(shape, tokens)
+    starts, _ = places(parts(shape, 2, tokens, rows))
+    assert workspace[starts.q : starts.q + 4 * i].count_nonzero() > 2 * i
+    begin = starts.o + rows * (4 * h - h - h // 128 * 4)
+    a = workspace[begin : begin + 2 * h].view(2, h)
+    assert torch.equal(a, inputs.hidden_states[[3, -1]].view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", MoeInputs._fields[:8])
