@@ -24,13 +24,15 @@ def main() -> int:
 
     directory = cache_dir()
     if directory is None:
-        raise UsageError(f"{CACHE_VARIABLE} is empty: no kernel is kept")
+        raise UsageError(f"{CACHE_VARIABLE} is empty, or there is no home: no kernel is kept")
 
     def unused(*_: object) -> None:
         raise AssertionError("neither loads nor builds")
 
     cache = KernelCache(directory, unused, unused)
     if args.clear:
+        if directory.is_dir() and (why := cache.claim()):
+            raise UsageError(f"{why}: nothing is removed")
         removed = cache.trim(0)
         print(f"{directory}: removed {len(removed)} kernels, {mebibytes(removed)}")
         return EXIT_OK

@@ -1,6 +1,7 @@
 """Every kernel compiles for its target without a GPU, into the instructions it was written for;
 and the cache of compiled kernels trusts nothing it should not."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -370,7 +371,9 @@ def test_second_start_loads(cache):
     assert count == [2] and len(entries(directory)) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "no digest", "no object", "empty"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "another machine", "no digest", "no object", "empty"]
+)
 def test_damaged_entry_is_rebuilt(cache, damage):
     directory, count = cache
     build()
@@ -381,6 +384,11 @@ def test_damaged_entry_is_rebuilt(cache, damage):
         kernel.write_bytes(content[: len(content) // 2])
     elif damage == "flipped":
         kernel.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "another machine":  # whole, so that only the loader can refuse it
+        object_file = bytearray(content)
+        struct.pack_into("<H", object_file, 18, 183 if object_file[18] == 62 else 62)
+        kernel.write_bytes(object_file)
+        digest.write_text(hashlib.sha256(object_file).hexdigest())
     elif damage == "no digest":
         digest.unlink()
     elif damage == "no object":
@@ -609,16 +617,17 @@ def test_the_cache_is_trimmed_to_its_limit(tmp_path):
         (tmp_path / next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST).touch()
         os.utime(next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST, (1000 + i, 1000 + i))
     assert made.get({"kernel": "K0"}, lambda: "never") == "code 0"  # used again
-    for name, age in (("old", 7200), ("young", 60)):
-        (tmp_path / f".{name}").mkdir()
+    old, young = (tmp_path / f".K0-{'0' * 32}-{name:_<8}" for name in ("old", "young"))
+    for draft, age in ((old, 7200), (young, 60)):
+        draft.mkdir()
         now = time.time() - age
-        os.utime(tmp_path / f".{name}", (now, now))
+        os.utime(draft, (now, now))
     assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3", "K2", "K1"]
     size = made.entries()[0].size
     assert [e.made_of["kernel"] for e in made.trim(2 * size)] == ["K2", "K1"]
     assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3"]
     assert [e.made_of["kernel"] for e in made.trim(2 * size - 1)] == ["K3"]
-    assert [path.name for path in tmp_path.glob(".*")] == [".young"]
+    assert [*tmp_path.glob(".*")] == [young]
 
 
 def test_storing_trims(tmp_path, monkeypatch):

@@ -5,12 +5,15 @@ object file, the object's digest and what it was made of, and appears by one ato
 whole or absent; one whose digest does not match is dropped and built again. Machine code from here
 is loaded and run, so nothing is read that is another user's or that others could have written.
 
-Beyond `LIMIT_BYTES` the entries that were used longest ago go.
+Beyond `LIMIT_BYTES` the entries that were used longest ago go. Only what bears one of the cache's
+names is ever removed, and only from a directory with the cache's tag. A directory that holds
+anything else gets no tag and is not used: `$MOE_FP8_CACHE_DIR` can be set to any directory.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -28,6 +31,15 @@ NAME = "moe_fp8"
 """Of the directory: the package's own name differs from one packed solution to the next."""
 
 OBJECT, DIGEST, DESCRIPTION = "kernel.o", "sha256", "made_of.json"
+TAG = "CACHEDIR.TAG"
+TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
+# Compiled kernels of moe_fp8, which are removed and compiled anew at any time.
+# What this file means to other programs: https://bford.info/cachedir/
+"""
+ENTRY = re.compile(r"\w+-[0-9a-f]{32}")
+DRAFT = re.compile(rf"\.{ENTRY.pattern}-\w{{8}}")
+OURS = re.compile(rf"{ENTRY.pattern}|{DRAFT.pattern}|lock-[0-9a-f]{{2}}|{re.escape(TAG)}")
+"""Every name that the cache gives."""
 LIMIT_BYTES = 256 * 2**20
 STALE_SECONDS = 3600.0
 """After which what a killed process was writing is nobody's any more."""
@@ -36,13 +48,17 @@ STALE_SECONDS = 3600.0
 def cache_dir() -> Path | None:
     """Where compiled kernels are kept: `$MOE_FP8_CACHE_DIR`, else under the user's cache directory.
 
-    None (nothing is kept) when the variable is set to the empty string.
+    None (nothing is kept) when the variable is set to the empty string, or the directory is to be
+    below the home of a user who has none.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen is not None:
-        return Path(chosen) if chosen else None
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / NAME / "kernels"
+    if chosen == "":
+        return None
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return (Path(chosen) if chosen else user_cache / NAME / "kernels").expanduser()
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -89,10 +105,12 @@ class KernelCache:
         function = None
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in (self.directory, entry):
-                if path.exists() and (why := why_untrusted(path)):
-                    _warn(f"{why}: it is not used")
-                    return build()
+            why = why_untrusted(self.directory) or self.claim()
+            if not why and entry.exists():
+                why = why_untrusted(entry)
+            if why:
+                _warn(f"{why}: it is not used")
+                return build()
             # A file for many entries: they would stay behind when the entries go.
             with FileLock(self.directory / f"lock-{digest[:2]}", mode=0o600):
                 function = self._read(entry)
@@ -103,15 +121,36 @@ class KernelCache:
             _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
         return build() if function is None else function
 
+    def claim(self) -> str | None:
+        """Put the cache's tag into the directory; why not, if the directory is not the cache's.
+
+        A directory without the tag becomes the cache's where all that lies there bears its names.
+        """
+        tag = self.directory / TAG
+        found = tag.read_bytes() if tag.exists() else b""
+        if found == TAG_TEXT:
+            return None
+        others = {
+            path.name
+            for path in self.directory.iterdir()
+            if path.is_symlink() or not OURS.fullmatch(path.name)
+        }
+        if not TAG_TEXT.startswith(found):  # all of ours, or what is written of it just now
+            others.add(TAG)
+        if others:
+            return f"{self.directory} is no cache of kernels (it holds {min(others)})"
+        tag.write_bytes(TAG_TEXT)
+        return None
+
     def entries(self) -> list[Entry]:
         """What is kept, the last used first."""
         found = []
-        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+        for path in self._named(ENTRY):
             try:
                 digest = path / DIGEST
                 used = digest.stat().st_mtime
                 size = sum(file.stat().st_size for file in path.iterdir())
-            except OSError:  # a lock, a draft, or gone meanwhile
+            except OSError:  # gone meanwhile
                 continue
             try:
                 made_of = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
@@ -124,15 +163,17 @@ class KernelCache:
         """Remove the entries used longest ago until the rest fits, and what killed processes left.
 
         Returns:
-            The entries that were removed.
+            The entries that were removed; none where the directory is not the cache's.
         """
+        if not self.directory.is_dir() or self.claim():
+            return []
         removed, total = [], 0
         for entry in self.entries():
             total += entry.size
             if total > limit:
                 shutil.rmtree(entry.path, ignore_errors=True)
                 removed.append(entry)
-        for draft in self.directory.glob(".*"):
+        for draft in self._named(DRAFT):
             try:
                 abandoned = time.time() - draft.stat().st_mtime > STALE_SECONDS
             except OSError:
@@ -141,8 +182,14 @@ class KernelCache:
                 shutil.rmtree(draft, ignore_errors=True)
         return removed
 
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """The directories with such a name. A symbolic link is none: what it names is elsewhere."""
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
     def _read(self, entry: Path) -> Any | None:
-        """The function in an entry; None when there is none, or it is damaged (then dropped)."""
+        """The function in an entry; None when there is none, or it is damaged or cannot be loaded
+        (then dropped)."""
         kernel, digest = entry / OBJECT, entry / DIGEST
         try:
             foreign = why_untrusted(kernel) or why_untrusted(digest)
@@ -151,7 +198,10 @@ class KernelCache:
             expected = "" if foreign else digest.read_text("ascii")
             if hashlib.sha256(kernel.read_bytes()).hexdigest() == expected:
                 os.utime(digest)  # when it was last used
-                return self._load(kernel)
+                try:
+                    return self._load(kernel)
+                except Exception as error:  # the loader's own, of many types
+                    _warn(f"{kernel} cannot be loaded ({type(error).__name__}): compiled anew")
         except (OSError, UnicodeDecodeError):
             pass
         shutil.rmtree(entry, ignore_errors=True)
