@@ -476,9 +476,60 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     other(lambda c: c.setattr(compiling.Tensor, "__init__", align_less))
     other(lambda c: c.setattr(compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"))
     other(lambda c: c.setenv("CUTE_DSL_ANYTHING", "1"))
+    other(lambda c: c.setattr(compiling, "_host", lambda: "other machine"))
     other(lambda c: c.setattr(compiling, "_versions", lambda: ("other version",)))
     other(lambda c: c.setattr(compiling, "_source_digest", lambda *modules: "other sources"))
-    assert len(found) == 6
+    assert len(found) == 7
+
+
+X86 = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 1
+model name\t: AMD EPYC
+cpu MHz\t\t: {mhz}
+flags\t\t: fpu sse avx2{more}
+
+processor\t: 1
+flags\t\t: fpu
+"""
+ARM = "processor\t: 0\nFeatures\t: fp{more}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n"
+
+
+def test_the_machine_and_its_cpu_are_part_of_the_key(monkeypatch, tmp_path):
+    """What the host's code may use; nothing that changes from one moment to the next."""
+    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+
+    def host(cpu: str, machine: str = "x86_64") -> str:
+        compiling.CPU.write_text(cpu)
+        monkeypatch.setattr(compiling.platform, "machine", lambda: machine)
+        return compiling._host.__wrapped__()
+
+    same = host(X86.format(mhz=1500, more=""))
+    assert same == host(X86.format(mhz=3700, more="").replace(": fpu\n", ": fpu vme\n"))
+    assert "avx2" in same and "MHz" not in same
+    others = [
+        host(X86.format(mhz=1500, more=""), "i686"),
+        host(X86.format(mhz=1500, more=" avx512f")),
+        host(X86.format(mhz=1500, more="").replace("AMD", "Intel")),
+        host(X86.format(mhz=1500, more="").replace(": 25", ": 26")),
+        host(X86.format(mhz=1500, more="").replace("model\t\t: 1", "model\t\t: 17")),
+        host(ARM.format(more="", part="0xd4f"), "aarch64"),
+        host(ARM.format(more=" sve", part="0xd4f"), "aarch64"),
+        host(ARM.format(more="", part="0xd40"), "aarch64"),
+        host(ARM.format(more="", part="0xd4f").replace("0x41", "0x4e"), "aarch64"),
+    ]
+    assert len({same, *others}) == 10
+
+
+@pytest.mark.parametrize("cpu", [None, "processor\t: 0\n"])
+def test_of_an_unknown_cpu_the_hosts_name_is_part_of_the_key(cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+    if cpu is not None:
+        compiling.CPU.write_text(cpu)
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "ppc64le")
+    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
+    assert compiling._host.__wrapped__() == "ppc64le, node17"
 
 
 def test_extents_of_one_name_are_one_size(monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,12 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
 DSL_VARIABLES = "CUTE_DSL_"
 """Beginning of the environment variables that the DSL reads; some of them change its output."""
+CPU = Path("/proc/cpuinfo")
+CPU_FIELDS = {
+    *("vendor_id", "cpu family", "model", "flags"),  # x86
+    *("CPU implementer", "CPU part", "Features"),  # Arm
+}
+"""Its lines that say which instructions a CPU has."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ def made_of(
         "parameters": repr(named),
         "arguments": repr(tuple(arguments)),
         "options": OPTIONS.format(arch=arch),
+        "host": _host(),
         "environment": repr(
             sorted(item for item in os.environ.items() if item[0].startswith(DSL_VARIABLES))
         ),
@@ -202,6 +210,21 @@ def _export(function: Any, path: Path) -> None:
 def _versions() -> tuple[str, ...]:
     packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     return tuple(f"{package}=={importlib.metadata.version(package)}" for package in packages)
+
+
+@functools.cache
+def _host() -> str:
+    """The machine and its CPU: the host's part of a kernel is compiled for this very CPU.
+
+    Where nothing is known of the CPU, this host's name: no other host shares its kernels.
+    """
+    try:
+        first = CPU.read_text("utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        first = ""
+    fields = [[part.strip() for part in line.split(":", 1)] for line in first.splitlines()]
+    known = [": ".join(field) for field in fields if field[0] in CPU_FIELDS]
+    return ", ".join([platform.machine(), *(known or [platform.node()])])
 
 
 def _source(of: type) -> Path:
