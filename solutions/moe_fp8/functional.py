@@ -1,7 +1,7 @@
 """The layer as a function on torch tensors, in eager code, under torch.compile and in CUDA graphs.
 
 Also a custom operator, `torch.ops.moe_fp8.fused_moe`, so that torch.compile keeps the call in its
-graph.
+graph. A copy of the package under another name has an operator of that name.
 """
 
 import functools
@@ -92,7 +92,7 @@ def fused_moe(
     if out is None and isinstance(hidden_states, torch.Tensor):  # else refused by name, below
         out = torch.empty_like(hidden_states, dtype=torch.bfloat16)
     # The operator's own part of a call is 7 us of the host's.
-    run = torch.ops.moe_fp8.fused_moe if torch.compiler.is_compiling() else _run
+    run = _operator if torch.compiler.is_compiling() else _run
     scalars = local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k, accurate
     run(*tensors, *scalars, out)
     return out
@@ -155,7 +155,8 @@ def layer_of(*arguments: Any) -> FusedLayer:
 
 
 # With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.
-OPERATOR = "moe_fp8::fused_moe"
+NAMESPACE = __package__.replace(".", "_")
+OPERATOR = f"{NAMESPACE}::fused_moe"
 SCHEMA = (
     *(f"Tensor {name}" for name in MoeInputs._fields[:8]),
     "SymInt local_expert_offset",
@@ -164,12 +165,13 @@ SCHEMA = (
     "bool accurate",
     "Tensor(a!) out",
 )
-torch.library.define(
-    OPERATOR, f"({', '.join(SCHEMA)}) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
-)
-torch.library.impl(OPERATOR, ("cpu", "cuda"), _run)
-
-
-@torch.library.register_fake(OPERATOR)
-def _fake(*arguments: object) -> None:
-    """The output is an argument: there is nothing to say of it."""
+if not hasattr(getattr(torch.ops, NAMESPACE), "fused_moe"):  # else the module is reloaded
+    # Strides as in eager code: the compiler pads rows, which the layer refuses. The order of the
+    # strides alone would let it.
+    torch.library.define(
+        OPERATOR, f"({', '.join(SCHEMA)}) -> ()", tags=(torch.Tag.needs_exact_strides,)
+    )
+    torch.library.impl(OPERATOR, ("cpu", "cuda"), _run)
+    # The output is an argument: there is nothing to say of it.
+    torch.library.register_fake(OPERATOR, lambda *arguments: None)
+_operator = getattr(torch.ops, NAMESPACE).fused_moe

@@ -1,11 +1,13 @@
 """The layer as a function and as an operator, and the examples that use it."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch._functorch.config as functorch
 from moe_fp8 import functional, v5_fused, v6_fused_hifi
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer import model
@@ -137,6 +139,52 @@ def test_compiled_into_a_given_output():
     made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, *tensors)
     wanted = wanted_of(tensors, 4, 1.0)
     assert torch.equal(made, wanted) and torch.equal(out, wanted)
+
+
+def test_the_compiler_keeps_the_strides_of_the_inputs():
+    """Inductor would hand over rows of 1056 where there are 1027."""
+    logits, bias, x, scale, *weights = tensors_of(1027)  # a row is padded from 1024 on
+
+    def layer(scale: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        return fused_moe(logits, bias, x, torch.mm(same, scale), *weights, **ROUTING)
+
+    # Without the cache, which does not look at tags; and where none is said, none is assumed.
+    uncached = torch.compiler.config.patch(force_disable_caches=True)
+    untagged = functorch.patch(custom_op_default_layout_constraint="flexible_layout")
+    with uncached, untagged:
+        as_on_a_gpu = {"disable_padding_cpu": False}
+        compiled = torch.compile(layer, fullgraph=True, dynamic=False, options=as_on_a_gpu)
+        made = compiled(scale, torch.eye(2))
+    assert torch.equal(made, layer(scale, torch.eye(2)))
+
+
+COPIES = """
+import importlib, sys, torch
+from moe_fp8 import functional
+from solutions.moe_fp8 import functional as copy
+from test_functional import ROUTING, tensors_of
+wanted = functional.fused_moe(*tensors_of(3), **ROUTING)
+importlib.reload(functional)
+del sys.modules["moe_fp8.functional"]
+anew = importlib.import_module("moe_fp8.functional")
+for module, name in ((functional, "moe_fp8"), (copy, "solutions_moe_fp8"), (anew, "moe_fp8")):
+    torch.compiler.reset()
+    graphs = []
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+    layer = torch.compile(module.fused_moe, fullgraph=True, backend=backend)
+    assert torch.equal(layer(*tensors_of(3), **ROUTING), wanted), name
+    assert f"torch.ops.{name}.fused_moe" in graphs[0], graphs
+"""
+
+
+def test_the_package_twice_in_a_process():
+    """Reloaded, imported anew, and as a copy of another name."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions", ROOT / "tests/cpu")))
+    done = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
