@@ -56,5 +56,6 @@ def _scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # A quotient can exceed the range by rounding, and torch's conversion may then make it NaN.
+    # A quotient exceeds the range where the scale was rounded down, by half where the scale is the
+    # least subnormal number, and torch's conversion may then make it NaN.
     return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

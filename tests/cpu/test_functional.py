@@ -187,6 +187,22 @@ def test_the_package_twice_in_a_process():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("exponent", range(-150, -110, 3))
+def test_quantised_values_below_the_normal_range(exponent):
+    """As near as float32's least step allows a scale to be."""
+    x = (torch.randn(5, 384).double() * 2.0**exponent).float()
+    # Scales that are rounded down by almost half, and one that is rounded to 0.
+    x[:3, 0] = 448 * 2.0**-149 * torch.tensor([1.49, 2.49, 0.49])
+    x[:3, 1:128] = 0
+    q, scale = quantise_rows(x)
+    wide = scale.t().repeat_interleave(BLOCK, 1).double()
+    step = torch.where(wide == 1, 0.0, wide * 2.0**-10)
+    error = (q.double() * wide - x.double()).abs()
+    assert (error <= x.double().abs() / 16 + step + 448 * 2.0**-150).all()
+    assert scale[0, :3].tolist() == [2.0**-149, 2.0**-148, 1.0]
+    assert q[:3, 0].float().tolist() == [448.0, 448.0, 0.0], "the range's end, and 0"
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_quantised_values_are_near(magnitude):
     """e4m3 has 4 significant bits: half a step is 1/16 of a value, or of the smallest normal."""

@@ -1,5 +1,7 @@
 """The torch model of the kernels against plain loops, and where its arithmetic has corners."""
 
+import math
+
 import bruteforce
 import numpy as np
 import pytest
@@ -329,6 +331,31 @@ def test_metrics():
     assert matched_ratio(off, ref, rtol=0.3, atol=0.01) == 0.75
     assert matched_ratio(torch.full((4,), torch.nan), ref, rtol=9.0, atol=9.0) == 0.0
     assert matched_ratio(ref[:0], ref[:0], rtol=0.1, atol=0.1) == 1.0
+
+
+INF, NAN = torch.inf, torch.nan
+
+
+@pytest.mark.parametrize(
+    ("x", "ref", "matched"),
+    [
+        (INF, INF, 1.0),
+        (-INF, -INF, 1.0),
+        (-INF, INF, 0.0),
+        (INF, 1.0, 0.0),
+        (1.0, INF, 0.0),
+        (0.0, INF, 0.0),
+        (NAN, NAN, 0.0),
+        (NAN, INF, 0.0),
+        (INF, NAN, 0.0),
+        (1.0, NAN, 0.0),
+    ],
+)
+def test_metrics_of_what_is_not_finite(x, ref, matched):
+    """The same infinity matches, nothing else; no bound on the other two holds, not even then."""
+    x, ref = torch.tensor([2.0, x]), torch.tensor([2.0, ref])
+    assert matched_ratio(x, ref, rtol=9.0, atol=9.0) == (1.0 + matched) / 2
+    assert math.isnan(calc_diff(x, ref)) and math.isnan(cosine(x, ref))
 
 
 def test_matched_ratio_is_flashinfer_benchs():
