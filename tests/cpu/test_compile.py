@@ -358,6 +358,10 @@ def build(hidden: int = 512):
     return kernels.compile_combine.make(hidden, 4, ARCH)
 
 
+def never_called(*_: object, **__: object) -> None:
+    pytest.fail("loaded")  # no Exception, which the cache would take for a kernel it cannot load
+
+
 def entries(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if path.is_dir()]
 
@@ -630,7 +634,7 @@ def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
         "digest": (entry / kernel_cache.DIGEST, 0o620),
     }[opened]
     path.chmod(mode)
-    monkeypatch.setattr(compiling, "load_module", None)  # would be called to run it
+    monkeypatch.setattr(compiling, "load_module", never_called)
     with pytest.warns(RuntimeWarning, match=re.escape(str(path))):
         assert build() is not None
     assert count == [2]
@@ -652,7 +656,7 @@ def test_what_another_user_owns_is_not_loaded(cache, owned, monkeypatch):
         return status
 
     monkeypatch.setattr(Path, "lstat", lstat)
-    monkeypatch.setattr(compiling, "load_module", None)
+    monkeypatch.setattr(compiling, "load_module", never_called)
     with pytest.warns(RuntimeWarning, match=f"{re.escape(str(foreign))} belongs to another user"):
         assert build() is not None
     assert count == [2]

@@ -188,13 +188,18 @@ def test_the_package_twice_in_a_process():
 
 
 @pytest.mark.parametrize("exponent", range(-150, -110, 3))
-def test_quantised_values_below_the_normal_range(exponent):
+def test_quantised_values_below_the_normal_range(exponent, monkeypatch):
     """As near as float32's least step allows a scale to be."""
     x = (torch.randn(5, 384).double() * 2.0**exponent).float()
     # Scales that are rounded down by almost half, and one that is rounded to 0.
     x[:3, 0] = 448 * 2.0**-149 * torch.tensor([1.49, 2.49, 0.49])
     x[:3, 1:128] = 0
-    q, scale = quantise_rows(x)
+    converted, convert = [], torch.Tensor.to
+    with monkeypatch.context() as context:
+        context.setattr(torch.Tensor, "to", lambda v, *to: converted.append(v) or convert(v, *to))
+        q, scale = quantise_rows(x)
+    # Some versions of torch convert what is beyond to NaN.
+    assert [values.abs().max() <= 448 for values in converted] == [True]
     wide = scale.t().repeat_interleave(BLOCK, 1).double()
     step = torch.where(wide == 1, 0.0, wide * 2.0**-10)
     error = (q.double() * wide - x.double()).abs()
