@@ -620,7 +620,7 @@ def test_what_is_made_is_the_users_alone(cache):
 
 
 @posix_only
-@pytest.mark.parametrize("opened", ["parent", "directory", "entry", "object", "digest"])
+@pytest.mark.parametrize("opened", ["parent", "directory", "group's", "entry", "object", "digest"])
 def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
     """An entry with a digest that matches, where another user could have put it."""
     directory, count = cache
@@ -629,6 +629,7 @@ def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
     path, mode = {
         "parent": (directory.parent, 0o777),
         "directory": (directory, 0o777),
+        "group's": (directory, 0o770),
         "entry": (entry, 0o770),
         "object": (entry / kernel_cache.OBJECT, 0o666),
         "digest": (entry / kernel_cache.DIGEST, 0o620),
