@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmark.cpu_bench import max_size
-from scripts.benchmark.evaluate import changed, fresh, metrics, run_solution, tolerance_name
+from scripts.benchmark.evaluate import (
+    FAILURES,
+    changed,
+    fresh,
+    metrics,
+    run_reference,
+    run_solution,
+    tolerance_name,
+)
 from scripts.benchmark.second_pass import Pass, choose
 from scripts.common import files
 from scripts.common.command_line import (
@@ -51,22 +59,27 @@ def measure(
 
     registry = BuilderRegistry.get_instance()
     definition = definition_of(what.trace_set)
-    reference = registry.build_reference(definition)
     inputs_of = Inputs(what.trace_set, device, seed)
     total = sum(_weight(tokens(t.workload)) for t in what.workloads)
     progress = Progress(len(what.workloads), total)
     for trace in what.workloads:
         workload = trace.workload
         progress.step(f"accuracy of T={tokens(workload)} ({workload.uuid[:8]})")
-        inputs = inputs_of.of(workload)
-        expected = reference(*inputs)
+        failed: Exception | None = None
+        try:
+            inputs = inputs_of.of(workload)
+            expected, _ = run_reference(definition, inputs)
+        except (UsageError, RuntimeError) as error:  # of this workload: the others go on
+            failed = error
         for solution in what.solutions:
             if (workload.uuid, solution.name) not in what.pairs:
                 continue
             try:
+                if failed:
+                    raise failed
                 result = _figures(registry.build(definition, solution), inputs, expected, device)
                 result["seed"] = seed
-            except Exception as error:
+            except FAILURES as error:
                 result = {"error": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             report(workload.uuid, solution.name, result)

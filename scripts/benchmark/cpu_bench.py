@@ -6,6 +6,7 @@ once and shared by the workloads (see dataset.Inputs), every solution gets copie
 one trial is run instead of three.
 """
 
+import math
 import os
 import statistics
 import time
@@ -14,16 +15,24 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmark.evaluate import ChangedInputs, fresh, metrics, refuse_changed, run_solution
+from scripts.benchmark.evaluate import (
+    FAILURES,
+    ChangedInputs,
+    fresh,
+    metrics,
+    refuse_changed,
+    run_reference,
+    run_solution,
+)
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import MASKED, Entry, GemmDefinition
+from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
 from scripts.common.progress import Progress
 from scripts.workloads.dataset import Inputs, definition_of, tokens
 
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.bench import BenchmarkConfig
-    from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
+    from flashinfer_bench.data import Definition, Evaluation, Solution, Trace, TraceSet
 
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
 CPU_MAX_TOKENS = 16
@@ -32,9 +41,8 @@ CPU_MAX_RESERVED = 128
 """The same of masked rows, which are reserved 128 at a time."""
 # Further calls stop after this long; the first, whose output is judged, counts too.
 SECONDS_PER_SOLUTION = 5.0
-# Weights 1.4 GB, their float32 copies in the reference 5.6 GB (or a solution's own copy of the
-# weights, later), what the libraries take, and slack.
-MEMORY_NEEDED = 10 * 2**30
+BESIDE_WEIGHTS = 3 * 2**30
+"""Bytes that the libraries take, and what a solution allocates."""
 
 
 def max_size(definition: Entry) -> int:
@@ -42,6 +50,23 @@ def max_size(definition: Entry) -> int:
     for."""
     masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
     return CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
+
+
+def memory_needed(definition: "Definition") -> int:
+    """Bytes: the weights, beside them a solution's copies of them or what the reference makes of
+    them, and the rest. The first definition's reference makes float32 copies of all weights, the
+    others' of one expert's at a time."""
+    from flashinfer_bench.utils import dtype_str_to_torch_dtype
+
+    constant = definition.const_axes
+    elements = size = 0
+    for spec in definition.inputs.values():
+        if spec.shape and set(spec.shape) <= constant.keys():
+            count = math.prod(constant[axis] for axis in spec.shape)
+            elements += count
+            size += count * dtype_str_to_torch_dtype(spec.dtype).itemsize
+    copies = 4 * elements if definition.name == DEFAULT.name else size
+    return size + copies + BESIDE_WEIGHTS
 
 
 def available_memory() -> int | None:
@@ -56,7 +81,8 @@ def available_memory() -> int | None:
 
 
 def _evaluate(
-    runnable: Any,
+    definition: "Definition",
+    solution: "Solution",
     inputs: list[Any],
     expected: "torch.Tensor",
     reference_ms: float,
@@ -64,13 +90,17 @@ def _evaluate(
     evaluation: Callable[..., "Evaluation"],
     seed: int,
 ) -> "Evaluation":
-    """What flashinfer-bench's evaluator does with a solution, for CPU tensors; `evaluation` makes
-    its record. The solution gets copies of the inputs and fails if it changes them."""
+    """What flashinfer-bench does with a solution, for CPU tensors; `evaluation` makes its record.
+    The solution gets copies of the inputs and fails if it changes them."""
     import torch
     from flashinfer_bench.bench.utils import compute_error_stats
+    from flashinfer_bench.compile import BuilderRegistry, BuildError
     from flashinfer_bench.data import Correctness, EvaluationStatus, Performance
 
-    definition = runnable.metadata.definition
+    try:
+        runnable = BuilderRegistry.get_instance().build(definition, solution)
+    except (BuildError, SystemExit):
+        return evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
     mine = fresh(inputs)
     times: list[float] = []
 
@@ -108,7 +138,7 @@ def _evaluate(
         refuse_changed(definition, mine, inputs)
     except ChangedInputs as error:
         return evaluation(EvaluationStatus.RUNTIME_ERROR, log=str(error))
-    except Exception:
+    except FAILURES:
         return evaluation(EvaluationStatus.RUNTIME_ERROR, log=traceback.format_exc())
     latency = 1e3 * statistics.median(times)
     performance = Performance(
@@ -128,15 +158,15 @@ def run(
     progress: Progress,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done."""
-    from flashinfer_bench.compile import BuilderRegistry, BuildError
     from flashinfer_bench.data import Environment, Evaluation, EvaluationStatus, Trace
     from flashinfer_bench.utils import env_snapshot
 
-    memory = available_memory()
-    if memory is not None and memory < MEMORY_NEEDED:
+    definition = definition_of(trace_set)
+    memory, needed = available_memory(), memory_needed(definition)
+    if memory is not None and memory < needed:
         raise UsageError(
-            f"the reference at the true geometry needs about {MEMORY_NEEDED / 2**30:.0f} GiB of "
-            f"memory and {memory / 2**30:.1f} GiB are available"
+            f"{definition.name} on the CPU needs about {needed / 2**30:.0f} GiB of memory and "
+            f"{memory / 2**30:.1f} GiB are available"
         )
     snapshot = env_snapshot("cpu")
     environment = Environment(
@@ -148,29 +178,35 @@ def run(
         now = datetime.now().isoformat()
         return Evaluation(status=status, environment=environment, timestamp=now, **fields)
 
-    registry = BuilderRegistry.get_instance()
-    definition = definition_of(trace_set)
-    reference = registry.build_reference(definition)
     inputs_of = Inputs(trace_set, "cpu", seed)
     for trace, solutions in pairs:
         workload = trace.workload
         names = ", ".join(s.name for s in solutions)
         progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
-        inputs = inputs_of.of(workload)
-        start = time.perf_counter()
-        expected = reference(*inputs)
-        reference_ms = 1e3 * (time.perf_counter() - start)
+        failed = ""
+        try:
+            inputs = inputs_of.of(workload)
+            expected, seconds = run_reference(definition, inputs)
+        except (UsageError, RuntimeError) as error:  # of this workload: the others go on
+            failed = str(error)
+            progress.note(failed)
         results: list[Trace] = []
         try:
             for solution in solutions:
-                try:
-                    runnable = registry.build(definition, solution)
-                except BuildError:
-                    result = evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
-                else:
-                    result = _evaluate(
-                        runnable, inputs, expected, reference_ms, config, evaluation, seed
+                result = (
+                    evaluation(EvaluationStatus.RUNTIME_ERROR, log=failed)
+                    if failed
+                    else _evaluate(
+                        definition,
+                        solution,
+                        inputs,
+                        expected,
+                        1e3 * seconds,
+                        config,
+                        evaluation,
+                        seed,
                     )
+                )
                 results.append(
                     Trace(
                         definition=definition.name,

@@ -4,6 +4,7 @@ As in flashinfer-bench's timing, a solution gets copies of the inputs, so that o
 them harms no other; that it did is found by comparing the copies with what they were made of.
 """
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ from scripts.common.project import ACCURACY_TOLERANCES
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.data import Definition
+
+
+FAILURES = (Exception, SystemExit)
+"""What code of a data set may raise: sys.exit in it would end a program as if all were done."""
 
 
 class ChangedInputs(Exception):
@@ -85,3 +90,20 @@ def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> "torch.Te
         else:
             outputs = normalize_result(definition, runnable(*inputs), device)
     return outputs[0]
+
+
+def run_reference(definition: "Definition", inputs: Sequence[Any]) -> "tuple[torch.Tensor, float]":
+    """The output of the definition's reference, and the seconds that it took.
+
+    Raises:
+        RuntimeError: it fails or calls sys.exit; one line says how.
+    """
+    from flashinfer_bench.compile import BuilderRegistry
+
+    try:
+        reference = BuilderRegistry.get_instance().build_reference(definition)
+        start = time.perf_counter()
+        return reference(*inputs), time.perf_counter() - start
+    except FAILURES as error:
+        said = f"the reference of {definition.name} fails: {type(error).__name__}: {error}"
+        raise RuntimeError(said.splitlines()[0]) from error

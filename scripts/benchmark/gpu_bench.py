@@ -13,11 +13,11 @@ from threading import Event, Thread
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from scripts.common.command_line import EXIT_INTERRUPTED, say
+from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
 from scripts.common.progress import Progress, duration
 from scripts.ranking.rank_tables import number
 from scripts.ranking.records import Record, parse_record
-from scripts.workloads.dataset import tokens
+from scripts.workloads.dataset import load_tensors, tokens
 
 if TYPE_CHECKING:
     from flashinfer_bench.bench import Benchmark, BenchmarkConfig
@@ -75,7 +75,11 @@ def run_on_gpu(
                 finish_before_interrupt() as interrupted,
                 announce(Path(config.log_dir), names, progress),
             ):
-                results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+                try:
+                    results = evaluated(benchmark, one, trace)
+                except UsageError as error:
+                    results = []
+                    messages.append(str(error))
             if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
                 results = [r for r in results if record_of(r).passed]
             store(results)
@@ -97,6 +101,22 @@ def run_on_gpu(
         logger.removeHandler(handler)
         logger.propagate = True
     return errors
+
+
+def evaluated(benchmark: "Benchmark", trace_set: "TraceSet", trace: "Trace") -> "list[Trace]":
+    """The results of its one workload.
+
+    Raises:
+        UsageError: the workload cannot be read (flashinfer-bench would give the GPU up after three
+            of them), or its reference, which runs in this process, calls sys.exit.
+    """
+    load_tensors(trace_set, trace.workload)
+    try:
+        return benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+    except SystemExit as error:
+        raise UsageError(
+            f"the reference of {trace.definition} calls sys.exit({error.code})"
+        ) from None
 
 
 def end(benchmark: "Benchmark") -> None:

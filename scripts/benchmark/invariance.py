@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.benchmark.cpu_bench import CPU_MAX_TOKENS
 from scripts.benchmark.device_time import capture, waits
-from scripts.benchmark.evaluate import fresh, refuse_changed, run_solution
+from scripts.benchmark.evaluate import FAILURES, fresh, refuse_changed, run_solution
 from scripts.benchmark.second_pass import choose
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -220,7 +220,7 @@ def measure(
             say("interrupted; what is known is kept")
             results[solution.name] = {"error": "interrupted"}
             break
-        except Exception as error:
+        except FAILURES as error:
             traceback.print_exc()
             results[solution.name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         progress.finish(1)

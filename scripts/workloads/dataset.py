@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common.command_line import UsageError, say
+from scripts.common.command_line import UsageError, os_error, say
 from scripts.common.definitions import DEFAULT, DEFINITIONS, Entry, size_of
 from scripts.common.project import ROOT
 
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.data import Definition, Solution, Trace, TraceSet, Workload
+
+LFS_POINTER = b"version https://git-lfs"
+"""What git-lfs leaves in the place of a file that it has not fetched begins so."""
 
 
 def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]":
@@ -48,10 +51,13 @@ def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]
     remarks = []
     solutions: dict[str, Solution] = {}
     for path in sorted((root / "solutions").rglob("*.json")):
-        if name not in path.read_text(encoding="utf-8", errors="replace"):
-            continue
         try:
+            if name not in path.read_text(encoding="utf-8", errors="replace"):
+                continue
             solution = load_json_file(Solution, path)
+        except OSError as error:
+            remarks.append(f"passed over: {os_error(error)}")
+            continue
         except ValueError as error:
             remarks.append(
                 f"{path}: not a solution of this flashinfer-bench version: {_first_line(error)}"
@@ -181,6 +187,36 @@ def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool
     make_workloads(root, uuids=missing, progress=progress, definition=definition)
 
 
+def load_tensors(
+    trace_set: "TraceSet", workload: "Workload"
+) -> "tuple[dict[str, torch.Tensor], list[tuple[int, ...] | None]]":
+    """What a workload loads from files, by name, and the shapes of all inputs, in their order.
+
+    Raises:
+        UsageError: an axis has no value, or a file is not what the definition says; in one line,
+            with what to do.
+    """
+    from flashinfer_bench.bench.utils import load_safetensors
+    from safetensors import SafetensorError
+
+    definition, root, named = definition_of(trace_set), trace_set.root, f"workload {workload.uuid}"
+    try:
+        shapes = definition.get_input_shapes(workload.axes)
+    except ValueError as error:
+        raise UsageError(f"{named}: {error}; correct its line below workloads/") from None
+    try:
+        return load_safetensors(definition, workload, root), shapes
+    except (OSError, ValueError, SafetensorError) as error:
+        specs = workload.inputs.values()
+        files = {root / spec.path for spec in specs if spec.type == "safetensors"}
+        said, remedy = _first_line(error), "get it anew (git lfs pull)"
+        if any(f.is_file() and f.read_bytes().startswith(LFS_POINTER) for f in files):
+            said = "a pointer of git-lfs in the place of the tensors"
+        if ours(root):
+            remedy = "remove it, then run.py make_workloads makes it anew"
+        raise UsageError(f"{named}: {', '.join(map(str, files))}: {said}; {remedy}") from None
+
+
 def draw(
     definition: "Definition",
     name: str,
@@ -226,11 +262,9 @@ class Inputs:
     def of(self, workload: "Workload") -> list[Any]:
         """The inputs in the definition's order."""
         import torch
-        from flashinfer_bench.bench.utils import load_safetensors
 
-        loaded = load_safetensors(self.definition, workload, self.trace_set.root)
+        loaded, shapes = load_tensors(self.trace_set, workload)
         device = torch.device(self.device)
-        shapes = self.definition.get_input_shapes(workload.axes)
         values: list[Any] = []
         for (name, tensor), shape in zip(self.definition.inputs.items(), shapes, strict=True):
             spec = workload.inputs.get(name)

@@ -33,7 +33,9 @@ def own_cache(monkeypatch, tmp_path: Path) -> None:
 
 
 def measured(solutions: list, **options: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    trace_set = small.trace_set(lengths=(3,))
+    trace_set = small.trace_set(
+        options.get("reference", small.REFERENCE), options.get("lengths", (3,))
+    )
     (workloads,) = trace_set.workloads.values()
     pairs = {(w.workload.uuid, s.name) for w in workloads for s in solutions}
     pairs = options.pop("pairs", pairs)
@@ -61,6 +63,18 @@ def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> 
     by_name = {name: result for (_, name), result in found.items()}
     assert by_name["vandal"]["inputs_changed"] == ["x"]
     assert "inputs_changed" not in by_name["right"] and by_name["right"]["cosine"] > 0.9999
+
+
+def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured() -> None:
+    """A reference that exits on one workload, and a solution that does."""
+    exits = "    import sys; sys.exit(0)\n"
+    reference = small.REFERENCE.replace("    return", f"    if len(x) == 3:\n    {exits}    return")
+    solutions = [small.solution("right"), small.solution("exits", small.RIGHT + exits)]
+    found = measured(solutions, reference=reference, lengths=(3, 1))
+    said = f"RuntimeError: the reference of {DEFINITION} fails: SystemExit: 0"
+    assert found["uuid-3-0", "right"] == found["uuid-3-0", "exits"] == {"error": said}
+    assert found["uuid-1-1", "right"]["cosine"] > 0.9999
+    assert found["uuid-1-1", "exits"] == {"error": "SystemExit: 0"}
 
 
 # --- the program on a run -------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import flashinfer_bench.bench
 import pytest
+import small
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
-from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
+from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workload
 from test_dataset import solution
 from test_files import disk_of
 
-from scripts.benchmark import bench, gpu_bench, plan
+from scripts.benchmark import bench, cpu_bench, gpu_bench, plan
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
@@ -103,6 +104,7 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
     monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
     monkeypatch.setattr(flashinfer_bench.bench, "Benchmark", FakeBenchmark)
+    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
     return FakeBenchmark
 
 
@@ -159,6 +161,27 @@ def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) 
     said = capsys.readouterr().err
     assert all(error in said for error in errors)
     assert (logger.handlers, logger.propagate) == before
+
+
+def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
+    fake, monkeypatch
+) -> None:
+    """flashinfer-bench runs the reference in this process."""
+
+    def load(trace_set: TraceSet, workload: Workload) -> None:
+        if workload.axes["seq_len"] == 1:
+            raise UsageError("workload e05c6c03: no file")
+
+    stored: list[list[Trace]] = []
+    monkeypatch.setattr(gpu_bench, "load_tensors", load)
+    (error,) = drive(["x", "y"], stored)
+    assert error.startswith("T=1 (e05c6c03") and "['x', 'y']: workload e05c6c03: no file" in error
+    assert [[t.solution for t in traces] for traces in stored if traces] == [["x", "y"]]
+    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
+    fake.before_results = staticmethod(lambda call: sys.exit(0))
+    errors = drive(["x"], stored)
+    assert len(errors) == 2 and fake.instances[-1].closed
+    assert all(f"the reference of {DEFINITION} calls sys.exit(0)" in error for error in errors)
 
 
 def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
@@ -417,8 +440,6 @@ def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
     """The program on a machine without a GPU: token counts and settings that the runner gets."""
     import torch
 
-    from scripts.benchmark import cpu_bench
-
     calls: list[tuple[list[int], BenchmarkConfig]] = []
 
     def run(trace_set, pairs, config, seed, store, progress) -> None:
@@ -457,6 +478,46 @@ def test_the_cpu_is_taken_where_it_is_asked_for(h200, fake, cpu, monkeypatch, ca
     assert h200("--solutions", "x", "--cpu", "--workloads", "1") == 0
     assert len(cpu) == 1 and fake.instances == []
     assert "as asked (--cpu): the solutions run as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reference", "passed"), [(small.REFERENCE, [1, 3]), ("import sys; sys.exit(0)", [])]
+)
+def test_a_broken_data_set_fails_on_the_cpu_and_what_can_be_measured_is(
+    h200, monkeypatch, tmp_path, capsys, reference: str, passed: list[int]
+) -> None:
+    """A reference that exits, a pointer of git-lfs, a workload without its axis, and an entry below
+    solutions/ that cannot be read."""
+    name, root = f"{DEFINITION}.json", tmp_path / "set"
+    for folder in ("definitions", "workloads", "solutions"):
+        (root / folder).mkdir(parents=True)
+    (root / "solutions" / "gone.json").symlink_to(root / "absent")
+    (root / "solutions" / "folder.json").mkdir()
+    code = f"{reference}\ndef run(x, w, factor): ...\n" if not passed else reference
+    (root / "definitions" / name).write_text(small.definition(code).model_dump_json())
+    (root / "pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
+    pointer, axis = (small.json_of(small.workload(2, uuid)) for uuid in ("pointer", "no axis"))
+    pointer["workload"]["inputs"]["x"] = dict(type="safetensors", path="pointer", tensor_key="x")
+    axis["workload"]["axes"] = {}
+    good = [small.json_of(small.workload(length, f"good {length}")) for length in (1, 3)]
+    lines = [json.dumps(w) + "\n" for w in (good[0], pointer, axis, good[1])]
+    (root / "workloads" / f"{name}l").write_text("".join(lines))
+    h200.solutions = [small.solution("x")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_bench, "BESIDE_WEIGHTS", 0)
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    assert h200("--local", str(root)) == EXIT_FAILED
+    results = {t["workload"]["uuid"]: t["evaluation"] for t in traces_of(the_run(tmp_path))}
+    assert len(results) == 4
+    assert {u for u, e in results.items() if e["status"] == "PASSED"} == {
+        f"good {t}" for t in passed
+    }
+    out, err = capsys.readouterr()
+    for said in ("a pointer of git-lfs", "correct its line below workloads/"):
+        assert said in out and said in err
+    assert passed or f"the reference of {DEFINITION} fails: SystemExit: 0" in out
+    assert f"passed over: {root}/solutions/gone.json: No such file or directory" in err
+    assert f"passed over: {root}/solutions/folder.json: Is a directory" in err
 
 
 # --- what a result is of --------------------------------------------------------------------------
