@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmark.evaluate import FAILURES
 from scripts.benchmark.kernel_trace import Call, traced
 from scripts.benchmark.second_pass import choose
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
@@ -33,7 +34,7 @@ from scripts.common.progress import Progress
 from scripts.common.project import ROOT
 from scripts.common.text import text_table
 from scripts.gemm.gpu import require_gpu
-from scripts.gemm.timing import FLUSH_BYTES, percentile
+from scripts.gemm.timing import flush_buffer, in_turns, percentile
 from scripts.ranking.records import DEVICE, HARNESS
 from scripts.ranking.traces import read_records
 from scripts.solutions.pack import PackError
@@ -109,6 +110,12 @@ def captured(call: Call, output: "torch.Tensor", stream: "torch.cuda.Stream | No
     return graph.replay
 
 
+def failure(error: BaseException) -> dict[str, Any]:
+    """What stands in the place of figures, in one line; the whole goes to stderr."""
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
 def traced_ms(call: Call) -> float:
     """The sum of a call's kernels and copies on the GPU."""
     return 1e-3 * sum(span.end - span.start for span in traced(call))
@@ -152,12 +159,12 @@ def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, A
     """The device time of each call, or the error for which there is none."""
     import torch
 
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    flush = flush_buffer()
     # One for all that is not replayed: a solution may keep its buffers for each stream, and those
     # of a dozen, in graphs and twice beside them, were more than 80 GB at T=14107.
     stream = torch.cuda.Stream()
     found: dict[str, dict[str, Any]] = {}
-    replays: dict[str, Call] = {}
+    replays: dict[str, list[Call]] = {}
     for name, call in calls.items():
         try:
             with torch.cuda.stream(stream):
@@ -166,7 +173,7 @@ def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, A
                 waiting = waits(call)
             torch.cuda.synchronize()
             if not waiting:
-                replays[name] = captured(call, call.output, stream)
+                replays[name] = [captured(call, call.output, stream)]
                 continue
             samples = []
             for _ in range(min(repeats, TRACED_CALLS)):
@@ -174,21 +181,10 @@ def device_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, A
                 torch.cuda.synchronize()
                 samples.append(traced_ms(call))
             found[name] = summary(samples, method="kernel sum")
-        except Exception as error:
-            traceback.print_exc()
-            found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    samples_of: dict[str, list[float]] = {name: [] for name in replays}
-    for repeat in range(-2, repeats):  # two rounds of warm-up
-        for name, replay in replays.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            if repeat >= 0:
-                samples_of[name].append(begin.elapsed_time(end))
-    found |= {name: summary(samples, method="graph") for name, samples in samples_of.items()}
+        except FAILURES as error:
+            found[name] = failure(error)
+    for name, samples in in_turns(replays, repeats).items():
+        found[name] = summary(samples, method="graph")
     return found
 
 
@@ -206,6 +202,43 @@ def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
     return summary(samples)
 
 
+def both_times(calls: dict[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
+    """The `device` and `harness` figures of each call, or its `error`."""
+    import torch
+
+    found = {}
+    with torch.no_grad():
+        for name, device in device_times(calls, repeats).items():
+            try:
+                found[name] = (
+                    device
+                    if "error" in device
+                    else {DEVICE: device, HARNESS: harness_times(calls[name], repeats)}
+                )
+            except FAILURES as error:
+                found[name] = failure(error)
+    return found
+
+
+def times_of(
+    definition: "Definition", solutions: "Sequence[Solution]", inputs: Sequence[Any], repeats: int
+) -> dict[str, dict[str, Any]]:
+    """The same of each solution on these inputs."""
+    found: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Timed] = {}
+    for solution in solutions:
+        try:
+            call = timed(definition, solution, inputs)
+        except FAILURES as error:
+            found[solution.name] = failure(error)
+        else:
+            if call is None:
+                found[solution.name] = {"error": NOT_TIMED}
+            else:
+                calls[solution.name] = call
+    return found | both_times(calls, repeats)
+
+
 def measure(
     trace_set: "TraceSet",
     solutions: "Sequence[Solution]",
@@ -215,34 +248,23 @@ def measure(
     wanted: set[tuple[str, str]] | None = None,
 ) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
     """`device` and `harness` figures, or `error`, by (uuid, solution): those of one workload after
-    the other, so that a run which is cut short keeps what it measured."""
-    import torch
-
-    definition = definition_of(trace_set)
+    the other, so that a run which is cut short keeps what it measured. What fails, for want of
+    memory too, costs no other solution and no other workload its figures."""
     inputs_of = Inputs(trace_set, "cuda", seed)
     progress = Progress(len(workloads), sum(2000 + tokens(t.workload) for t in workloads))
     for trace in workloads:
-        results: dict[tuple[str, str], dict[str, Any]] = {}
         uuid = trace.workload.uuid
         progress.step(f"device time of T={tokens(trace.workload)} ({uuid[:8]})")
-        inputs = inputs_of.of(trace.workload)
-        calls: dict[str, Timed] = {}
-        for solution in solutions:
-            if wanted is not None and (uuid, solution.name) not in wanted:
-                continue
-            call = timed(definition, solution, inputs)
-            if call is None:
-                results[uuid, solution.name] = {"error": NOT_TIMED}
-            else:
-                calls[solution.name] = call
-        with torch.no_grad():
-            for name, device in device_times(calls, repeats).items():
-                if "error" in device:
-                    results[uuid, name] = device
-                    continue
-                harness = harness_times(calls[name], repeats)
-                results[uuid, name] = {DEVICE: device, HARNESS: harness, "timing_seed": seed}
-        yield results
+        chosen = [s for s in solutions if wanted is None or (uuid, s.name) in wanted]
+        try:
+            inputs = inputs_of.of(trace.workload)
+            found = times_of(definition_of(trace_set), chosen, inputs, repeats)
+        except Exception as error:  # not of one solution
+            found = {s.name: failure(error) for s in chosen}
+        yield {
+            (uuid, name): times if "error" in times else {**times, "timing_seed": seed}
+            for name, times in found.items()
+        }
         progress.finish(2000 + tokens(trace.workload))
 
 

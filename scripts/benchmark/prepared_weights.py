@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmark.device_time import Timed, device_times, harness_times, table, timed
+from scripts.benchmark.device_time import Timed, both_times, table, timed
 from scripts.benchmark.second_pass import Pass, choose
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -30,7 +30,6 @@ from scripts.common.project import DEFINITION, ROOT
 from scripts.common.text import text_table
 from scripts.gemm.gpu import require_gpu
 from scripts.gemm.timing import MAX_CALC_DIFF
-from scripts.ranking.records import DEVICE, HARNESS
 from scripts.solutions.pack import PackError
 from scripts.workloads.dataset import Inputs, tokens
 
@@ -129,18 +128,13 @@ def measure(
         first = next(iter(calls.values()))
         prepared = gate_before_up(MoeInputs(*inputs))
         calls[NAME] = Timed(layer, [*prepared, torch.empty_like(first.output)])
-        with torch.no_grad():
-            try:
+        try:
+            with torch.no_grad():
                 refuse_wrong(calls[NAME], first)
-            except RuntimeError as error:
-                del calls[NAME]
-                results[uuid, NAME] = {"error": str(error)}
-            for name, device in device_times(calls, repeats).items():
-                results[uuid, name] = (
-                    device
-                    if "error" in device
-                    else {DEVICE: device, HARNESS: harness_times(calls[name], repeats)}
-                )
+        except RuntimeError as error:
+            del calls[NAME]
+            results[uuid, NAME] = {"error": str(error)}
+        results |= {(uuid, name): found for name, found in both_times(calls, repeats).items()}
         progress.finish(2000 + length)
     return results
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 MAX_CALC_DIFF = 1e-3
 FLUSH_BYTES = 256 * 2**20
-"""Overwritten before a timing: at least twice the L2 cache of any GPU there is."""
+"""At least twice the L2 cache of any GPU there is."""
 READING = "reading"
 """Beginning of the names under which the readings of the weights are timed with the variants."""
 
@@ -44,39 +44,53 @@ def capture(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph | None":
 
 
 @functools.cache
-def _flush_buffer() -> "torch.Tensor":
+def flush_buffer() -> "torch.Tensor":
+    """What is overwritten before a timing."""
     import torch
 
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+
+def in_turns(runs: Mapping[str, Sequence[Launch]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds on the GPU of each name's launches, the mean over them, a list over the repeats.
+
+    The names take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
+    before each launch. Two rounds of warm-up do not count.
+    """
+    import torch
+
+    flush = flush_buffer()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(-2, repeats):
+        for name, launches in runs.items():
+            spans = []
+            for launch in launches:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                begin.record()
+                launch()
+                end.record()
+                end.synchronize()
+                spans.append(begin.elapsed_time(end))
+            if repeat >= 0:
+                samples[name].append(statistics.fmean(spans))
+    return samples
 
 
 def time_variants(
     calls: "Mapping[str, Sequence[Call | Reading]]", repeats: int
 ) -> dict[str, tuple[list[float], str]]:
     """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
-    import torch
-
-    flush = _flush_buffer()
     graphs = {name: capture(prepared) for name, prepared in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(-2, repeats):  # two rounds of warm-up
-        for name, prepared in calls.items():
-            graph = graphs[name]
-            runs: list[tuple[Launch, int]] = [(call.launch, 1) for call in prepared]
-            if graph is not None:
-                runs = [(graph.replay, len(prepared))]
-            spans = []
-            for run, count in runs:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                flush.zero_()
-                begin.record()
-                run()
-                end.record()
-                end.synchronize()
-                spans.append(1e3 * begin.elapsed_time(end) / count)
-            if repeat >= 0:
-                samples[name].append(statistics.fmean(spans))
-    return {n: (samples[n], "graph" if graphs[n] else "events") for n in calls}
+    runs = {
+        name: [call.launch for call in calls[name]] if graph is None else [graph.replay]
+        for name, graph in graphs.items()
+    }
+    found = {}
+    for name, samples in in_turns(runs, repeats).items():
+        per_launch = 1e3 * len(runs[name]) / len(calls[name])  # a replay makes all launches
+        found[name] = [per_launch * ms for ms in samples], "graph" if graphs[name] else "events"
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -2,12 +2,17 @@
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from fake_cuda import FakeCuda
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
@@ -18,7 +23,11 @@ if not torch.cuda.is_available():
 
 # Before anything imports the DSL, which dumps what the compile tests ask for under the kernel's
 # name: all configs share it, and so would the workers of pytest-xdist share the directory.
-os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="moe_fp8_dump_")
+os.environ["CUTE_DSL_DUMP_DIR"] = DUMP_DIR = tempfile.mkdtemp(prefix="moe_fp8_dump_")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(DUMP_DIR)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +37,18 @@ def reference() -> Callable[..., torch.Tensor]:
     namespace: dict = {}
     exec(compile(definition["reference"], "reference", "exec"), namespace)
     return namespace["run"]
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> "Iterator[FakeCuda]":
+    """In the place of torch.cuda; see fake_cuda.py."""
+    from fake_cuda import FakeCuda
+
+    from scripts.gemm.timing import flush_buffer
+
+    flush_buffer.cache_clear()
+    yield FakeCuda(monkeypatch)
+    flush_buffer.cache_clear()
 
 
 @pytest.fixture(scope="session")

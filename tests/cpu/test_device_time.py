@@ -1,11 +1,11 @@
 """The pass that measures device time, off the GPU: what it captures, traces, keeps and refuses."""
 
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import Kernel
 
 from scripts.benchmark import device_time
 from scripts.benchmark.kernel_trace import Span
@@ -20,63 +20,92 @@ def test_a_summary_has_the_spread() -> None:
     }  # fmt: skip
 
 
-STREAM = object()
+def timed(kernel: Kernel) -> device_time.Timed:
+    return device_time.Timed(kernel, [1, kernel.out])
 
 
-class Event:
-    """The n-th pair of events lies n ms apart."""
-
-    pairs = 0
-
-    def __init__(self, enable_timing: bool):
-        assert enable_timing
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: "Event") -> float:
-        Event.pairs += 1
-        return float(Event.pairs)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """What device_times asks of torch.cuda; the calls that were made, by name."""
-    made: list[str] = []
-    monkeypatch.setattr(Event, "pairs", 0)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: STREAM)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
-    real = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: real(*[1 for _ in a], **k))
-    return made
-
-
-def timed(name: str, made: list[str]) -> device_time.Timed:
-    return device_time.Timed(lambda *arguments: made.append(name), [1, torch.zeros(2)])
-
-
-def test_calls_that_wait_are_traced_and_others_replayed_in_turns(gpu, monkeypatch) -> None:
-    made = gpu
-    calls = {name: timed(name, made) for name in ("a", "waits", "b", "broken")}
-    monkeypatch.setattr(device_time, "waits", lambda call: call is calls["waits"])
-
-    def captured(call, output, stream):
-        assert output is call.arguments[-1] and stream is STREAM
-        if call is calls["broken"]:
-            raise RuntimeError("a replay gives another output\nand more")
-        return lambda: call.runnable(*call.arguments)
-
-    monkeypatch.setattr(device_time, "captured", captured)
-    monkeypatch.setattr(device_time, "traced_ms", lambda call: 0.25)
+def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypatch) -> None:
+    """On a cold L2 cache each, the replay alone between the events, without the warm-up."""
+    monkeypatch.setattr(device_time, "traced", cuda.traced)
+    a, b, waits = Kernel(cuda, "a"), Kernel(cuda, "b"), Kernel(cuda, "waits", waits=True)
+    calls = {kernel.name: timed(kernel) for kernel in (a, waits, b)}
     found = device_time.device_times(calls, repeats=3)
-    assert found["waits"] == device_time.summary([0.25] * 3, method="kernel sum")
-    assert found["broken"] == {"error": "RuntimeError: a replay gives another output"}
-    assert found["a"] == device_time.summary([1.0, 3.0, 5.0], method="graph")
-    assert found["b"] == device_time.summary([2.0, 4.0, 6.0], method="graph")
-    assert made[-10:] == ["a", "b"] * 5, "two rounds of warm-up and three that count, in turns"
+    for kernel in (a, b):
+        p10, median, p90 = kernel.took[-3:]
+        assert found[kernel.name] == pytest.approx(
+            {"method": "graph", "ms": median, "p10": p10, "p90": p90, "calls": 3}
+        )
+    of_a, of_b = (["flush", "event", name, "event", "wait"] for name in "ab")
+    assert cuda.log[-50:] == [*of_a, *of_b] * 5, "two rounds of warm-up and three that count"
+    assert found["waits"] == pytest.approx(
+        device_time.summary(waits.took[-3:], method="kernel sum")
+    )
+    assert [x for x in cuda.log[:-50] if x in ("flush", "waits")][-6:] == ["flush", "waits"] * 3
+    assert cuda.streams == 1, "a solution keeps its buffers for each"
+
+
+@pytest.mark.parametrize(
+    "broken", [dict(value=float), dict(captures=False)], ids=["another output", "none"]
+)
+def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
+    cuda, broken, capsys
+) -> None:
+    kernels = Kernel(cuda, "broken", **broken), Kernel(cuda, "right")
+    found = device_time.device_times({k.name: timed(k) for k in kernels}, repeats=3)
+    assert found["broken"] == {
+        "error": "RuntimeError: a replay of the captured call gives another output than the call"
+    }
+    assert found["right"]["calls"] == 3
+    assert "Traceback" in capsys.readouterr().err, "the log says where"
+
+
+def out_of_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+
+def test_what_fails_costs_no_other_solution_and_no_other_workload(cuda, monkeypatch) -> None:
+    """For want of memory: for a solution's buffers, in its call, in the harness's copies of its
+    arguments, or for the inputs; or because its code calls sys.exit."""
+    kernels = {
+        name: Kernel(cuda, name) for name in ("right", "buffers", "call", "harness", "exits")
+    }
+    monkeypatch.setitem(vars(kernels["call"]), "run", out_of_memory)
+    monkeypatch.setitem(vars(kernels["exits"]), "run", sys.exit)
+
+    def prepared(definition: object, solution: SimpleNamespace, inputs: object):
+        if solution.name == "returns":
+            return None
+        return out_of_memory() if solution.name == "buffers" else timed(kernels[solution.name])
+
+    def harness_times(call: device_time.Timed, repeats: int) -> dict:
+        return out_of_memory() if call.runnable.name == "harness" else {"ms": 1.0}
+
+    def of(workload: SimpleNamespace) -> list:
+        return out_of_memory() if workload.uuid == "large" else []
+
+    monkeypatch.setattr(device_time, "timed", prepared)
+    monkeypatch.setattr(device_time, "harness_times", harness_times)
+    monkeypatch.setattr(device_time, "Inputs", lambda *_: SimpleNamespace(of=of))
+    names = ["buffers", "call", "harness", "exits", "returns", "right", "not wanted"]
+    solutions = [SimpleNamespace(name=name) for name in names]
+    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in ("large", "x")]
+    wanted = {(w.workload.uuid, s.name) for w in workloads for s in solutions} - {
+        ("x", "not wanted")
+    }
+    trace_set = SimpleNamespace(definitions={"d": None})
+    large, found = device_time.measure(trace_set, solutions, workloads, 7, 3, wanted)
+    error = {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"}
+    assert large == {("large", name): error for name in names}
+    right = found.pop(("x", "right"))
+    assert right["device"]["method"] == "graph" and right["harness"] == {"ms": 1.0}
+    assert right["timing_seed"] == 7
+    assert found == {
+        ("x", "buffers"): error,
+        ("x", "call"): error,
+        ("x", "harness"): error,
+        ("x", "exits"): {"error": "SystemExit: "},
+        ("x", "returns"): {"error": device_time.NOT_TIMED},
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from fake_cuda import Kernel
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
@@ -289,6 +290,32 @@ def test_figures_of_a_problem() -> None:
     assert found["percent_of_floor"] == pytest.approx(35.0)
     found = timing.figures(problem, [100.0], floors, read_us=20.0)
     assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
+
+
+def call_of(kernel: Kernel) -> Call:
+    return Call(kernel, kernel.out, torch.arange(2))
+
+
+def test_a_launch_is_timed_cold_in_turns_and_without_the_warm_up(cuda) -> None:
+    """A replay makes all of its graph's launches; what no graph holds is launched one by one."""
+    kernels = Kernel(cuda, "a"), Kernel(cuda, "b"), Kernel(cuda, "eager", captures=False)
+    prepared = [[call_of(kernel)] * count for kernel, count in zip(kernels, (4, 1, 2), strict=True)]
+    calls = {kernel.name: of for kernel, of in zip(kernels, prepared, strict=True)}
+    found = timing.time_variants(calls, repeats=3)
+    assert [method for _, method in found.values()] == ["graph", "graph", "events"]
+    for kernel, count in zip(kernels, (4, 1, 2), strict=True):
+        timed = kernel.took[-3 * count :]
+        means = [1e3 * sum(timed[i : i + count]) / count for i in range(0, len(timed), count)]
+        assert found[kernel.name][0] == pytest.approx(means), kernel.name
+    turns = ["a"] * 4, ["b"], ["eager"], ["eager"]
+    one_round = [x for names in turns for x in ("flush", "event", *names, "event", "wait")]
+    assert cuda.log[-5 * len(one_round) :] == one_round * 5, "two rounds do not count"
+
+
+def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
+    kernel = Kernel(cuda, "waits", waits=True)
+    assert timing.capture([call_of(kernel)]) is None
+    assert "not captured: called a synchronizing CUDA operation" in capsys.readouterr().err
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:

@@ -80,9 +80,9 @@ def test_a_wrong_output_has_no_time(layer, right, monkeypatch) -> None:
     monkeypatch.setattr(prepared_weights.Inputs, "of", lambda self, workload: list(inputs))
     figures = device_time.summary([1.0])
     monkeypatch.setattr(
-        prepared_weights, "device_times", lambda calls, repeats: dict.fromkeys(calls, figures)
+        device_time, "device_times", lambda calls, repeats: dict.fromkeys(calls, figures)
     )
-    monkeypatch.setattr(prepared_weights, "harness_times", lambda call, repeats: figures)
+    monkeypatch.setattr(device_time, "harness_times", lambda call, repeats: figures)
     workload = types.SimpleNamespace(uuid="u", axes={"seq_len": 9})
     what = Pass(
         types.SimpleNamespace(definitions={prepared_weights.DEFINITION: None}),  # type: ignore
