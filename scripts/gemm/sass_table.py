@@ -55,19 +55,19 @@ def main() -> int:
     args = arguments.parse_args()
     if nvdisasm() is None:
         raise UsageError("nvdisasm is neither on the path nor in triton's package")
-    directory = tempfile.mkdtemp(prefix="moe_fp8_sass_")
-    # Before the DSL is imported, which writes what it keeps under the kernel's name.
-    os.environ["CUTE_DSL_DUMP_DIR"] = directory
-    os.environ["MOE_FP8_CACHE_DIR"] = ""
-
-    from moe_fp8.kernels.sm100.heuristic import PICKED
-    from tabulate import tabulate
-
     rows = []
-    for config in PICKED:
-        for gemm, (n, k) in LAYER_SHAPES.items():
-            (text,) = disassemble(compiled(config, n, k, args.target)).values()
-            rows.append(row(config, gemm, facts(text)))
+    with tempfile.TemporaryDirectory(prefix="moe_fp8_sass_") as directory:
+        # Before the DSL is imported, which writes what it keeps under the kernel's name.
+        os.environ["CUTE_DSL_DUMP_DIR"] = directory
+        os.environ["MOE_FP8_CACHE_DIR"] = ""
+
+        from moe_fp8.kernels.sm100.heuristic import PICKED
+        from tabulate import tabulate
+
+        for config in PICKED:
+            for gemm, (n, k) in LAYER_SHAPES.items():
+                (text,) = disassemble(compiled(config, n, k, args.target)).values()
+                rows.append(row(config, gemm, facts(text)))
     print(tabulate(rows, headers=HEADERS, tablefmt="github"))
     return 0
 
