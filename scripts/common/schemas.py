@@ -20,7 +20,6 @@ from pydantic import (
 from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
-from scripts.common.text import printable
 
 OPEN = ConfigDict(extra="allow")
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -173,16 +172,7 @@ class Gemm(TypedDict):
     solutions: NotRequired[dict[str, str]]
 
 
-def _printable(value: Any) -> Any:
-    """The same JSON with every text printable: pages, tables and terminals show it."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(k): _printable(v) for k, v in value.items()}
-    return [_printable(v) for v in value] if isinstance(value, list) else value
-
-
-def load(path: Path, shape: Any) -> Any:
+def read(path: Path, shape: Any) -> Any:
     """The file's JSON, of the given shape; UsageError otherwise."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
@@ -194,8 +184,3 @@ def load(path: Path, shape: Any) -> Any:
         raise UsageError(f"{path}: {place}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
-
-
-def read(path: Path, shape: Any) -> Any:
-    """The same to be shown: every text is printable."""
-    return _printable(load(path, shape))

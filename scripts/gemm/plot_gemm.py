@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import EXIT_OK, UsageError, parser, run_main
+from scripts.common.text import printable
 from scripts.gemm.rates import bandwidth
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def new_figure(panels: int, title: str, height: float) -> "tuple[Figure, list[An
 
     figure = Figure(figsize=(11, height * panels), layout="constrained", facecolor=BACKGROUND)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, color=INK)
+    figure.suptitle(printable(title), color=INK)
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     for ax in axes:
         ax.set_facecolor("white")
@@ -75,7 +76,9 @@ def grid_figure(rows: Sequence[Row], hardware: str) -> "Figure | None":
             places = [i + (number - (len(variants) - 1) / 2) * width for i in range(len(keys))]
             measured = [v for v in values if v]
             said = f"{variant}, median {statistics.median(measured):.2f}x" if measured else variant
-            ax.bar(places, values, width, color=COLOURS[number % len(COLOURS)], label=said)
+            ax.bar(
+                places, values, width, color=COLOURS[number % len(COLOURS)], label=printable(said)
+            )
         ax.axhline(1.0, color=INK, linewidth=1.0)
         ax.set_ylabel("best peer / ours")
         ax.set_title(f"{count:g} rows per expert", loc="left", fontsize=10, color=INK)
@@ -111,7 +114,7 @@ def layers_figure(rows: Sequence[Row], floors: dict[str, float], hardware: str) 
             left_part = [(i, found[t]) for i, t in enumerate(tokens[:first]) if t in found]
             right_part = [(i, found[t]) for i, t in enumerate(tokens) if i >= first and t in found]
             x, y = [i for i, _ in left_part], [r["gbytes"] / 1e3 for _, r in left_part]
-            ax.plot(x, y, label=variant, **style)
+            ax.plot(x, y, label=printable(variant), **style)
             x, y = [i for i, _ in right_part], [r["tflops"] for _, r in right_part]
             right.plot(x, y, **style)
         if first:

@@ -16,11 +16,22 @@ from pathlib import Path
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, names, parser, run_main
 from scripts.common.definitions import full_name
-from scripts.common.project import DEFINITION, TRACES_DIR
+from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.ranking.rank_text import print_rankings
 from scripts.ranking.ranking import CLOCKS
 from scripts.ranking.rankings import rankings
 from scripts.ranking.traces import read_records
+
+
+def own_runs() -> list[Path]:
+    """Where bench keeps its runs. Raises UsageError where there are none, naming a record."""
+    if not any(TRACES_DIR.rglob("*.jsonl")):
+        records = sorted(RESULTS_DIR.glob("*/*"), key=lambda path: (path.name, path))
+        raise UsageError(
+            f"no run in {TRACES_DIR}: run.py bench makes one; what is recorded is ranked by "
+            f"run.py rank {(records or [RESULTS_DIR])[-1]}"
+        )
+    return [TRACES_DIR]
 
 
 def main() -> int:
@@ -29,8 +40,7 @@ def main() -> int:
         "paths",
         nargs="*",
         type=Path,
-        default=[TRACES_DIR],
-        help="trace files, directories of them, or data sets; this repository's traces",
+        help="trace files, directories of them, or data sets; the runs of bench",
     )
     arguments.add_argument(
         "--solutions",
@@ -69,10 +79,11 @@ def main() -> int:
     arguments.add_argument("--output", type=Path, metavar="FILE", help="write there instead")
     args = arguments.parse_args()
 
-    records = read_records(args.paths, args.definition)
+    paths = args.paths or own_runs()
+    records = read_records(paths, args.definition)
     ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:
-        raise UsageError(f"no results in {', '.join(map(str, args.paths))}")
+        raise UsageError(f"no results in {', '.join(map(str, paths))}")
     name = "json" if args.json else "markdown" if args.markdown else "text"
     text = print_rankings(ranked, name)
     if args.output:

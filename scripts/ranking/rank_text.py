@@ -95,7 +95,7 @@ def failures_lines(ranking: Ranking) -> str:
 
 def to_text(ranking: Ranking) -> str:
     parts = ["\n".join(map(printable, headline(ranking)))]
-    parts.append(text_table(*summary_table(ranking), left=2) + "\n" + notes(ranking))
+    parts.append(text_table(*summary_table(ranking), left=2) + "\n" + printable(notes(ranking)))
     for title, header, rows in workload_tables(ranking):
         parts.append(f"{title}:\n" + text_table(header, rows, left=0))
     for table, said in ((accuracy_table, ACCURACY_NOTES), (bits_table, BITS_NOTES)):
@@ -109,7 +109,7 @@ def to_text(ranking: Ranking) -> str:
 
 def to_markdown(ranking: Ranking) -> str:
     title, *rest = map(markdown, headline(ranking))
-    parts = [f"### {title}", " ".join([*rest, notes(ranking)])]
+    parts = [f"### {title}", " ".join([*rest, markdown(notes(ranking))])]
     parts.append(markdown_table(*summary_table(ranking), left=2))
     for what, header, rows in workload_tables(ranking):
         parts += [f"{what}:", markdown_table(header, rows, left=0)]

@@ -13,7 +13,6 @@ from typing import Any
 
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
-from scripts.common.text import printable
 
 PASSED = "PASSED"
 # What flashinfer-bench has no status for; records of these are failures here.
@@ -49,7 +48,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Record:
-    """One trace: a solution on a workload on a machine. All texts are printable."""
+    """One trace: a solution on a workload on a machine. Texts are as the trace has them, so that
+    names are found again; who prints them makes them printable."""
 
     solution: str
     uuid: str
@@ -90,7 +90,6 @@ def failure_reason(evaluation: dict[str, Any]) -> str:
 
 
 def _short(reason: str) -> str:
-    reason = printable(reason)
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
 
 
@@ -156,7 +155,7 @@ def _timed(extra: dict[str, Any], key: str) -> Timed | None:
         return None
     calls = found.get("calls")
     return Timed(
-        method=printable(_text(found, "method")),
+        method=_text(found, "method"),
         ms=ms,
         p10=_positive(found.get("p10")),
         p90=_positive(found.get("p90")),
@@ -207,13 +206,13 @@ def parse_record(
     latency = _positive(performance.get("latency_ms"))
     reference = _positive(performance.get("reference_latency_ms"))
     return Record(
-        solution=printable(solution),
-        uuid=printable(_text(trace["workload"], "uuid")),
+        solution=solution,
+        uuid=_text(trace["workload"], "uuid"),
         tokens=size_of(axes),
-        status=printable(status),
-        hardware=printable(_text(environment, "hardware")) or "unknown hardware",
-        timing=printable(_text(libs, TIMING)),
-        tolerance=printable(_text(libs, TOLERANCE)),
+        status=status,
+        hardware=_text(environment, "hardware") or "unknown hardware",
+        timing=_text(libs, TIMING),
+        tolerance=_text(libs, TOLERANCE),
         timestamp=_text(evaluation, "timestamp"),
         speedup=reference / latency if reference and latency else None,
         latency_ms=latency,
@@ -228,5 +227,5 @@ def parse_record(
         device=_timed(extra, DEVICE),
         harness=_timed(extra, HARNESS),
         has_output=bool(evaluation.get("correctness")),
-        software=tuple((name, printable(str(libs[name]))) for name in SOFTWARE if name in libs),
+        software=tuple((name, str(libs[name])) for name in SOFTWARE if name in libs),
     )

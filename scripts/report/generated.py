@@ -9,7 +9,7 @@ from typing import Any
 from scripts.benchmark.stages import TOTAL
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR, ROOT
-from scripts.common.text import markdown, markdown_table
+from scripts.common.text import markdown, markdown_table, printable
 from scripts.gemm import plot_gemm
 from scripts.ranking import bits
 from scripts.ranking.rank_tables import bits_table, latency_title, short_table
@@ -32,7 +32,7 @@ def table(header: list[str], rows: list[list[str]], left: int) -> str:
 
 
 def paragraph(*sentences: str) -> str:
-    text = " ".join(filter(None, sentences))
+    text = printable(" ".join(filter(None, sentences)))
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 

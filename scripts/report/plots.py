@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.benchmark.stages import STAGES, TOTAL
 from scripts.common import files
+from scripts.common.text import printable
 from scripts.gemm.plot_gemm import BACKGROUND, COLOURS, INK, new_figure
 from scripts.ranking.ranking import Clock, Ranking, SolutionSummary, short_name
 
@@ -76,7 +77,7 @@ def latency_figure(
         points = [(i, ms) for i, ms in timed if ms is not None]
         if points:
             x, y = zip(*points, strict=True)
-            ax.plot(x, y, label=short_name(s.solution), **look[s.solution])
+            ax.plot(x, y, label=printable(short_name(s.solution)), **look[s.solution])
     known = [(i, floors[u]) for i, u in enumerate(uuids) if u in floors]
     if known:
         x, y = zip(*known, strict=True)
@@ -114,7 +115,7 @@ def speedup_figure(ranking: Ranking) -> "Figure":
             fontsize=9,
             color=INK,
         )
-    names = [short_name(s.solution) + (" (peer)" if s.peer else "") for s in ran]
+    names = [printable(short_name(s.solution)) + " (peer)" * s.peer for s in ran]
     ax.set_yticks(range(len(ran)), names, fontsize=9)
     ax.set_ylim(len(ran) - 0.4, -0.6)
     ax.set_xlim(0, 1.1 * max(s.highest or 0.0 for s in ran))
@@ -146,7 +147,7 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
             for number, stage in enumerate(stages):
                 width = medians.get(stage, 0.0)
                 colour = COLOURS[number % len(COLOURS)]
-                label = stage if place == 0 else None
+                label = printable(stage) if place == 0 else None
                 ax.barh(place, width, 0.66, left=left, color=colour, ec="#ffffff", label=label)
                 left += width
             total = medians.get(TOTAL)
@@ -161,7 +162,7 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
                 fontsize=9,
                 color=INK,
             )
-        ax.set_yticks(range(len(names)), [short_name(n) for n in names], fontsize=9)
+        ax.set_yticks(range(len(names)), [printable(short_name(n)) for n in names], fontsize=9)
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_xlim(right=1.12 * ax.get_xlim()[1])
         ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
@@ -202,7 +203,8 @@ def ablation_figure(rows: Sequence[dict[str, Any]]) -> "Figure | None":
             )
         ax.axhline(1.0, color=INK, linewidth=1.0)
         ax.set_ylabel("base / variant")
-        ax.set_xticks(range(len(variants)), variants, rotation=40, ha="right", fontsize=8)
+        names = list(map(printable, variants))
+        ax.set_xticks(range(len(variants)), names, rotation=40, ha="right", fontsize=8)
         ax.set_xlim(-0.6, len(variants) - 0.4)
         ax.grid(axis="x", color="#cccccc", linewidth=0.4)
         ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)

@@ -21,6 +21,7 @@ from pathlib import Path
 from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.project import ROOT
+from scripts.common.text import printable
 from scripts.gemm import plot_gemm
 from scripts.report import run_data
 from scripts.report.generated import BLOCKS, pictures_of, relative
@@ -164,7 +165,10 @@ def main() -> int:
         files.write(page, first + "".join(text for _, text in made))
         pictures += [(recorded, shown(text, recorded)) for recorded, text in made]
     for recorded in taken.values():
-        print("\n".join(changes(recorded)) or f"{relative(recorded)}: of the present sources")
+        print(
+            "\n".join(map(printable, changes(recorded)))
+            or f"{relative(recorded)}: of the present sources"
+        )
     for recorded, names in pictures:
         for path in draw(recorded, names):
             print(path)

@@ -17,6 +17,7 @@ from typing import Any
 from scripts.common import files
 from scripts.common.command_line import EXIT_OK, UsageError, names, parser, run_main
 from scripts.common.project import TRACES_DIR
+from scripts.common.text import printable
 from scripts.gemm import plot_gemm
 from scripts.ranking import rank_tables, rank_text
 from scripts.ranking.ranking import CLOCKS, Clock, Ranking, short_name
@@ -239,7 +240,10 @@ def _render(recorded: Recorded) -> str:
     sections += [section for section in optional if section is not None]
     sections.append(environment_section(recorded))
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=False,
+        finalize=lambda x: printable(x) if type(x) is str else x,  # not Markup, which is our own
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     started = recorded.info.get("environment", {}).get("time", "")

@@ -609,12 +609,16 @@ EVIL = "a|b\x1b[31m`<img src=x>\n$x$ [c](d)\\"
 
 def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
     log = f"RuntimeError: {EVIL.splitlines()[0]}\n"
+    device = {"device": {"method": EVIL, "ms": 1.0}}
+    of_evil = {"hardware": f"GPU {EVIL}", "libs": {"timing": EVIL, "tolerance": EVIL}}
     traces = [
-        trace(EVIL, 7, 1.0, hardware=f"GPU {EVIL}", libs={"timing": EVIL, "tolerance": EVIL}),
+        trace(EVIL, 7, 1.0, extra=device, **of_evil),
         trace("y", 7, None, status="RUNTIME_ERROR", log=log, hardware=f"GPU {EVIL}"),
     ]
     (tmp_path / "run.json").write_text(json.dumps({"skipped": {f"z{EVIL}": EVIL}}))
     found = ranked(tmp_path, traces)
+    every = json.loads(rank_text.print_rankings(found, "json"))
+    assert [s["solution"] for r in every for s in r["summary"]] == ["y", EVIL], "as it is"
     for style in ("text", "markdown"):
         text = rank_text.print_rankings(found, style)
         assert all(line.isprintable() for line in text.split("\n")), style
@@ -670,3 +674,18 @@ def test_the_order_and_the_output_are_chosen(tmp_path: Path, monkeypatch, capsys
     write(Path(path), [trace("x", 7, None, status="TIMEOUT")])
     monkeypatch.setattr(sys, "argv", ["rank.py", path])
     assert rank.main() == 1
+
+
+@pytest.mark.parametrize("traces", ["absent", "empty"])
+def test_without_a_run_the_records_are_named(tmp_path: Path, monkeypatch, traces: str) -> None:
+    for day in ("2026-01-01", "2026-02-01"):
+        write(tmp_path / "results" / "gpu" / day / "traces.jsonl", [trace("x", 7, 1.0)])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(rank, "TRACES_DIR", tmp_path / traces)
+    monkeypatch.setattr(rank, "RESULTS_DIR", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["rank.py"])
+    said = rf"no run in .*{traces}: run.py bench .* run.py rank .*gpu/2026-02-01$"
+    with pytest.raises(UsageError, match=said):
+        rank.main()
+    write(tmp_path / traces / "a" / "traces.jsonl", [trace("x", 7, 1.0)])
+    assert rank.main() == 0

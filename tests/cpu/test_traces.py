@@ -217,18 +217,26 @@ def test_a_solution_that_changed_its_inputs_has_failed() -> None:
     assert record.reason == "the solution changes its inputs: hidden_states, gemm1_weights"
 
 
-def test_texts_cannot_act_on_a_terminal() -> None:
+def test_texts_are_kept_as_they_are() -> None:
+    """They are made printable where they are printed; a name made so would match no solution's."""
     evil = "\x1b[2J\u202e\n"
-    made = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=f"RuntimeError: a{evil[:-1]}b\n")
+    log = f"RuntimeError: a{evil[:-1]}b\n"
     libs = {"timing": evil, "tolerance": evil, "torch": evil}
-    made["evaluation"]["environment"] |= {"hardware": f"GPU{evil}", "libs": libs}
-    made["evaluation"]["status"] += evil
+    made = trace(f"x{evil}", 7, None, status=f"BAD{evil}", log=log, hardware=evil, libs=libs)
     made["workload"]["uuid"] += evil
-    record = parse_record(made, "")
-    assert record is not None
-    texts = (record.solution, record.hardware, record.timing, record.tolerance, record.reason)
-    for text in (*texts, record.status, record.uuid, record.software[0][1]):
-        assert text.isprintable() and "\\x1b[2J\\u202e" in text
+    record = parse_record(made, "", {f"x{evil}": "hash"})
+    assert record is not None and record.hash == "hash"
+    assert (record.solution, record.uuid) == (f"x{evil}", UUIDS[7] + evil)
+    assert (record.hardware, record.timing, record.tolerance) == (evil, evil, evil)
+    assert (record.status, record.reason) == (f"BAD{evil}", f"a{evil[:-1]}b")
+    assert record.software == (("torch", evil),)
+
+
+def test_figures_find_a_result_by_its_name_as_it_is(tmp_path: Path) -> None:
+    name = "x\u202e"
+    path = write(tmp_path / "traces.jsonl", [trace(name, 7, 1.0, libs={"solution_hash": "1"})])
+    figures = {(UUIDS[7], name): {"cosine": 0.5}}
+    assert merge_into_traces(path, figures, {name: "1"}, "GPU A") == 1
 
 
 def test_a_long_line_of_a_log_is_cut() -> None:
