@@ -20,7 +20,7 @@ LARGEST_L2 = 127 * 2**20
 class FakeCuda:
     """Attributes:
     log: names of the kernels that ran, "flush" where the whole L2 cache was overwritten, "event"
-        where one was recorded, "wait" where the host waited for one.
+        where one was recorded, "wait" where the host waited for it or for all.
     streams: how many were made.
     """
 
@@ -37,7 +37,7 @@ class FakeCuda:
             return stream
 
         def empty(*size, device=None, **kind):
-            return Buffer(self, size[0]) if device == "cuda" else real_empty(*size, **kind)
+            return Buffer(self, size[0]) if str(device) == "cuda" else real_empty(*size, **kind)
 
         monkeypatch.setattr(torch, "empty", empty)
         for name, fake in {
@@ -47,7 +47,7 @@ class FakeCuda:
             "Stream": new_stream,
             "current_stream": lambda: stream,
             "stream": nullcontext,
-            "synchronize": lambda: None,
+            "synchronize": lambda: self.log.append("wait"),
             "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -72,11 +72,11 @@ class Kernel:
 
     Attributes:
         captures: whether a graph takes the launch; else it runs at once all the same.
-        waits: whether the host waits for it, which no graph can hold.
+        waits: in so many runs the host waits for it, which no graph can hold.
         took: ms of every run.
     """
 
-    def __init__(self, cuda: FakeCuda, name: str, value=lambda n: 1.0, captures=True, waits=False):
+    def __init__(self, cuda: FakeCuda, name: str, value=lambda n: 1.0, captures=True, waits=0):
         self.cuda, self.name, self.value = cuda, name, value
         self.captures, self.waits = captures, waits
         self.out = torch.zeros(2)
@@ -87,7 +87,8 @@ class Kernel:
             self.cuda.captured.append(self)
         else:
             self.run()
-        if self.waits and (self.cuda.captured is not None or self.cuda.sync_debug_mode == "error"):
+        watched = self.cuda.captured is not None or self.cuda.sync_debug_mode == "error"
+        if watched and len(self.took) <= self.waits:
             raise RuntimeError("called a synchronizing CUDA operation")
 
     def run(self) -> None:

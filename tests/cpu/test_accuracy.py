@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import small
+from flashinfer_bench.data import Workload
 from test_files import disk_of
 from test_rank import trace, write
 
@@ -65,16 +66,26 @@ def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> 
     assert "inputs_changed" not in by_name["right"] and by_name["right"]["cosine"] > 0.9999
 
 
-def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured() -> None:
-    """A reference that exits on one workload, and a solution that does."""
+def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypatch) -> None:
+    """A reference that exits on one workload, inputs of another, a solution that exits."""
+    real = dataset.Inputs.of
+
+    def of(self: dataset.Inputs, workload: Workload) -> list:
+        if workload.uuid == "uuid-2-1":
+            raise UsageError("no file")
+        return real(self, workload)
+
+    monkeypatch.setattr(dataset.Inputs, "of", of)
     exits = "    import sys; sys.exit(0)\n"
     reference = small.REFERENCE.replace("    return", f"    if len(x) == 3:\n    {exits}    return")
     solutions = [small.solution("right"), small.solution("exits", small.RIGHT + exits)]
-    found = measured(solutions, reference=reference, lengths=(3, 1))
+    found = measured(solutions, reference=reference, lengths=(3, 2, 1))
     said = f"RuntimeError: the reference of {DEFINITION} fails: SystemExit: 0"
-    assert found["uuid-3-0", "right"] == found["uuid-3-0", "exits"] == {"error": said}
-    assert found["uuid-1-1", "right"]["cosine"] > 0.9999
-    assert found["uuid-1-1", "exits"] == {"error": "SystemExit: 0"}
+    for name in ("right", "exits"):
+        assert found["uuid-3-0", name] == {"error": said}
+        assert found["uuid-2-1", name] == {"error": "UsageError: no file"}
+    assert found["uuid-1-2", "right"]["cosine"] > 0.9999
+    assert found["uuid-1-2", "exits"] == {"error": "SystemExit: 0"}
 
 
 # --- the program on a run -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import small
 import torch
 from fake_cuda import Kernel
 
@@ -27,20 +28,21 @@ def timed(kernel: Kernel) -> device_time.Timed:
 def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypatch) -> None:
     """On a cold L2 cache each, the replay alone between the events, without the warm-up."""
     monkeypatch.setattr(device_time, "traced", cuda.traced)
-    a, b, waits = Kernel(cuda, "a"), Kernel(cuda, "b"), Kernel(cuda, "waits", waits=True)
+    a, waits = Kernel(cuda, "a"), Kernel(cuda, "waits", waits=99)
+    b = Kernel(cuda, "b", waits=1)  # to compile, say
     calls = {kernel.name: timed(kernel) for kernel in (a, waits, b)}
-    found = device_time.device_times(calls, repeats=3)
+    found = device_time.device_times(calls, repeats=9)
     for kernel in (a, b):
-        p10, median, p90 = kernel.took[-3:]
-        assert found[kernel.name] == pytest.approx(
-            {"method": "graph", "ms": median, "p10": p10, "p90": p90, "calls": 3}
-        )
+        expected = device_time.summary(kernel.took[-9:], method="graph")
+        assert found[kernel.name] == pytest.approx(expected)
+        assert found[kernel.name]["ms"] == pytest.approx(kernel.took[-5]), "the median"
+    expected = device_time.summary(waits.took[-7:], method="kernel sum")
+    assert found["waits"] == pytest.approx(expected), "tracing takes long: seven times"
     of_a, of_b = (["flush", "event", name, "event", "wait"] for name in "ab")
-    assert cuda.log[-50:] == [*of_a, *of_b] * 5, "two rounds of warm-up and three that count"
-    assert found["waits"] == pytest.approx(
-        device_time.summary(waits.took[-3:], method="kernel sum")
-    )
-    assert [x for x in cuda.log[:-50] if x in ("flush", "waits")][-6:] == ["flush", "waits"] * 3
+    timed_log = cuda.log[-11 * 10 :]
+    assert timed_log == [*of_a, *of_b] * 11, "two rounds of warm-up and nine that count"
+    traced = [x for x in cuda.log[: -11 * 10] if x in ("flush", "waits")]
+    assert traced[-14:] == ["flush", "waits"] * 7
     assert cuda.streams == 1, "a solution keeps its buffers for each"
 
 
@@ -108,6 +110,47 @@ def test_what_fails_costs_no_other_solution_and_no_other_workload(cuda, monkeypa
     }
 
 
+def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
+    import flashinfer_bench.bench.timing
+
+    seen = []
+
+    def do_bench(fn, warmup, rep, setup, return_mode):
+        assert return_mode == "all"
+        for _ in range(warmup + rep):
+            fn(setup())
+        return [1.0, 5.0, 2.0]
+
+    def vandal(x: torch.Tensor, factor: int, output: torch.Tensor) -> None:
+        seen.append((int(x), factor))
+        x.zero_()
+
+    monkeypatch.setattr(flashinfer_bench.bench.timing, "do_bench", do_bench)
+    call = device_time.Timed(vandal, [torch.tensor(7), 2, torch.zeros(1)])
+    assert device_time.harness_times(call, 4) == device_time.summary([1.0, 5.0, 2.0])
+    assert seen == [(7, 2)] * (device_time.WARMUP + 4)
+
+
+def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_path) -> None:
+    import flashinfer_bench.bench.evaluators.utils as utils
+
+    real = utils.allocate_outputs
+    monkeypatch.setattr(
+        utils,
+        "allocate_outputs",
+        lambda definition, inputs, device: real(definition, inputs, "cpu"),
+    )
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    x, w = torch.ones(3, small.WIDTH), torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16)
+    call = device_time.timed(small.definition(), small.solution("right"), [x, w, 2.0])
+    assert call is not None and call.arguments[0] is not x and torch.equal(call.arguments[0], x)
+    assert call.arguments[1] is w and call.arguments[2] == 2.0
+    call()
+    assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
+    returns = small.solution("returns", small.REFERENCE, dps=False)
+    assert device_time.timed(small.definition(), returns, [x, w, 2.0]) is None
+
+
 @pytest.mark.parametrize(
     ("error", "waiting"),
     [(None, False), ("called a synchronizing CUDA operation", True), ("out of memory", None)],
@@ -164,8 +207,8 @@ def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> N
     monkeypatch.setattr(device_time, "require_gpu", lambda: "GPU")
     monkeypatch.setattr(device_time, "choose", lambda *_: what)
     monkeypatch.setattr(device_time, "read_records", lambda *_: records)
-    monkeypatch.setattr(Pass, "merge", lambda self, figures: len(figures))
-    seen = []
+    monkeypatch.setattr(Pass, "merge", lambda self, figures: merged.append(figures) or 0)
+    seen, merged = [], []
 
     def measure(trace_set, solutions, workloads, seed, repeats, wanted):
         seen.append(([t.workload.uuid for t in workloads], [s.name for s in solutions], wanted))
@@ -175,6 +218,7 @@ def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> N
     argv = ["device_time.py", "--run", str(tmp_path), "--missing"]
     monkeypatch.setattr(sys, "argv", argv)
     assert device_time.main() == (EXIT_OK if all_there else EXIT_FAILED)
+    assert not any(merged), "an error is no figure"
     assert seen == ([] if all_there else [(["a", "c"], ["x", "y"], missing)])
     assert ("or all have" in capsys.readouterr().err) == all_there
     monkeypatch.setattr(sys, "argv", argv[:1] + argv[3:])

@@ -1,14 +1,19 @@
 """The floors: bytes and FLOPs by hand, and records that are none."""
 
 import json
+import statistics
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
+from fake_cuda import Kernel
 
 from scripts.benchmark import floors
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
+from scripts.gemm import rates
 from scripts.gemm.problems import Histogram
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
@@ -115,3 +120,28 @@ def test_rates_come_from_a_record_or_from_a_gpu(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["floors.py", "--rates", str(tmp_path / "x.json")])
     with pytest.raises(UsageError, match="no measured rates"):
         floors.main()
+
+
+def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> None:
+    """Medians of ten, after three that do not count."""
+    names = ("copy", "read", "multiply")
+    kernels = {name: Kernel(cuda, name) for name in names}
+    tensor = types.SimpleNamespace(copy_=kernels["copy"])
+    tensor.view = tensor.to = tensor.t = lambda *dtype: tensor
+    for name in ("randint", "empty_like", "randn", "ones"):
+        monkeypatch.setattr(torch, name, lambda *size, **kind: tensor)
+    monkeypatch.setattr(torch, "sum", kernels["read"])
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **kind: kernels["multiply"]())
+    seconds = {}
+    found = rates.measure_floors.__wrapped__()
+    for name, kernel in kernels.items():
+        assert len(kernel.took) == 13
+        seconds[name] = 1e-3 * statistics.median(kernel.took[-10:])
+    size = 4 * 2**30
+    assert found == pytest.approx(
+        {
+            "copy_bytes_per_s": 2 * size / seconds["copy"],
+            "read_bytes_per_s": size / seconds["read"],
+            "fp8_flops_per_s": 2 * 8192**3 / seconds["multiply"],
+        }
+    )

@@ -283,7 +283,7 @@ def test_the_summary_of_ratios(capsys) -> None:
 def test_figures_of_a_problem() -> None:
     problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = timing.figures(problem, [100.0, 300.0, 200.0], floors, read_us=70.0)
+    found = timing.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
     assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
@@ -313,7 +313,7 @@ def test_a_launch_is_timed_cold_in_turns_and_without_the_warm_up(cuda) -> None:
 
 
 def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
-    kernel = Kernel(cuda, "waits", waits=True)
+    kernel = Kernel(cuda, "waits", waits=99)
     assert timing.capture([call_of(kernel)]) is None
     assert "not captured: called a synchronizing CUDA operation" in capsys.readouterr().err
 
@@ -333,12 +333,13 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
 
 
 def clock(calls, repeats):
-    """In the place of the timing: our kernel takes 10 us, a peer 11, the n-th config n more."""
+    """In the place of the timing: our kernel takes 10 us, a peer 11, the n-th config n more; once
+    each takes far longer."""
     spans = {}
     for number, (name, prepared) in enumerate(calls.items()):
         for call in prepared:
             call.launch()
-        spans[name] = ([10.0 + number] * repeats, "graph")
+        spans[name] = ([10.0 + number] * (repeats - 1) + [1e3], "graph")
     return spans
 
 
@@ -371,6 +372,30 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
     assert all(r["read_us"] == pytest.approx(14.0) for r in rows[:-1])
     assert "us" not in rows[-1] and rows[-1]["error"].startswith("wrong: calc_diff")
+
+
+def test_launches_rotate_over_more_operands_than_the_cache_holds(
+    no_gpu, kernel, monkeypatch
+) -> None:
+    """Ours and the readings alike; so that a launch finds nothing of the one before it there."""
+    seen = {}
+
+    def time_variants(calls, repeats):
+        seen.update({name: [id(call) for call in of] for name, of in calls.items()})
+        return clock(calls, repeats)
+
+    def readings(x):
+        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
+
+    monkeypatch.setattr(timing, "time_variants", time_variants)
+    monkeypatch.setattr(timing, "readings", readings)
+    problem = gemm_bench.Problem(UNEVEN, 256, 384)
+    gemm_bench.run_problem(problem, [ours("ours")], FLOORS, gemm_bench.Timing(40, 3))
+    assert list(seen) == ["ours", "reading 0", "reading 1"]
+    for launches in seen.values():
+        sets = len(set(launches))
+        assert len(launches) == 40 and launches == (launches[:sets] * 40)[:40]
+        assert (sets - 1) * problem.bytes >= 4 * 2**20, "four times the cache before it comes again"
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:

@@ -615,10 +615,12 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
         trace(EVIL, 7, 1.0, extra=device, **of_evil),
         trace("y", 7, None, status="RUNTIME_ERROR", log=log, hardware=f"GPU {EVIL}"),
     ]
-    (tmp_path / "run.json").write_text(json.dumps({"skipped": {f"z{EVIL}": EVIL}}))
+    info = {"skipped": {f"z{EVIL}": EVIL}, "peers": {EVIL: False, "y": False}}
+    (tmp_path / "run.json").write_text(json.dumps(info))
     found = ranked(tmp_path, traces)
     every = json.loads(rank_text.print_rankings(found, "json"))
-    assert [s["solution"] for r in every for s in r["summary"]] == ["y", EVIL], "as it is"
+    summaries = [(s["solution"], s["peer"]) for r in every for s in r["summary"]]
+    assert summaries == [("y", False), (EVIL, False)], "as it is"
     for style in ("text", "markdown"):
         text = rank_text.print_rankings(found, style)
         assert all(line.isprintable() for line in text.split("\n")), style

@@ -2,9 +2,11 @@
 
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.benchmark import stages
@@ -38,6 +40,24 @@ def test_stages_add_up_and_each_has_its_own_time() -> None:
         assert times[stage] >= (8.0 if stage == "gemm1" else 4.0)
     assert times["gemm1"] > 1.3 * times["gemm2"]
     assert times[stages.TOTAL] >= 24.0
+
+
+def test_on_a_gpu_a_call_begins_idle_and_cold_and_has_an_event_after_each_stage(cuda) -> None:
+    kernel = Kernel(cuda, "stage")
+
+    def layer(inputs, output, mark=lambda stage: None) -> None:
+        for stage in stages.STAGES:
+            kernel()
+            mark(stage)
+
+    output = SimpleNamespace(device=torch.device("cuda"))
+    found = stages.time_layers({"x": layer}, None, output, iterations=1, warmup=1)
+    begin, count = ["flush", "wait", "event"], len(stages.STAGES)
+    marked = [*begin, *["stage", "event"] * count, "wait"]
+    assert cuda.log[count:] == [*marked, *begin, *["stage"] * count, "event", "wait"]
+    times = dict(zip(stages.STAGES, kernel.took[count : 2 * count], strict=True))
+    times[stages.TOTAL] = sum(kernel.took[-count:])
+    assert {stage: ms for stage, (ms,) in found["x"].items()} == pytest.approx(times)
 
 
 def test_layers_take_turns() -> None:
