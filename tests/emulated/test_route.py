@@ -97,15 +97,16 @@ def test_ties_go_to_the_lower_expert_and_group(emulator):
 
 @pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
 def test_lanes_without_an_expert_are_never_chosen(routing, emulator):
-    """Whose score is 0 and would be the best of these."""
+    """Whose score is 0 and would be the best of these. Sigmoids that underflow give weights of 0."""
     shape = MoeShape(num_experts=45, num_local_experts=45, n_group=1, topk_group=1, routing=routing)
     logits, bias = draw(shape, 33)
-    logits -= 20
+    logits -= 200
     bias = bias - 20 if shape.has_bias else None
     expert, weights, *_ = route(shape, logits, bias, 0)
     ids, wanted = choose_experts(logits, bias, 2.5, shape)
     assert torch.equal(expert, ids.int())
     torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
+    assert (weights == 0).all() == shape.has_bias
 
 
 @pytest.mark.parametrize("sign", [1, -1])
