@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer import pipeline
 from moe_fp8.layer.fused import FusedLayer, fused_configs
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
@@ -165,3 +166,25 @@ def test_on_the_cpu_nothing_is_kept(gpus):
     with pytest.raises(ValueError, match="routing_logits"):
         on_cpu(MoeInputs(*(torch.zeros(1) for _ in range(8)), 0, 1.0), torch.zeros(1, 256))
     assert on_cpu.calls == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "terms", "first", "second"),
+    [
+        (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab",
+         "8x128x128, cluster 1x1, 8 stages, swap_ab"),
+        (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab",
+         "8x128x128, cluster 1x1, 8 stages, swap_ab, dynamic"),
+        (80, 2, "16x128x128, cluster 1x2, 8 stages, swap_ab",
+         "16x128x128, cluster 1x1, 8 stages, swap_ab, dynamic, 2 terms"),
+        (901, 1, "64x128x128, cluster 1x2, 8 stages, overlap, dynamic",
+         "64x128x128, cluster 1x2, 8 stages, overlap, dynamic"),
+        (1153, 2, "128x128x128, cluster 1x2, 5 stages, dynamic",
+         "64x128x128, cluster 1x2, 6 stages, overlap, dynamic, 2 terms"),
+        (14107, 1, "192x128x128, cluster 1x2, 4 stages, dynamic, unroll",
+         "192x128x128, cluster 1x2, 4 stages, dynamic, unroll"),
+    ],
+)  # fmt: skip
+def test_the_configs_that_hopper_launches(tokens, terms, first, second):
+    configs = fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms)
+    assert [*map(str, configs)] == [first, second]

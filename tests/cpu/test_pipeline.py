@@ -410,6 +410,7 @@ def test_chunks_of_tokens_change_nothing(layer, chunk, weights, monkeypatch):
 
     def count_rows(self, tokens: MoeInputs) -> GroupedRows:
         nonlocal most
+        assert all(x.is_contiguous() for x in tokens[:8])
         most = max(most, tokens.routing_logits.shape[0])
         return group(self, tokens)
 
