@@ -97,7 +97,7 @@ def test_ties_go_to_the_lower_expert_and_group(emulator):
 
 @pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
 def test_lanes_without_an_expert_are_never_chosen(routing, emulator):
-    """Whose score is 0 and would be the best of these. Sigmoids that underflow give weights of 0."""
+    """Whose score is 0 and would be the best of these. Underflowing sigmoids give weights of 0."""
     shape = MoeShape(num_experts=45, num_local_experts=45, n_group=1, topk_group=1, routing=routing)
     logits, bias = draw(shape, 33)
     logits -= 200
