@@ -3,6 +3,7 @@
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
 form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
 loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
+.moe_fp8_packed beside it lists what was packed there; other files there are left alone.
 
 A generation whose SOLUTION names "routings" is packed once more for every further definition with
 one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
@@ -83,6 +84,11 @@ run = importlib.import_module(f"{PACKAGE}.layer.calls").run_of(
 $shape)"""
 
 
+MANIFEST = ".moe_fp8_packed"
+"""In a directory of packed solutions: the names of the files that were packed there. No JSON, which
+flashinfer-bench would take for a solution."""
+
+
 class PackError(Exception):
     """A generation that cannot be packed, with the file and the reason."""
 
@@ -161,9 +167,9 @@ def _packed_for(definition: Entry, found: Sequence[Generation]) -> list[Generati
     ]
 
 
-def every_generation() -> list[Generation]:
+def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
     """The generations of all definitions."""
-    found = _read_all(PACKAGE_DIR)
+    found = _read_all(root)
     return [g for definition in TABLE for g in _packed_for(definition, found)]
 
 
@@ -293,24 +299,60 @@ def write_packed(
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`; the paths of their JSON files.
 
-    Without an output they go where the definition's lie. Packing all removes JSON files of
-    generations that are no more, which flashinfer-bench would otherwise still run. A file that is
-    current is not touched.
+    Without an output they go where the definition's lie. Packing all removes what was packed there
+    of generations that are no more, which flashinfer-bench would otherwise still run. A file that
+    is current is not touched, and no file that was not packed is removed or replaced.
+
+    Raises:
+        PackError: a generation cannot be packed.
+        UsageError: there is no generation of a name, or another file has a solution's place.
+        OSError: the output cannot be written.
     """
     output = output or packed_dir(definition)
-    found = generations(root, definition)
-    chosen = select(found, names)
+    every = every_generation(root)
+    chosen = select([g for g in every if g.definition == definition], names)
     packed = {output / f"{g.name}.json": pack(g) for g in chosen}
+    listed = packed_before(output)
+    for generation, path in zip(chosen, packed, strict=True):
+        if path.is_file() and path.name not in listed and not holds(path, generation):
+            raise UsageError(f"{path} is no solution of ours: move it, or name another --output")
     for path, content in packed.items():
-        if path.is_file() and path.read_bytes() == content:
+        if is_current(path, content):
             continue
         if build:
             validate(content, definition)
         files.write(path, content)
-    if not names:
-        for stale in set(output.glob("*.json")) - set(packed):
-            stale.unlink()
+    stale = set() if names else listed - {f"{g.name}.json" for g in every}
+    for name in stale:
+        (output / name).unlink()
+    now = listed - stale | {path.name for path in packed}
+    manifest = "".join(f"{name}\n" for name in sorted(now)).encode()
+    if not is_current(output / MANIFEST, manifest):
+        files.write(output / MANIFEST, manifest)
     return list(packed)
+
+
+def is_current(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def packed_before(output: Path) -> set[str]:
+    """The names of the files there that were packed there."""
+    manifest = output / MANIFEST
+    listed = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    return {path.name for path in output.glob("*.json")} & set(listed)
+
+
+def holds(path: Path, generation: Generation) -> bool:
+    """Whether the file is the generation's as it was packed once, listed or not."""
+    try:
+        solution = json.loads(path.read_bytes())
+        return (solution["name"], solution["author"]) == (
+            generation.name,
+            generation.metadata["author"],
+        )
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def packed_dir(definition: Entry) -> Path:
@@ -325,18 +367,17 @@ def stale_files(
     definition: Entry = DEFAULT,
 ) -> list[str]:
     """What is wrong with the packed files, one line each; empty if they are current."""
-    found = generations(root, definition)
+    every = every_generation(root)
     problems = []
-    for generation in select(found, names):
+    for generation in select([g for g in every if g.definition == definition], names):
         path = output / f"{generation.name}.json"
         if not path.is_file():
             problems.append(f"{path.name}: missing")
         elif path.read_bytes() != pack(generation):
             problems.append(f"{path.name}: not what {generation.path.name} packs to")
     if not names:
-        known = {f"{g.name}.json" for g in found}
-        extra = sorted(p.name for p in output.glob("*.json") if p.name not in known)
-        problems += [f"{name}: no generation of that name" for name in extra]
+        extra = packed_before(output) - {f"{g.name}.json" for g in every}
+        problems += [f"{name}: no generation of that name" for name in sorted(extra)]
     return problems
 
 

@@ -5,6 +5,7 @@ version of flashinfer-bench cannot parse does not matter, and a large data set o
 """
 
 import fnmatch
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,11 +101,18 @@ def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str
 
 
 def load_with_ours(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[Solution]]":
-    """The data set with our solutions added in memory, and ours, packed anew. What is remarkable
-    goes to stderr. Raises PackError."""
+    """The data set with our solutions added in memory, and ours, packed anew; in a clone that
+    cannot be written to, for this call alone. What is remarkable goes to stderr. Raises
+    PackError."""
     from scripts.solutions.pack import write_packed
 
-    packed = packed_solutions(write_packed(definition=definition))
+    try:
+        packed = packed_solutions(write_packed(definition=definition))
+    except OSError as error:
+        say(f"{os_error(error)}: our solutions are not kept there")
+        with tempfile.TemporaryDirectory(prefix="packed-") as directory:
+            paths = write_packed(output=Path(directory), build=False, definition=definition)
+            packed = packed_solutions(paths)
     trace_set, remarks = load(root, definition)
     for remark in remarks + add_solutions(trace_set, packed):
         say(remark)

@@ -388,10 +388,16 @@ def test_packing_a_definition(tmp_path, monkeypatch) -> None:
     assert path == tmp_path / definition.short / f"{name}.json"
     assert pack.stale_files([name], path.parent, definition=definition) == []
     (path.parent / "gone.json").write_text("{}")
+    with (path.parent / pack.MANIFEST).open("a") as listed:
+        listed.write("gone.json\n")
     assert pack.write_packed(build=False)[0].parent == tmp_path
     assert (path.parent / "gone.json").is_file(), "of another definition"
     pack.write_packed(build=False, definition=definition)
     assert not (path.parent / "gone.json").is_file()
+    # Those of two definitions can lie in one directory.
+    pack.write_packed(output=path.parent, build=False)
+    for of in (DEFAULT, definition):
+        assert pack.stale_files([], path.parent, definition=of) == []
     hashes = sources.current(definition)
     assert sources.remark({name: {hashes[name]}}) == ""
     assert "triton_moe_kimi_k2 has changed" in sources.remark({name: {"another"}})

@@ -20,6 +20,7 @@ import torch
 from scripts.common.command_line import UsageError
 from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
 from scripts.solutions import pack
+from scripts.workloads.dataset import load_with_ours
 
 GENERATION = '''"""What it is."""
 
@@ -108,18 +109,93 @@ def test_fields_of_the_solution(package: Path) -> None:
     assert [s["path"] for s in solution["sources"]] == sources
 
 
-def test_check_sees_a_changed_a_missing_and_a_foreign_file(package: Path) -> None:
+def test_check_sees_a_changed_a_missing_and_a_stale_file(package: Path) -> None:
     output = package.parent / "packed"
     assert pack.stale_files([], output, package) == ["sample.json: missing"]
     write(package)
     assert pack.stale_files([], output, package) == []
     (package / "helper.py").write_text("def fill(x):\n    x.fill_(4)\n")
     assert pack.stale_files([], output, package) == ["sample.json: not what gen.py packs to"]
+    (output / "sample.json").write_text("{")
+    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
     write(package)
-    (output / "gone.json").write_text("{}")
+    assert pack.stale_files([], output, package) == []
+    (package / "gone.py").unlink()
     assert pack.stale_files([], output, package) == ["gone.json: no generation of that name"]
     write(package)
-    assert [p.name for p in output.iterdir()] == ["sample.json"]
+    assert sorted(p.name for p in output.iterdir()) == [pack.MANIFEST, "sample.json"]
+
+
+def test_only_what_was_packed_is_removed_or_replaced(package: Path) -> None:
+    """The directory may be anyone's."""
+    output = package.parent / "packed"
+    output.mkdir()
+    foreign = [output / name for name in ("mine.json", "packages.json")]
+    for path in foreign:
+        path.write_text("{}")
+    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
+    write(package)
+    write(package, "sample")  # forgets nothing
+    manifest = output / pack.MANIFEST
+    assert manifest.read_text() == "gone.json\nsample.json\n"
+    # A name that leads out of the directory, and one that is no file's.
+    with manifest.open("a") as file:
+        file.write("../mine.json\nabsent.json\n")
+    (package.parent / "mine.json").write_text("{}")
+    (package / "gone.py").unlink()
+    write(package)
+    assert sorted(output.glob("*")) == sorted([*foreign, manifest, output / "sample.json"])
+    assert (package.parent / "mine.json").is_file() and manifest.read_text() == "sample.json\n"
+    assert pack.stale_files([], output, package) == []
+    # A file that was removed is forgotten: who takes its name next keeps it.
+    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
+    write(package)
+    (output / "gone.json").unlink()
+    (package / "gone.py").unlink()
+    write(package)
+    (output / "gone.json").write_text("{}")
+    write(package)
+    assert (output / "gone.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[]", "\0", '{"name": "sample", "author": "another"}', '{"author": "somebody"}'],
+)
+def test_a_file_in_a_solutions_place_is_refused(content: str, package: Path) -> None:
+    output = package.parent / "packed"
+    output.mkdir()
+    (output / "sample.json").write_text(content)
+    with pytest.raises(UsageError, match="sample.json is no solution of ours"):
+        write(package)
+    assert [p.read_text() for p in output.iterdir()] == [content]
+
+
+def test_what_was_packed_before_there_was_a_list_is_ours(package: Path) -> None:
+    (path,) = write(package)
+    (path.parent / pack.MANIFEST).unlink()
+    (package / "helper.py").write_text("def fill(x):\n    x.fill_(4)\n")
+    write(package)
+    assert pack.stale_files([], path.parent, package) == []
+    assert (path.parent / pack.MANIFEST).read_text() == "sample.json\n"
+
+
+def test_flashinfer_bench_reads_the_packed_and_not_their_list(package: Path, tmp_path) -> None:
+    from flashinfer_bench.data import TraceSet
+
+    pack.write_packed(output=tmp_path / "solutions" / "packed", root=package, build=False)
+    (found,) = TraceSet.from_path(str(tmp_path)).solutions.values()
+    assert [solution.name for solution in found] == ["sample"]
+
+
+def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(pack, "PACKED_DIR", Path("/dev/null/packed"))
+    monkeypatch.setattr(pack, "validate", lambda *_: None)
+    trace_set, packed = load_with_ours(ROOT)
+    names = {solution.name for solution in packed}
+    assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("/dev/null/packed") and first.endswith("are not kept there")
 
 
 def test_validation_builds_the_entry_point(package: Path) -> None:
@@ -167,12 +243,12 @@ def test_what_is_current_is_not_written_and_a_failed_pack_leaves_the_old(package
     (package / "helper.py").write_text("\n")
     with pytest.raises(pack.PackError, match="empty source files are not allowed: .*helper"):
         write(package)
-    assert path.read_bytes() == content and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == content and list(path.parent.glob("*.json")) == [path]
     # Packing one by name leaves the others alone.
     (package / "helper.py").write_text("def fill(x): pass\n")
     (path.parent / "other.json").write_text("{}")
     write(package, "sample")
-    assert {p.name for p in path.parent.iterdir()} == {"sample.json", "other.json"}
+    assert {p.name for p in path.parent.glob("*.json")} == {"sample.json", "other.json"}
 
 
 def test_an_unknown_name_is_a_usage_error(package: Path) -> None:
