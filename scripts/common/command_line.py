@@ -5,9 +5,15 @@ Imports nothing but the standard library, so that `--help` answers at once.
 
 import argparse
 import math
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 
+from scripts.common.project import ROOT
 from scripts.common.text import printable
 
 EXIT_OK = 0
@@ -34,6 +40,7 @@ def run_main(main: Callable[[], int]) -> None:
     read or written, becomes one line and status 2."""
     try:
         status = main()
+        sys.stdout.flush()  # here, where a reader that is gone is no error
     except UsageError as error:
         say(f"error: {error}")
         status = EXIT_USAGE
@@ -41,12 +48,33 @@ def run_main(main: Callable[[], int]) -> None:
         say("interrupted")
         status = EXIT_INTERRUPTED
     except BrokenPipeError:  # `... | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
         status = EXIT_OK
     except OSError as error:
         say(f"error: {os_error(error)}")
         status = EXIT_USAGE
     sys.exit(status)
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C: KeyboardInterrupt in `main`, but the end at once before `main` has begun and while it
+    imports. An exception that is thrown into an import comes out as another one, is swallowed, or
+    ends the process where C++ code has no place for it."""
+    stack = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
+    imports = any(code.co_filename.startswith("<frozen importlib") for code in stack)
+    if run_main.__code__ in stack and not imports:
+        raise KeyboardInterrupt
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
+started = getattr(sys.modules["__main__"], "__file__", None)
+# Of our programs alone; one that is started with Ctrl-C ignored goes on ignoring it.
+if started and ROOT / "scripts" in Path(started).resolve().parents:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # run.py blocks it
 
 
 def os_error(error: OSError) -> str:

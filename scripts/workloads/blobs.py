@@ -45,9 +45,13 @@ def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether path is a well-formed safetensors file that this project did not write."""
+    """Whether path is a well-formed safetensors file that this project did not write, or what
+    git-lfs leaves in the place of one."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start == b"version ":
+            return True
+        length = int.from_bytes(start, "little")
         if not 2 <= length <= 1 << 20:
             return False
         try:

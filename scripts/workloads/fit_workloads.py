@@ -28,10 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scripts.common.command_line import UsageError, run_main
+
+# isort: split
+# After what makes Ctrl-C end quietly while it is imported.
 import numpy as np
 
 from scripts.common import files
-from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, GemmDefinition, MoeDefinition, find
 from scripts.common.project import ROOT
 from scripts.workloads import gemm_workloads
@@ -287,4 +290,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

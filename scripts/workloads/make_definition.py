@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.common import files
+from scripts.common.command_line import run_main
 from scripts.common.definitions import (
     DEEPSEEK_V3,
     DEFAULT,
@@ -360,4 +361,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -21,10 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, run_main
+
+# isort: split
+# After what makes Ctrl-C end quietly while it is imported.
 import numpy as np
 
 from scripts.common import files
-from scripts.common.command_line import UsageError
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -271,9 +274,9 @@ def main(argv: list[str] | None = None) -> int:
             make_workloads(args.root, args.workload, args.max_tokens, not args.quiet, definition)
     except (UsageError, ValueError, RuntimeError, OSError) as error:
         print(f"make_workloads: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return EXIT_FAILED if isinstance(error, RuntimeError) else EXIT_USAGE
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -1,9 +1,15 @@
 """What the programs share: text that cannot act, tables, options, and errors in one line."""
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import run
 from scripts.common import command_line
 from scripts.common.progress import duration
 from scripts.common.text import markdown, markdown_table, printable, text_table
@@ -95,6 +101,76 @@ def test_errors_are_one_line_and_a_status(error, status: int, said: str, capsys)
 def test_other_errors_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         command_line.run_main(failing(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_is_gone_is_no_error(unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(run.programs()["pack"]), "--list"]
+    env = {**run.environment(), "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writing) as out:
+        result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_ctrl_c_raises_in_main_alone(monkeypatch, capfd) -> None:
+    def interrupted() -> int:
+        command_line.interrupt(signal.SIGINT, sys._getframe())
+        return 0
+
+    def leave(status: int) -> None:
+        raise RuntimeError(f"left with {status}")
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(RuntimeError, match="left with 130"):
+        interrupted()
+    with pytest.raises(SystemExit, match="130"):
+        command_line.run_main(interrupted)
+    assert capfd.readouterr().err == 2 * "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is not command_line.interrupt, "for programs alone"
+
+
+SLOW = """
+import pathlib, time
+pathlib.Path({ready!r}).touch()
+try:
+    time.sleep({seconds})
+except BaseException:
+    raise ImportError("cannot be loaded twice")  # as C++ code says
+"""
+
+
+@pytest.mark.parametrize("module", ["filelock", "torch"])  # before main begins, and in it
+@pytest.mark.parametrize("mask", ["started by run.py", "ignored", ""])
+def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp_path: Path):
+    ready = tmp_path / "ready"
+    seconds = 2 if mask == "ignored" else 60
+    (tmp_path / f"{module}.py").write_text(SLOW.format(ready=str(ready), seconds=seconds))
+
+    def before() -> None:
+        if mask == "ignored":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        elif mask:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    command = [sys.executable, str(run.programs()["accuracy"]), "--run", "/absent"]
+    paths = f"{tmp_path}{os.pathsep}{run.environment()['PYTHONPATH']}"
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        preexec_fn=before,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not ready.exists() and process.poll() is None:
+            pass
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    if mask == "ignored":
+        assert process.returncode not in (130, -signal.SIGINT)
+    else:
+        assert (process.returncode, said) == (130, "interrupted\n")
 
 
 def test_durations() -> None:

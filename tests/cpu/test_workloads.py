@@ -345,10 +345,12 @@ def test_tensors_of_another_origin_are_kept(tmp_path, capsys):
     path.parent.mkdir(parents=True)
     captured = {"routing_logits": torch.zeros(1, 256), "routing_bias": torch.zeros(256).bfloat16()}
     safetensors.save_file(captured, path)
-    content = path.read_bytes()
-    make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
-    assert "kept" in capsys.readouterr().err
-    assert path.read_bytes() == content
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1576\n"
+    for content in (path.read_bytes(), pointer):
+        path.write_bytes(content)
+        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
+        assert "kept" in capsys.readouterr().err
+        assert path.read_bytes() == content
 
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
@@ -356,6 +358,7 @@ def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(make_workloads, "load_any_specs", lambda path: wrong)
     with pytest.raises(RuntimeError, match=SMALLEST.uuid):
         make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
+    assert make_workloads.main(["--root", str(tmp_path), "--workload", SMALLEST.uuid]) == 1
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -371,10 +374,11 @@ def test_command_line(tmp_path, capsys):
     root = ["--root", str(tmp_path)]
     assert make_workloads.main([*root, "--max-tokens", "1"]) == 0
     assert (tmp_path / SMALLEST.blob_path).is_file()
-    assert make_workloads.main([*root, "--workload", "nope"]) == 1
+    assert make_workloads.main([*root, "--workload", "nope"]) == 2
     assert "nope" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert make_workloads.main(["--root", str(tmp_path / "file"), "--max-tokens", "1"]) == 1
+    assert make_workloads.main(["--root", str(tmp_path / "file"), "--max-tokens", "1"]) == 2
+    assert make_workloads.main(["--definition", "nope"]) == 2
     capsys.readouterr()
     assert make_workloads.main(["--markdown", "--max-tokens", "1"]) == 0
     table = capsys.readouterr().out
