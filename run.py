@@ -16,25 +16,33 @@ start finds it ready.
 from __future__ import annotations
 
 import ast
-import hashlib
+import contextlib
 import importlib.metadata
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing keeps two set-ups apart
+    fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-MARKER = VENV / "installed.json"
+LOCK = ROOT / ".venv.lock"
+PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
 EXTRAS = dict.fromkeys(("bench", "plot_gemm", "readme_tables", "record", "report"), "report")
 """What programs need beside the dependencies."""
+HELP = {"-h", "--help"}
 EXIT_USAGE = 2
 always_venv = False
 
@@ -109,7 +117,11 @@ def unmet(wanted: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{requirement}: not installed")
             continue
-        if not version or not satisfies(version, specifiers):
+        try:
+            met = bool(version) and satisfies(version, specifiers)
+        except ValueError:  # what is installed has a version that is none
+            met = False
+        if not met:
             problems.append(f"{requirement}: version {version} is installed")
             continue
         for extra in filter(None, (e.strip() for e in (extras or "").split(","))):
@@ -128,53 +140,103 @@ def venv_python() -> Path:
     return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def set_up(extra: str | None) -> list[str]:
-    """The command for an interpreter that has what the extra needs; installs if it must."""
+def lacks(wanted: list[str]) -> list[str]:
+    """Why the running interpreter cannot be used; empty if it can."""
+    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+        return unmet(wanted)
+    return [
+        f"Python {'.'.join(map(str, sys.version_info[:2]))} cannot run this; start it with one "
+        f"of Python {PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}"
+    ]
+
+
+def venv_lacks(wanted: list[str]) -> list[str]:
+    """The same of the interpreter in .venv, which is asked: only it knows what is installed there,
+    whichever set-ups were run and whether they came to their end."""
+    if not os.path.lexists(venv_python()):
+        return [f"{VENV}: not made"]
+    # Not from ROOT, where pip leaves metadata of the project whether it is installed or not.
+    ask = "import json, runpy, sys; lacks = runpy.run_path(sys.argv[1])['lacks']; "
+    ask += "print(json.dumps(lacks(sys.argv[2:])))"
+    command = [str(venv_python()), "-c", ask, str(ROOT / "run.py"), *wanted]
+    try:
+        asked = subprocess.run(command, cwd=VENV, stdout=subprocess.PIPE, text=True)
+        return list(json.loads(asked.stdout))
+    except OSError as error:
+        why = str(error)
+    except ValueError:
+        why = "see above"
+    raise SetupError(f"the interpreter in {VENV} does not work ({why}): remove that directory")
+
+
+def ready(extra: str | None) -> list[str] | None:
+    """The command for an interpreter that has what the extra needs, if there is one."""
     wanted = requirements(extra)
-    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        raise SetupError(
-            f"Python {'.'.join(map(str, sys.version_info[:2]))} cannot run this; start it with one "
-            f"of Python {PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}"
-        )
-    if not always_venv and not unmet(wanted):
+    if not always_venv and not lacks(wanted):
         return [sys.executable]
-    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    if venv_python().is_file() and MARKER.is_file():
+    return None if venv_lacks([PROJECT, *wanted]) else [str(venv_python())]
+
+
+def set_up(extra: str | None) -> list[str]:
+    """The same; installs in .venv if it must."""
+    found = ready(extra)
+    if found is None:
+        with alone():
+            found = ready(extra)  # another start may have installed it meanwhile
+            if found is None:
+                install(extra)
+                found = [str(venv_python())]
+    return found
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One set-up at a time. The lock goes with the process that has it, however that ends."""
+    with LOCK.open("a") as file:
         try:
-            marker = json.loads(MARKER.read_text(encoding="utf-8"))
-        except ValueError:
-            marker = {}
-        if marker.get("pyproject") == digest and set(wanted) <= set(marker.get("has", [])):
-            return [str(venv_python())]
-    install(extra)
-    MARKER.write_text(json.dumps({"pyproject": digest, "has": wanted}, indent=1), encoding="utf-8")
-    return [str(venv_python())]
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting: another start of run.py is installing", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def make_venv() -> None:
+    """Make .venv, or complete one whose making was cut short; nothing in it is removed."""
+    if not os.path.lexists(venv_python()):
+        if unsupported := lacks([]):
+            raise SetupError(unsupported[0])
+        command = [sys.executable, "-m", "venv", str(VENV)]
+    elif venv_lacks(["pip"]):
+        command = [str(venv_python()), "-m", "ensurepip"]
+    else:
+        return
+    print(f"making a virtual environment in {VENV}", flush=True)
+    if subprocess.run(command).returncode != 0:
+        raise SetupError(
+            f"{' '.join(command[:3])} failed (see above); on Debian and Ubuntu the package "
+            "python3-venv provides it"
+        )
 
 
 def install(extra: str | None) -> None:
-    """Make .venv if there is none and install the project there, editable, with the extra."""
+    """Install the project in .venv, editable, with the extra."""
     start = time.monotonic()
-    MARKER.unlink(missing_ok=True)
-    if not venv_python().is_file():
-        print(f"making a virtual environment in {VENV}", flush=True)
-        if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-            shutil.rmtree(VENV, ignore_errors=True)
-            raise SetupError(
-                f"{sys.executable} -m venv failed (see above); on Debian and Ubuntu the package "
-                "python3-venv provides it"
-            )
+    make_venv()
     project = str(ROOT) + (f"[{extra}]" if extra else "")
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "-e", project]
-    has_torch = [str(venv_python()), "-c", "import importlib.metadata as m; m.version('torch')"]
-    if subprocess.run(has_torch, stderr=subprocess.DEVNULL).returncode != 0:
+    if venv_lacks(["torch"]):
         command.append(TORCH)
     print("installing (some minutes the first time): " + " ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode != 0:
         raise SetupError(
             "pip could not install the project (its own message is above). Without a network, use "
             "an interpreter that has the packages; this one lacks:\n  "
-            + "\n  ".join(unmet(requirements(extra)))
+            + "\n  ".join(lacks(requirements(extra)))
         )
     print(f"installed in {time.monotonic() - start:.0f} s", flush=True)
 
@@ -199,11 +261,14 @@ def programs() -> dict[str, Path]:
     }
 
 
-def first_line(path: Path) -> str:
-    """Of the docstring of a module or, with its directory, of a package."""
+def docstring(path: Path) -> str:
+    """Of a module or, with its directory, of a package."""
     path = path / "__init__.py" if path.is_dir() else path
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    return doc.splitlines()[0] if doc else ""
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "\n"
+
+
+def first_line(path: Path) -> str:
+    return docstring(path).splitlines()[0]
 
 
 def listing() -> str:
@@ -227,11 +292,24 @@ def run_script(name: str, arguments: list[str]) -> int:
         said = f"error: no command {name!r}: test, setup, or one of these programs"
         print(f"{said}\n{listing()}", file=sys.stderr)
         return EXIT_USAGE
-    command = [*set_up(EXTRAS.get(name)), str(known[name]), *arguments]
+    extra = EXTRAS.get(name)
+    if HELP & set(arguments) and ready(extra) is None:
+        return help_without_packages(known[name], arguments)
+    command = [*set_up(extra), str(known[name]), *arguments]
     sys.stdout.flush()
     if os.name == "posix":  # the program gets Ctrl-C itself and its exit status is ours
+        # scripts/common/command_line.py takes it from here, once it is imported.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         os.execve(command[0], command, environment())
     return subprocess.run(command, env=environment()).returncode
+
+
+def help_without_packages(program: Path, arguments: list[str]) -> int:
+    """A program's own help if it can give it before anything is installed, else what it is for."""
+    command = [sys.executable, str(program), *arguments]
+    if subprocess.run(command, env=environment(), stderr=subprocess.DEVNULL).returncode != 0:
+        print(f"{docstring(program)}\n\nIts options are listed after: python3 run.py setup")
+    return 0
 
 
 def run_tests(arguments: list[str]) -> int:
@@ -278,6 +356,9 @@ def main(arguments: list[str]) -> int:
         print(f"{__doc__}{listing()}")
         return 0 if arguments else EXIT_USAGE
     command, rest = arguments[0], arguments[1:]
+    if command in ("test", "setup") and HELP & set(rest):
+        print(__doc__)
+        return 0
     try:
         if command == "test":
             return run_tests(rest)
@@ -285,7 +366,7 @@ def main(arguments: list[str]) -> int:
             print("ready: " + " ".join(set_up("dev")))
             return 0
         return run_script(command, rest)
-    except SetupError as error:
+    except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

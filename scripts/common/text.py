@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable
 
-from tabulate import tabulate
-
 
 def printable(text: str) -> str:
     """The text with what a terminal would act on or not show (ESC, newlines, marks of direction) as
@@ -22,6 +20,8 @@ def markdown(text: str) -> str:
 def _table(
     cell: Callable[[str], str], style: str, header: list[str], rows: list[list[str]], left: int
 ) -> str:
+    from tabulate import tabulate  # `--help` needs no package
+
     return tabulate(
         [[cell(str(value)) for value in row] for row in rows],
         headers=[cell(name) for name in header],

@@ -1,10 +1,17 @@
 """run.py: what it asks of an interpreter, and that it installs only where it must."""
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -14,10 +21,23 @@ import run
 ROOT = Path(__file__).parents[2]
 
 
+class Started(Exception):
+    """In place of the program that this process would become."""
+
+
+@pytest.fixture(autouse=True)
+def execve(monkeypatch) -> None:
+    def start(python: str, command: list[str], env: dict[str, str]) -> None:
+        raise Started(command, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(os, "execve", start)
+
+
 def test_requirements_are_those_of_pyproject() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert run.requirements() == project["dependencies"]
+    assert run.PROJECT == project["name"]
     for extra, wanted in project["optional-dependencies"].items():
         assert run.requirements(extra) == project["dependencies"] + wanted
 
@@ -80,6 +100,13 @@ def test_unmet_follows_extras(monkeypatch) -> None:
     assert run.unmet(["it[cu13]"]) == ["no-such-package-here==1.0: not installed"]
 
 
+@pytest.mark.parametrize("version", ["from a branch", ""])
+def test_what_is_no_version_meets_nothing(version: str, monkeypatch) -> None:
+    distribution = types.SimpleNamespace(version=version, requires=[])
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
+    assert run.unmet(["it>=1"]) == [f"it>=1: version {version} is installed"]
+
+
 def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
     def install(extra: str | None) -> None:
         raise AssertionError("must not install")
@@ -89,49 +116,318 @@ def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> Non
     assert run.set_up("dev") == [sys.executable]
 
 
-def test_installs_once_and_again_when_the_project_changes(monkeypatch, tmp_path: Path) -> None:
-    installed = []
-    venv = tmp_path / ".venv"
-    monkeypatch.setattr(run, "VENV", venv)
-    monkeypatch.setattr(run, "MARKER", venv / "installed.json")
-    monkeypatch.setattr(run, "unmet", lambda wanted: ["torch: not installed"])
+class Venv:
+    """Stands in for what run.py starts: venv, ensurepip, pip, and the interpreter in .venv, which
+    says what it lacks."""
 
-    def install(extra: str | None) -> None:
-        installed.append(extra)
-        run.venv_python().parent.mkdir(parents=True, exist_ok=True)
-        run.venv_python().touch()
+    def __init__(self) -> None:
+        self.has: set[str] = set()
+        self.started: list[str] = []
+        self.fails = ""
 
-    monkeypatch.setattr(run, "install", install)
+    def run(self, command: list[str], **options) -> subprocess.CompletedProcess:
+        module = command[2]
+        python = sys.executable if module == "venv" else str(run.venv_python())
+        assert command[0] == python
+        if command[1] == "-c":
+            lacking = [wanted for wanted in command[4:] if wanted not in self.has]
+            return subprocess.CompletedProcess(command, 0, stdout=json.dumps(lacking))
+        assert is_locked(run.LOCK), "another start could do the same"
+        project = command[command.index("-e") + 1 :] if module == "pip" else []
+        self.started.append(" ".join([module, *project]).replace(str(ROOT), ""))
+        if module == self.fails:
+            return subprocess.CompletedProcess(command, 1)
+        if module == "venv":
+            make(run.venv_python())
+        if module == "pip":
+            extra = re.search(r"\[(\w+)\]", project[0])
+            self.has |= {run.PROJECT, "torch", *run.requirements(extra and extra[1])}
+        else:
+            self.has.add("pip")
+        return subprocess.CompletedProcess(command, 0)
+
+
+def make(python: Path, text: str = "") -> None:
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{text}\n")
+    python.chmod(0o755)
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path: Path) -> None:
+    """A checkout that was not set up, and an interpreter without packages."""
+    monkeypatch.setattr(run, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(run, "LOCK", tmp_path / ".venv.lock")
+    monkeypatch.setattr(run, "unmet", lambda wanted: [f"{w}: not installed" for w in wanted])
+
+
+@pytest.fixture
+def venv(bare, monkeypatch) -> Venv:
+    stand_in = Venv()
+    monkeypatch.setattr(subprocess, "run", stand_in.run)
+    return stand_in
+
+
+def test_installs_each_extra_once_and_again_when_the_project_changes(
+    venv: Venv, monkeypatch
+) -> None:
+    for extra in ("report", "test", "report", None, "test"):
+        assert run.set_up(extra) == [str(run.venv_python())]
+    assert venv.started == ["venv", f"pip [report] {run.TORCH}", "pip [test]"]
+    before = run.requirements
+    monkeypatch.setattr(run, "requirements", lambda extra: [*before(extra), "more>=1"])
+    run.set_up("test")
+    assert venv.started[3:] == ["pip [test]"]
+
+
+def test_venv_is_made_where_it_is_asked_for(venv: Venv, monkeypatch) -> None:
+    monkeypatch.setattr(run, "unmet", lambda wanted: [])
+    monkeypatch.setattr(run, "always_venv", True)
+    assert run.set_up(None) == [str(run.venv_python())] and venv.started
+
+
+def test_what_was_cut_short_is_completed(venv: Venv) -> None:
+    make(run.venv_python())  # Ctrl-C in `-m venv`: an interpreter without pip
     assert run.set_up(None) == [str(run.venv_python())]
+    assert venv.started == ["ensurepip", f"pip  {run.TORCH}"]
+    venv.has.remove(run.PROJECT)  # Ctrl-C in pip, which installs the project last
     run.set_up(None)
-    assert installed == [None]
-    run.set_up("dev")  # asks for more than was installed
-    run.set_up(None)
-    run.set_up("dev")
-    assert installed == [None, "dev"]
-    marker = json.loads(run.MARKER.read_text())
-    run.MARKER.write_text(json.dumps(marker | {"pyproject": "another"}))
-    run.set_up("dev")
-    assert installed == [None, "dev", "dev"]
+    assert venv.started[2:] == ["pip "]
 
 
-def test_a_failed_installation_is_one_clear_error(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(run, "unmet", lambda wanted: ["torch: not installed"])
-    monkeypatch.setattr(run, "MARKER", Path("/nonexistent/marker"))
-    monkeypatch.setattr(run, "VENV", Path("/nonexistent"))
+def test_two_starts_at_once_install_once(venv: Venv, monkeypatch) -> None:
+    @contextlib.contextmanager
+    def alone():
+        make(run.venv_python())
+        venv.has |= {run.PROJECT, *run.requirements()}
+        yield  # after the other one
 
-    def fail(command, **options):
-        return subprocess.CompletedProcess(command, 1)
+    monkeypatch.setattr(run, "alone", alone)
+    assert run.set_up(None) == [str(run.venv_python())] and venv.started == []
 
-    monkeypatch.setattr(subprocess, "run", fail)
+
+@pytest.mark.parametrize(("step", "said"), [("venv", "-m venv failed"), ("pip", "pip could not")])
+def test_a_failed_installation_is_a_clear_error_and_removes_nothing(
+    step: str, said: str, venv: Venv, capsys
+) -> None:
+    run.VENV.mkdir()  # somebody's
+    (run.VENV / "notes.txt").touch()
+    venv.fails = step
     assert run.main(["rank"]) == 2
-    assert "-m venv failed" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and venv.started[-1].startswith(step)
+    assert (run.VENV / "notes.txt").is_file()
 
 
-def test_an_unsupported_python_is_named(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+HOLDER = """
+import pathlib, sys, time, run
+run.LOCK = pathlib.Path(sys.argv[1])
+with run.alone():
+    print("alone", time.monotonic(), flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_start_waits_for_another_until_that_is_gone(tmp_path: Path) -> None:
+    def start(seconds: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock"), seconds]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    with start("600") as first:
+        assert first.stdout.readline().startswith("alone ")
+        with start("0") as second:
+            assert second.stdout.readline() == "waiting: another start of run.py is installing\n"
+            time.sleep(0.3)
+            end = time.monotonic()
+            first.kill()
+            said, since = second.communicate(timeout=60)[0].split()
+            assert said == "alone" and float(since) > end
+
+
+def test_the_interpreter_in_venv_says_what_it_lacks(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "VENV", tmp_path / ".venv")
+    assert run.venv_lacks([]) == [f"{run.VENV}: not made"]
+    make(run.venv_python(), f'exec {sys.executable} "$@"')
+    assert run.venv_lacks(["pytest>=8"]) == []
+    # Metadata beside run.py is what an attempt to install left there.
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "run.py").write_text((ROOT / "run.py").read_text())
+    (tmp_path / "half.egg-info").mkdir()
+    (tmp_path / "half.egg-info" / "PKG-INFO").write_text("Name: half\nVersion: 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert run.venv_lacks(["pytest>=8", "half"]) == ["half: not installed"]
+
+
+def test_pip_is_added_to_an_environment_without(monkeypatch, tmp_path: Path) -> None:
+    pytest.importorskip("ensurepip")
+    monkeypatch.setattr(run, "VENV", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    assert run.venv_lacks(["pip"]) == ["pip: not installed"]
+    run.make_venv()
+    assert run.venv_lacks(["pip"]) == []
+
+
+def broken() -> None:
+    make(run.venv_python(), "exit 127")
+
+
+def dangling() -> None:
+    broken()
+    run.venv_python().unlink()
+    run.venv_python().symlink_to("/absent")
+
+
+def read_only() -> None:
+    run.LOCK.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (broken, ".venv does not work (see above): remove that directory"),
+        (dangling, ".venv does not work ([Errno 2] No such file or directory"),
+        (read_only, ".venv.lock"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(fault, said: str, bare, capfd) -> None:
+    fault()
     assert run.main(["rank"]) == 2
-    assert "Python 3.9 cannot run this" in capsys.readouterr().err
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 14)])
+def test_an_unsupported_python_is_named_where_it_would_be_used(
+    version: tuple[int, int], venv: Venv, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(run, "unmet", lambda wanted: [])
+    monkeypatch.setattr(sys, "version_info", (*version, 1))
+    assert run.main(["rank"]) == 2 and venv.started == []
+    assert f"Python 3.{version[1]} cannot run this" in capsys.readouterr().err
+    make(run.venv_python())
+    venv.has |= {run.PROJECT, *run.requirements()}
+    assert run.set_up(None) == [str(run.venv_python())]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("pack", "--no-build"),
+        ("make_workloads", "Its options are listed after: python3 run.py setup"),
+        ("test", "run.py test [args]"),
+        ("setup", "run.py setup "),
+    ],
+)
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_installs_nothing(
+    command: str, said: str, option: str, bare, monkeypatch, capfd, tmp_path: Path
+) -> None:
+    """On an interpreter without packages a program lists its options if it needs none for that."""
+    make(tmp_path / "bin" / "python", f'exec {sys.executable} -S "$@"')
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(run, "install", lambda extra: pytest.fail("must not install"))
+    assert run.main([command, option]) == 0
+    shown = capfd.readouterr()
+    assert said in shown.out and shown.err == ""
+    if command in run.programs():
+        assert run.first_line(run.programs()[command]) in shown.out
+
+
+def test_a_program_is_started_with_ctrl_c_kept_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(run, "ready", lambda extra: ["python"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with pytest.raises(Started) as started:
+            run.main(["rank", "--help"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    command, blocked = started.value.args
+    assert command == ["python", str(run.programs()["rank"]), "--help"]
+    assert signal.SIGINT in blocked
+
+
+PHASES = ["ruff check", "ruff format", "mypy", "emulated tests", "GPU tests", "CPU tests"]
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        {},
+        *({phase: 1} for phase in PHASES),
+        {"mypy": 2, "CPU tests": 1},
+        {"GPU tests": 5},
+        {"emulated tests": 5},
+        {"CPU tests": 5},
+        {"GPU tests": 1, "CPU tests": -9},
+    ],
+    ids=str,
+)
+def test_a_failed_phase_fails_the_test_command(
+    statuses: dict[str, int], monkeypatch, capsys
+) -> None:
+    """All phases run; pytest's 5, nothing collected, is right where there is no GPU."""
+    started = []
+
+    def phase(command: list[str], **options) -> subprocess.CompletedProcess:
+        assert Path(options["cwd"]) == ROOT
+        started.append(" ".join(command))
+        return subprocess.CompletedProcess(command, statuses.get(PHASES[len(started) - 1], 0))
+
+    monkeypatch.setattr(run, "set_up", lambda extra: ["python", extra])
+    monkeypatch.setattr(subprocess, "run", phase)
+    failed = {p: s for p, s in statuses.items() if (p, s) != ("GPU tests", 5)}
+    assert run.main(["test"]) == bool(failed)
+    shown = capsys.readouterr()
+    said = ", ".join(f"{phase} (exit status {status})" for phase, status in failed.items())
+    assert shown.err == (f"failed: {said}\n" if failed else "")
+    assert re.findall("^=== (.*[a-z])$", shown.out, re.MULTILINE) == PHASES
+    for command, expected in zip(
+        started,
+        ["ruff check .", "ruff format --check .", "mypy", "tests/emulated", "tests/gpu", "cpu"],
+        strict=True,
+    ):
+        assert command.startswith("python dev -m ") and expected in command
+    # pytest's own last line stays the last one where nothing failed.
+    assert ("=== CPU tests:" in shown.out) == ("CPU tests" in failed)
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_ci_ends_with_the_status_of_the_tests(status: int, tmp_path: Path) -> None:
+    """Run by the first Python that there is and that can make an environment."""
+    ci = tmp_path / "checkout" / ".ci" / "run"
+    ci.parent.mkdir(parents=True)
+    ci.write_bytes((ROOT / ".ci" / "run").read_bytes())
+    (tmp_path / "checkout" / "run.py").write_text(
+        "import os, sys\n"
+        "assert sys.argv[1:] == ['--venv', 'test'] and 'PYTHONPATH' not in os.environ\n"
+        f"print(os.getcwd())\nsys.exit({status})\n"
+    )
+    for tool in ("bash", "dirname"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    env = {"PATH": str(tmp_path), "PYTHONPATH": "/absent"}
+
+    def call() -> subprocess.CompletedProcess:
+        return subprocess.run(["bash", ci], env=env, capture_output=True, text=True)
+
+    knows_where_it_is = 'case "$2" in *base_prefix*) echo "$0" ;; *) exit 1 ;; esac'
+    make(tmp_path / "bin" / "python3.12", knows_where_it_is)
+    (tmp_path / "python3.12").symlink_to(tmp_path / "bin" / "python3.12")
+    without = call()
+    assert without.returncode == 2 and "no Python 3.10 to 3.13" in without.stderr
+    (tmp_path / "python3").symlink_to(sys.executable)
+    result = call()
+    assert (result.returncode, result.stderr) == (status, "")
+    assert result.stdout == f"{tmp_path / 'checkout'}\n"
 
 
 def test_commands(capsys) -> None:
@@ -173,6 +469,12 @@ def test_every_program_and_folder_is_described(capsys) -> None:
     for name, path in run.programs().items():
         assert re.search(rf"^    {name} +\S.*\.$", said, re.MULTILINE), name
         assert re.search(rf"^{path.parent.name}: \S", said, re.MULTILINE)
+
+
+def test_every_program_ends_by_run_main() -> None:
+    """Whose module takes Ctrl-C, which run.py blocks."""
+    end = '\nif __name__ == "__main__":\n    run_main(main)\n'
+    assert all(path.read_text("utf-8").endswith(end) for path in run.programs().values())
 
 
 def test_names_of_programs_are_unique() -> None:
