@@ -257,7 +257,7 @@ def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None
     )
     assert make_workloads.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-    assert make_workloads.main(["--definition", "absent"]) == 1
+    assert make_workloads.main(["--definition", "absent"]) == 2
 
 
 @every
