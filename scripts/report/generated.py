@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark.stages import TOTAL
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR, ROOT
 from scripts.common.text import markdown, markdown_table, printable
-from scripts.gemm import plot_gemm
-from scripts.ranking import bits
-from scripts.ranking.rank_tables import bits_table, latency_title, short_table
-from scripts.ranking.rank_text import device_methods, say_method
-from scripts.ranking.ranking import PREFIX, Clock, short_name
+from scripts.measure import plot_gemm
+from scripts.measure.stages import TOTAL
 from scripts.report import run_data
 from scripts.report.run_data import Recorded
+from scripts.table import bits
+from scripts.table.rank_tables import bits_table, latency_title, short_table
+from scripts.table.rank_text import device_methods, say_method
+from scripts.table.ranking import PREFIX, Clock, short_name
 
 STUDY_TOKENS = 1024
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")

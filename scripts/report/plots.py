@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.benchmark.stages import STAGES, TOTAL
 from scripts.common import files
 from scripts.common.text import printable
-from scripts.gemm.plot_gemm import BACKGROUND, COLOURS, INK, new_figure
-from scripts.ranking.ranking import Clock, Ranking, SolutionSummary, short_name
+from scripts.measure.plot_gemm import BACKGROUND, COLOURS, INK, new_figure
+from scripts.measure.stages import STAGES, TOTAL
+from scripts.table.ranking import Clock, Ranking, SolutionSummary, short_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,7 @@ from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.project import ROOT
 from scripts.common.text import printable
-from scripts.gemm import plot_gemm
+from scripts.measure import plot_gemm
 from scripts.report import run_data
 from scripts.report.generated import BLOCKS, pictures_of, relative
 from scripts.report.run_data import Recorded

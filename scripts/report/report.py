@@ -18,12 +18,12 @@ from scripts.common import files
 from scripts.common.command_line import EXIT_OK, UsageError, names, parser, run_main
 from scripts.common.project import TRACES_DIR
 from scripts.common.text import printable
-from scripts.gemm import plot_gemm
-from scripts.ranking import rank_tables, rank_text
-from scripts.ranking.ranking import CLOCKS, Clock, Ranking, short_name
+from scripts.measure import plot_gemm
 from scripts.report import run_data
 from scripts.report.page import BAD_CELLS, Part, Section, Table, svg_plot
 from scripts.report.run_data import Recorded
+from scripts.table import rank_tables, rank_text
+from scripts.table.ranking import CLOCKS, Clock, Ranking, short_name
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 NEEDED = ("jinja2", "matplotlib")

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark import floors
-from scripts.benchmark.stages import TOTAL
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, RESULTS_DIR
-from scripts.ranking import bits, rank_text
-from scripts.ranking.rank_tables import Table, number, percent, short_status, summary_table
-from scripts.ranking.ranking import Clock, Ranking, short_name
-from scripts.ranking.rankings import rankings
-from scripts.ranking.traces import read_records, read_run
-from scripts.solutions import sources
+from scripts.measure import floors
+from scripts.measure.stages import TOTAL
+from scripts.pack import sources
+from scripts.table import bits, rank_text
+from scripts.table.rank_tables import Table, number, percent, short_status, summary_table
+from scripts.table.ranking import Clock, Ranking, short_name
+from scripts.table.rankings import rankings
+from scripts.table.traces import read_records, read_run
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ GPUs. The times of the torch model on a CPU say nothing about either.
 from collections.abc import Sequence
 
 from scripts.common.text import printable, text_table
-from scripts.ranking.rank_tables import correctness_table, short_table
-from scripts.ranking.rank_text import ACCURACY_NOTES, failures_lines
-from scripts.ranking.ranking import Ranking
 from scripts.report import run_data
 from scripts.report.run_data import Recorded
+from scripts.table.rank_tables import correctness_table, short_table
+from scripts.table.rank_text import ACCURACY_NOTES, failures_lines
+from scripts.table.ranking import Ranking
 
 
 def to_text(ranked: Sequence[Ranking], records: Sequence[Recorded]) -> str:

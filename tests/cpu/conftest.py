@@ -44,7 +44,7 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
     """In the place of torch.cuda; see fake_cuda.py."""
     from fake_cuda import FakeCuda
 
-    from scripts.gemm.timing import flush_buffer
+    from scripts.measure.timing import flush_buffer
 
     flush_buffer.cache_clear()
     yield FakeCuda(monkeypatch)

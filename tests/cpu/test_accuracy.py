@@ -11,8 +11,6 @@ from flashinfer_bench.data import Workload
 from test_files import disk_of
 from test_rank import trace, write
 
-from scripts.benchmark import accuracy, second_pass
-from scripts.benchmark.second_pass import Pass
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -21,9 +19,11 @@ from scripts.common.command_line import (
     UsageError,
 )
 from scripts.common.project import DEFINITION, ROOT
-from scripts.ranking import traces
-from scripts.solutions import pack
-from scripts.workloads import dataset
+from scripts.data import dataset
+from scripts.measure import accuracy, second_pass
+from scripts.measure.second_pass import Pass
+from scripts.pack import pack
+from scripts.table import traces
 
 VANDAL = small.RIGHT + "    x.zero_()\n"
 

@@ -21,10 +21,10 @@ from test_submit import WORKLOADS, submit, traces_of, write
 
 import run
 from scripts.common.project import DEFINITION
-from scripts.solutions.pack import PackError
-from scripts.submission import apply_tree, evidence, trace_apply
-from scripts.submission.export import export_of, write_all
-from scripts.workloads.dataset import load, tokens
+from scripts.data.dataset import load, tokens
+from scripts.pack.pack import PackError
+from scripts.submit import apply_tree, evidence, trace_apply
+from scripts.submit.export import export_of, write_all
 
 FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
 TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)

@@ -7,7 +7,7 @@ from flashinfer_bench.data import Solution
 from test_dataset import solution
 
 from scripts.common.project import BASELINES
-from scripts.solutions.availability import (
+from scripts.pack.availability import (
     FOREIGN,
     NEEDS_GPU,
     Machine,
@@ -21,7 +21,7 @@ from scripts.solutions.availability import (
     split_foreign,
     why_not,
 )
-from scripts.solutions.pack import generations, pack
+from scripts.pack.pack import generations, pack
 
 OUR_AUTHOR = "moe-fp8-cutedsl"
 INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}

@@ -28,7 +28,7 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from packaging.requirements import Requirement
 
-from scripts.solutions import pack
+from scripts.pack import pack
 
 MODULES = {
     "sglang_moe": sglang_moe,

@@ -21,12 +21,12 @@ from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workloa
 from test_dataset import solution
 from test_files import disk_of
 
-from scripts.benchmark import bench, cpu_bench, gpu_bench, plan
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
-from scripts.solutions import availability, pack
-from scripts.workloads import dataset
+from scripts.data import dataset
+from scripts.measure import bench, cpu_bench, gpu_bench, plan
+from scripts.pack import availability, pack
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -605,7 +605,7 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
 
 def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
     assert h200("--workloads", "1") == 0
-    code = "import sys, pathlib; from scripts.benchmark import runs;"
+    code = "import sys, pathlib; from scripts.measure import runs;"
     code += "run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
     code += "print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(

@@ -6,7 +6,7 @@ import pytest
 from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
 
 from scripts.common.command_line import UsageError
-from scripts.solutions import cache
+from scripts.pack import cache
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from moe_fp8.layer.problem import DEEPSEEK_V3
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
 
-from scripts.gemm.sass import disassemble, facts, nvdisasm
+from scripts.measure.sass import disassemble, facts, nvdisasm
 
 TARGETS = ["sm_100a", "sm_103a"]
 OTHERS = [
@@ -96,7 +96,7 @@ TUNED = [
 @pytest.mark.parametrize("fields", TUNED, ids=str)
 def test_what_autotune_tries_compiles(fields, compiled_code, monkeypatch):
     """Of its candidates two that no heuristic picks."""
-    from scripts.gemm import gpu, tuning
+    from scripts.measure import gpu, tuning
 
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
     tried = [config for rows in (32, 128) for config in tuning.candidates(rows)]
@@ -208,9 +208,9 @@ def test_tiles_of_one_wave_are_not_made_larger():
 
 def test_the_model_prefers_what_the_heuristic_picks():
     """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
-    from scripts.gemm.gemm_model import predict
-    from scripts.gemm.model import B200_AS_H200, best_sm100, chosen_sm100
-    from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
+    from scripts.measure.gemm_model import predict
+    from scripts.measure.model import B200_AS_H200, best_sm100, chosen_sm100
+    from scripts.measure.problems import LAYER_SHAPES, Problem, uneven_rows
 
     for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
         drawn = uneven_rows(rows, 32, 2026)

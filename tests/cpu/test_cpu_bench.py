@@ -11,14 +11,14 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace
 from safetensors.torch import save_file
 
-from scripts.benchmark import cpu_bench
-from scripts.benchmark.cpu_bench import memory_needed
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import find
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
-from scripts.ranking.records import failure_reason
-from scripts.workloads import dataset
+from scripts.data import dataset
+from scripts.measure import cpu_bench
+from scripts.measure.cpu_bench import memory_needed
+from scripts.table.records import failure_reason
 
 CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
 

@@ -10,7 +10,7 @@ from flashinfer_bench.data import Solution
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
-from scripts.workloads import dataset
+from scripts.data import dataset
 
 
 def solution(name: str, content: str = "def run(): pass\n") -> Solution:
@@ -104,7 +104,7 @@ def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_only_tensors_that_are_missing_are_made(ours, tmp_path: Path, monkeypatch) -> None:
-    from scripts.workloads import make_workloads
+    from scripts.data import make_workloads
 
     made: list[list[str]] = []
     monkeypatch.setattr(make_workloads, "make_workloads", lambda _, uuids, **__: made.append(uuids))

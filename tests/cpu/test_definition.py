@@ -11,7 +11,7 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from flashinfer_bench.data.json_utils import load_json_file
 
-from scripts.workloads import make_definition
+from scripts.data import make_definition
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"

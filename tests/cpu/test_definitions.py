@@ -18,16 +18,16 @@ from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs, MoeShape
 
-from scripts.benchmark import plan
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
 from scripts.common.project import BASELINES, ROOT
-from scripts.ranking import rankings
+from scripts.data import dataset, fit_workloads, make_definition, make_workloads
+from scripts.data.synthetic_logits import routing_bias
+from scripts.measure import plan
+from scripts.pack import pack, sources
 from scripts.report import run_data
-from scripts.solutions import pack, sources
-from scripts.workloads import dataset, fit_workloads, make_definition, make_workloads
-from scripts.workloads.synthetic_logits import routing_bias
+from scripts.table import rankings
 
 FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
 OTHERS = MOE[1:]

@@ -8,10 +8,10 @@ import small
 import torch
 from fake_cuda import Kernel
 
-from scripts.benchmark import device_time
-from scripts.benchmark.kernel_trace import Span
-from scripts.benchmark.second_pass import Pass
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.measure import device_time
+from scripts.measure.kernel_trace import Span
+from scripts.measure.second_pass import Pass
 
 
 def test_a_summary_has_the_spread() -> None:

@@ -29,7 +29,7 @@ TENSORS = MoeInputs._fields[:8]
 
 
 def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
-    program = [sys.executable, "scripts/benchmark/expert_parallel.py", "--cpu", *arguments]
+    program = [sys.executable, "scripts/measure/expert_parallel.py", "--cpu", *arguments]
     path = f"{ROOT / 'solutions'}:{ROOT}:{more_path}"
     env = {"PYTHONPATH": path, "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)

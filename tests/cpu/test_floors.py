@@ -10,11 +10,10 @@ import pytest
 import torch
 from fake_cuda import Kernel
 
-from scripts.benchmark import floors
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.gemm import rates
-from scripts.gemm.problems import Histogram
+from scripts.measure import floors, rates
+from scripts.measure.problems import Histogram
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
@@ -56,7 +55,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     """Either tensor once a replay: the time of one launch counts twice."""
     import torch
 
-    from scripts.gemm import weight_stream
+    from scripts.measure import weight_stream
 
     monkeypatch.setattr(floors, "gpu_arch", lambda: "sm_90a")
     monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})

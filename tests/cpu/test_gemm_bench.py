@@ -16,18 +16,18 @@ from moe_fp8.layer.rows import flat_rows
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.gemm import (
+from scripts.data import make_workloads
+from scripts.measure import (
     compiling,
     gemm_bench,
     shipped_configs,
     study,
     timing,
 )
-from scripts.gemm import peers as gemm_peers
-from scripts.gemm.operands import Operands, Weights, weights
-from scripts.gemm.problems import LAYER_SHAPES, Histogram, histograms, layer_problems
-from scripts.gemm.variants import LAYOUTS, Call, Checker, Reading, Variant, heuristic, ours
-from scripts.workloads import make_workloads
+from scripts.measure import peers as gemm_peers
+from scripts.measure.operands import Operands, Weights, weights
+from scripts.measure.problems import LAYER_SHAPES, Histogram, histograms, layer_problems
+from scripts.measure.variants import LAYOUTS, Call, Checker, Reading, Variant, heuristic, ours
 
 CPU = torch.device("cpu")
 BLOCK = gemm_bench.BLOCK
@@ -534,7 +534,7 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
 def on_blackwell(monkeypatch):
     from moe_fp8.kernels.architectures import BLACKWELL
 
-    from scripts.gemm import gpu
+    from scripts.measure import gpu
 
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 

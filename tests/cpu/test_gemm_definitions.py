@@ -16,13 +16,12 @@ from moe_fp8.layer.metrics import calc_diff, matched_ratio
 from moe_fp8.layer.problem import DEEPSEEK_V3
 from test_definitions import listing, unpacked  # noqa: F401
 
-from scripts.benchmark import invariance, plan
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import CONTIGUOUS, DEFAULT, GEMMS, MASKED, GemmDefinition, size_of
 from scripts.common.project import BASELINES, PACKAGE_DIR, ROOT
-from scripts.gemm import problems
-from scripts.solutions import pack
-from scripts.workloads import dataset, fit_workloads, gemm_workloads, make_workloads
+from scripts.data import dataset, fit_workloads, gemm_workloads, make_workloads
+from scripts.measure import invariance, plan, problems
+from scripts.pack import pack
 
 FP8, F32, I32 = "float8_e4m3fn", "float32", "int32"
 every = pytest.mark.parametrize("definition", GEMMS, ids=lambda d: d.short)

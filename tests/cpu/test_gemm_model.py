@@ -12,8 +12,8 @@ from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 
 from scripts.common.command_line import UsageError
-from scripts.gemm import model
-from scripts.gemm.gemm_model import (
+from scripts.measure import model
+from scripts.measure.gemm_model import (
     CONSTANTS,
     accumulators_needed,
     block_sm90,
@@ -22,8 +22,8 @@ from scripts.gemm.gemm_model import (
     predict,
     row_tiles,
 )
-from scripts.gemm.model import B200, H200, H200_MEASURED, RECORD
-from scripts.gemm.problems import Problem
+from scripts.measure.model import B200, H200, H200_MEASURED, RECORD
+from scripts.measure.problems import Problem
 
 
 def test_nominal_rates_are_those_of_the_data_sheets() -> None:

@@ -16,7 +16,7 @@ from moe_fp8.layer import model
 
 import run
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.gemm import (
+from scripts.measure import (
     ablation,
     autotune,
     gpu,
@@ -25,9 +25,9 @@ from scripts.gemm import (
     timing,
     tuning,
 )
-from scripts.gemm.operands import weights
-from scripts.gemm.problems import LAYER_SHAPES, Problem, uneven_rows
-from scripts.gemm.variants import Reading, heuristic, ours
+from scripts.measure.operands import weights
+from scripts.measure.problems import LAYER_SHAPES, Problem, uneven_rows
+from scripts.measure.variants import Reading, heuristic, ours
 
 FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 

@@ -13,11 +13,11 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from test_rank import ranked, trace
 
-from scripts.benchmark import invariance, second_pass
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import DEFINITION
-from scripts.ranking import bits, rank_tables, rank_text
+from scripts.measure import invariance, second_pass
 from scripts.report import generated, report, run_data
+from scripts.table import bits, rank_tables, rank_text
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.

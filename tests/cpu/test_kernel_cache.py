@@ -11,7 +11,7 @@ from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels.cache import CACHE_VARIABLE, TAG, TAG_TEXT, KernelCache, cache_dir
 
 from scripts.common.command_line import UsageError
-from scripts.solutions import cache as program
+from scripts.pack import cache as program
 
 HEX = "0123456789abcdef" * 2
 

@@ -19,8 +19,8 @@ import torch
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
-from scripts.solutions import pack
-from scripts.workloads.dataset import load_with_ours
+from scripts.data.dataset import load_with_ours
+from scripts.pack import pack
 
 GENERATION = '''"""What it is."""
 
@@ -62,7 +62,7 @@ def test_our_generations_are_found_with_their_metadata() -> None:
 
 def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from scripts.solutions import pack; assert pack.generations(); "
+        "import sys; from scripts.pack import pack; assert pack.generations(); "
         "[pack.pack(g) for g in pack.generations()]; "
         "sys.exit(bool({'torch', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"

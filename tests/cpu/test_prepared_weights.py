@@ -11,10 +11,10 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.problem import MoeInputs
 from test_baselines import TINY, interpreter_that_rounds  # noqa: F401
 
-from scripts.benchmark import device_time, prepared_weights
-from scripts.benchmark.device_time import Timed
-from scripts.benchmark.second_pass import Pass
 from scripts.common.command_line import UsageError
+from scripts.measure import device_time, prepared_weights
+from scripts.measure.device_time import Timed
+from scripts.measure.second_pass import Pass
 
 
 @pytest.fixture

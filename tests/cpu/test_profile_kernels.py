@@ -12,12 +12,12 @@ import pytest
 import torch
 from moe_fp8.layer.problem import DEEPSEEK_V3
 
-from scripts.benchmark import floors, kernel_trace, kernel_work, ncu_metrics, profile_kernels
-from scripts.benchmark.kernel_trace import Span
-from scripts.benchmark.kernel_work import Work
-from scripts.benchmark.second_pass import choose
 from scripts.common.command_line import UsageError
-from scripts.gemm.problems import Histogram
+from scripts.measure import floors, kernel_trace, kernel_work, ncu_metrics, profile_kernels
+from scripts.measure.kernel_trace import Span
+from scripts.measure.kernel_work import Work
+from scripts.measure.problems import Histogram
+from scripts.measure.second_pass import choose
 
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 OURS = "kernel_cutlass_kernel_moe_fp8_3f2a{}_object_at__tensor00_o_i64_div471681110_Cop_3"

@@ -11,10 +11,10 @@ import pytest
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.ranking import rank, rank_tables, rank_text
-from scripts.ranking.ranking import Ranking
-from scripts.ranking.rankings import is_ours, rankings
-from scripts.ranking.traces import read_records
+from scripts.table import rank, rank_tables, rank_text
+from scripts.table.ranking import Ranking
+from scripts.table.rankings import is_ours, rankings
+from scripts.table.traces import read_records
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 

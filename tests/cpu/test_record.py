@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import run
-from scripts.benchmark import record
-from scripts.benchmark.record import RUN, Step
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from scripts.measure import record
+from scripts.measure.record import RUN, Step
 
 
 def python(code: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
         "import signal, sys; from pathlib import Path\n"
         # Where the tests run in the background it would be ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from scripts.benchmark.record import Step, record\n"
+        "from scripts.measure.record import Step, record\n"
         f"a = Step('a', {list(first.command)!r})\n"
         "code = 'import time; print(1, flush=True); time.sleep(600)'\n"
         "b = Step('b', [sys.executable, '-c', code])\n"

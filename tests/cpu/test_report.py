@@ -12,8 +12,8 @@ from test_rank import clocked, trace, write
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.ranking import ranking
 from scripts.report import report, run_data
+from scripts.table import ranking
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

@@ -8,11 +8,11 @@ import pytest
 from flashinfer_bench.data import Trace
 from test_benchmark import evaluation
 
-from scripts.benchmark import runs
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, ROOT
-from scripts.ranking import traces
-from scripts.workloads import dataset
+from scripts.data import dataset
+from scripts.measure import runs
+from scripts.table import traces
 
 
 def result(name: str, length: int = 1) -> Trace:

@@ -5,7 +5,7 @@ from test_rank import ranked, trace
 
 from scripts.common import environment
 from scripts.common.command_line import UsageError
-from scripts.solutions import pack, sources
+from scripts.pack import pack, sources
 
 NOW = {"cutedsl_moe_fp8_v1": "1", "cutedsl_moe_fp8_v2": "2", "triton_moe": "3"}
 

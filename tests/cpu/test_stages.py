@@ -9,9 +9,9 @@ import torch
 from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
-from scripts.benchmark import stages
 from scripts.common import schemas
-from scripts.solutions import sources
+from scripts.measure import stages
+from scripts.pack import sources
 
 OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
 

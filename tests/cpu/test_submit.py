@@ -17,16 +17,16 @@ from flashinfer_bench.bench import BenchmarkConfig
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
 import run
-from scripts.benchmark import plan
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
-from scripts.solutions import pack
-from scripts.solutions.pack import PackError
-from scripts.submission import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
-from scripts.submission.evidence import Refused
-from scripts.submission.export import Export, export_of, new_tree, write_all
-from scripts.submission.flatten import FlattenError, flatten
-from scripts.workloads.dataset import load
+from scripts.data.dataset import load
+from scripts.measure import plan
+from scripts.pack import pack
+from scripts.pack.pack import PackError
+from scripts.submit import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
+from scripts.submit.evidence import Refused
+from scripts.submit.export import Export, export_of, new_tree, write_all
+from scripts.submit.flatten import FlattenError, flatten
 
 WORKLOADS = load(ROOT)[0].workloads[DEFINITION]
 FLAT, V2 = (

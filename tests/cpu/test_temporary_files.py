@@ -7,8 +7,8 @@ from pathlib import Path
 
 import run
 from scripts.common.project import ROOT
-from scripts.gemm import sass_table
-from scripts.gemm.sass import Facts
+from scripts.measure import sass_table
+from scripts.measure.sass import Facts
 
 
 def test_of_the_tests_themselves(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs
 
-from scripts.benchmark import tune_layer
 from scripts.common.command_line import UsageError
-from scripts.gemm import gpu
-from scripts.gemm.shipped_configs import ladder
+from scripts.measure import gpu, tune_layer
+from scripts.measure.shipped_configs import ladder
 
 
 @pytest.fixture(autouse=True)

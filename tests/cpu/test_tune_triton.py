@@ -5,16 +5,16 @@ import torch
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import UsageError
-from scripts.gemm import peers as gemm_peers
-from scripts.gemm.operands import Operands, Weights
-from scripts.gemm.problems import Problem, histograms
-from scripts.gemm.variants import Checker
+from scripts.measure import peers as gemm_peers
+from scripts.measure.operands import Operands, Weights
+from scripts.measure.problems import Problem, histograms
+from scripts.measure.variants import Checker
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import triton_moe
 from moe_fp8.baselines.triton_gemm import Tile
 
-from scripts.gemm import tune_triton
+from scripts.measure import tune_triton
 
 __all__ = ["interpreter_that_rounds"]  # a fixture that every test here uses
 

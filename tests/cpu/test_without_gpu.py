@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmark import bench
 from scripts.common.project import RESULTS_DIR
-from scripts.ranking.ranking import Ranking, short_name
-from scripts.ranking.rankings import rankings
-from scripts.ranking.traces import read_records
+from scripts.measure import bench
 from scripts.report import report, run_data, without_gpu
+from scripts.table.ranking import Ranking, short_name
+from scripts.table.rankings import rankings
+from scripts.table.traces import read_records
 
 RECORD = sorted(RESULTS_DIR.glob("*/*"))[-1]
 

@@ -15,9 +15,9 @@ from flashinfer_bench import TraceSet
 from flashinfer_bench.bench.utils import load_safetensors
 
 from scripts.common.project import DEFINITION
-from scripts.workloads import fit_workloads, make_workloads, routing_numpy, synthetic_logits
-from scripts.workloads.make_workloads import WorkloadSpec, load_specs
-from scripts.workloads.synthetic_logits import LogitModel, draw_logits, routing_bias
+from scripts.data import fit_workloads, make_workloads, routing_numpy, synthetic_logits
+from scripts.data.make_workloads import WorkloadSpec, load_specs
+from scripts.data.synthetic_logits import LogitModel, draw_logits, routing_bias
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.gemm.weight_stream import CHUNK, STAGES, readers
+from scripts.measure.weight_stream import CHUNK, STAGES, readers
 
 CHUNKS = STAGES + 3
 

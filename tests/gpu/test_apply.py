@@ -23,10 +23,10 @@ from moe_fp8.layer.problem import MoeInputs
 from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
-from scripts.solutions.pack import generations
-from scripts.submission import apply_tree, evidence, trace_apply
-from scripts.submission.export import export_of, write_all
-from scripts.workloads.dataset import load
+from scripts.data.dataset import load
+from scripts.pack.pack import generations
+from scripts.submit import apply_tree, evidence, trace_apply
+from scripts.submit.export import export_of, write_all
 
 pytestmark = pytest.mark.gpu
 

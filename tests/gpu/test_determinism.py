@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmark import invariance
+from scripts.measure import invariance
 
 pytestmark = pytest.mark.gpu
 

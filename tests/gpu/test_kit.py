@@ -13,10 +13,10 @@ from moe_fp8 import v5_fused as v5
 from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
-from scripts.solutions.pack import generations
-from scripts.submission import starter_kit
-from scripts.submission.export import export_of, write_all
-from scripts.workloads.dataset import load
+from scripts.data.dataset import load
+from scripts.pack.pack import generations
+from scripts.submit import starter_kit
+from scripts.submit.export import export_of, write_all
 
 pytestmark = pytest.mark.gpu
 

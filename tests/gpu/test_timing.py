@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 import torch
 
-from scripts.benchmark.device_time import Timed, device_times
-from scripts.gemm.timing import time_variants
-from scripts.gemm.variants import Reading
+from scripts.measure.device_time import Timed, device_times
+from scripts.measure.timing import time_variants
+from scripts.measure.variants import Reading
 
 pytestmark = pytest.mark.gpu
 

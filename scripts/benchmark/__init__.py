@@ -1,1 +1,0 @@
-"""Measuring whole solutions: correctness, harness time, device time, stages, floors."""

@@ -1,1 +1,0 @@
-"""Measuring the grouped GEMM alone."""

@@ -1,0 +1,141 @@
+"""The problems of which the grouped GEMM is timed: rows for every expert, and a weight shape."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.common.project import DEFINITION
+
+BLOCK = 128
+LAYER_SHAPES = {"gemm1": (4096, 7168), "gemm2": (7168, 2048)}
+"""(N, K) of the layer's two GEMMs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One GEMM of [rows, k] x [n, k]^T for each expert; `tokens` of the workload it is from."""
+
+    rows: tuple[int, ...]
+    n: int
+    k: int
+    tokens: int | None = None
+
+    @property
+    def experts(self) -> int:
+        return len(self.rows)
+
+    @property
+    def active(self) -> int:
+        """Experts with at least one row."""
+        return sum(r > 0 for r in self.rows)
+
+    @property
+    def pairs(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def mean_rows(self) -> float:
+        """Rows per active expert."""
+        return self.pairs / max(1, self.active)
+
+    @property
+    def even(self) -> bool:
+        """All active experts have the same number of rows."""
+        return len({r for r in self.rows if r}) <= 1
+
+    @property
+    def max_rows(self) -> int:
+        return padded(max(self.rows), BLOCK)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.pairs * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Each operand of the active experts read once, the output written once."""
+        weights = self.n * self.k + 4 * self.n * self.k / BLOCK**2
+        tokens = self.k + 4 * self.k / BLOCK + 2 * self.n
+        return self.active * weights + self.pairs * tokens
+
+    def describe(self) -> dict[str, Any]:
+        """What a row of figures says about its problem."""
+        return {
+            "experts": self.experts,
+            "active": self.active,
+            "pairs": self.pairs,
+            "rows": round(self.mean_rows, 2),
+            "max": max(self.rows),
+            "n": self.n,
+            "k": self.k,
+            "tokens": self.tokens,
+        }
+
+    def __str__(self) -> str:
+        of = f"T={self.tokens}, " if self.tokens is not None else ""
+        rows = f"{self.mean_rows:g} rows" if self.even else f"{self.mean_rows:.1f} rows on average"
+        return f"{of}{self.active} of {self.experts} experts, {rows}, N={self.n}, K={self.k}"
+
+
+def padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def uneven_rows(mean: int, experts: int, seed: int) -> tuple[int, ...]:
+    """Row counts with about this mean: pairs drawn one by one among experts whose popularity
+    spreads as in the larger workloads (the fullest has about twice the mean)."""
+    import random
+
+    generator = random.Random(seed)
+    popularity = [generator.gammavariate(8.0, 1.0) for _ in range(experts)]
+    drawn = generator.choices(range(experts), popularity, k=mean * experts)
+    return tuple(drawn.count(e) for e in range(experts))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Rows of every local expert in one workload."""
+
+    uuid: str
+    tokens: int
+    rows: tuple[int, ...]
+    hit: int = 0
+    """Tokens that have a local expert; 0 where rows were drawn without tokens."""
+
+
+def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogram]:
+    """Of the data set's workloads, or those with these token counts, from their routing."""
+    from scripts.data import dataset
+
+    trace_set, _ = dataset.load(root)
+    selectors = [f"T={t}" for t in tokens or ()]
+    traces = dataset.select_workloads(trace_set.workloads[DEFINITION], selectors)
+    dataset.make_missing_workloads(root, traces)
+    return [histogram(trace_set, trace.workload) for trace in traces]
+
+
+def histogram(trace_set: Any, workload: Any) -> Histogram:
+    """Of one workload, whose tensors are there."""
+    from flashinfer_bench.bench.utils import load_safetensors
+    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.layer.routing import choose_experts
+
+    definition = trace_set.definitions[DEFINITION]
+    loaded = load_safetensors(definition, workload, trace_set.root)
+    scalars = {n: s.value for n, s in workload.inputs.items() if s.type == "scalar"}
+    factor = scalars.get("routed_scaling_factor", 1.0)
+    logits, bias = loaded["routing_logits"], loaded["routing_bias"]
+    ids, _ = choose_experts(logits, bias, factor, DEEPSEEK_V3)
+    local = ids.long() - scalars["local_expert_offset"]
+    experts = DEEPSEEK_V3.num_local_experts
+    here = (local >= 0) & (local < experts)
+    counts = local[here].bincount(minlength=experts).tolist()
+    hit = int(here.any(dim=1).sum())
+    return Histogram(workload.uuid, workload.axes["seq_len"], tuple(counts), hit)
+
+
+def layer_problems(found: Iterable[Histogram]) -> list[Problem]:
+    """Both GEMMs of each workload that has local rows, one weight shape after the other."""
+    found = [h for h in found if any(h.rows)]
+    return [Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values() for h in found]

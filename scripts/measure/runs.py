@@ -1,0 +1,159 @@
+"""The directory of one run of the benchmark: traces.jsonl, written as results come, and run.json.
+
+Every trace is stamped with what it is of: timing, tolerance, settings, the run, and the hash of the
+solution's source. Only that decides whether a resumed run still has to measure a pair; run.json
+names the sources of what has been measured, none that is only going to be.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from scripts.common import environment, files, schemas
+from scripts.common.command_line import UsageError, os_error
+from scripts.common.definitions import size_of
+from scripts.common.project import DEFINITION
+from scripts.table import records, traces
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Trace
+
+
+class NotKept(UsageError):
+    """Results that could not be written; the message says which were and which were not."""
+
+
+class Run:
+    """One run, alone in its directory until it is closed."""
+
+    def __init__(self, directory: Path, info: schemas.RunInfo | None = None):
+        """`info` is the run.json of a run that is to be resumed."""
+        self.directory = directory
+        self.traces = directory / "traces.jsonl"
+        self.info: dict[str, Any] = dict(info or {})
+        self.libs: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}
+        self.unsaved: list[Trace] = []
+        self._lock = FileLock(directory / ".run.lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(f"{directory}: another program is measuring for this run") from None
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save_info(self, **fields: Any) -> None:
+        self.info.update(fields)
+        files.write(self.directory / "run.json", json.dumps(self.info, indent=1) + "\n")
+
+    def check_same(self, **now: Any) -> None:
+        """Refuse to go on with a run of another machine, other packages or other settings: its
+        results would stand beside ours as if they were comparable."""
+        missing = [key for key in now if key not in self.info]
+        if missing:
+            raise UsageError(
+                f"{self.directory} cannot be resumed: run.json lacks {', '.join(missing)}"
+            )
+        changed = environment.differences(self.info["environment"], now.pop("environment"))
+        for key, value in now.items():
+            if self.info[key] != value:
+                changed.append(f"{key} {self.info[key]!r} then, {value!r} now")
+        if changed:
+            raise UsageError(
+                f"{self.directory} cannot be resumed, start a new run:\n  " + "\n  ".join(changed)
+            )
+
+    def begin(self, hashes: Mapping[str, str], libs: Mapping[str, str], settings: str) -> None:
+        """What the traces to come are of: the solutions' hashes, the software with timing and
+        tolerance, and the hash of all settings."""
+        part = len(self.info.get("earlier", [])) + 1
+        self.hashes = dict(hashes)
+        self.libs = {
+            **libs,
+            records.SETTINGS: settings,
+            records.RUN: f"{self.directory.name}, part {part}",
+        }
+
+    def done(self) -> set[tuple[str, str]]:
+        """(uuid, solution) of the results that are of the present sources and settings."""
+        if not self.traces.is_file():
+            return set()
+        definition = self.info.get("definition", DEFINITION)
+        return {
+            (r.uuid, r.solution)
+            for r in traces.read_records([self.traces], definition)
+            if r.status != records.INVALID
+            and r.hash == self.hashes.get(r.solution)
+            and r.settings == self.libs[records.SETTINGS]
+        }
+
+    def _stamped(self, trace: "Trace") -> "Trace":
+        """The trace with what it is of. flashinfer-bench's objects may share their parts, so none
+        is changed."""
+        evaluation = trace.evaluation
+        assert trace.solution is not None and evaluation is not None
+        stamp = {**self.libs, records.HASH: self.hashes[trace.solution]}
+        libs = {**evaluation.environment.libs, **stamp}
+        environment = evaluation.environment.model_copy(update={"libs": libs})
+        stamped = evaluation.model_copy(update={"environment": environment})
+        return trace.model_copy(update={"evaluation": stamped})
+
+    def store(self, results: "Sequence[Trace]") -> "list[Trace]":
+        """Keep results of a workload, stamped; raises NotKept where the disk does not take them."""
+        stamped = [self._stamped(t) for t in results]
+        try:
+            traces.append(self.traces, stamped)
+        except OSError as error:
+            kept = len(traces.read_lines(self.traces)) if self.traces.is_file() else 0
+            self.unsaved = [*self.unsaved, *stamped]
+            lost = ", ".join(f"{t.solution} at T={size_of(t.workload.axes)}" for t in stamped)
+            raise NotKept(
+                f"{os_error(error)}; kept: {kept} results in {self.traces}; not kept: {lost}"
+            ) from None
+        measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
+        try:
+            self.save_info(solutions={**self.info.get("solutions", {}), **measured})
+        except OSError as error:
+            raise NotKept(f"{os_error(error)}; the results are kept in {self.traces}") from None
+        return stamped
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def new_run(parent: Path, hardware: str) -> Run:
+    """A run in a directory that no other run has, whoever starts one at the same time."""
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")[:40]
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        directory = parent / (f"{stamp}-{slug}" + (f"-{number}" if number > 1 else ""))
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return Run(directory)
+
+
+def find_run(parent: Path, wanted: Path | None) -> Run:
+    """The run to go on with: the named directory, or the latest."""
+    candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
+    if not candidates or not (candidates[-1] / "run.json").is_file():
+        raise UsageError(f"no run to resume in {wanted or parent}")
+    return Run(candidates[-1], schemas.read(candidates[-1] / "run.json", schemas.RunInfo))

@@ -1,0 +1,79 @@
+"""Which of the solutions that were measured have other sources now.
+
+A solution's hash is flashinfer-bench's own, over its packed sources: it is kept with every trace
+and with the records of stages and GEMMs.
+"""
+
+import functools
+from collections.abc import Collection, Mapping
+
+from scripts.common import environment
+from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, TABLE, Entry
+from scripts.common.schemas import Captured
+from scripts.pack.pack import PackError, generations, pack
+from scripts.table.ranking import PREFIX, Ranking, short_name
+
+
+@functools.cache
+def current(definition: Entry = DEFAULT) -> dict[str, str]:
+    """The hash of every solution of a definition as it would be packed now."""
+    from flashinfer_bench.data import Solution
+
+    try:
+        packed = {
+            g.name: Solution.model_validate_json(pack(g))
+            for g in generations(definition=definition)
+        }
+    except (PackError, SyntaxError) as error:
+        raise UsageError(f"the present sources cannot be packed: {error}") from None
+    return {name: solution.hash() for name, solution in packed.items()}
+
+
+def measured(ranking: Ranking) -> dict[str, set[str]]:
+    """The hashes of the sources that a ranking's results are of; empty texts where unknown."""
+    found: dict[str, set[str]] = {}
+    for (_, solution), record in ranking.records.items():
+        found.setdefault(solution, set()).add(record.hash)
+    return found
+
+
+def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:
+    """Says which of our solutions have other sources now than those that were measured, and of
+    which that is not known; empty if there are none."""
+    now = dict(current())
+    for other in TABLE[1:]:
+        if any(name.endswith(f"_{other.short}") for name in hashes):
+            now |= current(other)
+    ours = {
+        name: set(was) for name, was in hashes.items() if name in now or name.startswith(PREFIX)
+    }
+    unknown = [short_name(n) for n, was in ours.items() if "" in was]
+    changed = [short_name(n) for n, was in ours.items() if "" not in was and was != {now.get(n)}]
+    said = []
+    if len(changed) > 1 and len(changed) == len(hashes):
+        said.append(f"Since {what} the sources of all {len(changed)} solutions have changed.")
+    elif changed:
+        noun, verb = ("source", "has") if len(changed) == 1 else ("sources", "have")
+        said.append(f"Since {what} the {noun} of {_list(changed)} {verb} changed.")
+    if unknown:
+        said.append(f"It is not known which sources of {_list(unknown)} were measured.")
+    return " ".join(said)
+
+
+def _list(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def record_remark(solutions: Mapping[str, str] | None, captured: Captured | None) -> str:
+    """The same for a record of stages or GEMMs: of the solutions that it names, or else of the
+    project's sources as a whole."""
+    what = "this measurement"
+    if solutions is not None:
+        return remark({name: {was} for name, was in solutions.items()}, what)
+    was = (captured or {}).get("source", {}).get("hash")
+    if was is None:
+        return "It is not known which sources were measured."
+    if was == environment.source_hash():
+        return ""
+    return f"Since {what} the project's sources have changed."

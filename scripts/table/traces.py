@@ -1,0 +1,182 @@
+"""Trace files, flashinfer-bench's JSON lines: reading records, appending, adding figures.
+
+A file is always written beside and renamed, so that a crash or a full disk costs at most the
+results that were to be added. A last line that was cut short all the same (by another program, or
+by a copy) is left out with a remark.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from scripts.common import files, schemas
+from scripts.common.command_line import UsageError, say
+from scripts.common.project import DEFINITION
+from scripts.table.records import Record, object_at, parse_record
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Trace
+
+
+def trace_files(paths: Iterable[Path]) -> list[Path]:
+    """The trace files among the given files, directories and data-set roots."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            traces = path / "traces"
+            found += sorted((traces if traces.is_dir() else path).rglob("*.jsonl"))
+        else:
+            raise UsageError(f"{path} does not exist")
+    return found
+
+
+def read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """The file's lines that are not empty, by number, without a last one that was cut short."""
+    *lines, last = path.read_bytes().split(b"\n")
+    if last.strip():
+        try:
+            json.loads(last)
+            lines.append(last)  # only its end of line is missing
+        except (ValueError, RecursionError):
+            say(f"{path}: the last line is cut short and left out")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def read_traces(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the line, JSON) of every trace of a file."""
+    for number, line in read_lines(path):
+        try:
+            trace = json.loads(line.decode("utf-8"))
+            if not isinstance(trace, dict):
+                raise TypeError("no object")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _no_trace(path, number, error) from None
+        yield number, trace
+
+
+def _no_trace(path: Path, number: int, error: Exception) -> UsageError:
+    return UsageError(f"{path}:{number} is no trace: {error!r}")
+
+
+def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Record]:
+    """All records of the definition in these files or directories."""
+    return [record for record, _ in read_evaluations(paths, definition)]
+
+
+def read_evaluations(
+    paths: Iterable[Path], definition: str = DEFINITION
+) -> Iterator[tuple[Record, dict[str, Any]]]:
+    """The same records, each with the JSON of its trace."""
+    for path in trace_files(paths):
+        hashes = run_hashes(read_run(path))
+        for number, trace in read_traces(path):
+            if trace.get("definition") != definition:
+                continue
+            try:
+                record = parse_record(trace, str(path), hashes)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _no_trace(path, number, error) from None
+            if record is not None:
+                yield record, trace
+
+
+def run_file(traces: Path) -> Path:
+    """Where a run keeps what belongs to its traces: run.json beside traces.jsonl."""
+    return traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
+
+
+def read_run(traces: Path) -> schemas.RunInfo:
+    """The run.json beside a trace file; empty where there is none (other people's traces)."""
+    path = run_file(traces)
+    return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
+
+
+def run_hashes(info: schemas.RunInfo) -> dict[str, str]:
+    """What run.json says of the sources, for traces that do not say it themselves. Of a run that
+    was resumed it says it of the last part only."""
+    return {} if info.get("earlier") else info.get("solutions", {})
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Several programs may add to one file: the benchmark and the passes after it."""
+    with FileLock(path.with_name(f".{path.stem}.lock")):
+        yield
+
+
+def _write(path: Path, lines: Sequence[bytes]) -> None:
+    files.write(path, b"".join(line + b"\n" for line in lines))
+
+
+def append(path: Path, traces: "Sequence[Trace]") -> None:
+    """Add traces to a file that may not be there yet. Raises OSError and leaves the file as it was
+    where they cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        before = [line for _, line in read_lines(path)] if path.is_file() else []
+        _write(path, [*before, *(t.model_dump_json().encode("utf-8") for t in traces)])
+
+
+def why_not_same(record: Record, hashes: Mapping[str, str], hardware: str) -> str | None:
+    """Why figures that are measured now, with these sources on this hardware, do not belong to the
+    record; None if they do."""
+    if record.solution not in hashes:
+        return f"{record.solution}: not among the present solutions"
+    if record.hash != hashes[record.solution]:
+        was = f"source {record.hash[:8]}" if record.hash else "an unknown source"
+        return (
+            f"{record.solution}: measured with {was}, the present one is "
+            f"{hashes[record.solution][:8]}"
+        )
+    if record.hardware != hardware:
+        return f"{record.solution}: measured on {record.hardware}, this is {hardware}"
+    return None
+
+
+def merge_into_traces(
+    path: Path,
+    figures: Mapping[tuple[str, str], Mapping[str, Any]],
+    hashes: Mapping[str, str],
+    hardware: str,
+) -> int:
+    """Add figures to the traces of a run, and return to how many.
+
+    `figures` of each (workload's uuid, solution) go into the correctness.extra of its traces that
+    have a correctness record and were measured on `hardware` with the source of the solution whose
+    hash is in `hashes`; other traces stay as they are. The file is replaced as a whole.
+    """
+    with _alone(path):
+        known = run_hashes(read_run(path))
+        lines, merged = [], 0
+        for number, trace in read_traces(path):
+            try:
+                record = parse_record(trace, str(path), known)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _no_trace(path, number, error) from None
+            found = figures.get((record.uuid, record.solution)) if record is not None else None
+            correctness = object_at(object_at(trace, "evaluation"), "correctness")
+            if record is None or found is None or not correctness:
+                pass
+            elif why_not_same(record, hashes, hardware) is None:
+                correctness["extra"] = {**record.extra, **finite(dict(found))}
+                merged += 1
+            lines.append(json.dumps(trace).encode("utf-8"))
+        _write(path, lines)
+    return merged
+
+
+def finite(value: Any) -> Any:
+    """The same JSON with "NaN", "Infinity" or "-Infinity" for what no JSON number is, as
+    flashinfer-bench writes it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
