@@ -303,6 +303,7 @@ WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\], %r\d+, \d+;"
 COMBINE_MUTATIONS = {
     "a stage is filled before it is free": (WAIT, "setp.eq.u32 P1, 0, 0;", "load"),
     "a row is read before it is there": (WAIT, "setp.eq.u32 P1, 0, 0;", "sum"),
+    "one lane frees what others still read": (r"bar\.warp\.sync\s+-1;", "", "sum"),
     "stages are never free": (r"mbarrier\.arrive\.shared[^;]*;", "", "sum"),
     "more bytes are expected than come": (
         r"(expect_tx\.shared\.b64 %rd\d+, \[%r\d+\]), %r\d+;",

@@ -41,6 +41,17 @@ def test_lanes_exchange_through_shared_memory(between, mode):
     check(body, {"bar.warp.sync -1;": "missing-warp-sync"})
 
 
+def test_lanes_exchange_by_an_mbarrier(mode):
+    """All lanes arrive at it and wait for it: each knows what the others did before."""
+    body = f"""
+    @%p0 mbarrier.init.shared.b64 [%r20], 32; bar.sync 0;
+    st.shared.u32 [%r22], %r1; mbarrier.arrive.shared.b64 _, [%r20];
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+    xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
+    """
+    check(body, {WAIT.format(label="W", barrier="%r20", parity="0"): "missing-warp-sync"})
+
+
 def test_lanes_overwrite_what_others_have_read():
     body = """
     st.shared.u32 [%r22], %r1; bar.warp.sync -1;
@@ -78,6 +89,36 @@ END:
     """
     first = "@%p0 st.shared.u32 [%r21], 5;"
     check(first + body, {"bar.warp.sync -1;": "shared-race"}, threads=64)
+
+
+# What orders each lane's accesses before what the same lane does next, and no other lane's.
+OF_EACH_LANE = [
+    "",
+    "fence.acq_rel.gpu;",
+    "membar.gl;",
+    "fence.proxy.async;",
+    "fence.proxy.async.global;",
+    "mbarrier.arrive.shared.b64 _, [%r20+8];",
+    "shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;",
+]
+
+
+@pytest.mark.parametrize("between", OF_EACH_LANE)
+def test_one_lane_releases_what_others_have_written(between):
+    """A fence or an arrival of all lanes does not make one lane's arrival after it stand for them,
+    bar.warp.sync does."""
+    body = f"""
+    @%p0 mbarrier.init.shared.b64 [%r20], 1; @%p0 mbarrier.init.shared.b64 [%r20+8], 32; bar.sync 0;
+    @!%p2 bra READER;
+    st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
+    @%p0 mbarrier.arrive.shared.b64 _, [%r20]; bra END;
+READER:
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+    ld.shared.u32 %r6, [%r22+-128];
+END:
+    """
+    assert hazards(body, threads=64) == set()
+    assert hazards(body.replace("bar.warp.sync -1;", ""), threads=64) == {"shared-race"}
 
 
 def test_barriers_order_warps(mode):
@@ -236,6 +277,31 @@ def test_a_flag_that_is_released_and_acquired(publish, wait, mode):
 )
 def test_a_flag_that_is_not(publish, wait):
     assert handover(publish, wait) == {"global-race"}
+
+
+@pytest.mark.parametrize("between", [b for b in OF_EACH_LANE if "mbarrier" not in b])
+@pytest.mark.parametrize("publish", [PUBLISH, STORE.format("relaxed.gpu")])
+def test_one_lane_publishes_what_others_have_written(between, publish):
+    """A fence of all lanes orders no lane's stores before another lane's flag."""
+    body = HANDOVER.replace("bar.sync 0;", between).replace(PUBLISH, publish)
+    more = {"parameters": "u64 x, u64 out", "threads": 32, "ctas": 2}
+    assert hazards(body, zeros(65), zeros(64), **more) == {"global-race"}
+    together = body.replace(publish, "bar.warp.sync -1; fence.acq_rel.gpu;" + publish)
+    assert hazards(together, zeros(65), zeros(64), **more) == set()
+
+
+@pytest.mark.parametrize("publish", ["st.release.gpu", "fence.acq_rel.gpu; st.relaxed.gpu"])
+def test_each_lane_publishes_its_own(publish):
+    """Every lane has a flag of its own: who acquires one of them knows that lane's word only."""
+    body = HANDOVER.replace("add.s64 %rd2, %rd1, 256;", "mul.wide.u32 %rd2, %r0, 4;")
+    body = body.replace(
+        "mul.wide.u32 %rd3", "add.s64 %rd2, %rd2, 256; add.s64 %rd2, %rd2, %rd1; mul.wide.u32 %rd3"
+    )
+    body = body.replace("bar.sync 0;", "").replace(PUBLISH, f"{publish}.global.u32 [%rd2], 1;")
+    more = {"parameters": "u64 x, u64 out", "threads": 32, "ctas": 2}
+    each = body.replace(AWAIT, AWAIT.replace("@%p0 ", "")).replace("bar.sync 1;", "")
+    assert hazards(each, zeros(96), zeros(64), **more) == set()
+    assert hazards(body, zeros(96), zeros(64), **more) == {"global-race"}
 
 
 def test_barriers_around_a_flag():

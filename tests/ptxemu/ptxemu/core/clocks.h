@@ -26,6 +26,7 @@ struct Known {
       lanes = some > all ? lanes | o.lanes : o.lanes;
       some = std::max(some, o.some);
     }
+    if (lanes == ~0u) all = std::max(all, some);
   }
 };
 

@@ -116,6 +116,13 @@ struct Published {
   Knowledge knowledge;
 };
 typedef std::vector<Published> Publications;
+// What the lanes that executed a fence make known by a relaxed access after it.
+struct Fence {
+  u32 lanes;
+  Scope scope;
+  Knowledge knowledge;   // of all but their own accesses
+  Tick together, tick;   // see Warp; when they executed it
+};
 typedef std::unordered_map<u64, Publications> Flags;  // by address
 
 struct Warp {
@@ -159,7 +166,7 @@ struct Warp {
   Knowledge knowledge;
   Knowledge fenced_inits;  // what a later relaxed barrier.cluster.arrive makes known of them
   Tick together = 0;      // the last time that all its lanes were brought together
-  Publications fenced;    // what a later relaxed store publishes: one element after a fence
+  std::vector<Fence> fences;  // the last one of each lane
   Publications observed;  // what relaxed loads have seen: acquired by the next fence
   u64* R(int slot) { return &regs[(size_t)slot * 32]; }
 };

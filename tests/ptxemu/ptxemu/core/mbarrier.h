@@ -38,9 +38,9 @@ static void mbar_settle(Machine& m, MBar& b) {
     b.arriving = Knowledge();
   }
 }
-// `known`: what those who arrive make known to those who wait; null where they only count.
+// `known`: what those who arrive make known to those who wait.
 static u32 mbar_arrive(Machine& m, const Actor& me, Cta& self, u32 addr, s32 n, s64 expect,
-                       int line, const Ctx* c, const Knowledge* known) {
+                       int line, const Ctx* c, const Knowledge& known) {
   MBar& b = mbar_in_use(self, addr, c, line);
   mbar_order(m, *self.launch, me, self, addr, line);
   u32 phase = b.phase;
@@ -51,7 +51,7 @@ static u32 mbar_arrive(Machine& m, const Actor& me, Cta& self, u32 addr, s32 n, 
         fmt("mbarrier at shared offset %u (CTA rank %u, count %d) received more arrivals than its "
             "phase expects, PTX line %d",
             addr & OFF_MASK, addr >> RANK_SHIFT, b.count, line)};
-  if (known) b.arriving.join(*known);
+  b.arriving.join(known);
   mbar_settle(m, b);
   return phase;
 }

@@ -58,13 +58,26 @@ static inline int space_at(u64 addr, int space) {
 
 // ---- order
 
-// What the executing lanes make known when they release: their own accesses so far, those of the
-// other lanes up to when the warp was last together, and all that the warp knows.
-static const Knowledge& release(const Ctx& c) {
-  Warp& w = c.w;
-  bool whole = !(w.live & ~c.mask);
-  w.knowledge.learn({w.agent, c.mask, whole ? c.m.tick : w.together, c.m.tick});
-  return w.knowledge;
+// `k`, and of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
+static Knowledge with_own(const Warp& w, Knowledge k, u32 lanes, Tick together, Tick tick) {
+  lanes |= ~w.live;
+  k.learn({w.agent, lanes, lanes == ~0u ? tick : together, tick});
+  return k;
+}
+// What `lanes` make known when they release: their own accesses so far, those of the other lanes up
+// to when the warp was last together, and all that the warp knows. The warp does not keep it: what
+// all lanes have released or fenced, one of them does not release later for the others.
+static Knowledge release(const Ctx& c, u32 lanes) {
+  return with_own(c.w, c.w.knowledge, lanes, c.w.together, c.m.tick);
+}
+static const Fence* fence_of(const Ctx& c, int lane) {
+  for (auto& f : c.w.fences)
+    if (f.lanes >> lane & 1) return &f;
+  return nullptr;
+}
+// What a lane makes known by a relaxed access after the fence.
+static Knowledge released_by(const Ctx& c, const Fence& f, int lane) {
+  return with_own(c.w, f.knowledge, 1u << lane, f.together, f.tick);
 }
 // What one lane learns counts for its whole warp.
 static void acquire(const Ctx& c, const Knowledge& k) { c.w.knowledge.join(k); }
@@ -90,9 +103,6 @@ static void observe(const Ctx& c, const Publications& at, bool acquires) {
       acquire(c, p.knowledge);
   }
 }
-static Published own_publication(const Ctx& c, Scope scope) {
-  return {scope, &c.cta, c.cta.cluster, release(c)};
-}
 static Flags& flags_of(const Ctx& c, int space, u64 address, u64* key) {
   bool shared = space_at(address, space) == 2;
   *key = shared ? address & OFF_MASK : address;
@@ -107,21 +117,30 @@ static void flag_read(const Ctx& c, int space, u64 address) {
   if (i != flags.end()) observe(c, i->second, sem == ACQUIRE || sem == ACQ_REL);
 }
 // `modifies`: of an atomic operation, which adds to what was published; a store replaces it.
-static void flag_write(const Ctx& c, int space, u64 address, bool modifies) {
+static void flag_write(const Ctx& c, int space, u64 address, int lane, bool modifies) {
   Sem sem = c.ins->sem;
   u64 key;
   Flags& flags = flags_of(c, space, address, &key);
   bool releases = sem == RELEASE || sem == ACQ_REL;
-  bool says = releases || (sem != WEAK && !c.w.fenced.empty());
-  if (!modifies && (says || !flags.empty())) flags.erase(key);
-  if (says) publish(flags[key], releases ? own_publication(c, c.ins->scope) : c.w.fenced[0]);
+  const Fence* fence = releases || sem == WEAK ? nullptr : fence_of(c, lane);
+  if (!modifies && (releases || fence || !flags.empty())) flags.erase(key);
+  auto say = [&](Scope scope, const Knowledge& k) {
+    publish(flags[key], {scope, &c.cta, c.cta.cluster, k});
+  };
+  if (releases) say(c.ins->scope, release(c, 1u << lane));
+  if (fence) say(fence->scope, released_by(c, *fence, lane));
 }
 // fence.acq_rel, fence.sc, membar
 static void memory_fence(const Ctx& c) {
   Publications seen;
   seen.swap(c.w.observed);
   observe(c, seen, true);
-  c.w.fenced.assign(1, own_publication(c, c.ins->scope));
+  Warp& w = c.w;
+  for (auto& f : w.fences) f.lanes &= ~c.mask;
+  w.fences.erase(
+      std::remove_if(w.fences.begin(), w.fences.end(), [](const Fence& f) { return !f.lanes; }),
+      w.fences.end());
+  w.fences.push_back({c.mask, c.ins->scope, w.knowledge, w.together, c.m.tick});
 }
 
 static Actor thread_actor(const Ctx& c, int lane) {
@@ -155,7 +174,7 @@ struct Async {
   }
 };
 static Async async_operation(const Ctx& c, u32 lanes, const char* what) {
-  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, release(c), what};
+  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, release(c, lanes), what};
 }
 
 static Str describe(const Machine& m, const Agent& a) {
@@ -364,7 +383,7 @@ static u8* async_write_global(const Async& op, const Actor& me, u64 address, u32
 
 // fence.proxy.async: what is ordered before it is seen by the asynchronous proxy after it.
 static void proxy_fence(const Ctx& c, bool shared, bool global) {
-  const Knowledge& k = release(c);
+  const Knowledge k = release(c, c.mask);
   if (shared) c.w.knowledge.shared_proxy.join(k.memory);
   if (global) c.w.knowledge.global_proxy.join(k.memory);
 }

@@ -66,7 +66,7 @@ static Status h_bar(ARGS) {
         b.red_or |= v;
         b.red_popc += v;
       });
-    b.arriving.join(release(c));
+    b.arriving.join(release(c, c.mask));
     c.m.effects++;
     u64 gen = b.gen;
     int need = want == -1 ? cta_expected(c.cta) : want;
@@ -103,9 +103,11 @@ static Status h_cluster_arrive(ARGS) {  // i0: release
   c.w.cluster_arrived = true;
   k.bar_arrived += __builtin_popcount(c.mask);
   if (I.i0)
-    k.arriving.join(release(c));
+    k.arriving.join(release(c, c.mask));
   else {
-    if (!c.w.fenced.empty()) k.arriving.join(c.w.fenced[0].knowledge);
+    lanes(c.mask, [&](int l) {
+      if (const Fence* f = fence_of(c, l)) k.arriving.join(released_by(c, *f, l));
+    });
     k.arriving.join(c.w.fenced_inits);
   }
   c.m.effects++;
@@ -184,9 +186,10 @@ static Status h_mbar_arrive(ARGS) {
     else if ((int)I.o.size() > ai + 1)
       n = (s32)RS(ai + 1)[l];
     if (I.i2) { mbar_in_use(c.cta, a, &c, I.line).count -= n; }
-    const Knowledge* known = I.sem == RELEASE      ? &release(c)
-                             : !c.w.fenced.empty() ? &c.w.fenced[0].knowledge
-                                                   : nullptr;
+    const Fence* fence = I.sem == RELEASE ? nullptr : fence_of(c, l);
+    Knowledge known = I.sem == RELEASE ? release(c, 1u << l)
+                      : fence          ? released_by(c, *fence, l)
+                                       : Knowledge();
     u32 ph = mbar_arrive(c.m, thread_actor(c, l), c.cta, a, n, tx, I.line, &c, known);
     if (ai == 1 && I.o[0].slot >= 0) RS(0)[l] = ph;
   });

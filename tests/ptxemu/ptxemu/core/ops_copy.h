@@ -310,7 +310,7 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
              for (auto& a : at) {
                Knowledge k;
                k.learn({agent, 1u << a.second, 0, op.issued});
-               mbar_arrive(*op.m, me, *self, a.first, 1, 0, op.ins->line, nullptr, &k);
+               mbar_arrive(*op.m, me, *self, a.first, 1, 0, op.ins->line, nullptr, k);
              }
            },
            I.line, "cp.async.mbarrier.arrive"});

@@ -53,7 +53,7 @@ static Status h_st(ARGS) {
     u64 a = addr_of(c, I.o[0], l, I.i1);
     mem_write(c, I.i1, a, by * n, buf, l, I.sem != WEAK);
     if (I.i1 != 3)
-      for (int i = 0; i < n; i++) flag_write(c, I.i1, a + i * by, false);
+      for (int i = 0; i < n; i++) flag_write(c, I.i1, a + i * by, l, false);
   }
   return NEXT;
 }
@@ -127,7 +127,7 @@ static Status h_atom(ARGS) {
       }
       u64 r = atom_apply(I.i2, I.i0, old, b, x);
       mem_write(c, I.i1, a, by, (u8*)&r, l, true);
-      flag_write(c, I.i1, a, true);
+      flag_write(c, I.i1, a, l, true);
       if (!I.i4) {
         const Opnd& d = I.o[0];
         int ds = d.kind == 'V' ? d.v[e].slot : d.slot;

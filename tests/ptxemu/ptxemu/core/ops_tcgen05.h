@@ -257,7 +257,7 @@ static Status h_tc_mma(ARGS) {
       fail(c, "cta_group::2 needs a cluster of at least two CTAs");
     Cta* t = &c.cta;
     if (c.launch().sm90) fail(c, "tcgen05 on sm_90");
-    Async op = async_operation(c, ~0u, "tcgen05.mma");
+    Async op = async_operation(c, 1u << l, "tcgen05.mma");
     enqueue(c.m, c.cta.tc, {[=] { umma(op, *t, x); }, I.line, "tcgen05.mma"});
   }
   return NEXT;
@@ -271,7 +271,7 @@ static Status h_tc_cp(ARGS) {
     OperandDesc d = smem_desc(c, RS(1)[l], false);
     Cta* self = &c.cta;
     const Instr* ins = &I;
-    Async op = async_operation(c, ~0u, "tcgen05.cp");
+    Async op = async_operation(c, 1u << l, "tcgen05.cp");
     enqueue(c.m, c.cta.tc,
             {[=] {
                Actor me = op.actor(self->tc_agent, op.issued);
@@ -319,7 +319,7 @@ static Status h_tc_commit(ARGS) {  // i0 cta_group, i1 space, i2 multicast
                for (u32 r = 0; r < 16; r++)
                  if (ranks >> r & 1)
                    mbar_arrive(*op.m, me, *self, (a & OFF_MASK) | r << RANK_SHIFT, 1, 0,
-                               op.ins->line, nullptr, &op.knowledge);
+                               op.ins->line, nullptr, op.knowledge);
              },
              I.line, "tcgen05.commit"});
   }

@@ -22,8 +22,11 @@ struct Actor {
 
   bool knows(const Access& a) const {
     if (a.agent == agent && a.tick == tick) return true;
-    if (a.agent == agent && !async) return a.tick <= together || !(a.lanes & ~lanes);
-    return knows(a, knowledge->memory);
+    if (a.agent != agent || async) return knows(a, knowledge->memory);
+    if (a.tick <= together || !(a.lanes & ~lanes)) return true;
+    // What the warp knows of its own lanes they have told each other, this one among them.
+    const Known* k = knowledge->memory.find(agent);
+    return k && k->covers(a.tick, a.lanes | lanes);
   }
   bool knows(const Access& a, const Clock& clock) const {
     const Known* k = clock.find(a.agent);
