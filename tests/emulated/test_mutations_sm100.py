@@ -49,6 +49,9 @@ def before(mark: str, edit: Edit) -> Edit:
 MMA = r"tcgen05\.mma\."
 LOAD = r"tcgen05\.ld\."
 CONSUMERS = r"setmaxnreg\.inc"
+FENCE_AFTER, FENCE_BEFORE = (
+    rf"tcgen05\.fence::{when}_thread_sync;" for when in ("after", "before")
+)
 
 
 def given_back_ahead_of(mark: str) -> Edit:
@@ -97,12 +100,25 @@ MUTATIONS = {
         True,
     ),
     "an accumulator is given back before it is read": (
-        given_back_ahead_of(r"tcgen05\.fence::after_thread_sync"),
+        given_back_ahead_of(FENCE_AFTER),
         True,
     ),
     "an accumulator is given back before its loads are waited for": (
         given_back_ahead_of(r"tcgen05\.wait::ld"),
         True,
+    ),
+    "an accumulator is read without a fence after the wait for it": (
+        before(LOAD, replace(FENCE_AFTER, "", which=-1)),
+        True,
+    ),
+    "an accumulator is given back without a fence": (replace(FENCE_BEFORE, ""), True),
+    "an accumulator is filled again without a fence after the wait for it": (
+        before(MMA, replace(FENCE_AFTER, "", which=-1)),
+        True,
+    ),
+    "no fence after the allocation, where these two follow": (
+        replace(FENCE_AFTER, "", which=0),
+        False,
     ),
     "accumulators are never given back": (
         after(LOAD, replace(r"mbarrier\.arrive\.shared[^;]*;", "")),
@@ -211,7 +227,12 @@ OF_A_PAIR = {
         given_back_early_by_the_second,
         True,
     ),
-    "one CTA ends before the other": (replace(CLUSTER_BARRIER, "", -1), True),
+    "one CTA allocates before the other has started": (
+        replace(CLUSTER_BARRIER, "bar.sync 0;", 0),
+        True,
+    ),
+    "one CTA ends before the other": (replace(CLUSTER_BARRIER, "bar.sync 0;", -1), True),
+    "consumers of both CTAs are not waited for": (replace(CLUSTER_BARRIER, "", -1), True),
 }
 
 

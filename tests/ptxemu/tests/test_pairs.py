@@ -9,7 +9,7 @@ PAIR = {"ctas": 2, "cluster": (2, 1, 1)}
 RANK = "mov.u32 %r9, %cluster_ctarank; setp.eq.u32 %p1, %r9, 0; setp.eq.u32 %p0, %r0, 0;"
 BARRIER = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 ALLOCATE = f"""
-    {RANK} mov.u32 %r20, place;
+    {BARRIER} {RANK} mov.u32 %r20, place;
     tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r20], {{columns}};
     tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;
     ld.shared.u32 %r21, [%r20]; st.global.u32 [%rd1], %r21;
@@ -29,10 +29,49 @@ def test_a_pair_allocates_together(mode):
     assert out.tolist() == [0, 0]
 
 
+USE = "mov.u32 %r22, 0; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r21], {%r22};"
+USE += "tcgen05.wait::st.sync.aligned;"
+
+
+def without(body: str, barrier: int) -> str:
+    """The kernel without one of the cluster's barriers."""
+    parts = body.split(BARRIER)
+    parts[barrier : barrier + 2] = [parts[barrier] + parts[barrier + 1]]
+    return BARRIER.join(parts)
+
+
+@pytest.mark.parametrize("missing", ["cta-not-started", "tmem-dealloc-in-flight"])
+def test_a_pair_that_does_not_meet(missing, mode):
+    """The allocations wait for each other and so do the deallocations, but that orders nothing: the
+    other CTA may not have started, or still use its tensor memory."""
+    before, free, columns = ALLOCATE.format(columns=64).rpartition("tcgen05.dealloc")
+    body = OUT + before + USE + BARRIER + free + columns
+    assert not on_blackwell(body, zeros(2)).hazards
+    broken = without(body, ["cta-not-started", "tmem-dealloc-in-flight"].index(missing))
+    assert on_blackwell(broken, zeros(2)).hazard_kinds() == {missing}
+
+
+@pytest.mark.parametrize("missing", ["cta-not-started", "exited-cta"])
+@pytest.mark.parametrize("reach", ["st.shared::cluster.u32 [%r21], %r0;",
+                                   "ld.shared::cluster.u32 %r22, [%r21];"])  # fmt: skip
+def test_shared_memory_of_a_cta_that_may_not_be_there(reach, missing, mode):
+    """Whether it is there or not: nothing says that it has started, or that it stays until then."""
+    body = f"{RANK} mov.u32 %r20, tile; xor.b32 %r8, %r9, 1;"
+    body += "@%p0 st.shared.u32 [%r20], 5;" if "ld" in reach else ""
+    body += f"mapa.shared::cluster.u32 %r21, %r20, %r8; {BARRIER} @%p0 {reach} {BARRIER}"
+    assert not on_blackwell(body, zeros(1)).hazards
+    broken = without(body, ["cta-not-started", "exited-cta"].index(missing))
+    assert missing in on_blackwell(broken, zeros(1)).hazard_kinds()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("tcgen05.alloc", "@%p1 tcgen05.alloc", "but the other CTA asks for tcgen05.alloc of 64"),
+        (
+            "tcgen05.alloc",
+            "@%p1 tcgen05.alloc",
+            "tcgen05.alloc of 64 .* but the other CTA|but .* tcgen05.alloc of 64",
+        ),
         ("tcgen05.relinq", "@%p1 tcgen05.relinq", "but the other CTA asks for tcgen05"),
         ("tcgen05.dealloc", "@%p1 tcgen05.dealloc", "of the pair has not asked for it"),
         ("[%r20], 64", "[%r20], %r8", "but the other CTA asks for tcgen05.alloc of (32|64)"),

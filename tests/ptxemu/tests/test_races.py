@@ -152,6 +152,7 @@ END:
 @pytest.mark.parametrize("arrive", ["arrive.relaxed", "arrive"])
 def test_cluster_barriers(arrive):
     body = f"""
+    barrier.cluster.arrive; barrier.cluster.wait;
     mov.u32 %r4, %cluster_ctarank; xor.b32 %r4, %r4, 1; mapa.shared::cluster.u32 %r5, %r22, %r4;
     st.shared::cluster.u32 [%r5], %r0;
     barrier.cluster.{arrive}.aligned; barrier.cluster.wait.aligned;

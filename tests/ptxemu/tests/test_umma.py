@@ -59,6 +59,10 @@ MUTATIONS = {
         drop(r"tcgen05\.wait::ld"),
         "tmem-load-not-waited",
     ),
+    "loads from tensor memory without a fence after the wait for the MMA": (
+        drop(r"tcgen05\.fence"),
+        "missing-tcgen05-fence",
+    ),
     "the load does not wait for a free stage": (replace(WAIT, SUCCEED, 0), ""),
     "the MMA does not wait for the load": (replace(WAIT, SUCCEED, 1), ""),
     "the epilogue does not wait for the MMA": (replace(WAIT, SUCCEED, -1), "tmem-race"),

@@ -6,6 +6,7 @@ import cutlass.utils.blackwell_helpers as blackwell
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float16, Float32, Int32, Int64
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -101,6 +102,7 @@ class UmmaGemm:
             self.multiply(full, empty, done, k_blocks, mma, accumulator, s_a, s_b)
         else:
             cute.arch.mbarrier_wait(done, 0)
+            nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
             self.store(thread, accumulator, s_c, tma_c, cute.local_tile(c, (M, N), tile[:2]))
         cute.arch.sync_threads()
         if warp == 5:

@@ -90,14 +90,16 @@ class Clock {
   }
 };
 
-// `memory`: whose accesses are ordered before what comes next. The others: whose ordinary writes to
-// shared and to global memory the asynchronous proxy (TMA, WGMMA, tcgen05) sees as well.
+// `memory`: whose accesses are ordered before what comes next. The proxies: whose ordinary writes to
+// shared and to global memory the asynchronous proxy (TMA, WGMMA, tcgen05) sees as well. `tensor`:
+// whose tcgen05 operations are ordered before what comes next; relaxed synchronisation orders them.
 struct Knowledge {
-  Clock memory, shared_proxy, global_proxy;
+  Clock memory, shared_proxy, global_proxy, tensor;
   void join(const Knowledge& o) {
     memory.join(o.memory);
     shared_proxy.join(o.shared_proxy);
     global_proxy.join(o.global_proxy);
+    tensor.join(o.tensor);
   }
   void learn(const Known& k) { memory.learn(k); }
   void know_launches(u64 launches) {

@@ -372,7 +372,10 @@ static Handler decode(Instr& I) {
     if (k == "relinquish_alloc_permit") return h_tc_relinquish;
     if (k == "wait::st") return h_tc_wait_st;
     if (k == "wait::ld") return h_tc_wait_ld;
-    if (!k.compare(0, 6, "wait::") || !k.compare(0, 7, "fence::")) return h_nop;
+    if (!k.compare(0, 7, "fence::")) {
+      I.i0 = k == "fence::before_thread_sync";
+      return I.i0 || k == "fence::after_thread_sync" ? h_tc_fence : nullptr;
+    }
     if (k == "cp") {
       I.i1 = 0;
       for (auto& p : P) {

@@ -149,6 +149,7 @@ struct Warp {
   struct TmemLoad {
     u32 column, columns;
     int line;
+    Knowledge knowledge;
   };
   std::vector<TmemLoad> tmem_loads;  // not waited for
   Queue cpasync;
@@ -164,6 +165,7 @@ struct Warp {
   u32 wgmma_agent = 0, cpasync_agent = 0, bulk_read_agent = 0, bulk_write_agent = 0;
   u32 init_agent = 0;  // its mbarrier.init: fence.mbarrier_init makes them known, and nothing else
   Knowledge knowledge;
+  Clock tensor;  // of `knowledge.tensor` what tcgen05 operations know: as of the last fence
   Knowledge fenced_inits;  // what a later relaxed barrier.cluster.arrive makes known of them
   Tick together = 0;      // the last time that all its lanes were brought together
   std::vector<Fence> fences;  // the last one of each lane
@@ -198,6 +200,11 @@ struct Cta {
   NamedBar bars[16];
   Queue tc;  // tcgen05 asynchronous operations, in order
   u32 tc_agent = 0;
+  // The CTA itself: that it has started, and its allocations of tensor memory.
+  u32 agent = 0;
+  Tick started = 0;
+  // The last access of each agent of another CTA to what this one owns, and of every copy to it.
+  std::map<std::pair<u32, u32>, Access> visits;  // by agent and lanes
   int nthreads = 0;
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
   bool done() const {

@@ -156,6 +156,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
   int rows = x.cg == 2 ? M / 2 : M;
   std::vector<float> B0 = B;
   for (int c = 0; c < x.cg; c++) {
+    visit(*op.m, l, me, *pair[c], line);
     if (x.vec)
       for (int n = 0; n < N; n++)
         for (int k = 0; k < K; k++)

@@ -16,11 +16,12 @@ static MBar& mbar_in_use(Cta& self, u32 addr, const Ctx* c, int line) {
             addr & OFF_MASK, addr >> RANK_SHIFT, line)};
   return b;
 }
-// That the barrier is one is ordered before what `me` does with it.
+// That the barrier is one is ordered before what `me` does with it; then its CTA has started, too.
 static void mbar_order(Machine& m, Launch& l, const Actor& me, Cta& self, u32 addr, int line) {
   Cta* owner;
   const MBar& b = mbar_at(self, addr, nullptr, line, &owner);
-  if (!m.opt.check_races || !b.valid || ordered(m, me, b.initialised)) return;
+  if (!m.opt.check_races || !b.valid) return;
+  if (ordered(m, me, b.initialised)) return visit(m, l, me, *owner, line);
   const Agent &mine = m.agents[me.agent], &theirs = m.agents[b.initialised.agent];
   l.hazard("mbarrier-init-race", line,
            fmt("%s uses the mbarrier at shared offset %u of CTA rank %d, which CTA (%u,%u,%u) warp "

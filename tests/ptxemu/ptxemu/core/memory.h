@@ -58,6 +58,7 @@ static inline int space_at(u64 addr, int space) {
 
 // ---- order
 
+static Known start_of(const Cta& t) { return {t.agent, ~0u, t.started, t.started}; }
 // `k`, and of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
 static Knowledge with_own(const Warp& w, Knowledge k, u32 lanes, Tick together, Tick tick) {
   lanes |= ~w.live;
@@ -260,17 +261,58 @@ static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off
 }
 // Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
 // operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
-// not a lane's is said by `lanes` = 0.
+// not a lane's is said by `lanes` = 0. Alloc and dealloc are `strong`: they are synchronous, so that
+// a barrier orders them without tcgen05.fence::after_thread_sync.
 static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quarter, u32 column,
                        u32 n, bool write, int line) {
   if (!m.opt.check_races) return;
   u64 address = 4 * (quarter * 512 + column);
   t.tmem_shadow.access(me, address, 4 * n, write, [&](const Access& a, u64 at) {
-    if ((me.async && a.agent == me.agent) || ordered(m, me, a)) return;
+    if (a.agent == me.agent || me.knows(a, me.knowledge->tensor)) return;
     Str place = fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
                     at / 2048 * 32 + 31, at / 4 % 512);
-    report_race(m, l, me, a, write, place, line, "tmem-race");
+    if (!ordered(m, me, a))
+      report_race(m, l, me, a, write, place, line,
+                  me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
+    else if (!me.strong)
+      l.hazard("missing-tcgen05-fence", line,
+               fmt("%s %s %s, which %s %s, and what synchronises them stands between no "
+                   "tcgen05.fence::before_thread_sync (or tcgen05.commit) and ::after_thread_sync",
+                   describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
+                   place.c_str(), describe(m, m.agents[a.agent]).c_str(),
+                   a.strong ? "allocated" : a.write ? "wrote" : "read"));
   });
+}
+// What another CTA does to this one's memory: this one must have started before, and not exit until
+// then.
+static void visit(Machine& m, Launch& l, const Actor& me, Cta& t, int line) {
+  if (!m.opt.check_races || t.cluster->ctas.size() == 1) return;
+  const Agent& a = m.agents[me.agent];
+  if (a.cta == &t && !me.async) return;
+  if (!me.knowledge->memory.find(t.agent))
+    l.hazard("cta-not-started", line,
+             fmt("%s reaches CTA rank %d, of which nothing says that it has started",
+                 describe(m, a).c_str(), t.rank));
+  if (t.done())
+    l.hazard("exited-cta", line,
+             fmt("%s reaches CTA rank %d, which has exited", describe(m, a).c_str(), t.rank));
+  Access& last = t.visits[{me.agent, me.lanes}];
+  last.tick = me.tick;
+  last.pc = me.pc;
+}
+// At the exit of a CTA's last warp.
+static void check_visits(const Ctx& c) {
+  Clock known;
+  for (auto& w : c.cta.warps) known.join(w.knowledge.memory);
+  for (auto& v : c.cta.visits) {
+    const Known* k = known.find(v.first.first);
+    if (!k || !k->covers(v.second.tick, v.first.second))
+      c.hazard("exited-cta",
+               fmt("CTA rank %d exits, and nothing orders that after what %s does to it at PTX line "
+                   "%d",
+                   c.cta.rank, describe(c.m, c.m.agents[v.first.first]).c_str(),
+                   c.launch().p->code[v.second.pc].line));
+  }
 }
 
 // ---- accesses of threads
@@ -294,6 +336,7 @@ static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lan
     smem_check_init(c, t, off, n);
     Actor me = thread_actor(c, lane);
     me.strong = strong;
+    if (&t != &c.cta) visit(c.m, c.launch(), me, t, c.ins->line);
     order_shared(c.m, c.launch(), me, t, off, n, false, c.ins->line);
     memcpy(dst, &t.smem[off], n);
   } else if (space == 3) {
@@ -319,6 +362,7 @@ static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, 
     u32 off = addr & OFF_MASK;
     Actor me = thread_actor(c, lane);
     me.strong = strong;
+    if (&t != &c.cta) visit(c.m, c.launch(), me, t, c.ins->line);
     order_shared(c.m, c.launch(), me, t, off, n, true, c.ins->line);
     memcpy(&t.smem[off], src, n);
     memset(&t.init[off], 1, n);

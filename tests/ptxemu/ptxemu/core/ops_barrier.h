@@ -108,6 +108,8 @@ static Status h_cluster_arrive(ARGS) {  // i0: release
     lanes(c.mask, [&](int l) {
       if (const Fence* f = fence_of(c, l)) k.arriving.join(released_by(c, *f, l));
     });
+    k.arriving.learn(start_of(c.cta));
+    k.arriving.tensor.join(c.w.knowledge.tensor);
     k.arriving.join(c.w.fenced_inits);
   }
   c.m.effects++;
@@ -190,6 +192,7 @@ static Status h_mbar_arrive(ARGS) {
     Knowledge known = I.sem == RELEASE ? release(c, 1u << l)
                       : fence          ? released_by(c, *fence, l)
                                        : Knowledge();
+    known.tensor.join(c.w.knowledge.tensor);
     u32 ph = mbar_arrive(c.m, thread_actor(c, l), c.cta, a, n, tx, I.line, &c, known);
     if (ai == 1 && I.o[0].slot >= 0) RS(0)[l] = ph;
   });
@@ -219,8 +222,10 @@ static Status h_mbar_wait(ARGS) {
       // Before what the barrier itself makes known.
       if (&b != acquired) mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
       if (&b != acquired && I.sem == ACQUIRE) acquire(c, b.arrived);
-      if (&b != acquired && I.sem == RELAXED)
+      if (&b != acquired && I.sem == RELAXED) {
         publish(c.w.observed, {SCOPE_CLUSTER, &c.cta, c.cta.cluster, b.arrived});
+        c.w.knowledge.tensor.join(b.arrived.tensor);
+      }
       acquired = &b;
     } else {
       waited = &b;

@@ -236,6 +236,7 @@ static Status h_exit(ARGS) {
   c.g.mask &= ~c.mask;
   c.m.effects++;
   if (!c.w.live) cta_bar_check(c.m, c.cta);
+  if (c.cta.done()) check_visits(c);
   if (!c.g.mask) return JUMPED;
   c.g.pc++;
   return JUMPED;

@@ -7,13 +7,17 @@
 static bool pair_is_here(Ctx& c, const Str& call) {
   if (c.ins->i0 != 2) return true;
   if (c.cta.cluster->ctas.size() < 2) fail(c, call + ": cta_group::2 needs a cluster of two CTAs");
+  const Cta& other = *c.cta.cluster->ctas[c.cta.rank ^ 1];
   if (!c.g.arrived) {
+    if (!c.w.knowledge.memory.find(other.agent))
+      c.hazard("cta-not-started", call + " with cta_group::2: nothing says that the other CTA of the "
+                                         "pair has started (" + where(c) + ")");
     c.cta.pair_calls.push_back(call);
     c.g.arrived = true;
     c.g.token = c.cta.pair_calls.size();
     c.m.effects++;
   }
-  const auto& peer = c.cta.cluster->ctas[c.cta.rank ^ 1]->pair_calls;
+  const auto& peer = other.pair_calls;
   if (peer.size() < c.g.token) {
     c.g.why = call + " with cta_group::2: the other CTA of the pair has not asked for it";
     return false;
@@ -21,6 +25,11 @@ static bool pair_is_here(Ctx& c, const Str& call) {
   if (peer[c.g.token - 1] != call)
     fail(c, call + " with cta_group::2, but the other CTA asks for " + peer[c.g.token - 1]);
   return true;
+}
+static Actor warp_actor(const Ctx& c) {
+  Actor a = thread_actor(c, 0);
+  a.lanes = 0;
+  return a;
 }
 static Status h_tc_alloc(ARGS) {
   CONVERGED_ALL("tcgen05.alloc")
@@ -42,6 +51,13 @@ static Status h_tc_alloc(ARGS) {
       t.tmem_owner[i] = (s8)c.w.id;
       for (int r = 0; r < 128; r++) t.tmem_init[(size_t)r * 512 + i] = 0;
     }
+    Actor me = warp_actor(c);
+    me.agent = t.agent;
+    me.strong = true;
+    for (u32 quarter = 0; quarter < 4; quarter++)
+      t.tmem_shadow.access(me, 4 * (quarter * 512 + s), 4 * n, true, [](const Access&, u64) {});
+    Known own{t.agent, ~0u, c.m.tick, c.m.tick};
+    for (Clock* k : {&c.w.knowledge.memory, &c.w.knowledge.tensor, &c.w.tensor}) k->learn(own);
     u32 v = s;
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     mem_write(c, 2, a, 4, (u8*)&v, l);
@@ -64,13 +80,23 @@ static Status h_tc_dealloc(ARGS) {
   u32 a = (u32)RS(0)[l], n = (u32)RS(1)[l];
   if (!pair_is_here(c, fmt("tcgen05.dealloc of %u columns at %u", n, a))) return BLOCK;
   c.g.arrived = false;
-  if (tc_busy(c.cta) || (I.i0 == 2 && tc_busy(*c.cta.cluster->ctas[c.cta.rank ^ 1])))
-    c.hazard("tmem-dealloc-in-flight",
-             "tcgen05.dealloc while asynchronous tcgen05 operations are outstanding");
   for (u32 i = a; i < a + n; i++) {
     if (i >= 512 || c.cta.tmem_owner[i] < 0)
       fail(c, fmt("tcgen05.dealloc of column %u, which is not allocated", i));
     c.cta.tmem_owner[i] = -1;
+  }
+  // PTX ISA, tcgen05.dealloc: with cta_group::2 the accesses of both CTAs come before.
+  Actor me = warp_actor(c);
+  me.strong = true;
+  for (int r = 0; r < I.i0; r++) {
+    Cta& t = *c.cta.cluster->ctas[c.cta.rank ^ r];
+    bool busy = tc_busy(t);
+    for (auto& w : t.warps) busy |= !w.tmem_loads.empty() || !w.tmem_stores.empty();
+    if (busy)
+      c.hazard("tmem-dealloc-in-flight",
+               "tcgen05.dealloc while asynchronous tcgen05 operations are outstanding");
+    for (u32 quarter = 0; quarter < 4; quarter++)
+      order_tmem(c.m, c.launch(), me, t, quarter, a, n, true, I.line);
   }
   c.m.effects++;
   return NEXT;
@@ -81,11 +107,6 @@ static Status h_tc_relinquish(ARGS) {
   c.g.arrived = false;
   c.cta.tmem_permit = false;
   return NEXT;
-}
-static Actor warp_actor(const Ctx& c) {
-  Actor a = thread_actor(c, 0);
-  a.lanes = 0;
-  return a;
 }
 // (row, column) touched by lane l, register j, for each shape
 static inline void tmem_map(int shape, int l, int j, u32 split, u32& row, u32& col) {
@@ -183,20 +204,29 @@ static Status h_tc_ldst(ARGS) {
   if (I.i1) c.m.effects++;
   // Their values are here at once; that nobody looks at them before the wait is checked. For who
   // wants to overwrite what was read, it has been read when that was waited for.
+  Knowledge known = c.w.knowledge;
+  known.tensor = c.w.tensor;
+  Actor me = warp_actor(c);
+  me.knowledge = &known;
   if (I.i1)
-    order_tmem(c.m, c.launch(), warp_actor(c), c.cta, quad, col0, maxcol - col0 + 1, true, I.line);
+    order_tmem(c.m, c.launch(), me, c.cta, quad, col0, maxcol - col0 + 1, true, I.line);
   else
-    c.w.tmem_loads.push_back({col0, maxcol - col0 + 1, I.line});
+    c.w.tmem_loads.push_back({col0, maxcol - col0 + 1, I.line, known});
   for (u32 i : I.moved_to) c.w.loaded_from_tmem[i] = c.m.tick;
   return NEXT;
 }
+// This warp's loads and stores so far.
+static Known own_tensor(const Ctx& c) { return {c.w.agent, ~0u, c.m.tick, c.m.tick}; }
 static Status h_tc_wait_ld(ARGS) {
   CONVERGED_ALL("tcgen05.wait::ld")
-  for (auto& load : c.w.tmem_loads)
-    order_tmem(c.m, c.launch(), warp_actor(c), c.cta, c.w.id % 4, load.column, load.columns, false,
-               load.line);
+  Actor me = warp_actor(c);
+  for (auto& load : c.w.tmem_loads) {
+    me.knowledge = &load.knowledge;
+    order_tmem(c.m, c.launch(), me, c.cta, c.w.id % 4, load.column, load.columns, false, load.line);
+  }
   c.w.tmem_loads.clear();
   c.w.tmem_loads_done = c.m.tick;
+  c.w.tensor.learn(own_tensor(c));
   return NEXT;
 }
 static Status h_tc_wait_st(
@@ -204,6 +234,16 @@ static Status h_tc_wait_st(
   CONVERGED_ALL("tcgen05.wait::st")
   for (u32 i : c.w.tmem_stores) c.cta.tmem_init[i] &= ~2;
   c.w.tmem_stores.clear();
+  c.w.tensor.learn(own_tensor(c));
+  return NEXT;
+}
+// PTX ISA, tcgen05.fence: what the thread did in tensor memory comes before what it tells others
+// next; what others told it comes before what it does in tensor memory next.
+static Status h_tc_fence(ARGS) {  // i0: before_thread_sync
+  if (I.i0)
+    c.w.knowledge.tensor.learn(own_tensor(c));
+  else
+    c.w.tensor.join(c.w.knowledge.tensor);
   return NEXT;
 }
 // i0 cta_group, i1 kind (0 f16 1 tf32 2 f8f6f4 3 i8)
@@ -258,6 +298,7 @@ static Status h_tc_mma(ARGS) {
     Cta* t = &c.cta;
     if (c.launch().sm90) fail(c, "tcgen05 on sm_90");
     Async op = async_operation(c, 1u << l, "tcgen05.mma");
+    op.knowledge.tensor = c.w.tensor;
     enqueue(c.m, c.cta.tc, {[=] { umma(op, *t, x); }, I.line, "tcgen05.mma"});
   }
   return NEXT;
@@ -312,7 +353,10 @@ static Status h_tc_commit(ARGS) {  // i0 cta_group, i1 space, i2 multicast
       fail(c, fmt("multicast mask %#x names CTAs outside the cluster", ranks));
     Cta* self = &c.cta;
     Async op = async_operation(c, 1u << l, "tcgen05.commit");
-    op.knowledge.learn({c.cta.tc_agent, ~0u, op.issued, op.issued});
+    // PTX ISA, tcgen05.commit: it performs tcgen05.fence::before_thread_sync.
+    op.knowledge.tensor.learn(own_tensor(c));
+    for (Clock* k : {&op.knowledge.memory, &op.knowledge.tensor})
+      k->learn({c.cta.tc_agent, ~0u, op.issued, op.issued});
     enqueue(c.m, c.cta.tc,
             {[=] {
                Actor me = op.actor(self->tc_agent, op.issued);

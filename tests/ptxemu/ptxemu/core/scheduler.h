@@ -47,6 +47,8 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
     t->mbars.resize(launch.smem_size / 8 + 1);
     for (size_t i = 0; i < t->smem.size(); i++)
       t->smem[i] = 0xA5 ^ (u8)i;  // shared memory starts as garbage
+    t->agent = new_agent(m, *t, -1, "");
+    t->started = ++m.tick;
     if (!launch.sm90) {
       t->tmem.assign(128 * 512, 0x7fc0dead);
       t->tmem_init.assign(128 * 512, 0);
@@ -61,6 +63,7 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
       w.id = wi;
       w.agent = new_agent(m, *t, wi, "");
       w.knowledge.know_launches(launch.known);
+      w.knowledge.learn(start_of(*t));
       w.wgmma_registers.resize(p.tracked.size());
       w.loaded_from_tmem.resize(p.tracked.size());
       u32 left = threads - wi * 32;

@@ -1,0 +1,141 @@
+"""Who may touch tensor memory when: what orders tcgen05 operations of different threads."""
+
+import ptxemu
+import pytest
+from ptx import WAIT, kernel, run, zeros
+from ptxemu import EmulationError
+
+TOP = """
+.shared .align 8 .b8 bars[24]; .shared .align 16 .b8 tile[4608]; .shared .b32 place;
+"""
+M128_N16 = 8 << 24 | 2 << 17 | 1 << 4
+"""Instruction descriptor: M = 128, N = 16, float16 operands, a float32 accumulator."""
+MATRIX = 1 << 46 | 256 >> 4 << 32 | 128 >> 4 << 16
+"""Of a matrix descriptor all but the address: no swizzle; core matrices lie 128 bytes apart
+along K, 256 along the rows."""
+SETUP = f"""
+    setp.lt.u32 %p0, %r0, 32; setp.eq.u32 %p1, %r0, 0; setp.eq.u32 %p2, %r0, 32;
+    mov.u32 %r20, bars; mov.u32 %r21, tile; mov.u32 %r22, place; mov.u32 %r9, 0;
+    @%p1 mbarrier.init.shared.b64 [%r20], 1; @%p1 mbarrier.init.shared.b64 [%r20+8], 1;
+    @%p1 mbarrier.init.shared.b64 [%r20+16], 1;
+    mad.lo.u32 %r2, %r0, 72, %r21;
+    {"".join(f"st.shared.u32 [%r2+{4 * i}], %r9;" for i in range(18))}
+    fence.proxy.async;
+    @!%p0 bra ALLOCATED;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r22], 32;
+ALLOCATED:
+    bar.sync 0; ld.shared.u32 %r30, [%r22];
+    shr.u32 %r3, %r21, 4; cvt.u64.u32 %rd1, %r3; or.b64 %rd1, %rd1, {MATRIX};
+    add.s64 %rd2, %rd1, 256; mov.u32 %r31, {M128_N16}; setp.ne.u32 %p3, %r0, %r0;
+"""
+"""Warp 0 has 32 columns of tensor memory at %r30. %p0 warp 0, %p1 thread 0, %p2 thread 32."""
+MULTIPLY = """
+    @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r30], %rd1, %rd2, %r31, %p3;
+    @%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{barrier}];
+"""
+AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
+LOAD = (
+    "tcgen05.ld.sync.aligned.32x32b.x8.b32 {%r40, %r41, %r42, %r43, %r44, %r45, %r46, %r47}, [%r4];"
+    "tcgen05.wait::ld.sync.aligned;"
+)
+FREE = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r30, 32;"
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r20+8];"
+
+
+def wait(barrier: str, label: str) -> str:
+    return WAIT.format(label=label, barrier=barrier, parity="0")
+
+
+HANDOVER = f"""
+    {SETUP} @!%p0 bra READER;
+    {MULTIPLY.format(barrier="%r20")} {wait("%r20+8", "FREE")} {AFTER} // reused
+    {MULTIPLY.format(barrier="%r20+16")} {wait("%r20+16", "LAST")} bar.sync 0; {FREE} bra END;
+READER:
+    {wait("%r20", "FULL")} add.u32 %r4, %r30, {32 << 16}; {AFTER} // read
+    {LOAD} {BEFORE} @%p2 {ARRIVE} bar.sync 0;
+END:
+"""
+"""Warp 0 multiplies, warp 1 reads the result, warp 0 overwrites it."""
+
+
+def found(body: str) -> set[str]:
+    """Kinds of hazards, and of an error that ends the kernel."""
+    text, error = kernel("u64 x", body, TOP, target="sm_100a"), set()
+    try:
+        run(text, zeros(1), threads=64)
+    except EmulationError as raised:
+        error = {"not allocated"} if "is not allocated" in str(raised) else {str(raised)}
+    return ptxemu.reports[-1].hazard_kinds() | error
+
+
+def relaxed(body: str) -> str:
+    """With waits and arrivals that order no other memory."""
+    body = body.replace("try_wait.parity.shared::cta", "try_wait.parity.relaxed.cta.shared::cta")
+    return body.replace(
+        ARRIVE, ARRIVE.replace("arrive.", "arrive.relaxed.cta.").replace("_,", "%rd9,")
+    )
+
+
+@pytest.mark.parametrize("semantics", [str, relaxed])
+def test_an_accumulator_is_handed_over(semantics, mode):
+    """As the PTX ISA has it; with the fences, relaxed waits order tcgen05 operations, too."""
+    assert found(semantics(HANDOVER)) == set()
+
+
+@pytest.mark.parametrize("without", [f"{AFTER} // reused", f"{AFTER} // read", BEFORE])
+def test_without_one_fence(without, mode):
+    assert found(HANDOVER.replace(without, "")) == {"missing-tcgen05-fence"}
+    assert found(relaxed(HANDOVER).replace(without, "")) == {"tmem-race"}
+
+
+def test_a_fence_after_the_operation_is_too_late(mode):
+    late = HANDOVER.replace(f"{AFTER} // read", "").replace(
+        "tcgen05.wait::ld", AFTER + "tcgen05.wait::ld"
+    )
+    assert found(late) == {"missing-tcgen05-fence"}
+    early = HANDOVER.replace(LOAD, "").replace(BEFORE, BEFORE + LOAD)
+    assert found(early) == {"missing-tcgen05-fence"}
+
+
+def test_a_wait_after_the_load_is_too_late(mode):
+    """The accumulator is read before the MMA is waited for, and used after it."""
+    load, _, done = LOAD.partition(";")
+    late = HANDOVER.replace(f"{AFTER} // read\n    {LOAD}", f"{AFTER} {done}")
+    late = late.replace("READER:", f"READER: add.u32 %r4, %r30, {32 << 16}; {load};")
+    assert "tmem-race" in found(late)
+
+
+def test_allocated_memory_is_used_by_others(mode):
+    """Allocating is synchronous: it needs no fence before the barrier; its user needs one after."""
+    store = LOAD.replace("tcgen05.ld", "tcgen05.st").replace("wait::ld", "wait::st")
+    registers = store[store.index("{") : store.index("}") + 1]
+    store = store.replace(f"{registers}, [%r4]", f"[%r4], {registers}")
+    body = f"""
+    {SETUP} add.u32 %r4, %r30, {32 << 16}; {"".join(f"mov.u32 %r4{i}, 0;" for i in range(8))}
+    @%p0 bra WAITS; {AFTER} {store} {BEFORE}
+WAITS: bar.sync 0; @%p0 {FREE}
+    """
+    assert found(body) == set()
+    assert found(body.replace(AFTER, "")) == {"missing-tcgen05-fence"}
+    # Nor does the one that gives it back need a fence.
+    assert found(body.replace(BEFORE, "")) == set()
+    at_once = found(body.replace("WAITS: bar.sync 0;", "WAITS:"))
+    assert at_once & {"tmem-dealloc-in-flight", "not allocated"}
+
+
+MULTIPLIED = f"{MULTIPLY.format(barrier='%r20')} {wait('%r20', 'DONE')} {AFTER}"
+
+
+@pytest.mark.parametrize(
+    ("work", "waited"),
+    [
+        (MULTIPLIED, wait("%r20", "DONE")),
+        (f"{MULTIPLIED} mov.u32 %r4, %r30; {LOAD}", "tcgen05.wait::ld.sync.aligned;"),
+    ],
+    ids=["an MMA", "a load"],
+)
+def test_freed_while_work_is_in_flight(work, waited, mode):
+    """Eagerly, it is complete when the memory is given back; but nothing says so."""
+    body = f"{SETUP} @!%p0 bra END; {work} {FREE}\nEND:"
+    assert found(body) == set()
+    assert "tmem-dealloc-in-flight" in found(body.replace(waited, ""))
