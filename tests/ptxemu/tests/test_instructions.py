@@ -196,6 +196,32 @@ def test_floats():
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "largest"),
+    [("e4m3", torch.float8_e4m3fn, 0x7E), ("e5m2", torch.float8_e5m2, 0x7B)],
+)
+def test_fp8_is_rounded_to_the_nearest_even(kind, dtype, largest):
+    """Every value, what lies halfway between two, what lies beside that, and too much."""
+    codes = torch.arange(largest + 1, dtype=torch.uint8)
+    values = codes.view(dtype).float()
+    middle = (values[1:] + values[:-1]) / 2
+    below, above = (torch.nextafter(middle, torch.tensor(end)) for end in (0.0, math.inf))
+    even = codes[:-1] + codes[:-1] % 2
+    much = torch.tensor([values[-1] * 1.001, values[-1] * 2, 3e38, math.inf])
+    x = torch.cat([values, middle, below, above, much])
+    wanted = torch.cat([codes, even, codes[:-1], codes[1:], torch.full((4,), largest)])
+    x = torch.cat([x, -x, torch.tensor([math.nan])])
+    wanted = torch.cat([wanted, wanted | 0x80, torch.tensor([0x7F])]).int()
+    body = f"""
+    {address("%rd1", "x", "%r1", 4)} ld.global.f32 %f2, [%rd1]; mov.f32 %f3, 0f3F800000;
+    cvt.rn.satfinite.{kind}x2.f32 %h1, %f3, %f2; cvt.u32.u16 %r4, %h1; and.b32 %r4, %r4, 255;
+    {address("%rd2", "out", "%r1", 4)} st.global.u32 [%rd2], %r4;
+    """
+    out = zeros(len(x))
+    run(kernel("u64 x, u64 out", body), x, out, threads=1, ctas=len(x))
+    assert out.tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("nan_first", [True, False])
 def test_nan_in_comparisons(nan_first):
     """lt is false where an operand is NaN, ltu true; min ignores a NaN, min.NaN passes it on."""

@@ -31,9 +31,23 @@ def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
 # --- shared memory ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("between", ["", "shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        "",
+        "shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;",
+        "vote.sync.ballot.b32 %r9, %p1, -1;",
+        "vote.sync.all.pred %p3, %p1, -1;",
+        "match.any.sync.b32 %r9, %r1, -1;",
+        "redux.sync.add.s32 %r9, %r1, -1;",
+        "elect.sync %r9|%p3, -1;",
+        "setmaxnreg.inc.sync.aligned.u32 240;",
+        "wgmma.fence.sync.aligned;",
+        "bar.arrive 1, 64;",
+    ],
+)
 def test_lanes_exchange_through_shared_memory(between, mode):
-    """bar.warp.sync orders the lanes' accesses; a shuffle does not."""
+    """bar.warp.sync orders the lanes' accesses; what else the lanes do together does not."""
     body = f"""
     st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
     xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];

@@ -30,7 +30,7 @@ static void cta_bar_check(Machine& m,
 // i0: 0 sync, 1 arrive, 2 red.and, 3 red.or, 4 red.popc; i1 aligned; i2 index of the barrier
 // operand
 static Status h_bar(ARGS) {
-  if (I.i1) { CONVERGED_ALL("bar (aligned)") }
+  if (I.i1 && !converged(c, ~0u, "bar (aligned)", I.i0 != 1)) return BLOCK;
   int lead = __builtin_ctz(c.mask), bi = I.i2, extra = I.i0 >= 2 ? 1 : 0;
   u32 id = (u32)RS(bi)[lead];
   if (id > 15) fail(c, "barrier id above 15");

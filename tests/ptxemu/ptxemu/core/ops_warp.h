@@ -2,7 +2,8 @@
 #pragma once
 #include "ops_memory.h"
 
-// `orders`: the lanes' accesses before this come before those after it.
+// `orders`: the lanes' accesses before this come before those after it. PTX ISA: bar.warp.sync says
+// so; what is .sync only waits for the lanes, be it a vote, a shuffle or wgmma.
 static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
   want &= c.w.live;
   if ((c.g.mask & want) == want) {
@@ -13,7 +14,7 @@ static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
   return false;
 }
 #define CONVERGED_ALL(what) \
-  if (!converged(c, ~0u, what, true)) return BLOCK;
+  if (!converged(c, ~0u, what, false)) return BLOCK;
 static u32 member(Ctx& c, const Opnd& o) { return (u32)c.w.R(o.slot)[__builtin_ctz(c.mask)]; }
 
 static Status h_elect(ARGS) {
