@@ -47,12 +47,15 @@ def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
     ],
 )
 def test_lanes_exchange_through_shared_memory(between, mode):
-    """bar.warp.sync orders the lanes' accesses; what else the lanes do together does not."""
+    """bar.warp.sync orders the lanes' accesses; what else the lanes do together does not. But
+    wgmma.wait_group counts as a warp sync: see there."""
     body = f"""
     st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
     xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
     """
     check(body, {"bar.warp.sync -1;": "missing-warp-sync"})
+    waited = body.replace("bar.warp.sync -1;", "wgmma.wait_group.sync.aligned 0;")
+    assert hazards(waited) == set()
 
 
 def test_lanes_exchange_by_an_mbarrier(mode):

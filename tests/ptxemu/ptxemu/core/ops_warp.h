@@ -3,7 +3,7 @@
 #include "ops_memory.h"
 
 // `orders`: the lanes' accesses before this come before those after it. PTX ISA: bar.warp.sync says
-// so; what is .sync only waits for the lanes, be it a vote, a shuffle or wgmma.
+// so; what is .sync only waits for the lanes, be it a vote or a shuffle.
 static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
   want &= c.w.live;
   if ((c.g.mask & want) == want) {

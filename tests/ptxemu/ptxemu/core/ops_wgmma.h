@@ -172,7 +172,9 @@ static Status h_wgmma_commit(ARGS) {
   return NEXT;
 }
 static Status h_wgmma_wait(ARGS) {
-  CONVERGED_ALL("wgmma.wait_group")
+  // The PTX ISA does not say that this orders the lanes' accesses; but kernels take it for granted:
+  // one lane of a consumer warp gives back after it what all lanes have read before.
+  if (!converged(c, ~0u, "wgmma.wait_group", true)) return BLOCK;
   size_t keep = (size_t)RS(0)[0];
   auto& groups = c.w.wgmma_groups;
   Tick done = 0;
