@@ -196,25 +196,38 @@ def test_floats():
         )
 
 
+FP8 = "cvt.rn.satfinite.{}x2.f32 %h1, %f3, %f2;"
+HALF = "cvt.rn.{}.f32 %h1, %f2;"
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype", "largest"),
-    [("e4m3", torch.float8_e4m3fn, 0x7E), ("e5m2", torch.float8_e5m2, 0x7B)],
+    ("convert", "dtype", "largest", "much", "nan"),
+    [
+        (FP8.format("e4m3"), torch.float8_e4m3fn, 0x7E, 0x7E, 0x7F),
+        (FP8.format("e5m2"), torch.float8_e5m2, 0x7B, 0x7B, 0x7F),
+        (HALF.format("bf16"), torch.bfloat16, 0x7F7F, 0x7F80, 0x7FFF),
+    ],
+    ids=["e4m3", "e5m2", "bf16"],
 )
-def test_fp8_is_rounded_to_the_nearest_even(kind, dtype, largest):
-    """Every value, what lies halfway between two, what lies beside that, and too much."""
-    codes = torch.arange(largest + 1, dtype=torch.uint8)
-    values = codes.view(dtype).float()
-    middle = (values[1:] + values[:-1]) / 2
-    below, above = (torch.nextafter(middle, torch.tensor(end)) for end in (0.0, math.inf))
-    even = codes[:-1] + codes[:-1] % 2
-    much = torch.tensor([values[-1] * 1.001, values[-1] * 2, 3e38, math.inf])
-    x = torch.cat([values, middle, below, above, much])
-    wanted = torch.cat([codes, even, codes[:-1], codes[1:], torch.full((4,), largest)])
+def test_rounding_to_the_nearest_even(convert, dtype, largest, much, nan):
+    """Values, what lies halfway between two, what lies beside that, and too much."""
+    codes = torch.arange(0, largest + 1, max(1, largest // 125))
+    codes = torch.cat([codes, codes + 1]).clamp(max=largest).unique()
+
+    def value(code: torch.Tensor) -> torch.Tensor:
+        return code.to({1: torch.uint8, 2: torch.int16}[dtype.itemsize]).view(dtype).float()
+
+    below, above = codes[codes < largest], codes[codes < largest] + 1
+    middle = value(below) / 2 + value(above) / 2
+    beside = [torch.nextafter(middle, torch.tensor(end)) for end in (0.0, math.inf)]
+    x = torch.cat([value(codes), middle, *beside, torch.tensor([math.inf, 3.4e38])])
+    wanted = torch.cat([codes, below + below % 2, below, above, torch.tensor([much, much])])
     x = torch.cat([x, -x, torch.tensor([math.nan])])
-    wanted = torch.cat([wanted, wanted | 0x80, torch.tensor([0x7F])]).int()
+    sign = 1 << 8 * dtype.itemsize - 1
+    wanted = torch.cat([wanted, wanted | sign, torch.tensor([nan])])
     body = f"""
     {address("%rd1", "x", "%r1", 4)} ld.global.f32 %f2, [%rd1]; mov.f32 %f3, 0f3F800000;
-    cvt.rn.satfinite.{kind}x2.f32 %h1, %f3, %f2; cvt.u32.u16 %r4, %h1; and.b32 %r4, %r4, 255;
+    {convert} cvt.u32.u16 %r4, %h1; and.b32 %r4, %r4, {2 * sign - 1};
     {address("%rd2", "out", "%r1", 4)} st.global.u32 [%rd2], %r4;
     """
     out = zeros(len(x))

@@ -55,13 +55,17 @@ def test_a_pair_that_does_not_meet(missing, mode):
 @pytest.mark.parametrize("reach", ["st.shared::cluster.u32 [%r21], %r0;",
                                    "ld.shared::cluster.u32 %r22, [%r21];"])  # fmt: skip
 def test_shared_memory_of_a_cta_that_may_not_be_there(reach, missing, mode):
-    """Whether it is there or not: nothing says that it has started, or that it stays until then."""
-    body = f"{RANK} mov.u32 %r20, tile; xor.b32 %r8, %r9, 1;"
+    """Whether it is there or not: nothing says that it has started, or that it stays until then. Of
+    its two warps one stays, which is enough."""
+    body = f"{RANK} mov.u32 %r20, tile; xor.b32 %r8, %r9, 1; setp.gt.u32 %p2, %r0, 31;"
     body += "@%p0 st.shared.u32 [%r20], 5;" if "ld" in reach else ""
-    body += f"mapa.shared::cluster.u32 %r21, %r20, %r8; {BARRIER} @%p0 {reach} {BARRIER}"
-    assert not on_blackwell(body, zeros(1)).hazards
+    body += (
+        f"mapa.shared::cluster.u32 %r21, %r20, %r8; {BARRIER} @%p0 {reach} bar.sync 0; @%p2 exit;"
+    )
+    body += BARRIER
+    assert not on_blackwell(body, zeros(1), threads=64).hazards
     broken = without(body, ["cta-not-started", "exited-cta"].index(missing))
-    assert missing in on_blackwell(broken, zeros(1)).hazard_kinds()
+    assert missing in on_blackwell(broken, zeros(1), threads=64).hazard_kinds()
 
 
 @pytest.mark.parametrize(

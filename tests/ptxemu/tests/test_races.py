@@ -138,6 +138,24 @@ END:
     assert hazards(body.replace("bar.warp.sync -1;", ""), threads=64) == {"shared-race"}
 
 
+@pytest.mark.parametrize("lanes", [32, 16])
+def test_one_lane_releases_after_all_have(lanes):
+    """Warp 1 hands over twice: who knew of all its lanes once does not do so later."""
+    body = f"""
+    @%p0 mbarrier.init.shared.b64 [%r20], {lanes}; @%p0 mbarrier.init.shared.b64 [%r20+8], 1;
+    bar.sync 0; @%p2 bra READER;
+    st.shared.u32 [%r22], %r1; mbarrier.arrive.shared.b64 _, [%r20];
+    st.shared.u32 [%r22], %r2; bar.warp.sync -1;
+    @%p1 mbarrier.arrive.shared.b64 _, [%r20+8]; bra END;
+READER:
+    {WAIT.format(label="W0", barrier="%r20", parity="0")}
+    {WAIT.format(label="W1", barrier="%r20+8", parity="0")}
+    setp.lt.u32 %p3, %r1, {lanes}; @%p3 ld.shared.u32 %r6, [%r22+128];
+END:
+    """
+    check(body, {"bar.warp.sync -1;": "shared-race"}, threads=32 + lanes)
+
+
 def test_barriers_order_warps(mode):
     body = """
     st.shared.u32 [%r22], %r0; bar.sync 1, 64;
@@ -320,6 +338,12 @@ def test_each_lane_publishes_its_own(publish):
     each = body.replace(AWAIT, AWAIT.replace("@%p0 ", "")).replace("bar.sync 1;", "")
     assert hazards(each, zeros(96), zeros(64), **more) == set()
     assert hazards(body, zeros(96), zeros(64), **more) == {"global-race"}
+
+
+def test_the_last_fence_counts():
+    """Of two: a relaxed store publishes what came before the second one."""
+    body = "fence.acq_rel.gpu;" + HANDOVER
+    assert handover("@%p0 fence.acq_rel.gpu;" + STORE.format("relaxed.gpu"), body=body) == set()
 
 
 def test_barriers_around_a_flag():

@@ -147,6 +147,19 @@ def test_registers_without_a_fence(written, mode):
     assert run_on_warpgroup(before + written + FENCE + again, *arguments)[1] == set()
 
 
+def test_an_accumulator_of_another_shape(mode):
+    """It is one accumulator all the same, but the order is kept for one shape only."""
+    a, b, _ = operands(16, n=16)
+    wide = multiply(0, FRAGMENT, add="%p4").replace("n8k", "n16k")
+    wide = wide.replace("%f3}", "%f3, %f4, %f5, %f6, %f7}")
+    body = f"{ZERO} {LOAD_FRAGMENT} {FENCE} {multiply(0, FRAGMENT)} {FENCE} {wide} {COMMIT}"
+    body += DONE.format(0) + keep(4, 20)
+    arguments = core_matrices(a), core_matrices(b), 4, matrix("none", 16, "sm_90a")
+    assert run_on_warpgroup(body, *arguments)[1] == set()
+    once = body.replace(FENCE + " " + wide, wide)
+    assert run_on_warpgroup(once, *arguments)[1] == {"missing-wgmma-fence"}
+
+
 def spread(x: torch.Tensor, swizzle: str) -> torch.Tensor:
     """As it lies in shared memory, its rows one span wide."""
     return core_matrices(x) if swizzle == "none" else swizzled(x, int(swizzle))

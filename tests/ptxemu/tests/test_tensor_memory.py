@@ -46,6 +46,7 @@ def wait(barrier: str, label: str) -> str:
     return WAIT.format(label=label, barrier=barrier, parity="0")
 
 
+MULTIPLIED = f"{MULTIPLY.format(barrier='%r20')} {wait('%r20', 'DONE')} {AFTER}"
 HANDOVER = f"""
     {SETUP} @!%p0 bra READER;
     {MULTIPLY.format(barrier="%r20")} {wait("%r20+8", "FREE")} {AFTER} // reused
@@ -88,6 +89,18 @@ def test_without_one_fence(without, mode):
     assert found(relaxed(HANDOVER).replace(without, "")) == {"tmem-race"}
 
 
+def test_what_needs_no_fence(mode):
+    """tcgen05.commit is one for its thread; a warp's own loads that it has waited for need none."""
+    commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r20+8];"
+    assert found(HANDOVER.replace(BEFORE, "").replace(ARRIVE, commit)) == set()
+    own = f"""
+    {SETUP} @!%p0 bra END; {MULTIPLIED} mov.u32 %r4, %r30; {LOAD}
+    {MULTIPLY.format(barrier="%r20+8")} {wait("%r20+8", "LAST")} {FREE}
+END:
+    """
+    assert found(own) == set()
+
+
 def test_a_fence_after_the_operation_is_too_late(mode):
     late = HANDOVER.replace(f"{AFTER} // read", "").replace(
         "tcgen05.wait::ld", AFTER + "tcgen05.wait::ld"
@@ -121,9 +134,6 @@ WAITS: bar.sync 0; @%p0 {FREE}
     assert found(body.replace(BEFORE, "")) == set()
     at_once = found(body.replace("WAITS: bar.sync 0;", "WAITS:"))
     assert at_once & {"tmem-dealloc-in-flight", "not allocated"}
-
-
-MULTIPLIED = f"{MULTIPLY.format(barrier='%r20')} {wait('%r20', 'DONE')} {AFTER}"
 
 
 @pytest.mark.parametrize(

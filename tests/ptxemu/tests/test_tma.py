@@ -176,6 +176,28 @@ def test_multicast(mode):
     assert torch.equal(out, torch.stack([x, x]))
 
 
+def test_multicast_to_a_cta_that_does_not_wait():
+    """It may exit before the copy has come, even if it did not this time."""
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    body = MAP_ADDRESS.format("%rd1", "m") + INIT + f"""
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    mov.u32 %r2, %cluster_ctarank; setp.eq.and.u32 %p1, %r2, 0, %p0; mov.b16 %h1, 3;
+    @%p1 {load}.multicast::cluster [%r21], [%rd1, {{0, 0}}], [%r20], %h1;
+    setp.ne.u32 %p2, %r2, 0; @%p2 bra END; // not for the copy
+    {WAIT.format(label="W", barrier="%r20", parity="0")}
+END:
+    """  # fmt: skip
+    x = zeros(32, 4)
+
+    def found(body: str) -> set[str]:
+        text, cluster = kernel("map m", body, TOP), {"ctas": 2, "cluster": (2, 1, 1)}
+        return run_with(x, text, tensor_map(x, (32, 4)), **cluster).hazard_kinds()
+
+    assert found(body) == {"exited-cta"}
+    assert found(body.replace("@%p2 bra END; // not for the copy", "")) == set()
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
