@@ -77,7 +77,13 @@ def relaxed(body: str) -> str:
     )
 
 
-@pytest.mark.parametrize("semantics", [str, relaxed])
+def through_the_cluster(body: str) -> str:
+    """With a relaxed barrier of the cluster where the accumulator is given back."""
+    barrier = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    return body.replace(f"@%p2 {ARRIVE}", barrier).replace(wait("%r20+8", "FREE"), barrier)
+
+
+@pytest.mark.parametrize("semantics", [str, relaxed, through_the_cluster])
 def test_an_accumulator_is_handed_over(semantics, mode):
     """As the PTX ISA has it; with the fences, relaxed waits order tcgen05 operations, too."""
     assert found(semantics(HANDOVER)) == set()
@@ -149,3 +155,21 @@ def test_freed_while_work_is_in_flight(work, waited, mode):
     body = f"{SETUP} @!%p0 bra END; {work} {FREE}\nEND:"
     assert found(body) == set()
     assert "tmem-dealloc-in-flight" in found(body.replace(waited, ""))
+
+
+def test_a_pair_s_allocation_is_one():
+    """The MMA of a pair follow it without another barrier, in the tensor memory of both CTAs."""
+    barrier = "barrier.cluster.arrive; barrier.cluster.wait;"
+    setup = SETUP.replace("@!%p0 bra ALLOCATED;", f"{barrier} @!%p0 bra ALLOCATED;")
+    body = f"""
+    {setup.replace(str(M128_N16), str(M128_N16 + (8 << 24)))}
+    mov.u32 %r9, %cluster_ctarank; setp.ne.u32 %p4, %r9, 0; @%p4 bra GIVEN_BACK;
+    {MULTIPLY.format(barrier="%r20")} {wait("%r20", "DONE")}
+GIVEN_BACK:
+    {barrier} @%p0 {FREE}
+    """
+    text = kernel("u64 x", body.replace("cta_group::1", "cta_group::2"), TOP, target="sm_100a")
+    assert not run(text, zeros(1), threads=64, ctas=2, cluster=(2, 1, 1)).hazards
+    apart = text.replace(f"{barrier} @!%p0", "@!%p0")
+    report = run(apart, zeros(1), threads=64, ctas=2, cluster=(2, 1, 1))
+    assert "cta-not-started" in report.hazard_kinds()

@@ -56,8 +56,11 @@ static Status h_tc_alloc(ARGS) {
     me.strong = true;
     for (u32 quarter = 0; quarter < 4; quarter++)
       t.tmem_shadow.access(me, 4 * (quarter * 512 + s), 4 * n, true, [](const Access&, u64) {});
-    Known own{t.agent, ~0u, c.m.tick, c.m.tick};
-    for (Clock* k : {&c.w.knowledge.memory, &c.w.knowledge.tensor, &c.w.tensor}) k->learn(own);
+    for (Clock* k : {&c.w.knowledge.memory, &c.w.knowledge.tensor, &c.w.tensor}) {
+      k->learn({t.agent, ~0u, c.m.tick, c.m.tick});
+      // A pair allocates collectively: the other CTA has done so, too.
+      if (I.i0 == 2) k->learn({t.cluster->ctas[t.rank ^ 1]->agent, ~0u, ~0ull, ~0ull});
+    }
     u32 v = s;
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     mem_write(c, 2, a, 4, (u8*)&v, l);
