@@ -116,14 +116,14 @@ struct Published {
   Knowledge knowledge;
 };
 typedef std::vector<Published> Publications;
+typedef std::unordered_map<u64, Publications> Flags;  // by address
 // What the lanes that executed a fence make known by a relaxed access after it.
 struct Fence {
   u32 lanes;
   Scope scope;
-  Knowledge knowledge;   // of all but their own accesses
-  Tick together, tick;   // see Warp; when they executed it
+  Knowledge knowledge;  // of all but their own accesses
+  Tick together, tick;  // see Warp; when they executed it
 };
-typedef std::unordered_map<u64, Publications> Flags;  // by address
 
 struct Warp {
   Cta* cta = nullptr;
@@ -165,11 +165,11 @@ struct Warp {
   u32 wgmma_agent = 0, cpasync_agent = 0, bulk_read_agent = 0, bulk_write_agent = 0;
   u32 init_agent = 0;  // its mbarrier.init: fence.mbarrier_init makes them known, and nothing else
   Knowledge knowledge;
-  Clock tensor;  // of `knowledge.tensor` what tcgen05 operations know: as of the last fence
+  Clock tensor;            // what its tcgen05 operations know: of the last fence::after_thread_sync
   Knowledge fenced_inits;  // what a later relaxed barrier.cluster.arrive makes known of them
-  Tick together = 0;      // the last time that all its lanes were brought together
+  Tick together = 0;       // the last time that all its lanes were brought together
   std::vector<Fence> fences;  // the last one of each lane
-  Publications observed;  // what relaxed loads have seen: acquired by the next fence
+  Publications observed;      // what relaxed loads have seen: acquired by the next fence
   u64* R(int slot) { return &regs[(size_t)slot * 32]; }
 };
 

@@ -276,8 +276,9 @@ static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quart
                   me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
     else if (!me.strong)
       l.hazard("missing-tcgen05-fence", line,
-               fmt("%s %s %s, which %s %s, and what synchronises them stands between no "
-                   "tcgen05.fence::before_thread_sync (or tcgen05.commit) and ::after_thread_sync",
+               fmt("%s %s %s, which %s %s; what synchronises them lacks a "
+                   "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
+                   "after it",
                    describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
                    place.c_str(), describe(m, m.agents[a.agent]).c_str(),
                    a.strong ? "allocated" : a.write ? "wrote" : "read"));
