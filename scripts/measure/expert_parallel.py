@@ -171,7 +171,7 @@ def main() -> int:
     args = parse_arguments()
 
     if args.deep_ep and importlib.util.find_spec("deep_ep") is None:
-        raise UsageError("--deep-ep: not installed, see docs/several-gpus.md")
+        raise UsageError("--deep-ep: not installed, see docs/calling.md")
 
     import torch
     import torch.multiprocessing as multiprocessing

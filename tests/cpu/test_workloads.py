@@ -386,15 +386,6 @@ def test_command_line(tmp_path, capsys):
     assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_note_shows_the_table_of_the_spec():
-    note = (ROOT / "docs" / "notes" / "workloads.md").read_text()
-    rows = {line.replace(" ", "") for line in note.splitlines() if line.startswith("|")}
-    for spec in SPECS:
-        cells = [f"{spec.captured[c] or '?'}/{getattr(spec.counts, c)}" for c in spec.captured]
-        start = f"|{spec.uuid[:8]}|{spec.seq_len}|{spec.local_expert_offset}|{'|'.join(cells)}|"
-        assert any(row.startswith(start) for row in rows), f"{spec.uuid}: the note is out of date"
-
-
 # --- the search ----------------------------------------------------------------------------------
 
 
