@@ -5,6 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 OP_TYPE = "moe"
+PREFIX = "cutedsl_moe_fp8_"
+"""Of our solutions' names; left out where a column is narrow."""
 BASELINES = "baselines"
 """The directory of our solutions on others' kernels: they are peers of the others."""
 PACKAGE_DIR = ROOT / "solutions" / "moe_fp8"
@@ -16,3 +18,8 @@ DEFINITION_FILE = ROOT / "definitions" / OP_TYPE / f"{DEFINITION}.json"
 
 # (rtol, atol) at which matched ratios are reported beside the tolerance that decides.
 ACCURACY_TOLERANCES = ((0.2, 0.1), (0.3, 1.0), (0.01, 0.01))
+
+
+def short_name(solution: str) -> str:
+    """A name for a narrow column."""
+    return solution.removeprefix(PREFIX)

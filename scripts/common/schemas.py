@@ -1,7 +1,8 @@
 """What the JSON files of a run must look like to be read: run.json, stages.json, gemm*.json, ...
 
 Anyone may have written them, or a disk may have filled while they were: what does not fit is
-refused in one line that names the file and the place in it.
+refused in one line that names the file and the place in it. What a file holds beyond these fields
+stays as it is.
 """
 
 import json
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    ConfigDict,
     Discriminator,
     Field,
     FiniteFloat,
@@ -21,12 +21,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
 
-OPEN = ConfigDict(extra="allow")
+STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
+TOTAL = "end to end"
+"""Of a call, as stages.json names them."""
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Source(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     commit: str
     modified: bool | None
     hash: str
@@ -35,7 +36,6 @@ class Source(TypedDict, total=False):
 class Captured(TypedDict, total=False):
     """environment.capture()."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     time: str
     platform: str
     gpus: list[dict[str, str | None]]
@@ -47,7 +47,6 @@ class Captured(TypedDict, total=False):
 class RunInfo(TypedDict, total=False):
     """run.json: nothing is needed, but what is there has its type."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     definition: str
     command: list[str]
     hardware: str
@@ -68,12 +67,10 @@ class RunInfo(TypedDict, total=False):
 
 
 class StagesOf(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     median_ms: dict[str, FiniteFloat]
 
 
 class StagesResult(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     tokens: int
     routing: str
     solutions: dict[str, StagesOf]
@@ -82,7 +79,6 @@ class StagesResult(TypedDict):
 class Stages(TypedDict):
     """stages.json."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     hardware: str
     timing: str
     iterations: int
@@ -94,7 +90,6 @@ class Stages(TypedDict):
 class GemmProblem(TypedDict):
     """What every row of a gemm*.json says of its problem."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     variant: str
     peer: bool
     n: int
@@ -120,7 +115,6 @@ class TimedRow(GemmProblem):
 class Check(TypedDict, total=False):
     """Tokens that were compared and that differ, or why the check was not tried."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     compared: Annotated[int, Field(ge=0)]
     differ: Annotated[int, Field(ge=0)]
     largest: FiniteFloat | str
@@ -128,7 +122,6 @@ class Check(TypedDict, total=False):
 
 
 class InvarianceOf(TypedDict, total=False):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     checks: dict[str, Check]
     error: str
 
@@ -136,7 +129,6 @@ class InvarianceOf(TypedDict, total=False):
 class Invariance(TypedDict):
     """invariance.json."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     hardware: str
     tokens: int
     solutions: dict[str, str]
@@ -154,16 +146,33 @@ GemmRow = Annotated[
 
 
 class Rates(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     copy_bytes_per_s: Positive
     read_bytes_per_s: Positive
     fp8_flops_per_s: Positive
 
 
+class FloorWorkload(TypedDict):
+    """What the least time of a workload follows from."""
+
+    uuid: str
+    tokens: int
+    hit: int
+    active: int
+    pairs: int
+    read_ms: NotRequired[FiniteFloat]
+
+
+class Floors(TypedDict):
+    """floors.json."""
+
+    hardware: NotRequired[str]
+    floors: Rates
+    workloads: list[FloorWorkload]
+
+
 class Gemm(TypedDict):
     """gemm*.json."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     hardware: str
     method: str
     floors: Rates

@@ -17,6 +17,15 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\|<`\[$])", r"\\\1", printable(text))
 
 
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    """A table's cell: the value with its unit, or a dash for none or NaN."""
+    return "-" if value is None or value != value else f"{value:{form}}{unit}"
+
+
+def percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share, ".0f", " %")
+
+
 def _table(
     cell: Callable[[str], str], style: str, header: list[str], rows: list[list[str]], left: int
 ) -> str:

@@ -1,1 +1,1 @@
-"""The definition, the workloads and their tensors; reading data sets."""
+"""Definitions, workloads and their tensors, references, traces: reading and writing data sets."""

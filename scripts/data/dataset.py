@@ -5,7 +5,6 @@ version of flashinfer-bench cannot parse does not matter, and a large data set o
 """
 
 import fnmatch
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,45 +79,6 @@ def definition_of(trace_set: "TraceSet") -> "Definition":
     return definition
 
 
-def packed_solutions(packed: Sequence[Path]) -> "list[Solution]":
-    from flashinfer_bench.data import Solution, load_json_file
-
-    return [load_json_file(Solution, path) for path in packed]
-
-
-def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str]:
-    """Put our solutions into the data set in memory; remarks where one replaces another."""
-    remarks = []
-    name = definition_of(trace_set).name
-    merged = {s.name: s for s in trace_set.solutions.get(name, [])}
-    for solution in ours:
-        present = merged.get(solution.name)
-        if present is not None and present.hash() != solution.hash():
-            remarks.append(f"{solution.name}: the data set's copy differs; the current one is used")
-        merged[solution.name] = solution
-    trace_set.solutions[name] = list(merged.values())
-    return remarks
-
-
-def load_with_ours(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[Solution]]":
-    """The data set with our solutions added in memory, and ours, packed anew; in a clone that
-    cannot be written to, for this call alone. What is remarkable goes to stderr. Raises
-    PackError."""
-    from scripts.pack.pack import write_packed
-
-    try:
-        packed = packed_solutions(write_packed(definition=definition))
-    except OSError as error:
-        say(f"{os_error(error)}: our solutions are not kept there")
-        with tempfile.TemporaryDirectory(prefix="packed-") as directory:
-            paths = write_packed(output=Path(directory), build=False, definition=definition)
-            packed = packed_solutions(paths)
-    trace_set, remarks = load(root, definition)
-    for remark in remarks + add_solutions(trace_set, packed):
-        say(remark)
-    return trace_set, packed
-
-
 def say_whose_reference(root: Path) -> None:
     """A line where the reference that is going to run is not ours."""
     if not ours(root):
@@ -189,7 +149,7 @@ def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool
             f"{root} lacks the tensors of {len(missing)} workloads, for example {missing[0]}: "
             "is its blob/ directory there (git lfs pull)?"
         )
-    from scripts.data.make_workloads import make_workloads
+    from scripts.data.workload_specs import make_workloads
 
     definition = DEFINITIONS[traces[0].definition]
     make_workloads(root, uuids=missing, progress=progress, definition=definition)

@@ -32,6 +32,8 @@ from scripts.common.progress import Progress
 from scripts.common.project import ACCURACY_TOLERANCES, ROOT
 from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.records import INPUTS_CHANGED
+from scripts.data.traces import finite
 from scripts.measure.cpu_bench import max_size
 from scripts.measure.evaluate import (
     FAILURES,
@@ -44,8 +46,6 @@ from scripts.measure.evaluate import (
 )
 from scripts.measure.second_pass import Pass, choose
 from scripts.pack.pack import PackError
-from scripts.table.records import INPUTS_CHANGED
-from scripts.table.traces import finite
 
 if TYPE_CHECKING:
     import torch

@@ -41,15 +41,14 @@ from scripts.data.dataset import (
     ours,
     tokens,
 )
+from scripts.data.records import TIMING, TOLERANCE, Clock
+from scripts.data.traces import read_records
 from scripts.measure.gpu_bench import record_of, run_on_gpu, weight
 from scripts.measure.plan import Plan, configuration, make_plan, parse_arguments
 from scripts.measure.runs import NotKept, Run, find_run, new_run, settings_hash
 from scripts.pack.pack import PackError
 from scripts.table.rank_text import print_rankings
-from scripts.table.ranking import Clock, Ranking
-from scripts.table.rankings import rankings
-from scripts.table.records import TIMING, TOLERANCE
-from scripts.table.traces import read_records
+from scripts.table.rankings import Ranking, rankings
 
 if TYPE_CHECKING:
     from flashinfer_bench.bench import BenchmarkConfig
@@ -210,9 +209,10 @@ def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
 
 def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> str:
     """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
-    from scripts.report import run_data, without_gpu
+    from scripts.table.rank_text import without_gpu
+    from scripts.table.recorded import recorded_runs
 
-    return without_gpu.to_text(ranked, run_data.recorded_runs(definition=definition))
+    return without_gpu(ranked, recorded_runs(definition=definition))
 
 
 def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:

@@ -31,14 +31,14 @@ from scripts.common.progress import Progress
 from scripts.common.project import ROOT
 from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.records import DEVICE, HARNESS
+from scripts.data.traces import read_records
 from scripts.measure.evaluate import FAILURES
 from scripts.measure.gpu import require_gpu
 from scripts.measure.kernel_trace import Call, traced
 from scripts.measure.second_pass import choose
 from scripts.measure.timing import flush_buffer, in_turns, percentile
 from scripts.pack.pack import PackError
-from scripts.table.records import DEVICE, HARNESS
-from scripts.table.traces import read_records
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
 from scripts.common.progress import Progress, duration
+from scripts.common.text import number
 from scripts.data.dataset import load_tensors, tokens
-from scripts.table.rank_tables import number
-from scripts.table.records import Record, parse_record
+from scripts.data.records import Record, parse_record
 
 if TYPE_CHECKING:
     from flashinfer_bench.bench import Benchmark, BenchmarkConfig

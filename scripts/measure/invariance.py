@@ -40,15 +40,15 @@ from scripts.common.command_line import (
 from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.progress import Progress
 from scripts.common.project import ROOT
-from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.records import INVARIANCE
+from scripts.data.traces import finite
 from scripts.measure.cpu_bench import CPU_MAX_TOKENS
 from scripts.measure.device_time import capture, waits
 from scripts.measure.evaluate import FAILURES, fresh, refuse_changed, run_solution
 from scripts.measure.second_pass import choose
 from scripts.pack.pack import PackError
-from scripts.table.bits import FILE, rows
-from scripts.table.traces import finite
+from scripts.table.tables import bits_table
 
 if TYPE_CHECKING:
     import torch
@@ -289,8 +289,8 @@ def main() -> int:
         "solutions": {s.name: s.hash() for s in solutions},
         "results": finite(results),
     }
-    print(text_table(*rows({name: r.get("checks", {}) for name, r in results.items()})))
-    for path in (args.run / FILE if args.run else None, args.json):
+    print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
+    for path in (args.run / INVARIANCE if args.run else None, args.json):
         if path is not None:
             files.write(path, json.dumps(record, indent=1) + "\n")
     errors = {name: r["error"] for name, r in results.items() if "error" in r}

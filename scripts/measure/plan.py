@@ -18,13 +18,13 @@ from scripts.common.definitions import DEFAULT, find
 from scripts.common.project import ROOT, TRACES_DIR
 from scripts.common.text import text_table
 from scripts.data.dataset import (
-    load_with_ours,
     make_missing_workloads,
     say_whose_reference,
     select_solutions,
     select_workloads,
     tokens,
 )
+from scripts.data.records import CLOCKS
 from scripts.measure.cpu_bench import max_size
 from scripts.pack.availability import (
     NEEDS_GPU,
@@ -36,7 +36,7 @@ from scripts.pack.availability import (
     split_foreign,
     this_machine,
 )
-from scripts.table.ranking import CLOCKS
+from scripts.pack.packed import load_with_ours
 
 if TYPE_CHECKING:
     from flashinfer_bench.bench import BenchmarkConfig

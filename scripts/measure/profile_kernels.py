@@ -36,7 +36,7 @@ from scripts.common.command_line import (
 )
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
-from scripts.common.text import markdown_table, text_table
+from scripts.common.text import markdown_table, number, text_table
 from scripts.data.dataset import Inputs, tokens
 from scripts.measure import floors, kernel_trace, kernel_work, ncu_metrics
 from scripts.measure.device_time import (
@@ -54,7 +54,6 @@ from scripts.measure.rates import measure_floors, say_floors
 from scripts.measure.second_pass import Pass, choose
 from scripts.measure.timing import FLUSH_BYTES
 from scripts.pack.pack import PackError
-from scripts.table.rank_tables import number
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution, Trace

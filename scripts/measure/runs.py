@@ -19,7 +19,7 @@ from scripts.common import environment, files, schemas
 from scripts.common.command_line import UsageError, os_error
 from scripts.common.definitions import size_of
 from scripts.common.project import DEFINITION
-from scripts.table import records, traces
+from scripts.data import records, traces
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace

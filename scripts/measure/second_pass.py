@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from scripts.common.command_line import UsageError, say
 from scripts.common.definitions import DEFAULT, Entry
 from scripts.data.dataset import (
-    load_with_ours,
     make_missing_workloads,
     say_whose_reference,
     select_solutions,
     select_workloads,
 )
+from scripts.data.traces import merge_into_traces, read_records, why_not_same
 from scripts.pack.availability import own_hashes, split_available, split_foreign, this_machine
-from scripts.table.traces import merge_into_traces, read_records, why_not_same
+from scripts.pack.packed import load_with_ours
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution, Trace, TraceSet

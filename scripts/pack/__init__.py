@@ -1,1 +1,1 @@
-"""The solutions: packed, cached, and whether they run here or have changed."""
+"""Packed solutions: made, available here or not, changed since or not."""

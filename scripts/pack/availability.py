@@ -29,33 +29,18 @@ UNSUPPORTED = "unsupported on"
 NOT_INSTALLED = "not installed: pip install"
 FOREIGN = "code of the data set, which runs only where --solutions names it or with --run-foreign"
 
-CAPABILITIES: dict[str, Capability] = {
-    "v100": (7, 0),
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "a800": (8, 0),
-    "a30": (8, 0),
-    "a10": (8, 6),
-    "a40": (8, 6),
-    "3090": (8, 6),
-    "l4": (8, 9),
-    "l20": (8, 9),
-    "l40": (8, 9),
-    "l40s": (8, 9),
-    "4090": (8, 9),
-    "h20": (9, 0),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "h800": (9, 0),
-    "gh200": (9, 0),
-    "hopper": (9, 0),
-    "b100": (10, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "gb300": (10, 3),
-    "5090": (12, 0),
+_NAMES: dict[Capability, str] = {
+    (7, 0): "v100",
+    (7, 5): "t4",
+    (8, 0): "a100 a800 a30",
+    (8, 6): "a10 a40 3090",
+    (8, 9): "l4 l20 l40 l40s 4090",
+    (9, 0): "h20 h100 h200 h800 gh200 hopper",
+    (10, 0): "b100 b200 gb200",
+    (10, 3): "b300 gb300",
+    (12, 0): "5090",
 }
+CAPABILITIES = {name: capability for capability, names in _NAMES.items() for name in names.split()}
 """By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
 
 # What solutions list beside pip packages; whether these are there is not for this module to say.

@@ -1,13 +1,8 @@
-"""Pack each generation into one self-contained flashinfer-bench Solution JSON.
+"""Packed solutions: what the generation files say, their JSON, and the directories of it.
 
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
-form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
-loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
-.moe_fp8_packed beside it lists what was packed there; other files there are left alone.
-
-A generation whose SOLUTION names "routings" is packed once more for every further definition with
-one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
-whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
+form is the closure of its relative imports and an entry file that loads them, the same bytes on
+every machine.
 """
 
 import ast
@@ -24,8 +19,8 @@ from typing import Any
 from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
-from scripts.common.definitions import DEFAULT, TABLE, Entry, find
+from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
 REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
@@ -379,44 +374,3 @@ def stale_files(
         extra = packed_before(output) - {f"{g.name}.json" for g in every}
         problems += [f"{name}: no generation of that name" for name in sorted(extra)]
     return problems
-
-
-def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("names", nargs="*", help="solutions (or their files) to pack; all")
-    arguments.add_argument(
-        "--definition", type=find, default=DEFAULT, metavar="NAME", help="another definition"
-    )
-    arguments.add_argument("--output", type=Path, help="directory of the JSON files")
-    arguments.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a file is missing or stale"
-    )
-    arguments.add_argument(
-        "--no-build",
-        action="store_true",
-        help="skip loading and building the result through flashinfer-bench",
-    )
-    arguments.add_argument("--list", action="store_true", help="only list the generations")
-    args = arguments.parse_args()
-    definition: Entry = args.definition
-    output = args.output or packed_dir(definition)
-    try:
-        if args.list:
-            for generation in generations(definition=definition):
-                print(f"{generation.name}  {generation.path.name}")
-            return EXIT_OK
-        if args.check:
-            problems = stale_files(args.names, output, definition=definition)
-            print("\n".join(problems) if problems else "packed solutions are current")
-            return EXIT_FAILED if problems else EXIT_OK
-        build = not args.no_build
-        for path in write_packed(args.names, output, build=build, definition=definition):
-            print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
-    except PackError as error:
-        print(f"error: {error}")
-        return EXIT_FAILED
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -5,14 +5,14 @@ and with the records of stages and GEMMs.
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
-from scripts.common.schemas import Captured
+from scripts.common.project import PREFIX, short_name
 from scripts.pack.pack import PackError, generations, pack
-from scripts.table.ranking import PREFIX, Ranking, short_name
 
 
 @functools.cache
@@ -30,12 +30,12 @@ def current(definition: Entry = DEFAULT) -> dict[str, str]:
     return {name: solution.hash() for name, solution in packed.items()}
 
 
-def measured(ranking: Ranking) -> dict[str, set[str]]:
-    """The hashes of the sources that a ranking's results are of; empty texts where unknown."""
+def changed_sources(records: "Iterable[Any]") -> str:
+    """`remark` of a ranking's records."""
     found: dict[str, set[str]] = {}
-    for (_, solution), record in ranking.records.items():
-        found.setdefault(solution, set()).add(record.hash)
-    return found
+    for record in records:
+        found.setdefault(record.solution, set()).add(record.hash)
+    return remark(found)
 
 
 def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:
@@ -65,13 +65,14 @@ def _list(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def record_remark(solutions: Mapping[str, str] | None, captured: Captured | None) -> str:
-    """The same for a record of stages or GEMMs: of the solutions that it names, or else of the
+def changed_since(record: Mapping[str, Any]) -> str:
+    """The same for stages.json or a gemm*.json: of the solutions that it names, or else of the
     project's sources as a whole."""
     what = "this measurement"
+    solutions: Mapping[str, str] | None = record.get("solutions")
     if solutions is not None:
         return remark({name: {was} for name, was in solutions.items()}, what)
-    was = (captured or {}).get("source", {}).get("hash")
+    was = record.get("environment", {}).get("source", {}).get("hash")
     if was is None:
         return "It is not known which sources were measured."
     if was == environment.source_hash():

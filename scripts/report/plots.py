@@ -1,25 +1,32 @@
-"""Figures of a run: latency over the workloads with the floor, speed-ups, stages.
+"""Figures of a run: latency over the workloads with the floor, speed-ups, stages, grouped GEMMs.
 
-matplotlib figures in the style of plot_gemm; `inline_svg` makes of any of them an SVG element that
-takes the colours of the page that it stands in, so that one figure serves light and dark.
+matplotlib figures whose colours and grey background stand out on light and on dark pages;
+`inline_svg` makes of any of them an SVG element that takes the colours of the page that it stands
+in, so that one figure serves light and dark.
 """
 
 import io
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import files
+from scripts.common.floors import bandwidth
+from scripts.common.project import short_name
+from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import printable
-from scripts.measure.plot_gemm import BACKGROUND, COLOURS, INK, new_figure
-from scripts.measure.stages import STAGES, TOTAL
-from scripts.table.ranking import Clock, Ranking, SolutionSummary, short_name
+from scripts.data.records import Clock
+from scripts.table.rankings import Ranking
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Okabe and Ito's, told apart by colour-blind readers."""
+BACKGROUND, INK = "#f2f2f2", "#222222"
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
 MARKERS = "osD^vPX*<>"
@@ -36,7 +43,22 @@ THEME = {
 }
 
 
-def styles(summaries: Sequence[SolutionSummary]) -> dict[str, dict[str, Any]]:
+def new_figure(panels: int, title: str, height: float) -> "tuple[Figure, list[Any]]":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height * panels), layout="constrained", facecolor=BACKGROUND)
+    FigureCanvasAgg(figure)
+    figure.suptitle(printable(title), color=INK)
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    for ax in axes:
+        ax.set_facecolor("white")
+        ax.grid(axis="y", color="#cccccc", linewidth=0.6)
+        ax.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def styles(summaries: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Colour, line and marker of each solution: ours solid and cool, peers dashed and warm."""
     found: dict[str, dict[str, Any]] = {}
     for peer, colours in ((False, OUR_COLOURS), (True, PEER_COLOURS)):
@@ -73,7 +95,7 @@ def latency_figure(
     uuids = [uuid for _, uuid in ranking.workloads]
     look = styles(ranking.summaries)
     for s in ranking.summaries:
-        timed = [(i, ranking.latency_ms(u, s.solution, clock)) for i, u in enumerate(uuids)]
+        timed = [(i, ranking.figure(u, s.solution, clock)) for i, u in enumerate(uuids)]
         points = [(i, ms) for i, ms in timed if ms is not None]
         if points:
             x, y = zip(*points, strict=True)
@@ -94,6 +116,20 @@ def latency_figure(
     return figure
 
 
+def beside_bar(ax: Any, text: str, end: float, place: int) -> None:
+    """Text at the end of a horizontal bar."""
+    style = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": INK}
+    ax.annotate(text, (end, place), xytext=(6, 0), **style)
+
+
+def name_bars(ax: Any, names: Sequence[str]) -> None:
+    """The names of horizontal bars, from the top."""
+    ax.set_yticks(range(len(names)), list(map(printable, names)), fontsize=9)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color="#cccccc", linewidth=0.6)
+
+
 def speedup_figure(ranking: Ranking) -> "Figure":
     """Mean speed-up over the reference of each solution, with the range over the workloads."""
     ran = [s for s in ranking.summaries if s.mean is not None]
@@ -106,21 +142,9 @@ def speedup_figure(ranking: Ranking) -> "Figure":
         hatch = "////" if s.peer else None
         ax.barh(place, s.mean, 0.66, color=look[s.solution]["color"], hatch=hatch, ec="#ffffff")
         ax.plot([s.lowest, s.highest], [place, place], color=INK, linewidth=1.2, marker="|")
-        ax.annotate(
-            f"{s.mean:.1f}x",
-            (s.highest, place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=INK,
-        )
-    names = [printable(short_name(s.solution)) + " (peer)" * s.peer for s in ran]
-    ax.set_yticks(range(len(ran)), names, fontsize=9)
-    ax.set_ylim(len(ran) - 0.4, -0.6)
+        beside_bar(ax, f"{s.mean:.1f}x", s.highest, place)
+    name_bars(ax, [short_name(s.solution) + " (peer)" * s.peer for s in ran])
     ax.set_xlim(0, 1.1 * max(s.highest or 0.0 for s in ran))
-    ax.grid(axis="y", visible=False)
-    ax.grid(axis="x", color="#cccccc", linewidth=0.6)
     return figure
 
 
@@ -153,21 +177,11 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
             total = medians.get(TOTAL)
             if total is not None:
                 ax.plot([total, total], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-            ax.annotate(
-                f"{total if total is not None else left:.3f} ms",
-                (max(left, total or 0.0), place),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                color=INK,
-            )
-        ax.set_yticks(range(len(names)), [printable(short_name(n)) for n in names], fontsize=9)
-        ax.set_ylim(len(names) - 0.4, -0.6)
+            said = f"{total if total is not None else left:.3f} ms"
+            beside_bar(ax, said, max(left, total or 0.0), place)
+        name_bars(ax, list(map(short_name, names)))
         ax.set_xlim(right=1.12 * ax.get_xlim()[1])
         ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
-        ax.grid(axis="y", visible=False)
-        ax.grid(axis="x", color="#cccccc", linewidth=0.6)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels), frameon=False
@@ -175,41 +189,88 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
     return figure
 
 
-def ablation_figure(rows: Sequence[dict[str, Any]]) -> "Figure | None":
-    """The base's time over that of each variant, a panel for each GEMM and a bar a token count."""
-    timed = [r for r in rows if "vs_base" in r and r["variant"] != "base"]
-    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in timed))
-    if not shapes:
+def grid_figure(rows: Sequence[dict[str, Any]], hardware: str) -> "Figure | None":
+    """Ratio to the best peer; one panel a number of rows, configurations in the study's order."""
+    mine = [r for r in rows if r["tokens"] is None and not r["peer"] and "vs_best_peer" in r]
+    if not mine:
         return None
-    title = "Grouped GEMM with one thing changed: time of the base over its own"
-    figure, axes = new_figure(len(shapes), title, 3.6)
-    for ax, (n, k) in zip(axes, shapes, strict=True):
-        panel = [r for r in timed if (r["n"], r["k"]) == (n, k)]
-        variants = list(dict.fromkeys(r["variant"] for r in panel))
-        tokens = list(dict.fromkeys(r["tokens"] for r in panel))
-        for number, count in enumerate(tokens):
-            mine = {r["variant"]: r["vs_base"] for r in panel if r["tokens"] == count}
-            x = [variants.index(v) + (number - (len(tokens) - 1) / 2) * 0.12 for v in mine]
-            colour = COLOURS[number % len(COLOURS)]
-            marker = MARKERS[number % len(MARKERS)]
-            ax.plot(
-                x,
-                list(mine.values()),
-                color=colour,
-                marker=marker,
-                linestyle="",
-                markersize=5.5,
-                label=f"T={count}",
+    counts = sorted({r["rows"] for r in mine})
+    figure, axes = new_figure(len(counts), f"Grouped FP8 GEMM against the best peer, {hardware}", 3)
+    variants = list(dict.fromkeys(r["variant"] for r in mine))
+    for ax, count in zip(axes, counts, strict=True):
+        panel = [r for r in mine if r["rows"] == count]
+        keys = sorted({(r["experts"], r["n"], r["k"]) for r in panel})
+        width = 0.8 / len(variants)
+        for number, variant in enumerate(variants):
+            found = {(r["experts"], r["n"], r["k"]): r for r in panel if r["variant"] == variant}
+            values = [found[key]["vs_best_peer"] if key in found else 0.0 for key in keys]
+            places = [i + (number - (len(variants) - 1) / 2) * width for i in range(len(keys))]
+            measured = [v for v in values if v]
+            said = f"{variant}, median {statistics.median(measured):.2f}x" if measured else variant
+            ax.bar(
+                places, values, width, color=COLOURS[number % len(COLOURS)], label=printable(said)
             )
         ax.axhline(1.0, color=INK, linewidth=1.0)
-        ax.set_ylabel("base / variant")
-        names = list(map(printable, variants))
-        ax.set_xticks(range(len(variants)), names, rotation=40, ha="right", fontsize=8)
-        ax.set_xlim(-0.6, len(variants) - 0.4)
-        ax.grid(axis="x", color="#cccccc", linewidth=0.4)
-        ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)
-        ax.legend(fontsize=8, ncols=len(tokens), loc="lower left")
+        ax.set_ylabel("best peer / ours")
+        ax.set_title(f"{count:g} rows per expert", loc="left", fontsize=10, color=INK)
+        labels = [f"E={e} {n}x{k}" for e, n, k in keys]
+        ax.set_xticks(range(len(keys)), labels, rotation=60, ha="right", fontsize=7)
+        ax.set_xlim(-0.7, len(keys) - 0.3)
+        ax.legend(fontsize=8, loc="lower right")
     return figure
+
+
+def layers_figure(
+    rows: Sequence[dict[str, Any]], floors: dict[str, float], hardware: str
+) -> "Figure | None":
+    """Reached rate over the tokens: memory-bound workloads in TB/s, the others in TFLOP/s."""
+    mine = [r for r in rows if r["tokens"] is not None]
+    if not mine:
+        return None
+    reading, peak = bandwidth(floors) / 1e12, floors["fp8_flops_per_s"] / 1e12
+    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in mine))
+    title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and floor"
+    figure, axes = new_figure(len(shapes), title, 4)
+    # Without the configs beside a shipped one, which are called "flat, next larger".
+    variants = list(dict.fromkeys(r["variant"] for r in mine if "," not in r["variant"]))
+    for ax, (n, k) in zip(axes, shapes, strict=True):
+        panel = [r for r in mine if (r["n"], r["k"]) == (n, k)]
+        tokens = sorted({r["tokens"] for r in panel})
+        bound = {r["tokens"]: compute_bound(r, reading, peak) for r in panel}
+        first = next((i for i, t in enumerate(tokens) if bound[t]), len(tokens))
+        right = ax.twinx()
+        for number, variant in enumerate(variants):
+            found = {r["tokens"]: r for r in panel if r["variant"] == variant}
+            colour = COLOURS[number % len(COLOURS)]
+            style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.5}
+            left_part = [(i, found[t]) for i, t in enumerate(tokens[:first]) if t in found]
+            right_part = [(i, found[t]) for i, t in enumerate(tokens) if i >= first and t in found]
+            x, y = [i for i, _ in left_part], [r["gbytes"] / 1e3 for _, r in left_part]
+            ax.plot(x, y, label=printable(variant), **style)
+            x, y = [i for i, _ in right_part], [r["tflops"] for _, r in right_part]
+            right.plot(x, y, **style)
+        if first:
+            ours = {r["tokens"]: r for r in panel if r["variant"] == variants[0]}
+            floor = [(i, ours[t]) for i, t in enumerate(tokens[:first]) if t in ours]
+            rates = [r["gbytes"] / 1e3 * r["us"] / r["floor_us"] for _, r in floor]
+            ax.plot([i for i, _ in floor], rates, color=INK, linestyle="--", label="floor")
+        if first < len(tokens):
+            right.hlines(peak, first - 0.5, len(tokens) - 0.6, color=INK, linestyle="--")
+            ax.axvline(first - 0.5, color="#888888", linewidth=0.8)
+        ax.set_ylim(0, 1.15 * reading)
+        right.set_ylim(0, 1.15 * peak)
+        ax.set_ylabel("TB/s (weights bound)")
+        right.set_ylabel("TFLOP/s (tensor cores bound)")
+        ax.set_xticks(range(len(tokens)), [str(t) for t in tokens], fontsize=8)
+        ax.set_xlabel("tokens of the workload")
+        ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)
+        ax.legend(fontsize=8, loc="lower left")
+    return figure
+
+
+def compute_bound(row: Any, reading: float, peak: float) -> Any:
+    """Whether the FLOPs take longer than the bytes at TB/s and TFLOP/s; of a row or of a frame."""
+    return row["tflops"] / peak > row["gbytes"] / 1e3 / reading
 
 
 def inline_svg(figure: "Figure", name: str, description: str) -> str:

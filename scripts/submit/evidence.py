@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import UsageError
 from scripts.data.dataset import tokens
+from scripts.data.records import Record
+from scripts.data.traces import read_evaluations, read_run
 from scripts.pack.availability import say_skipped
-from scripts.table.records import Record
-from scripts.table.traces import read_evaluations, read_run
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution, Trace

@@ -1,1 +1,1 @@
-"""From traces to rankings and their tables."""
+"""Rankings of recorded results, and every table of them."""

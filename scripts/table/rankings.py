@@ -1,115 +1,239 @@
-"""From records to rankings: what compares stands in one, what does not is kept apart or said."""
+"""Rankings: the results that compare, one frame of them, and the statistics of each solution.
 
+A ranking holds results of one machine, timing method and tolerance, and of one source of each
+solution; what does not compare is kept apart or said. There are two clocks: the harness's
+(flashinfer-bench's own figure, host included) and the device's (device_time), where a record has
+it. Ratios between solutions are formed of latencies of one run.
+"""
+
+import fnmatch
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.project import ACCURACY_TOLERANCES, BASELINES
-from scripts.common.schemas import Invariance
-from scripts.table import bits
-from scripts.table.ranking import (
-    PREFIX,
-    Clock,
-    Ranking,
-    SolutionSummary,
-    Times,
-    matches,
-    short_name,
-)
-from scripts.table.records import Record, finite_number
-from scripts.table.traces import read_run
+from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX, short_name
+from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number
+from scripts.data.traces import read_run
+
+TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
+
+Checks = Mapping[str, Mapping[str, Any]]
+"""Of each check of invariance.json how many tokens were compared and how many of them differ."""
 
 
-def our_names() -> set[str]:
-    """This repository's solutions but for the peers, for runs that do not say what is a peer."""
-    from scripts.pack.pack import every_generation
-
-    return {g.name for g in every_generation() if BASELINES not in g.path.relative_to(g.root).parts}
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of those that the patterns choose; all are without patterns."""
+    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
-def is_ours(solution: str, names: set[str]) -> bool:
-    """Whether a name is one of ours, of this version or of an earlier one."""
-    return solution in names or solution.startswith(PREFIX)
+@dataclass
+class Ranking:
+    """The results of one machine under one timing method and tolerance.
+
+    `results` has a row for each result, by tokens, workload and solution. Of each clock it has the
+    ms of those that passed (`harness`, `device`) and, beginning with the clock's name, `_spread` of
+    the calls, `_vs_peer`, `_against` and `_wins`. `summary` has a row for each solution, in the
+    order of the ranking: counts, speed-ups over the reference, the same figures of each clock over
+    the workloads that it passed, and the worst accuracy.
+    """
+
+    hardware: str
+    timing: str
+    tolerance: str
+    cpu: bool
+    records: dict[tuple[str, str], Record]
+    """By (workload's uuid, solution)."""
+    results: pd.DataFrame
+    summary: pd.DataFrame
+    by: Clock = "harness"
+    against: str | None = None
+    superseded: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def summaries(self) -> list[Any]:
+        """The rows of `summary`, their columns as attributes, None where there is no figure."""
+        rows = self.summary.astype(object).where(self.summary.notna(), None)
+        return list(rows.itertuples(index=False))
+
+    @property
+    def workloads(self) -> list[tuple[int, str]]:
+        """(tokens, uuid), by tokens."""
+        return sorted({(r.tokens, r.uuid) for r in self.records.values()})
+
+    @property
+    def sources(self) -> list[str]:
+        """The files."""
+        return sorted({r.source for r in self.records.values()})
+
+    @property
+    def clocks(self) -> tuple[Clock, ...]:
+        """Those that have figures."""
+        return CLOCKS if self.summary.device_count.any() else CLOCKS[:1]
+
+    @property
+    def knows_bits(self) -> bool:
+        """Whether `invariance` looked at any of the solutions."""
+        return any(self.summary.checks)
+
+    @property
+    def compares_peers(self) -> bool:
+        """Whether there are both peers and others, so that a ratio between them means something."""
+        return self.summary.peer[self.summary.passed > 0].nunique() == 2
+
+    def references(self) -> "pd.Series[float]":
+        """ms of each workload's reference: the median, as each result carries what was measured
+        beside it."""
+        return self.results.groupby("uuid").reference_ms.median()
+
+    def figure(self, uuid: str, solution: str, column: str) -> float | None:
+        """Of `results`; None where there is none."""
+        f = self.results
+        found = f.loc[(f.uuid == uuid) & (f.solution == solution), column].dropna()
+        return None if found.empty else float(found.iloc[0])
+
+    def best(
+        self, clock: Clock = "harness", peer: bool | None = None
+    ) -> dict[str, tuple[str, float]]:
+        """By uuid the fastest solution of a workload and its ms; if asked, of peers or others."""
+        f = self.results if peer is None else self.results[self.results.peer == peer]
+        f = f.dropna(subset=[clock]).sort_values([clock, "solution"]).drop_duplicates("uuid")
+        return dict(zip(f.uuid, zip(f.solution, f[clock], strict=True), strict=True))
+
+    def failures(self) -> list[Record]:
+        failed = [r for r in self.records.values() if not r.passed]
+        return sorted(failed, key=lambda r: (r.solution, r.tokens, r.uuid))
 
 
-def _geomean(values: Iterable[float | None]) -> float | None:
-    found = [v for v in values if v is not None]
-    return statistics.geometric_mean(found) if found else None
+# --- statistics -----------------------------------------------------------------------------------
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = [v for v in values if v is not None]
-    return statistics.fmean(found) if found else None
+def results_of(
+    records: Iterable[Record], is_peer: Callable[[str], bool], against: str | None
+) -> pd.DataFrame:
+    """The frame `results` of a ranking."""
+
+    def row(r: Record) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for clock, timed in (("harness", r.harness), ("device", r.device)):
+            figures[f"{clock}_spread"] = timed.spread if timed and r.passed else None
+        ratios = r.extra.get("matched_ratios")
+        for name in TOLERANCES:
+            figures[name] = finite_number(ratios.get(name)) if isinstance(ratios, dict) else None
+        for name in ("matched_ratio", "cosine", "calc_diff"):
+            figures[name] = finite_number(r.extra.get(name))
+        return figures | {
+            "tokens": r.tokens,
+            "uuid": r.uuid,
+            "solution": r.solution,
+            "passed": r.passed,
+            "peer": is_peer(r.solution),
+            "run": r.run,
+            "reference_ms": r.reference_ms,
+            "speedup": r.speedup if r.passed else None,
+            "harness": r.latency_ms if r.passed else None,
+            "device": r.device.ms if r.passed and r.device else None,
+        }
+
+    ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
+    f = pd.DataFrame([row(r) for r in ordered])
+    texts = ["tokens", "uuid", "solution", "passed", "peer", "run"]
+    f = f.astype({name: float for name in f.columns if name not in texts})
+    runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
+    for clock in CLOCKS:
+        for name, others in (("vs_peer", f.peer), ("against", f.solution == against)):
+            fastest = f[others].groupby(["uuid", "run"])[clock].min()
+            f[f"{clock}_{name}"] = fastest.reindex(runs).to_numpy() / f[clock]
+        first = f.dropna(subset=[clock]).sort_values([clock, "solution"]).drop_duplicates("uuid")
+        f[f"{clock}_wins"] = f.index.isin(first.index)
+    return f
 
 
-def _times(ranking: Ranking, solution: str, clock: Clock) -> Times:
-    uuids = [uuid for _, uuid in ranking.workloads]
-    latencies = [ms for u in uuids if (ms := ranking.latency_ms(u, solution, clock)) is not None]
-    calls = [timed for u in uuids if (timed := ranking.timed(u, solution, clock)) is not None]
-    fastest = [best for u in uuids if (best := ranking.best(u, clock=clock)) is not None]
-    against = ranking.against
-    return Times(
-        count=len(latencies),
-        mean_ms=_mean(latencies),
-        geomean_ms=_geomean(latencies),
-        spread=_mean(timed.spread for timed in calls),
-        wins=sum(name == solution for name, _ in fastest),
-        vs_peer=_geomean(ranking.vs_peer(u, solution, clock) for u in uuids),
-        against=_geomean(ranking.vs(u, solution, against, clock) for u in uuids)
-        if against
-        else None,
-    )
+def geomean(values: "pd.Series[float]") -> float:
+    """NaN of none."""
+    found = values.dropna()
+    return statistics.geometric_mean(found) if len(found) else float("nan")
 
 
-def _summary(ranking: Ranking, solution: str) -> SolutionSummary:
-    """All but the times, which need to know the peers."""
-    workloads = ranking.workloads
-    mine = [ranking.records[u, solution] for _, u in workloads if (u, solution) in ranking.records]
-    passed = [r for r in mine if r.passed]
-    failed = [r for r in mine if not r.passed]
-    summary = SolutionSummary(
-        solution=solution,
-        passed=len(passed),
-        failed=len(failed),
-        missing=len(workloads) - len(mine),
-    )
-    speedups = [r.speedup for r in passed if r.speedup is not None]
-    if speedups:
-        summary.mean = statistics.fmean(speedups)
-        summary.geomean = statistics.geometric_mean(speedups)
-        summary.median = statistics.median(speedups)
-        summary.lowest, summary.highest = min(speedups), max(speedups)
-    if failed:
-        summary.note = f"T={failed[0].tokens}: {failed[0].reason}"
-        if len(failed) > 1:
-            summary.note += f" (and {len(failed) - 1} more)"
-
-    def worst(key: str, pick: Any) -> float | None:
-        values = [v for r in mine if (v := finite_number(r.extra.get(key))) is not None]
-        return pick(values) if values else None
-
-    summary.matched_ratio = worst("matched_ratio", min)
-    summary.cosine = worst("cosine", min)
-    summary.calc_diff = worst("calc_diff", max)
-    for rtol, atol in ACCURACY_TOLERANCES:
-        name = f"{rtol:g}/{atol:g}"
-        ratios = [r.extra.get("matched_ratios") for r in mine]
-        found = [finite_number(r.get(name)) for r in ratios if isinstance(r, dict)]
-        if values := [v for v in found if v is not None]:
-            summary.matched_ratios[name] = min(values)
-    return summary
+def summary_of(results: pd.DataFrame) -> pd.DataFrame:
+    """The frame `summary` of a ranking, by name, without the texts."""
+    g = results.groupby("solution")
+    columns = {
+        "solution": g.solution.first(),
+        "peer": g.peer.first(),
+        "passed": g.passed.sum(),
+        "failed": g.size() - g.passed.sum(),
+        "missing": results.uuid.nunique() - g.size(),
+        "mean": g.speedup.mean(),
+        "geomean": g.speedup.agg(geomean),
+        "median": g.speedup.median(),
+        "lowest": g.speedup.min(),
+        "highest": g.speedup.max(),
+        "matched_ratio": g.matched_ratio.min(),
+        "cosine": g.cosine.min(),
+        "calc_diff": g.calc_diff.max(),
+        **{name: g[name].min() for name in TOLERANCES},
+    }
+    for clock in CLOCKS:
+        columns |= {
+            f"{clock}_count": g[clock].count(),
+            f"{clock}_mean_ms": g[clock].mean(),
+            f"{clock}_geomean_ms": g[clock].agg(geomean),
+            f"{clock}_spread": g[f"{clock}_spread"].mean(),
+            f"{clock}_wins": g[f"{clock}_wins"].sum(),
+            f"{clock}_vs_peer": g[f"{clock}_vs_peer"].agg(geomean),
+            f"{clock}_against": g[f"{clock}_against"].agg(geomean),
+        }
+    return pd.DataFrame(columns).reset_index(drop=True)
 
 
-def _order(by: Clock, summary: SolutionSummary) -> tuple[Any, ...]:
+def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     """The fastest first. A solution that fails somewhere, or has fewer times of this clock, stands
     behind those that pass as often: speed over fewer workloads is not comparable."""
-    if by == "device":
-        times = summary.device
-        speed = times.geomean_ms if times.geomean_ms is not None else float("inf")
-        return (-summary.passed, -times.count, speed, summary.solution)
-    return (-summary.passed, -(summary.mean or 0.0), summary.solution)
+    order = ["passed", "device_count", "device_geomean_ms", "solution"]
+    ascending = [False, False, True, True]
+    if by == "harness":
+        order, ascending = ["passed", "mean", "solution"], [False, False, True]
+    return summary.sort_values(order, ascending=ascending, ignore_index=True)
+
+
+def _note(records: Sequence[Record]) -> str:
+    """Why the first workload failed, by tokens."""
+    failed = sorted((r for r in records if not r.passed), key=lambda r: (r.tokens, r.uuid))
+    if not failed:
+        return ""
+    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    return f"T={failed[0].tokens}: {failed[0].reason}{more}"
+
+
+# --- whether a solution repeats its bits ----------------------------------------------------------
+
+
+def read_invariance(directory: Path) -> schemas.Invariance | None:
+    """The file in a run's directory; None where there is none. Raises UsageError."""
+    path = directory / INVARIANCE
+    return schemas.read(path, schemas.Invariance) if path.is_file() else None
+
+
+def checks_of(
+    record: schemas.Invariance | None, solution: str, digest: str, hardware: str
+) -> Checks:
+    """The checks of a solution as it was ranked: of this source, on this hardware; else none."""
+    if record is None or record["hardware"] != hardware:
+        return {}
+    if not digest or record["solutions"].get(solution) != digest:
+        return {}
+    return record["results"].get(solution, {}).get("checks", {})
+
+
+# --- what is said of the results ------------------------------------------------------------------
 
 
 def _latest(group: Sequence[Record]) -> tuple[dict[tuple[str, str], Record], int, list[str]]:
@@ -117,27 +241,20 @@ def _latest(group: Sequence[Record]) -> tuple[dict[tuple[str, str], Record], int
     on other sources: of each solution the source measured last counts."""
     ordered = sorted(group, key=lambda r: r.timestamp)
     hashes = {r.solution: r.hash for r in ordered}
+    counted = [r for r in ordered if r.hash == hashes[r.solution]]
     others: dict[str, list[Record]] = {}
-    chosen: dict[tuple[str, str], Record] = {}
-    count = 0
-    for record in ordered:
-        if record.hash == hashes[record.solution]:
-            chosen[record.uuid, record.solution] = record
-            count += 1
-        else:
-            others.setdefault(record.solution, []).append(record)
+    for r in ordered:
+        if r.hash != hashes[r.solution]:
+            others.setdefault(r.solution, []).append(r)
     remarks = []
     for name, left in sorted(others.items()):
-        sources = ", ".join(dict.fromkeys(_say_hash(r.hash) for r in left))
+        sources = ", ".join(dict.fromkeys(r.hash[:8] or "unknown" for r in left))
         remarks.append(
-            f"{name} is ranked with its source {_say_hash(hashes[name])}; {len(left)} results of "
-            f"other sources ({sources}) are left out."
+            f"{name} is ranked with its source {hashes[name][:8] or 'unknown'}; {len(left)} results"
+            f" of other sources ({sources}) are left out."
         )
-    return chosen, count - len(chosen), remarks
-
-
-def _say_hash(value: str) -> str:
-    return value[:8] or "unknown"
+    chosen = {(r.uuid, r.solution): r for r in counted}
+    return chosen, len(counted) - len(chosen), remarks
 
 
 def _different_software(records: Iterable[Record]) -> list[str]:
@@ -153,21 +270,17 @@ def _different_software(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def _several_runs(ranking: Ranking) -> list[str]:
+def _several_runs(results: pd.DataFrame) -> list[str]:
     """A remark where results of several runs stand side by side: each run timed the reference
     anew, on its own host."""
-    mixed = []
-    for length, uuid in ranking.workloads:
-        here = [r for (u, _), r in ranking.records.items() if u == uuid]
-        if len({r.run for r in here}) > 1:
-            references = [r.reference_ms for r in here if r.reference_ms is not None]
-            mixed.append((length, references))
-    if not mixed:
+    said = []
+    for (length, _), here in results.groupby(["tokens", "uuid"]):
+        if here.run.nunique() > 1:
+            times = here.reference_ms.dropna()
+            between = f" ({times.min():.2f} to {times.max():.2f} ms)" if len(times) else ""
+            said.append(f"T={length}{between}")
+    if not said:
         return []
-    said = [
-        f"T={length}" + (f" ({min(times):.2f} to {max(times):.2f} ms)" if times else "")
-        for length, times in mixed
-    ]
     return [
         "Results of several runs stand side by side at "
         + ", ".join(said)
@@ -176,45 +289,37 @@ def _several_runs(ranking: Ranking) -> list[str]:
     ]
 
 
-def _device_methods(ranking: Ranking) -> list[str]:
-    """A remark where the device times were not all taken in the same way."""
+def device_methods(ranking: Ranking) -> dict[str, list[str]]:
+    """In which ways the device times were taken, the usual one first, and the short names of the
+    solutions whose times were."""
     found: dict[str, set[str]] = {}
     for (_, solution), record in ranking.records.items():
         if record.passed and record.device is not None:
             found.setdefault(record.device.method, set()).add(short_name(solution))
-    if not found:
-        return []
-    usual, *others = sorted(found, key=lambda method: (-len(found[method]), method))
-    ways = [f"by {method} for {', '.join(sorted(found[method]))}" for method in others]
-    return [f"Device times are by {usual}, but {'; '.join(ways)}."] if others else []
+    usual_first = sorted(found, key=lambda method: (-len(found[method]), method))
+    return {method: sorted(found[method]) for method in usual_first}
 
 
-def _checks(
-    ranking: Ranking, solution: str, invariance: Mapping[str, Invariance | None]
-) -> bits.Checks:
-    """What stands beside the solution's traces, if it is of their source and hardware."""
-    mine = (r for (_, name), r in ranking.records.items() if name == solution)
-    found = (bits.checks_of(invariance[r.source], solution, r.hash, r.hardware) for r in mine)
-    return next(filter(None, found), {})
+def _different_methods(ranking: Ranking) -> list[str]:
+    """A remark where the device times were not all taken in the same way."""
+    usual, *others = [*device_methods(ranking).items()] or [("", [])]
+    ways = "; ".join(f"by {method} for {', '.join(names)}" for method, names in others)
+    return [f"Device times are by {usual[0]}, but {ways}."] if others else []
 
 
-def _summarise(
-    ranking: Ranking,
-    is_peer: Callable[[str], bool],
-    invariance: Mapping[str, Invariance | None],
-) -> None:
-    """Add the solutions' summaries, in their order."""
-    for name in sorted({r.solution for r in ranking.records.values()}):
-        summary = _summary(ranking, name)
-        summary.peer = is_peer(name)
-        summary.checks = _checks(ranking, name, invariance)
-        ranking.summaries.append(summary)
-    for summary in ranking.summaries:  # ratios need to know all peers
-        summary.harness = _times(ranking, summary.solution, "harness")
-        summary.device = _times(ranking, summary.solution, "device")
-    if ranking.by not in ranking.clocks:
-        ranking.by = "harness"
-    ranking.summaries.sort(key=lambda s: _order(ranking.by, s))
+# --- from records to rankings ---------------------------------------------------------------------
+
+
+def our_names() -> set[str]:
+    """This repository's solutions but for the peers, for runs that do not say what is a peer."""
+    from scripts.pack.pack import every_generation
+
+    return {g.name for g in every_generation() if BASELINES not in g.path.relative_to(g.root).parts}
+
+
+def is_ours(solution: str, names: set[str]) -> bool:
+    """Whether a name is one of ours, of this version or of an earlier one."""
+    return solution in names or solution.startswith(PREFIX)
 
 
 def rankings(
@@ -239,9 +344,9 @@ def rankings(
     if against is not None and against not in {r.solution for r in chosen}:
         raise UsageError(f"--against {against}: no trace of that solution")
     if by == "device" and not any(r.device for r in chosen):
-        raise UsageError("--by device: no trace has a device time (see device_time.py)")
+        raise UsageError("--by device: no trace has a device time (see device_time)")
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
-    invariance = {source: bits.read(Path(source).parent) for source in runs}
+    invariance = {source: read_invariance(Path(source).parent) for source in runs}
     ours = our_names()
     groups: dict[tuple[str, str, bool, str], list[Record]] = {}
     for r in chosen:
@@ -249,35 +354,46 @@ def rankings(
     found = []
     for (where, timing, cpu, tolerance), group in sorted(groups.items()):
         latest, superseded, remarks = _latest(group)
-        ranking = Ranking(
-            hardware=where,
-            timing=timing,
-            tolerance=tolerance,
-            cpu=cpu,
-            records=latest,
-            by=by,
-            against=against,
-            superseded=superseded,
-        )
         infos = [runs[source] for source in sorted({r.source for r in group})]
         known = {n: peer for info in infos for n, peer in info.get("peers", {}).items()}
 
         def is_peer(name: str, known: Mapping[str, bool] = known) -> bool:
             return matches(name, peers) if peers else known.get(name, not is_ours(name, ours))
 
-        _summarise(ranking, is_peer, invariance)
-        names = {s.solution for s in ranking.summaries}
-        ranking.skipped = {
-            n: why
-            for info in infos
-            for n, why in sorted(info.get("skipped", {}).items())
-            if n not in names and matches(n, solutions)
-        }
+        results = results_of(latest.values(), is_peer, against)
+        summary = summary_of(results)
+        order: Clock = by if summary[f"{by}_count"].any() else "harness"
+        summary = _in_order(summary, order)
+        mine = [[r for r in latest.values() if r.solution == name] for name in summary.solution]
+        summary["note"] = list(map(_note, mine))
+        checks = (
+            (checks_of(invariance[r.source], r.solution, r.hash, r.hardware) for r in of)
+            for of in mine
+        )
+        summary["checks"] = pd.Series([next(filter(None, of), {}) for of in checks], dtype=object)
+        ranking = Ranking(
+            hardware=where,
+            timing=timing,
+            tolerance=tolerance,
+            cpu=cpu,
+            records=latest,
+            results=results,
+            summary=summary,
+            by=order,
+            against=against,
+            superseded=superseded,
+            skipped={
+                n: why
+                for info in infos
+                for n, why in sorted(info.get("skipped", {}).items())
+                if n not in set(summary.solution) and matches(n, solutions)
+            },
+        )
         ranking.remarks = [
             *remarks,
-            *_several_runs(ranking),
+            *_several_runs(results),
             *_different_software(latest.values()),
-            *_device_methods(ranking),
+            *_different_methods(ranking),
         ]
         found.append(ranking)
     return found

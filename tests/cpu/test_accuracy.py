@@ -19,11 +19,10 @@ from scripts.common.command_line import (
     UsageError,
 )
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset
+from scripts.data import dataset, traces
 from scripts.measure import accuracy, second_pass
 from scripts.measure.second_pass import Pass
-from scripts.pack import pack
-from scripts.table import traces
+from scripts.pack import pack, packed
 
 VANDAL = small.RIGHT + "    x.zero_()\n"
 
@@ -313,9 +312,9 @@ def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
 
 def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(dataset, "packed_solutions", lambda packed: [small.solution("a")])
-    trace_set, packed = dataset.load_with_ours(ROOT)
-    assert [s.name for s in packed] == ["a"]
+    monkeypatch.setattr(packed, "packed_solutions", lambda packed: [small.solution("a")])
+    trace_set, found = packed.load_with_ours(ROOT)
+    assert [s.name for s in found] == ["a"]
     assert "a" in {s.name for s in trace_set.solutions[DEFINITION]}
     dataset.say_whose_reference(ROOT)
     assert "reference" not in capsys.readouterr().err

@@ -23,7 +23,7 @@ import run
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
 from scripts.pack.pack import PackError
-from scripts.submit import apply_tree, evidence, trace_apply
+from scripts.submit import evidence, trees
 from scripts.submit.export import export_of, write_all
 
 FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
@@ -195,12 +195,12 @@ def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkey
         for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))
     ]
     write_all(
-        tmp_path / "tree", apply_tree.files(exports, load(run.ROOT)[0].definitions[DEFINITION])
+        tmp_path / "tree", trees.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
     )
-    apply_tree.check(tmp_path / "tree", exports)
-    monkeypatch.setattr(apply_tree, "fastest", lambda exports: {7: (FUSED, 5.0)})
+    trees.check_apply(tmp_path / "tree", exports)
+    monkeypatch.setattr(trees, "fastest", lambda exports: {7: FUSED})
     with pytest.raises(PackError, match=f"apply would take {V1} at T=7, the fastest is {FUSED}"):
-        apply_tree.check(tmp_path / "tree", exports)
+        trees.check_apply(tmp_path / "tree", exports)
 
 
 # --- FlashInfer's Trace Apply ---------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
         if a != b
     ]
     assert changed == [("main.py", True)]
-    trace_apply.check(measured_one)
+    trees.check_flashinfer(measured_one)
 
 
 CALL = """

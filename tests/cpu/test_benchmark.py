@@ -26,7 +26,7 @@ from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, gpu_bench, plan
-from scripts.pack import availability, pack
+from scripts.pack import availability, pack, packed
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -288,7 +288,7 @@ def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(dataset, "packed_solutions", lambda packed: program.solutions)
+    monkeypatch.setattr(packed, "packed_solutions", lambda packed: program.solutions)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(bench, "add_measurements", lambda run, args, foreign: None)
     return program

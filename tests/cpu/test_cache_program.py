@@ -1,12 +1,8 @@
-"""`run.py cache` lists and clears the compiled kernels."""
-
-import sys
+"""`python -m moe_fp8.cache` lists and clears the compiled kernels."""
 
 import pytest
+from moe_fp8 import cache
 from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
-
-from scripts.common.command_line import UsageError
-from scripts.pack import cache
 
 
 @pytest.fixture
@@ -18,8 +14,7 @@ def program(monkeypatch, tmp_path, capsys):
         kept.get({"kernel": name, "parameters": f"({name.lower()} of 7168,)"}, lambda: "built")
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["cache.py", *arguments])
-        assert cache.main() == 0
+        assert cache.main(arguments) == 0
         return capsys.readouterr().out
 
     return run
@@ -34,7 +29,16 @@ def test_lists_and_clears(program, tmp_path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_a_cache_that_is_switched_off_is_said(program, monkeypatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "")
-    with pytest.raises(UsageError, match=f"{CACHE_VARIABLE} is empty"):
-        program()
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_is_no_cache_is_a_usage_error(
+    program, monkeypatch, tmp_path, capsys, foreign: bool
+) -> None:
+    directory = tmp_path / "foreign" if foreign else ""
+    if foreign:
+        directory.mkdir()
+        (directory / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(directory))
+    with pytest.raises(SystemExit, match="2"):
+        program("--clear")
+    said = "is no cache of kernels" if foreign else f"{CACHE_VARIABLE} is empty"
+    assert said in capsys.readouterr().err

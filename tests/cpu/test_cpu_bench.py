@@ -16,9 +16,9 @@ from scripts.common.definitions import find
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
+from scripts.data.records import failure_reason
 from scripts.measure import cpu_bench
 from scripts.measure.cpu_bench import memory_needed
-from scripts.table.records import failure_reason
 
 CONFIG = BenchmarkConfig(iterations=2, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
 

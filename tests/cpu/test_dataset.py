@@ -11,6 +11,7 @@ from flashinfer_bench.data import Solution
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data import dataset
+from scripts.pack import packed
 
 
 def solution(name: str, content: str = "def run(): pass\n") -> Solution:
@@ -72,7 +73,7 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path) -> None:
 
     trace_set, remarks = dataset.load(tmp_path)
     assert len(remarks) == 1 and "future.json" in remarks[0]
-    remarks = dataset.add_solutions(trace_set, [solution("same"), solution("new")])
+    remarks = packed.add_solutions(trace_set, [solution("same"), solution("new")])
     assert remarks == ["same: the data set's copy differs; the current one is used"]
     by_name = {s.name: s for s in trace_set.solutions[DEFINITION]}
     assert sorted(by_name) == ["new", "peer", "same"]
@@ -104,10 +105,10 @@ def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_only_tensors_that_are_missing_are_made(ours, tmp_path: Path, monkeypatch) -> None:
-    from scripts.data import make_workloads
+    from scripts.data import workload_specs
 
     made: list[list[str]] = []
-    monkeypatch.setattr(make_workloads, "make_workloads", lambda _, uuids, **__: made.append(uuids))
+    monkeypatch.setattr(workload_specs, "make_workloads", lambda _, uuids, **__: made.append(uuids))
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     first, second = ours.workloads[DEFINITION][:2]
     for spec in first.workload.inputs.values():

@@ -11,7 +11,8 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from flashinfer_bench.data.json_utils import load_json_file
 
-from scripts.data import make_definition
+from scripts.common.definitions import DEFAULT
+from scripts.programs import make_definition
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
@@ -60,9 +61,9 @@ def test_committed_file_is_what_the_script_writes(tmp_path, capsys):
     assert make_definition.main(["--check"]) == 0
     assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
     assert make_definition.main(["--root", str(tmp_path)]) == 0
-    written = (tmp_path / make_definition.PATH).read_text()
-    assert written == (ROOT / make_definition.PATH).read_text()
-    (tmp_path / make_definition.PATH).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
+    written = (tmp_path / DEFAULT.path).read_text()
+    assert written == (ROOT / DEFAULT.path).read_text()
+    (tmp_path / DEFAULT.path).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
     assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
 
 

@@ -22,12 +22,13 @@ from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
 from scripts.common.project import BASELINES, ROOT
-from scripts.data import dataset, fit_workloads, make_definition, make_workloads
+from scripts.data import dataset, workload_specs
 from scripts.data.synthetic_logits import routing_bias
 from scripts.measure import plan
 from scripts.pack import pack, sources
-from scripts.report import run_data
-from scripts.table import rankings
+from scripts.programs import make_definition
+from scripts.programs import make_workloads as program
+from scripts.table import rankings, recorded
 
 FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
 OTHERS = MOE[1:]
@@ -243,27 +244,25 @@ def test_reference_without_tokens(definition) -> None:
 @every
 def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
     arguments = ["--root", str(tmp_path), "--definition", definition.short]
-    specs = make_workloads.load_specs(ROOT / make_workloads.spec_path(definition))
-    drawn = [s for s in fit_workloads.own_specs(definition) if s.seq_len <= SMALL]
-    for spec, committed in zip(drawn, specs, strict=False):
-        trial = fit_workloads.first_usable(spec)
-        assert fit_workloads.entry_of(spec, trial) == committed
-        assert trial.draw.margin_gap > fit_workloads.MIN_MARGIN_GAP
-    fit_workloads.write_index(specs, tmp_path / "index")
-    index = (ROOT / make_workloads.workloads_path(definition)).read_text()
-    assert (tmp_path / "index").read_text() == index
+    specs = workload_specs.load_specs(ROOT / workload_specs.spec_path(definition))
+    drawn = workload_specs.own_specs(definition, SMALL)
+    assert drawn == specs[: len(drawn)] and drawn[-1].seq_len <= SMALL
+    for spec in drawn:
+        assert spec.draw().margin_gap > workload_specs.MIN_MARGIN_GAP
+    for path in workload_specs.write_specs(specs, tmp_path):
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text()
+    index = (ROOT / workload_specs.workloads_path(definition)).read_text()
     assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
         definition.tokens
     )
-    assert make_workloads.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
+    assert program.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-    assert make_workloads.main(["--definition", "absent"]) == 2
 
 
 @every
 def test_no_choice_hangs_on_a_small_margin(definition) -> None:
     """In float32 and in torch: another implementation than the generator's own."""
-    for spec in make_workloads.load_specs(ROOT / make_workloads.spec_path(definition)):
+    for spec in workload_specs.load_specs(ROOT / workload_specs.spec_path(definition)):
         if spec.seq_len > SMALL:
             continue
         made = spec.draw()
@@ -276,7 +275,7 @@ def test_no_choice_hangs_on_a_small_margin(definition) -> None:
         k = definition.top_k
         assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
         assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
-        content = make_workloads.blob_bytes(made.logits, definition)
+        content = workload_specs.blob_bytes(made.logits, definition)
         assert hashlib.sha256(content).hexdigest() == spec.sha256
 
 
@@ -289,7 +288,7 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
     assert dataset.definition_of(trace_set).name == definition.name
     (trace,) = dataset.select_workloads(trace_set.workloads[definition.name], ["7"])
     uuid = trace.workload.uuid
-    make_workloads.make_workloads(tmp_path, [uuid], progress=False, definition=definition)
+    workload_specs.make_workloads(tmp_path, [uuid], progress=False, definition=definition)
     loaded = load_safetensors(load(definition), trace.workload, tmp_path)
     pinned = {n for n, spec in trace.workload.inputs.items() if spec.type == "safetensors"}
     assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
@@ -447,15 +446,15 @@ def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
     }
     (tmp_path / "traces.jsonl").write_text(json.dumps(trace) + "\n")
     with pytest.raises(UsageError, match="no results"):
-        run_data.read(tmp_path)
+        recorded.read(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"definition": definition.name}))
-    read = run_data.read(tmp_path)
+    read = recorded.read(tmp_path)
     assert read.main.records and read.definition == definition.name
 
 
 def test_records_of_another_definition_stand_beside_none() -> None:
-    assert run_data.recorded_runs()
-    assert run_data.recorded_runs(definition=OTHERS[0].name) == []
+    assert recorded.recorded_runs()
+    assert recorded.recorded_runs(definition=OTHERS[0].name) == []
 
 
 def test_definitions_are_written_by_the_program(tmp_path) -> None:

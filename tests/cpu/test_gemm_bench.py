@@ -16,7 +16,7 @@ from moe_fp8.layer.rows import flat_rows
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.data import make_workloads
+from scripts.data import workload_specs
 from scripts.measure import (
     compiling,
     gemm_bench,
@@ -236,7 +236,7 @@ def test_the_study_is_81_configurations() -> None:
 
 
 def test_histograms_are_those_of_the_spec() -> None:
-    small = {s.uuid: s for s in make_workloads.load_specs() if s.seq_len <= 100}
+    small = {s.uuid: s for s in workload_specs.load_specs() if s.seq_len <= 100}
     found = histograms(ROOT, [s.seq_len for s in small.values()])
     assert len(found) == len(small) == 16
     for histogram in found:

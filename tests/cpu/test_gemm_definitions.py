@@ -19,9 +19,10 @@ from test_definitions import listing, unpacked  # noqa: F401
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import CONTIGUOUS, DEFAULT, GEMMS, MASKED, GemmDefinition, size_of
 from scripts.common.project import BASELINES, PACKAGE_DIR, ROOT
-from scripts.data import dataset, fit_workloads, gemm_workloads, make_workloads
+from scripts.data import dataset, workload_specs
 from scripts.measure import invariance, plan, problems
 from scripts.pack import pack
+from scripts.programs import make_workloads as program
 
 FP8, F32, I32 = "float8_e4m3fn", "float32", "int32"
 every = pytest.mark.parametrize("definition", GEMMS, ids=lambda d: d.short)
@@ -303,20 +304,14 @@ def test_a_packed_solution_is_one_of_flashinfer_bench() -> None:
 
 @every
 def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
-    layers = [s for s in make_workloads.load_specs() if s.seq_len <= 901]
-    committed = make_workloads.load_any_specs(ROOT / make_workloads.spec_path(definition))
-    drawn = gemm_workloads.own_specs(definition, layers)
+    committed = workload_specs.load_any_specs(ROOT / workload_specs.spec_path(definition))
+    drawn = workload_specs.own_specs(definition, 901)
     assert list(committed[: len(drawn)]) == drawn
     assert tuple(s.seq_len for s in committed) == definition.tokens
-    fit_workloads.write_spec(committed, tmp_path / "spec")
-    fit_workloads.write_index(committed, tmp_path / "index")
-    for written, path in (
-        ("spec", make_workloads.spec_path(definition)),
-        ("index", make_workloads.workloads_path(definition)),
-    ):
-        assert (tmp_path / written).read_text() == (ROOT / path).read_text()
+    for path in workload_specs.write_specs(committed, tmp_path):
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text()
     for spec in committed:
-        layer = next(s for s in make_workloads.load_specs() if s.uuid == spec.layer)
+        layer = next(s for s in workload_specs.load_specs() if s.uuid == spec.layer)
         counts = layer.counts
         assert (sum(spec.rows), max(spec.rows)) == (counts.pairs, counts.max)
         assert sum(r > 0 for r in spec.rows) == counts.active and layer.seq_len == spec.seq_len
@@ -326,11 +321,11 @@ def test_rows_are_those_of_the_layers_own_routing(tmp_path) -> None:
     """By torch instead of the generator's NumPy."""
     trace_set, _ = dataset.load(ROOT)
     (found,) = dataset.select_workloads(trace_set.workloads[DEFAULT.name], ["80"])
-    make_workloads.make_workloads(tmp_path, [found.workload.uuid], progress=False)
+    workload_specs.make_workloads(tmp_path, [found.workload.uuid], progress=False)
     trace_set = dataclasses.replace(trace_set, root=tmp_path)
     rows = problems.histogram(trace_set, found.workload).rows
     for definition in GEMMS:
-        specs = make_workloads.load_any_specs(ROOT / make_workloads.spec_path(definition))
+        specs = workload_specs.load_any_specs(ROOT / workload_specs.spec_path(definition))
         assert next(s for s in specs if s.seq_len == 80).rows == rows
 
 
@@ -342,11 +337,11 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
     trace_set, _ = dataset.load(ROOT, definition)
     traces = trace_set.workloads[definition.name]
     arguments = ["--root", str(tmp_path), "--definition", definition.short, "--quiet"]
-    assert make_workloads.main(arguments) == 0
-    specs = make_workloads.load_any_specs(ROOT / make_workloads.spec_path(definition))
+    assert program.main(arguments) == 0
+    specs = workload_specs.load_any_specs(ROOT / workload_specs.spec_path(definition))
     assert len(list(tmp_path.rglob("*.safetensors"))) == len(specs) == len(traces)
     for trace, spec in zip(traces, specs, strict=True):
-        content = (tmp_path / spec.blob_path).read_bytes()
+        content = (tmp_path / workload_specs.blob_path(spec)).read_bytes()
         assert hashlib.sha256(content).hexdigest() == spec.sha256
         loaded = load_safetensors(load(definition), trace.workload, tmp_path)
         ((name, tensor),) = loaded.items()
@@ -359,7 +354,8 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
             assert name == "m_indptr" and tuple(np.diff(tensor)) == spec.rows
             assert tensor[0] == 0 and tensor[-1] == axes["total_rows"]
         assert dataset.tokens(trace.workload) == next(iter(axes.values()))
-    assert make_workloads.main([*arguments, "--table"]) == 1
+    with pytest.raises(UsageError, match="only a layer's workloads"):
+        program.main([*arguments, "--table"])
 
 
 # --- the programs ---------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ from test_rank import ranked, trace
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import DEFINITION
+from scripts.data.records import INVARIANCE
 from scripts.measure import invariance, second_pass
-from scripts.report import generated, report, run_data
-from scripts.table import bits, rank_tables, rank_text
+from scripts.report import generated, report
+from scripts.table import rank_text, recorded, tables
+from scripts.table.rankings import read_invariance
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.
@@ -162,7 +164,7 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
     assert replayed(small.solution("returns", returns, dps=False)) == "returns its output"
     monkeypatch.setattr(invariance, "waits", lambda call: True)
     assert replayed(small.solution("x", OWN)) == "its host waits for the GPU"
-    assert bits.cell({"not_tried": "its host waits for the GPU"}) == "-"
+    assert tables._check({"not_tried": "its host waits for the GPU"}) == "-"
 
 
 # --- the program and the ranking ------------------------------------------------------------------
@@ -208,7 +210,7 @@ def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
 def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path, capsys) -> None:
     ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
     assert program("--run", str(tmp_path), "--workload", "901") == EXIT_OK
-    record = json.loads((tmp_path / bits.FILE).read_text())
+    record = json.loads((tmp_path / INVARIANCE).read_text())
     assert record["tokens"] == 901 and set(record["results"]) == {"own", "few"}
     assert record["solutions"] == {n: program.hashes[n] for n in ("own", "few")}
 
@@ -217,33 +219,33 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     (other,) = ranked(tmp_path, traces_of(hashes))
     (same,) = ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
 
-    def column(table: rank_tables.Table) -> dict[str, str]:
-        header, rows = table
-        return {row[1]: row[header.index(bits.BATCH_INVARIANT)] for row in rows}
+    def column(table: tables.Table) -> dict[str, str]:
+        return dict(zip(table.frame["solution"], table.frame[tables.BATCH_INVARIANT], strict=True))
 
-    for table in (rank_tables.summary_table, rank_tables.short_table):
+    for table in (tables.summary_table, tables.short_table):
         assert column(table(same)) == {"own": "yes", "few": "no"}
         assert column(table(other)) == {"own": "yes", "few": "-", "absent": "-"}
-    header, rows = rank_tables.bits_table(same)
-    assert header == ["solution", *EVERY, bits.BATCH_INVARIANT]
+    checks = tables.checks_table(same)
+    header, rows = checks.header, checks.rows
+    assert header == ["solution", *EVERY, tables.BATCH_INVARIANT]
     assert rows[1] == ["own", *["yes"] * len(EVERY), "yes"]
     few = dict(zip(header, rows[0], strict=True))
     # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
     assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
     assert few["alone"] == "no: 4/4"
     for text in (rank_text.to_text(same), rank_text.to_markdown(same)):
-        assert "no: 21/261" in text and rank_text.BITS_NOTES in text
+        assert "no: 21/261" in text and tables.BITS_NOTE in text
     (said,) = json.loads(rank_text.print_rankings([same], "json"))
     assert said["summary"][0]["checks"]["again"]["differ"] == 0
 
-    assert ">no: 21/261<" in report.render(run_data.read(tmp_path))
-    page = generated.invariance(run_data.read(tmp_path))
+    assert ">no: 21/261<" in report.render(recorded.read(tmp_path))
+    page = generated.invariance(recorded.read(tmp_path))
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))
     assert not elsewhere.knows_bits
-    assert not rank_tables.bits_table(elsewhere)[1]
-    assert bits.BATCH_INVARIANT not in rank_text.to_text(elsewhere)
-    assert generated.invariance(run_data.read(tmp_path)).endswith("not recorded.")
+    assert not tables.checks_table(elsewhere)
+    assert tables.BATCH_INVARIANT not in rank_text.to_text(elsewhere)
+    assert generated.invariance(recorded.read(tmp_path)).endswith("not recorded.")
 
 
 def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:
@@ -255,11 +257,11 @@ def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -
     assert "changes its inputs: w" in results["vandal"]["error"]
     out, err = capsys.readouterr()
     assert "error: fails: KeyError" in err and "error: vandal: " in err
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["own", "few"]
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["few", "own"]
 
 
 def test_a_broken_file_is_named_in_one_line(tmp_path: Path) -> None:
-    assert bits.read(tmp_path) is None
-    (tmp_path / bits.FILE).write_text('{"hardware": "x", "tokens": 1, "solutions": {}}')
+    assert read_invariance(tmp_path) is None
+    (tmp_path / INVARIANCE).write_text('{"hardware": "x", "tokens": 1, "solutions": {}}')
     with pytest.raises(UsageError, match=r"invariance\.json: results: Field required"):
-        bits.read(tmp_path)
+        read_invariance(tmp_path)

@@ -19,8 +19,8 @@ import torch
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
-from scripts.data.dataset import load_with_ours
 from scripts.pack import pack
+from scripts.pack.packed import load_with_ours
 
 GENERATION = '''"""What it is."""
 

@@ -11,10 +11,11 @@ import pytest
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.table import rank, rank_tables, rank_text
-from scripts.table.ranking import Ranking
-from scripts.table.rankings import is_ours, rankings
-from scripts.table.traces import read_records
+from scripts.common.text import markdown_table, percent
+from scripts.data.traces import read_records
+from scripts.programs import rank
+from scripts.table import rank_text, tables
+from scripts.table.rankings import TOLERANCES, Ranking, device_methods, is_ours, rankings
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 
@@ -64,6 +65,10 @@ def ranked(tmp_path: Path, traces: list[dict], **options: Any) -> list[Ranking]:
     return rankings(read_records([path]), **options)
 
 
+def cells_of(table: tables.Table) -> tuple[list[str], list[list[str]]]:
+    return table.header, table.rows
+
+
 def test_statistics_wins_and_order(tmp_path: Path) -> None:
     traces = [
         trace("slow", 901, 5.0),
@@ -80,9 +85,9 @@ def test_statistics_wins_and_order(tmp_path: Path) -> None:
     assert fast.mean == pytest.approx((10 + 1 + 4) / 3)
     assert fast.geomean == pytest.approx(40 ** (1 / 3))
     assert (fast.median, fast.lowest, fast.highest) == (4.0, 1.0, 10.0)
-    assert (fast.harness.wins, slow.harness.wins) == (2, 1)
-    assert fast.harness.mean_ms == pytest.approx(13.5 / 3)
-    assert fast.harness.geomean_ms == pytest.approx((1.0 * 10.0 * 2.5) ** (1 / 3))
+    assert (fast.harness_wins, slow.harness_wins) == (2, 1)
+    assert fast.harness_mean_ms == pytest.approx(13.5 / 3)
+    assert fast.harness_geomean_ms == pytest.approx((1.0 * 10.0 * 2.5) ** (1 / 3))
 
 
 def test_machines_and_timing_methods_get_a_table_each(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
     text, markdown = rank_text.to_text(ranking), rank_text.to_markdown(ranking)
     for reason in reasons.values():
         assert reason in text and reason in markdown
-    header, rows = rank_tables.workload_tables(ranking)[0][1:]
+    header, rows = cells_of(tables.workload_tables(ranking)[0])
     cells = {name: [row[header.index(name)].strip() for row in rows] for name in header[3:]}
     assert cells == {
         "ok": ["5.0000", "5.0000*"],
@@ -145,7 +150,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
     assert "| solution   | " in markdown and "Failed:" in text
     (good,) = ranked(tmp_path, traces[:2])
     assert "Failed:" not in rank_text.to_text(good)
-    assert rank_tables.accuracy_table(good)[1] == [], "nothing is known of it"
+    assert not tables.accuracy_table(good), "nothing is known of it"
 
 
 def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
@@ -162,15 +167,20 @@ def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
     (summary,) = ranking.summaries
     assert (summary.matched_ratio, summary.cosine) == (0.9, 0.9)
     assert summary.calc_diff == pytest.approx(0.1)
-    assert summary.matched_ratios == {"0.2/0.1": 0.9, "0.3/1": 0.9, "0.01/0.01": 0.9}
+    ratios = ranking.summary[list(TOLERANCES)].iloc[0].to_dict()
+    assert ratios == {
+        "0.2/0.1": 0.9,
+        "0.3/1": 0.9,
+        "0.01/0.01": 0.9,
+    }
     assert "0.900000" in rank_text.to_text(ranking)
     # What flashinfer-bench itself records, without the accuracy pass.
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0, extra={"matched_ratio": 0.95})])
-    assert rank_tables.accuracy_table(ranking)[1] == [["x", "0.9500", *["-"] * 5]]
+    assert tables.accuracy_table(ranking).rows == [["x", "0.9500", *["-"] * 5]]
 
 
 def test_shares_and_methods_in_words() -> None:
-    assert [rank_tables.percent(x) for x in (None, 0.0, 0.5, 1.0)] == ["-", "0 %", "50 %", "100 %"]
+    assert [percent(x) for x in (None, 0.0, 0.5, 1.0)] == ["-", "0 %", "50 %", "100 %"]
     methods = [rank_text.say_method(m) for m in ("graph", "clock", "")]
     assert methods == ["replay of a CUDA graph", "clock", "unknown method"]
 
@@ -178,18 +188,18 @@ def test_shares_and_methods_in_words() -> None:
 def test_markdown_has_every_table_of_the_text(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, CLOCKED, peers=["peer"])
     said = rank_text.to_markdown(ranking)
-    tables = rank_tables.workload_tables(ranking)
-    assert len(tables) == 6
-    for title, header, rows in tables:
-        assert f"{title}:\n\n{rank_text.markdown_table(header, rows, left=0)}" in said
+    found = tables.workload_tables(ranking)
+    assert len(found) == 6
+    for table in found:
+        assert f"{table.title}:\n\n{markdown_table(table.header, table.rows, left=0)}" in said
 
 
 def test_against_is_the_geometric_mean_of_latency_ratios(tmp_path: Path) -> None:
     traces = [trace("a", 7, 1.0), trace("b", 7, 2.0), trace("a", 80, 1.0), trace("b", 80, 8.0)]
     (ranking,) = ranked(tmp_path, traces, against="b")
     by_name = {s.solution: s for s in ranking.summaries}
-    assert by_name["a"].harness.against == pytest.approx(math.sqrt(2 * 8))
-    assert by_name["b"].harness.against == pytest.approx(1.0)
+    assert by_name["a"].harness_against == pytest.approx(math.sqrt(2 * 8))
+    assert by_name["b"].harness_against == pytest.approx(1.0)
     with pytest.raises(UsageError, match="no trace"):
         ranked(tmp_path, traces, against="c")
 
@@ -216,7 +226,7 @@ def test_skipped_solutions_have_a_row_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"skipped": reasons}))
     (ranking,) = ranked(tmp_path, [trace("x", 7, 1.0)])
     assert list(ranking.skipped) == ["flashinfer_moe", "sglang_moe"]
-    header, rows = rank_tables.summary_table(ranking)
+    header, rows = cells_of(tables.summary_table(ranking))
     assert header[-1] == "why" and len(rows) == 3
     assert rows[1][:3] == ["-", "flashinfer_moe", "unsupported"]
     assert rows[2][:3] + rows[2][-1:] == ["-", "sglang_moe", "not installed", reasons["sglang_moe"]]
@@ -232,7 +242,7 @@ def test_failures_say_why_in_the_table(tmp_path: Path) -> None:
     traces = [trace("x", 7, 1.0)]
     traces += [trace("bad", t, None, status="RUNTIME_ERROR", log=log) for t in (7, 80, 901)]
     (ranking,) = ranked(tmp_path, traces)
-    _, rows = rank_tables.summary_table(ranking)
+    _, rows = cells_of(tables.summary_table(ranking))
     assert [r[:3] for r in rows] == [["1", "x", "1/1"], ["2", "bad", "0/3"]]
     assert [r[-1] for r in rows] == ["", "T=7: misaligned address (and 2 more)"]
     (ranking,) = ranked(tmp_path, traces[:3])
@@ -251,19 +261,19 @@ PEER_TRACES = [
 
 def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, PEER_TRACES, peers=["peer_*"])
-    assert ranking.best("aaaa0000", peer=True) == ("peer_a", 2.0)
-    assert ranking.best("bbbb0000", peer=True) == ("peer_b", 2.0)
-    assert ranking.vs_peer("aaaa0000", "ours") == 2.0
-    assert ranking.vs_peer("bbbb0000", "ours") == 0.5
-    overall = {s.solution: s.harness.vs_peer for s in ranking.summaries}
+    assert ranking.best(peer=True)["aaaa0000"] == ("peer_a", 2.0)
+    assert ranking.best(peer=True)["bbbb0000"] == ("peer_b", 2.0)
+    assert ranking.figure("aaaa0000", "ours", "harness_vs_peer") == 2.0
+    assert ranking.figure("bbbb0000", "ours", "harness_vs_peer") == 0.5
+    overall = {s.solution: s.harness_vs_peer for s in ranking.summaries}
     assert overall["ours"] == pytest.approx(1.0)
     assert overall["peer_a"] == pytest.approx(math.sqrt(1 * 2 / 8))
     assert overall["peer_b"] == pytest.approx(math.sqrt(2 / 4 * 1))
-    header, rows = rank_tables.summary_table(ranking)
+    header, rows = cells_of(tables.summary_table(ranking))
     assert "vs best peer" in header
-    title, header, rows = rank_tables.workload_tables(ranking)[2]
-    assert "best peer" in title
-    assert [(r[0], r[-1]) for r in rows] == [("7", "peer_a"), ("80", "peer_b")]
+    table = tables.workload_tables(ranking)[2]
+    assert "best peer" in table.title
+    assert [(r[0], r[-1]) for r in table.rows] == [("7", "peer_a"), ("80", "peer_b")]
     assert rank_text.to_json(ranking)["workloads"][0]["results"]["ours"]["vs_best_peer"] == {
         "harness": 2.0
     }
@@ -291,7 +301,7 @@ def test_our_earlier_versions_are_ours_too() -> None:
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("a", 7, 1.0), trace("b", 7, 2.0)])
-    _, header, rows = rank_tables.workload_tables(ranking)[0]
+    header, rows = cells_of(tables.workload_tables(ranking)[0])
     assert header[3:] == ["a", "b"]
     assert [cell.strip() for cell in rows[0][3:]] == ["1.0000*", "2.0000"]
 
@@ -305,7 +315,8 @@ def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) ->
         trace("x", 80, None, hardware="GPU B", status="TIMEOUT", timestamp="2026-02-01"),
     ]
     found = ranked(tmp_path, traces)
-    legend, header, rows = rank_tables.side_by_side(found)
+    legend, table = tables.side_by_side(found)
+    header, rows = cells_of(table)
     assert legend == ["A: GPU A, 1 workloads", "B: GPU B, 2 workloads"]
     assert header == ["solution", "A geomean", "A ms", "B geomean", "B ms"]
     assert rows == [
@@ -340,9 +351,9 @@ def test_a_pass_at_another_tolerance_replaces_no_failure(tmp_path: Path) -> None
         strict["tolerance"]: 1,
         loose["tolerance"]: 0,
     }
-    legend, _, rows = rank_tables.side_by_side(found)
+    legend, table = tables.side_by_side(found)
     assert legend[0] == "A: GPU A, rtol 0.2, atol 0.1, matched ratio 0.85, 1 workloads"
-    assert rows == [["x", "- (0)", "-", "10.00x", "1.0000"]]
+    assert table.rows == [["x", "- (0)", "-", "10.00x", "1.0000"]]
 
 
 def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_path: Path) -> None:
@@ -378,11 +389,15 @@ def test_ratios_are_formed_within_a_run_and_mixed_runs_are_named(tmp_path: Path)
     ]
     (ranking,) = ranked(tmp_path, traces, peers=["peer"], against="ours")
     u7, u80 = UUIDS[7], UUIDS[80]
-    assert ranking.vs_peer(u7, "ours") == 2.0 and ranking.vs_peer(u7, "late") is None
-    assert ranking.vs_peer(u80, "ours") is None and ranking.vs_peer(u80, "late") == 4.0
+    ratios = {
+        (uuid, name): ranking.figure(uuid, name, "harness_vs_peer")
+        for uuid in (u7, u80)
+        for name in ("ours", "late")
+    }
+    assert ratios == {(u7, "ours"): 2.0, (u7, "late"): None, (u80, "ours"): None, (u80, "late"): 4}
     by_name = {s.solution: s for s in ranking.summaries}
-    assert by_name["late"].harness.vs_peer == 4.0 and by_name["ours"].harness.vs_peer == 2.0
-    assert by_name["late"].harness.against is None and by_name["ours"].harness.against == 1.0
+    assert by_name["late"].harness_vs_peer == 4.0 and by_name["ours"].harness_vs_peer == 2.0
+    assert by_name["late"].harness_against is None and by_name["ours"].harness_against == 1.0
     (remark,) = ranking.remarks
     assert "at T=7 (10.00 to 20.00 ms), T=80 (10.00 to 20.00 ms)" in remark
     assert "ratios between solutions are formed within a run" in remark
@@ -396,7 +411,7 @@ def test_files_without_a_run_are_a_run_each(tmp_path: Path) -> None:
         write(tmp_path / "b.jsonl", [trace("peer", 7, 2.0, reference=20.0)]),
     ]
     (ranking,) = rankings(read_records(files), peers=["peer"])
-    assert ranking.vs_peer(UUIDS[7], "ours") is None
+    assert ranking.figure(UUIDS[7], "ours", "harness_vs_peer") is None
     assert "Results of several runs stand side by side at T=7" in ranking.remarks[0]
 
 
@@ -411,17 +426,17 @@ def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [fast, zero, trace("slow", 7, 5.0)])
     assert [s.solution for s in ranking.summaries] == ["slow", "fast", "zero"]
     slow, failed, impossible = ranking.summaries
-    assert slow.harness.wins == 1
+    assert slow.harness_wins == 1
     for s in (failed, impossible):
-        assert (s.mean, s.harness.mean_ms, s.harness.wins, s.passed, s.failed) == (
+        assert (s.mean, s.harness_mean_ms, s.harness_wins, s.passed, s.failed) == (
             None,
             None,
             0,
             0,
             1,
         )
-    assert ranking.best(UUIDS[7]) == ("slow", 5.0)
-    assert ranking.latency_ms(UUIDS[7], "fast") is None
+    assert ranking.best()[UUIDS[7]] == ("slow", 5.0)
+    assert ranking.figure(UUIDS[7], "fast", "harness") is None
     assert "INVALID: a latency of 0.0 ms is no measurement" in rank_text.to_text(ranking)
 
 
@@ -438,7 +453,7 @@ def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -
     (ranking,) = ranked(tmp_path, traces)
     (x,) = ranking.summaries
     assert (x.matched_ratio, x.cosine, x.calc_diff) == (0.4, 0.99, 0.01)
-    assert x.matched_ratios == {"0.2/0.1": 0.8, "0.3/1": 2.0}
+    assert ranking.summary[["0.2/0.1", "0.3/1"]].iloc[0].to_list() == [0.8, 2.0]
     assert "nan" not in rank_text.to_text(ranking).lower().replace("nan or", "")
     json.loads(rank_text.print_rankings([ranking], "json"), parse_constant=pytest.fail)
 
@@ -454,7 +469,7 @@ def test_ratios_need_both_and_one_failure_is_one(tmp_path: Path) -> None:
     ]
     (ranking,) = ranked(tmp_path, traces, against="b", peers=["b"])
     by_name = {s.solution: s for s in ranking.summaries}
-    assert by_name["a"].harness.against == 2.0 and by_name["a"].harness.vs_peer == 2.0
+    assert by_name["a"].harness_against == 2.0 and by_name["a"].harness_vs_peer == 2.0
     assert by_name["a"].note == "T=80: Evaluation timeout after 1 seconds"
     assert rank_text.to_json(ranking)["sources"] == [str(tmp_path / "traces.jsonl")]
 
@@ -472,9 +487,8 @@ def test_the_reference_of_a_workload_is_the_median_of_its_timings(tmp_path: Path
     traces = [trace(name, 7, 1.0, reference=ms) for name, ms in references.items()]
     traces.append(trace("d", 7, None, status="TIMEOUT"))
     (ranking,) = ranked(tmp_path, traces)
-    assert ranking.reference_ms(UUIDS[7]) == 11.0
-    assert ranking.reference_ms("absent") is None
-    _, _, rows = rank_tables.workload_tables(ranking)[0]
+    assert ranking.references()[UUIDS[7]] == 11.0
+    rows = tables.workload_tables(ranking)[0].rows
     assert rows[0][2] == "11.000"
 
 
@@ -503,16 +517,16 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, CLOCKED, peers=["peer"])
     assert ranking.clocks == ("harness", "device")
     peer, ours = ranking.summaries
-    assert (ours.solution, ours.device.count) == ("ours", 2)
-    assert ours.device.mean_ms == pytest.approx(1.05)
-    assert ours.device.geomean_ms == pytest.approx(math.sqrt(0.2))
-    assert (ours.harness.wins, ours.device.wins) == (0, 1)
-    assert (peer.harness.wins, peer.device.wins) == (2, 1)
-    assert ours.harness.vs_peer == pytest.approx(0.5)
-    assert ours.device.vs_peer == pytest.approx(math.sqrt(2.0 * 0.8))
-    assert ours.device.spread == pytest.approx(0.02)
-    assert ours.harness.spread == pytest.approx(0.2)
-    header, rows = rank_tables.summary_table(ranking)
+    assert (ours.solution, ours.device_count) == ("ours", 2)
+    assert ours.device_mean_ms == pytest.approx(1.05)
+    assert ours.device_geomean_ms == pytest.approx(math.sqrt(0.2))
+    assert (ours.harness_wins, ours.device_wins) == (0, 1)
+    assert (peer.harness_wins, peer.device_wins) == (2, 1)
+    assert ours.harness_vs_peer == pytest.approx(0.5)
+    assert ours.device_vs_peer == pytest.approx(math.sqrt(2.0 * 0.8))
+    assert ours.device_spread == pytest.approx(0.02)
+    assert ours.harness_spread == pytest.approx(0.2)
+    header, rows = cells_of(tables.summary_table(ranking))
     assert header[8:] == [
         "wins",
         "harness ms",
@@ -526,10 +540,10 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
     ]
     assert rows[1][9:] == ["2.5000", "20 %", "0.50x", "1.0500", "0.4472", "2 %", "1", "1.26x"]
     (partly,) = ranked(tmp_path, [*CLOCKED[1:], trace("ours", 7, 1.0)], peers=["peer"])
-    cells = rank_tables.summary_table(partly)[1][1]
+    cells = tables.summary_table(partly).rows[1]
     assert cells[9] == "2.5000" and cells[12:14] == ["2.0000 (1)", "2.0000 (1)"]
-    assert rank_tables.short_table(partly)[1][1][5] == "2.000 (1)"
-    titles = [title for title, _, _ in rank_tables.workload_tables(ranking)]
+    assert tables.short_table(partly).rows[1][5] == "2.000 (1)"
+    titles = [table.title for table in tables.workload_tables(ranking)]
     assert titles == [
         "Harness time in ms, host included, * the fastest",
         "Device time in ms, * the fastest",
@@ -538,13 +552,13 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         "Device time of the workload's best peer over the solution's",
         "Spread of the calls, harness / device",
     ]
-    _, header, rows = rank_tables.workload_tables(ranking)[1]
+    header, rows = cells_of(tables.workload_tables(ranking)[1])
     assert header[3:] == ["peer", "ours"]
     assert [cell.strip() for cell in rows[0][3:]] == ["0.2000", "0.1000*"]
     assert [cell.strip() for cell in rows[1][3:]] == ["1.6000*", "2.0000"]
-    _, _, rows = rank_tables.workload_tables(ranking)[4]
+    rows = tables.workload_tables(ranking)[4].rows
     assert rows[0][3:] == ["1.00x", "2.00x", "peer"]
-    _, _, rows = rank_tables.workload_tables(ranking)[5]
+    rows = tables.workload_tables(ranking)[5].rows
     assert rows[0][3:] == ["20 % / 2 %"] * 2
     text = rank_text.to_text(ranking)
     assert "replay of a CUDA graph" in text and "Ordered by the mean speed-up." in text
@@ -577,7 +591,7 @@ def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> No
         ("GPU A", ("harness", "device"), "device"),
         ("GPU B", ("harness",), "harness"),
     ]
-    header, _ = rank_tables.summary_table(found[1])
+    header, _ = cells_of(tables.summary_table(found[1]))
     assert header[-2:] == ["wins", "mean ms"]
     assert "device" not in rank_text.to_text(found[1])
     failed = clocked("x", 7, 1.0, 0.1, status="INCORRECT_NUMERICAL")
@@ -591,14 +605,14 @@ def test_different_ways_of_taking_device_times_are_said(tmp_path: Path) -> None:
     assert ranking.remarks == ["Device times are by graph, but by kernel sum for v1."]
     assert "sum of its kernels' times, pauses left out" in rank_text.notes(ranking)
     (partly,) = ranked(tmp_path, [*CLOCKED, trace("x", 7, 1.0)])
-    assert partly.remarks == [] and rank_text.device_methods(partly) == ["graph"]
+    assert partly.remarks == [] and list(device_methods(partly)) == ["graph"]
 
 
 def test_a_workload_that_no_peer_passed_has_no_best_peer(tmp_path: Path) -> None:
     traces = [trace("ours", 7, 1.0), trace("peer", 7, None, status="TIMEOUT")]
     traces += [trace("ours", 80, 1.0), trace("peer", 80, 2.0)]
     (ranking,) = ranked(tmp_path, traces, peers=["peer"])
-    _, _, rows = rank_tables.workload_tables(ranking)[2]
+    rows = tables.workload_tables(ranking)[2].rows
     assert [row[-1] for row in rows] == ["-", "peer"]
 
 
@@ -644,22 +658,17 @@ def call(monkeypatch, capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_names_with_commas_leave_the_paths_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_solutions_and_peers_are_chosen_by_name(tmp_path: Path, monkeypatch, capsys) -> None:
     path = str(write(tmp_path / "t.jsonl", [trace(n, 7, 1.0) for n in ("a", "b", "c")]))
+    out = tmp_path / "ranking.json"
 
-    def ranked_names(*arguments: str) -> list[str]:
-        data = json.loads(call(monkeypatch, capsys, "--json", *arguments))
-        return [s["solution"] for s in data[0]["summary"]]
+    def peers(*arguments: str) -> dict[str, bool]:
+        assert "solutions" in call(monkeypatch, capsys, path, "--json", str(out), *arguments)
+        return {s["solution"]: s["peer"] for s in json.loads(out.read_text())[0]["summary"]}
 
-    assert ranked_names("--solutions", "a", path) == ["a"]
-    assert ranked_names("--solutions", "a,b", path) == ["a", "b"]
-    assert ranked_names("--solutions", "a", "--solutions", "c", path) == ["a", "c"]
-    data = json.loads(call(monkeypatch, capsys, "--json", "--peers", "b,c", path))
-    assert {s["solution"]: s["peer"] for s in data[0]["summary"]} == {
-        "a": False,
-        "b": True,
-        "c": True,
-    }
+    assert list(peers("--solutions", "a")) == ["a"]
+    assert list(peers("--solutions", "a", "[bx]")) == ["a", "b"]
+    assert peers("--peers", "b", "c") == {"a": False, "b": True, "c": True}
 
 
 def test_the_order_and_the_output_are_chosen(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -6,15 +6,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.report import generated, readme_tables, run_data
-from scripts.report.run_data import Recorded
+from scripts.pack import sources
+from scripts.programs import readme_tables
+from scripts.report import generated, readme
+from scripts.table.recorded import Recorded, read
+from scripts.table.tables import Table
 
 RESULTS = ROOT / "docs" / "results.md"
-TEXT = readme_tables.passages(RESULTS.read_text(encoding="utf-8"))[1]
+TEXT = readme.passages(RESULTS.read_text(encoding="utf-8"))[1]
 STAGES = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 """A record with stages and GEMMs of even rows, without device times."""
 
@@ -23,25 +27,25 @@ BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    return run_data.read(readme_tables.record_of(TEXT))
+    return read(readme.record_of(TEXT))
 
 
-@pytest.mark.parametrize("page", readme_tables.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
 def test_pages_and_pictures_are_current(page: Path) -> None:
     """On failure: python3 run.py readme_tables"""
-    _, *passages = readme_tables.passages(page.read_text(encoding="utf-8"))
+    _, *passages = readme.passages(page.read_text(encoding="utf-8"))
     assert passages
     for text in passages:
-        recorded = run_data.read(readme_tables.record_of(text))
-        assert readme_tables.stale(text, recorded, page) == []
-        assert readme_tables.BLOCK.findall(text)
+        recorded = read(readme.record_of(text))
+        assert readme.stale(text, recorded, page) == []
+        assert readme.BLOCK.findall(text)
 
 
 def test_a_changed_figure_is_noticed(recorded: Recorded) -> None:
-    (block,) = [m[0] for m in readme_tables.BLOCK.finditer(TEXT) if m[2] == "latency"]
+    (block,) = [m[0] for m in readme.BLOCK.finditer(TEXT) if m[2] == "latency"]
     digit = block.rindex(" %") - 1
     changed = block[:digit] + str((int(block[digit]) + 1) % 10) + block[digit + 1 :]
-    (problem,) = readme_tables.stale(TEXT.replace(block, changed), recorded, RESULTS)
+    (problem,) = readme.stale(TEXT.replace(block, changed), recorded, RESULTS)
     assert problem.startswith("results.md, block latency")
 
 
@@ -52,65 +56,66 @@ def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None
     lines = traces.read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[1:]))
     shutil.copy(generated.pictures_of(recorded) / "latency.png", tmp_path)
-    text = readme_tables.generate(TEXT, run_data.read(tmp_path), RESULTS.parent)
-    problems = readme_tables.stale(TEXT + text, run_data.read(tmp_path), RESULTS)
+    text = readme.generate(TEXT, read(tmp_path), RESULTS.parent)
+    problems = readme.stale(TEXT + text, read(tmp_path), RESULTS)
     assert any("block latency" in p for p in problems)
     assert any("latency.png of" in p and "drawn from other data" in p for p in problems)
     (tmp_path / "latency.png").unlink()
-    problems = readme_tables.stale(text, run_data.read(tmp_path), RESULTS)
+    problems = readme.stale(text, read(tmp_path), RESULTS)
     assert any("latency.png of" in p and "missing" in p for p in problems)
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
-    once = readme_tables.generate(TEXT, recorded, RESULTS.parent)
-    assert readme_tables.generate(once, recorded, RESULTS.parent) == once
+    once = readme.generate(TEXT, recorded, RESULTS.parent)
+    assert readme.generate(once, recorded, RESULTS.parent) == once
 
 
 def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> None:
     text = BLOCK.format("latency_plot")
-    assert "](docs/pictures/" in readme_tables.generate(text, recorded)
-    assert "](pictures/" in readme_tables.generate(text, recorded, ROOT / "docs")
-    assert readme_tables.shown(readme_tables.generate(text, recorded), recorded)
+    assert "](docs/pictures/" in readme.generate(text, recorded)
+    assert "](pictures/" in readme.generate(text, recorded, ROOT / "docs")
+    assert readme.shown(readme.generate(text, recorded), recorded)
 
 
 def test_figures_without_a_record_are_refused() -> None:
     with pytest.raises(UsageError, match="must follow"):
-        readme_tables.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
+        readme.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
 
 
 def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for path in recorded.directory.glob("*.json*"):
         shutil.copy(path, tmp_path)
-    copy = run_data.read(tmp_path)
+    copy = read(tmp_path)
     names = ["latency.png", "gemm_layers.png"]
-    written = readme_tables.draw(copy, names)
+    written = readme.draw(copy, names)
     assert written == [tmp_path / name for name in names]
-    source = readme_tables.data_hash(tmp_path).encode()
+    source = readme.data_hash(tmp_path).encode()
     assert all(source in p.read_bytes() for p in written)
-    assert source.decode() == readme_tables.data_hash(recorded.directory), "not of the place"
+    assert source.decode() == readme.data_hash(recorded.directory), "not of the place"
     with pytest.raises(UsageError, match="nothing to draw absent.png"):
-        readme_tables.draw(copy, ["absent.png"])
+        readme.draw(copy, ["absent.png"])
     (tmp_path / ".traces.jsonl.lock").touch()
-    assert source.decode() == readme_tables.data_hash(tmp_path), "of the data alone"
+    assert source.decode() == readme.data_hash(tmp_path), "of the data alone"
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
-    text = generated.table(["T", "a|b"], [["1", "0.5*"], ["2", "x|y"]], left=0)
+    frame = pd.DataFrame([["1", "0.5*"], ["2", "x|y"]], columns=["T", "a|b"])
+    text = generated.table(Table(frame, left=0))
     assert "**0.5**" in text and "x\\|y" in text
 
 
 def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no block absent"):
-        readme_tables.generate("<!-- generated: absent -->\n<!-- /generated -->\n", recorded)
+        readme.generate("<!-- generated: absent -->\n<!-- /generated -->\n", recorded)
     with pytest.raises(UsageError, match="must name one record"):
-        readme_tables.record_of("# no record")
+        readme.record_of("# no record")
     shutil.copy(recorded.directory / "traces.jsonl", tmp_path)
-    only_traces = run_data.read(tmp_path)
+    only_traces = read(tmp_path)
     for name, missing in (("stages", "stages.json"), ("gemm", "gemm.json")):
         with pytest.raises(UsageError, match=missing):
             text = f"<!-- generated: {name} -->\n<!-- /generated -->\n"
-            readme_tables.generate(text, only_traces)
+            readme.generate(text, only_traces)
 
 
 # --- what is said of sources and clocks -----------------------------------------------------------
@@ -132,10 +137,10 @@ def sources_are(monkeypatch, copy: Path, **changed: str) -> Recorded:
     """The record with its sources as those of now, but for the changed ones."""
     measured = json.loads((copy / "run.json").read_text())["solutions"]
     now = measured | {f"cutedsl_moe_fp8_{name}": value for name, value in changed.items()}
-    monkeypatch.setattr(run_data.sources, "current", lambda: now)
+    monkeypatch.setattr(sources, "current", lambda: now)
     for path in [copy / "stages.json", *copy.glob("gemm*.json")]:
         change_json(path, solutions=measured)
-    return run_data.read(copy)
+    return read(copy)
 
 
 def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
@@ -145,17 +150,17 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
     text = f"<!-- record: {copy} -->\n" + "".join(
         BLOCK.format(n) for n in ("ranking", "stages", "speed_of_v2", "gemm", "gemm_study")
     )
-    silent = readme_tables.generate(text, same)
-    assert "changed" not in silent and readme_tables.changes(same) == []
+    silent = readme.generate(text, same)
+    assert "changed" not in silent and readme.changes(same) == []
     changed = sources_are(monkeypatch, copy, v3="x", flat="x")
-    said = readme_tables.generate(text, changed)
+    said = readme.generate(text, changed)
     sentence = "the sources of flat and v3 have changed."
     assert " ".join(said.split()).count(f"Since this run {sentence}") == 1
     # v2 against v1 is of neither.
     assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 3
 
-    monkeypatch.setattr(readme_tables, "README", copy / "README.md")
-    monkeypatch.setattr(readme_tables, "PAGES", [copy / "README.md"])
+    monkeypatch.setattr(readme, "README", copy / "README.md")
+    monkeypatch.setattr(readme, "PAGES", [copy / "README.md"])
     monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
     (copy / "README.md").write_text(silent)
     assert readme_tables.main() == 1
@@ -173,15 +178,15 @@ def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -
     path = copy / "traces.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     text = BLOCK.format("ranking") + BLOCK.format("latency") + BLOCK.format("latency_plot")
-    without = readme_tables.generate(text, run_data.read(copy))
+    without = readme.generate(text, read(copy))
     assert "Latency in ms, the fastest in bold" in without and "evice" not in without
     for trace in lines:
         figures = {"ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 100}
         extra = trace["evaluation"]["correctness"]["extra"]
         extra |= {"device": {"method": "graph", **figures}, "harness": figures}
     path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    recorded = run_data.read(copy)
-    made = readme_tables.generate(text, recorded)
+    recorded = read(copy)
+    made = readme.generate(text, recorded)
     assert "Harness time in ms, host included, the fastest in bold" in made
     assert "Device time in ms, the fastest in bold" in made
     assert re.search(r"\| +harness ms \|.*\| +device ms \|", made)
@@ -204,7 +209,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     other = [r | {"variant": "v3", "vs_best_peer": 0.01} for r in mine]
     peers = [r for r in record["results"] if r["peer"]]
     path.write_text(json.dumps(record | {"results": mine + beside + other + peers}))
-    text = generated.gemm_layers(run_data.read(copy)).replace("\n", " ")
+    text = generated.gemm_layers(read(copy)).replace("\n", " ")
     first = f"GEMM1 at T={mine[0]['tokens']}"
     assert (
         "the two GEMMs of flat, with the configs that it ships, are 0.50x the best peer in the "
@@ -214,7 +219,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
     assert "% of the rate of a kernel that only reads them" in text
     path.write_text(json.dumps(record | {"results": peers}))
     with pytest.raises(UsageError, match="no timing of ours"):
-        generated.gemm_layers(run_data.read(copy))
+        generated.gemm_layers(read(copy))
 
 
 def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
@@ -223,14 +228,14 @@ def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
         del result["solutions"]["cutedsl_moe_fp8_v1"]
     (copy / "stages.json").write_text(json.dumps(stages))
     with pytest.raises(UsageError, match="stages.json does not have 'cutedsl_moe_fp8_v1'"):
-        readme_tables.generate(BLOCK.format("speed_of_v2"), run_data.read(copy))
+        readme.generate(BLOCK.format("speed_of_v2"), read(copy))
     change_json(copy / "stages.json", results=[])
     with pytest.raises(UsageError, match="has no stages.json"):
-        readme_tables.generate(BLOCK.format("stages"), run_data.read(copy))
+        readme.generate(BLOCK.format("stages"), read(copy))
 
 
 def test_configurations_below_the_best_peer_are_counted() -> None:
-    recorded = run_data.read(STAGES)
+    recorded = read(STAGES)
     rows = recorded.gemm["gemm_study"]["results"]
     below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
     assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)
@@ -241,8 +246,7 @@ def test_the_ladder_compares_with_the_generation_above(recorded: Recorded, monke
     *_, v1, missing, fused = generated.ladder(recorded).splitlines()
     uuid = next(uuid for length, uuid in recorded.main.workloads if length == 1)
     above, ms = (
-        recorded.main.latency_ms(uuid, f"cutedsl_moe_fp8_{name}", "device")
-        for name in ("v1", "fused")
+        recorded.main.figure(uuid, f"cutedsl_moe_fp8_{name}", "device") for name in ("v1", "fused")
     )
     assert above and ms and above > ms
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (v1, missing, fused)]

@@ -11,9 +11,13 @@ import pytest
 from test_rank import clocked, trace, write
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import ROOT
-from scripts.report import report, run_data
-from scripts.table import ranking
+from scripts.common.project import ROOT, short_name
+from scripts.pack import sources
+from scripts.programs import report as program
+from scripts.report import report
+from scripts.table import recorded as recorded_module
+from scripts.table import tables
+from scripts.table.recorded import find_run, gemm_kind, read
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -101,20 +105,29 @@ def page_of(path: Path) -> tuple[str, Page]:
     return text, page
 
 
-def test_a_run_with_everything(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def record_page(tmp_path_factory) -> str:
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    return report.write(RECORD, out).read_text(encoding="utf-8")
+
+
+def test_a_run_with_everything(record_page: str) -> None:
     """The recorded run: all sections, one file of less than a megabyte that loads nothing."""
-    out = report.write(RECORD, tmp_path / "report.html")
-    text = out.read_text(encoding="utf-8")
-    page = Page(text)
+    text, page = record_page, Page(record_page)
+    assert len(page.ids) == len(set(page.ids))
     assert page.open == [] and len(text) < 1e6
     assert {"ranking0", "stages", "gemm", "environment"} <= set(page.ids)
     assert all(load.startswith("#") for load in page.loads), "loads something"
     assert not re.search(r"@import|url\((?!#)", text)
     for target in {load[1:] for load in page.loads}:
         assert target in page.ids, target
-    recorded = run_data.read(RECORD)
-    # Speed-ups, latency, stages, and one for each record of the GEMM.
-    assert text.count("<svg") == 3 + len(recorded.gemm)
+    recorded = read(RECORD)
+    # Speed-ups, latency, stages, and one for each record of the GEMM but the ablation.
+    assert text.count("<svg") == 2 + len(recorded.gemm)
+    ablation = next(t for t in page.tables if t[0][:3] == ["variant", "N", "K"])
+    row = next(r for r in recorded.gemm["gemm_ablation"]["results"] if r.get("vs_base", 1) != 1)
+    cells = next(r for r in ablation if r[:3] == [row["variant"], str(row["n"]), str(row["k"])])
+    assert cells[ablation[0].index(f"T={row['tokens']}")] == f"{row['vs_base']:.2f}x"
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
     assert "NVIDIA H200" in page.words and "580.159.04" in page.words
     latency = next(t for t in page.tables if "floor / best" in t[0])
@@ -129,15 +142,9 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert latency[1][latency[0].index("flat")] == f"{flat:.3f}"
 
 
-def test_ids_on_the_page_are_unique(tmp_path: Path) -> None:
-    page = Page(report.write(RECORD, tmp_path / "report.html").read_text(encoding="utf-8"))
-    twice = {i for i in page.ids if page.ids.count(i) > 1}
-    assert not twice
-
-
-def test_figures_take_the_colours_of_the_page(tmp_path: Path) -> None:
-    text = report.write(RECORD, tmp_path / "report.html").read_text(encoding="utf-8")
-    figures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+def test_figures_take_the_colours_of_the_page(record_page: str) -> None:
+    figures = re.findall(r"<svg.*?</svg>", record_page, re.DOTALL)
+    assert figures
     for figure in figures:
         assert not re.search(r"#(000000|222222|ffffff|f2f2f2)", figure)
         assert "currentColor" in figure and "viewBox" in figure
@@ -188,7 +195,7 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    recorded = run_data.read(some_run(tmp_path, floors=FLOORS))
+    recorded = read(some_run(tmp_path, floors=FLOORS))
     written = report.write_pictures(recorded, tmp_path / "png")
     assert [p.name for p in written] == ["latency.png", "speedup.png"]
     for path in written:
@@ -199,7 +206,7 @@ def test_pictures(tmp_path: Path) -> None:
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
     from scripts.report.plots import latency_figure
 
-    recorded = run_data.read(some_run(tmp_path, floors=FLOORS))
+    recorded = read(some_run(tmp_path, floors=FLOORS))
     ranking = recorded.main
     (ax,) = latency_figure(ranking, recorded.floor_ms(ranking)).axes
     lines = {line.get_label(): line for line in ax.get_lines()}
@@ -226,8 +233,8 @@ def test_stages_figure_stacks_the_stages() -> None:
 
 
 def test_kinds_of_gemm_records() -> None:
-    recorded = run_data.read(RECORD)
-    kinds = {name: run_data.gemm_kind(record) for name, record in recorded.gemm.items()}
+    recorded = read(RECORD)
+    kinds = {name: gemm_kind(record) for name, record in recorded.gemm.items()}
     assert kinds == {
         "gemm": "even",
         "gemm_ablation": "ablation",
@@ -243,7 +250,8 @@ def test_gemm_table_compares_the_variants_of_a_problem() -> None:
         same | {"variant": "p", "peer": True, "us": 63.0},
         same | {"variant": "ours", "peer": False, "us": 9.0, "rows": 1},
     ]
-    header, cells = run_data.gemm_table(rows)
+    table = tables.gemm_table(rows)
+    header, cells = table.header, table.rows
     assert header[:6] == ["experts", "rows", "N", "K", "ours", "p"]
     assert cells == [
         ["8", "128", "4096", "7168", "70.0", "63.0*", "0.90x", "900", "3.50"],
@@ -261,7 +269,8 @@ def test_gemm_table_shows_the_shipped_config_and_the_best_known() -> None:
         same | {"variant": "flat, next larger", "peer": False, "us": 70.0, "vs_best_peer": 0.6},
         same | {"variant": "p", "peer": True, "us": 45.0},
     ]
-    header, cells = run_data.gemm_table(rows)
+    table = tables.gemm_table(rows)
+    header, cells = table.header, table.rows
     assert header[5:] == [
         *("flat", "v3", "p", "flat, best known", "best peer / ours", "TFLOP/s", "TB/s")
     ]
@@ -276,8 +285,8 @@ def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
         "gpus_after": [gpu | {"sm_clock": "1980 MHz"}],
         "command": ["--solutions", "x"],
     }
-    recorded = run_data.read(some_run(tmp_path, run=info))
-    found = dict(run_data.environment_table(recorded)[1])
+    recorded = read(some_run(tmp_path, run=info))
+    found = dict(tables.environment_table(recorded).rows)
     assert "345 MHz" in found["GPU clocks before"] and "1980 MHz" in found["GPU clocks after"]
     assert found["commit"] == "abc with changes" and found["source hash"] == "0123"
     assert found["triton"] == "3.6.0" and found["command"] == "run.py bench --solutions x"
@@ -290,13 +299,13 @@ def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_which_run(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report, "TRACES_DIR", tmp_path)
+    monkeypatch.setattr(recorded_module, "TRACES_DIR", tmp_path)
     with pytest.raises(UsageError, match="no run in"):
-        report.find_directory(None)
+        find_run(None)
     for name in ("1", "2"):
         some_run(tmp_path / name)
-    assert report.find_directory(None) == tmp_path / "2"
-    assert report.find_directory(tmp_path / "1" / "traces.jsonl") == tmp_path / "1"
+    assert find_run(None) == tmp_path / "2"
+    assert find_run(tmp_path / "1" / "traces.jsonl") == tmp_path / "1"
     with pytest.raises(UsageError, match="no traces.jsonl"):
         report.write(tmp_path)
 
@@ -306,14 +315,14 @@ def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "out" / "page.html"
     arguments = [str(run), "--out", str(out), "--png", str(tmp_path / "png"), "--peers", "peer_b"]
     monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    assert report.main() == 0
+    assert program.main() == 0
     assert str(out) in capsys.readouterr().out and (tmp_path / "png" / "latency.png").is_file()
     assert "vs best peer" not in Page(out.read_text()).words, "the only peer did not pass"
 
 
 def test_short_names_are_told() -> None:
-    assert ranking.short_name("cutedsl_moe_fp8_flat") == "flat"
-    assert ranking.short_name("triton_moe") == "triton_moe"
+    assert short_name("cutedsl_moe_fp8_flat") == "flat"
+    assert short_name("triton_moe") == "triton_moe"
 
 
 # --- two clocks, sources, and the floor -----------------------------------------------------------
@@ -344,7 +353,7 @@ def test_device_times_have_their_figure_table_and_cards(tmp_path: Path) -> None:
 
 
 def test_the_cards_share_of_the_floor_is_the_mean_of_the_workloads(tmp_path: Path) -> None:
-    recorded = run_data.read(clocked_run(tmp_path, floors=FLOORS))
+    recorded = read(clocked_run(tmp_path, floors=FLOORS))
     floor_ms = {"aaaa0000": 0.05, "bbbb0000": 0.5}  # 5 and 25 % of 1.0 and 2.0 ms
     found = dict((what, value) for value, what in report.cards(recorded.main, floor_ms))
     assert found["of its time is floor, on average (harness)"] == "15 %"
@@ -370,7 +379,7 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     }
     info = {"solutions": {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}}
     now = {"cutedsl_moe_fp8_flat": "2"}
-    monkeypatch.setattr(run_data.sources, "current", lambda: now)
+    monkeypatch.setattr(sources, "current", lambda: now)
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))
     assert "Since this run the source of flat has changed." in page.words
     assert "Since this measurement the project's sources have changed." in page.words
@@ -381,7 +390,7 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
 
 
 def test_pictures_of_both_clocks(tmp_path: Path) -> None:
-    recorded = run_data.read(clocked_run(tmp_path, floors=FLOORS))
+    recorded = read(clocked_run(tmp_path, floors=FLOORS))
     written = report.write_pictures(recorded, tmp_path / "png")
     assert [p.name for p in written] == ["latency.png", "speedup.png", "latency_device.png"]
 
@@ -395,7 +404,7 @@ def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     text, page = page_of(run)
     shown = name.replace("\x1b", "\\x1b")
     assert shown in page.words and "\x1b" not in text
-    assert report.write_pictures(run_data.read(run), tmp_path / "png")
+    assert report.write_pictures(read(run), tmp_path / "png")
 
 
 @pytest.mark.parametrize(
@@ -424,8 +433,8 @@ def test_an_empty_run_json_still_makes_a_page(tmp_path: Path) -> None:
     assert "flat" in page.words
 
 
-def test_the_run_after_the_peers_is_the_run(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_several_peers_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
     run = some_run(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["report.py", "--peers", "peer_a,peer_b", str(run)])
-    assert report.main() == 0
+    monkeypatch.setattr(sys, "argv", ["report.py", str(run), "--peers", "peer_a", "peer_b"])
+    assert program.main() == 0
     assert (run / "report.html").is_file()

@@ -323,7 +323,8 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     ("command", "said"),
     [
         ("pack", "--no-build"),
-        ("make_workloads", "Its options are listed after: python3 run.py setup"),
+        ("make_workloads", "--max-tokens"),
+        ("stages", "Its options are listed after: python3 run.py setup"),
         ("test", "run.py test [args]"),
         ("setup", "run.py setup "),
     ],

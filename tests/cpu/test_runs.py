@@ -10,9 +10,8 @@ from test_benchmark import evaluation
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset
+from scripts.data import dataset, traces
 from scripts.measure import runs
-from scripts.table import traces
 
 
 def result(name: str, length: int = 1) -> Trace:

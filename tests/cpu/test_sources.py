@@ -54,25 +54,40 @@ def test_changed_sources_in_a_sentence(measured: dict[str, set[str]], said: str)
 
 
 def test_a_rankings_sources_are_those_of_its_records(tmp_path) -> None:
-    made = [trace("x", length, 1.0, libs={"solution_hash": "1"}) for length in (7, 80)]
-    made += [trace("y", 7, 1.0, libs={"solution_hash": "2"}), trace("z", 7, 1.0)]
+    made = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
+    made += [trace("cutedsl_moe_fp8_v1", 7, 1.0, libs={"solution_hash": "2"})]
+    made += [trace("cutedsl_moe_fp8_v2", 7, 1.0)]
     (ranking,) = ranked(tmp_path, made)
-    assert sources.measured(ranking) == {"x": {"1"}, "y": {"2"}, "z": {""}}
+    assert sources.changed_sources(ranking.records.values()) == (
+        "Since this run the source of v1 has changed. It is not known which sources of v2 were "
+        "measured."
+    )
 
 
-def test_records_of_stages_and_gemms(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"solutions": {"cutedsl_moe_fp8_v1": "1"}, "environment": {"source": {"hash": "old"}}},
+            "",
+        ),
+        (
+            {"solutions": {"cutedsl_moe_fp8_v1": "0", "triton_moe": "3"}},
+            "Since this measurement the source of v1 has changed.",
+        ),
+        ({"environment": {"source": {"hash": "now"}}}, ""),
+        (
+            {"environment": {"source": {"hash": "old"}}},
+            "Since this measurement the project's sources have changed.",
+        ),
+        ({"environment": {"source": {}}}, "It is not known which sources were measured."),
+        ({"environment": {}}, "It is not known which sources were measured."),
+        ({}, "It is not known which sources were measured."),
+    ],
+)
+def test_records_of_stages_and_gemms(monkeypatch, record: dict, said: str) -> None:
     monkeypatch.setattr(environment, "source_hash", lambda: "now")
-    assert sources.record_remark({"cutedsl_moe_fp8_v1": "1"}, {"source": {"hash": "old"}}) == ""
-    assert sources.record_remark({"cutedsl_moe_fp8_v1": "0", "triton_moe": "3"}, None) == (
-        "Since this measurement the source of v1 has changed."
-    )
-    assert sources.record_remark(None, {"source": {"hash": "now"}}) == ""
-    assert sources.record_remark(None, {"source": {"hash": "old"}}) == (
-        "Since this measurement the project's sources have changed."
-    )
-    for nothing in (None, {}, {"source": {}}):
-        said = sources.record_remark(None, nothing)
-        assert said == "It is not known which sources were measured."
+    assert sources.changed_since(record) == said
 
 
 def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:

@@ -1,14 +1,15 @@
 """Exporting solutions: what backs them, what is refused, and that the forms come back right."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import pytest
 from flashinfer_bench.bench import BenchmarkConfig
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
-import run
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import UsageError, run_main
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data.dataset import load
 from scripts.measure import plan
 from scripts.pack import pack
 from scripts.pack.pack import PackError
-from scripts.submit import evidence, hf_kernels, sol_execbench, starter_kit, trace_tree
+from scripts.programs import submit as program
+from scripts.submit import evidence, packages, trees
 from scripts.submit.evidence import Refused
 from scripts.submit.export import Export, export_of, new_tree, write_all
 from scripts.submit.flatten import FlattenError, flatten
@@ -243,8 +244,8 @@ def backed(export: Export, back_with: Path) -> Export:
 def test_the_tree_has_the_data_sets_layout_and_comes_back(tmp_path: Path) -> None:
     exports = [backed(export_of(g, "some-team"), tmp_path) for g in (FLAT, V2)]
     tree = tmp_path / "tree"
-    write_all(tree, trace_tree.files(exports))
-    trace_tree.check(tree, exports)
+    write_all(tree, trees.trace_files(exports))
+    trees.check_trace(tree, exports)
     below = f"some-team/moe/{DEFINITION}"
     assert {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()} == {
         f"solutions/{below}/cutedsl_moe_fp8_flat.json",
@@ -262,13 +263,13 @@ def test_the_tree_has_the_data_sets_layout_and_comes_back(tmp_path: Path) -> Non
 
 def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
     exports = [backed(export_of(FLAT), tmp_path)]
-    made = trace_tree.files(exports)
+    made = trees.trace_files(exports)
     solution, traces = made
 
     def check(**changes: str) -> None:
         tree = tmp_path / str(len(list(tmp_path.iterdir())))
         write_all(tree, {**made, **changes})
-        trace_tree.check(tree, exports)
+        trees.check_trace(tree, exports)
 
     check()
     lines = made[traces].splitlines(keepends=True)
@@ -286,9 +287,9 @@ def test_the_check_of_the_tree_notices_what_is_wrong(tmp_path: Path) -> None:
 def test_a_solution_that_does_not_build_is_not_exported(tmp_path: Path, flat: Export) -> None:
     sources = [{**s, "content": "raise ArithmeticError('broken')"} for s in flat.content["sources"]]
     broken = backed(replace(flat, content={**flat.content, "sources": sources}), tmp_path)
-    write_all(tmp_path / "tree", trace_tree.files([broken]))
+    write_all(tmp_path / "tree", trees.trace_files([broken]))
     with pytest.raises(PackError, match="broken"):
-        trace_tree.check(tmp_path / "tree", [broken])
+        trees.check_trace(tmp_path / "tree", [broken])
 
 
 # --- one folder -----------------------------------------------------------------------------------
@@ -460,8 +461,8 @@ def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
 
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     export = export_of(GENERATIONS[name], "some-team")
-    write_all(tmp_path / "kit", starter_kit.files(export))
-    starter_kit.check(tmp_path / "kit", export)
+    write_all(tmp_path / "kit", packages.kit_files(export))
+    packages.check_kit(tmp_path / "kit", export)
     solution = packed_by_the_kit(tmp_path / "kit")
     assert (solution.name, solution.author) == (name, "some-team")
     assert solution.definition == DEFINITION and solution.spec.destination_passing_style
@@ -479,18 +480,18 @@ def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
 
 def test_the_check_of_the_kit_notices_what_is_wrong(tmp_path: Path) -> None:
     export = export_of(V2)
-    files = starter_kit.files(export)
+    files = packages.kit_files(export)
     below, missing = dict(files), dict(files)
     below["solution/triton/layer/rows.py"] = below.pop("solution/triton/layer_rows.py")
     del missing["solution/triton/numerics.py"]
     for name, wrong in {"below": below, "missing": missing}.items():
         write_all(tmp_path / name, wrong)
         with pytest.raises(PackError, match="would not take all files"):
-            starter_kit.check(tmp_path / name, export)
+            packages.check_kit(tmp_path / name, export)
     broken = {**files, "solution/triton/numerics.py": "raise ArithmeticError('broken')\n"}
     write_all(tmp_path / "broken", broken)
     with pytest.raises(PackError, match="broken"):
-        starter_kit.check(tmp_path / "broken", export)
+        packages.check_kit(tmp_path / "broken", export)
 
 
 @pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
@@ -498,7 +499,7 @@ def test_the_kits_entry_file_runs_however_it_is_imported(
     load: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     export = export_of(FLAT)
-    files = starter_kit.files(export)
+    files = packages.kit_files(export)
     folder = tmp_path / "a folder"
     # test_pack's ways import "main".
     write_all(folder, {Path(n).name.replace("kernel.py", "main.py"): s for n, s in files.items()})
@@ -528,7 +529,7 @@ def test_kept_kernels_know_the_sources_in_one_folder(tmp_path: Path, monkeypatch
 
 
 def test_sol_execbenchs_form_is_that_of_its_documentation(flat: Export) -> None:
-    made = json.loads(sol_execbench.files(flat)["solution.json"])
+    made = json.loads(packages.sol_files(flat)["solution.json"])
     assert made["spec"] == {
         "languages": ["cute_dsl"],
         "target_hardware": ["B200", "LOCAL"],  # its own GPU, and any other
@@ -541,24 +542,24 @@ def test_sol_execbenchs_form_is_that_of_its_documentation(flat: Export) -> None:
 
 
 def test_sol_execbench_gets_what_it_has_libraries_for(flat: Export) -> None:
-    assert sol_execbench.solution(export_of(GENERATIONS["triton_moe"]))["spec"] == {
-        **sol_execbench.solution(flat)["spec"],
+    assert packages.sol_solution(export_of(GENERATIONS["triton_moe"]))["spec"] == {
+        **packages.sol_solution(flat)["spec"],
         "languages": ["triton"],
         "target_hardware": ["B200", "LOCAL"],
         "dependencies": ["torch", "triton"],
     }
     with pytest.raises(PackError, match="needs sgl-deep-gemm, which SOL-ExecBench does not have"):
-        sol_execbench.solution(export_of(GENERATIONS["deepgemm_moe"]))
+        packages.sol_solution(export_of(GENERATIONS["deepgemm_moe"]))
     spec = {**flat.content["spec"], "target_hardware": ["NVIDIA B200"], "dependencies": ["torch"]}
     blackwell = replace(flat, content={**flat.content, "spec": spec})
-    assert sol_execbench.solution(blackwell)["spec"]["target_hardware"] == ["B200", "LOCAL"]
-    assert sol_execbench.solution(blackwell)["spec"]["languages"] == ["pytorch"]
+    assert packages.sol_solution(blackwell)["spec"]["target_hardware"] == ["B200", "LOCAL"]
+    assert packages.sol_solution(blackwell)["spec"]["languages"] == ["pytorch"]
 
 
 def test_sol_execbenchs_own_models_take_it() -> None:
     data = pytest.importorskip("sol_execbench.core.data.solution")
     for name in (FLAT.name, "triton_moe"):
-        made = sol_execbench.solution(export_of(GENERATIONS[name]))
+        made = packages.sol_solution(export_of(GENERATIONS[name]))
         assert data.Solution(**made).get_entry_source().path == "main.py"
 
 
@@ -567,7 +568,7 @@ def test_sol_execbenchs_own_models_take_it() -> None:
 
 def test_the_build_file_of_kernels(flat: Export) -> None:
     tomllib = pytest.importorskip("tomllib")
-    files = hf_kernels.files(flat)
+    files = packages.kernels_files(flat)
     assert tomllib.loads(files["build.toml"]) == {
         "general": {
             "name": "cutedsl-moe-fp8-flat",
@@ -585,12 +586,12 @@ def test_the_build_file_of_kernels(flat: Export) -> None:
 
 
 def test_kernels_gets_what_its_list_of_dependencies_allows(flat: Export) -> None:
-    triton = hf_kernels.build_toml(export_of(GENERATIONS["triton_moe"]))
+    triton = packages.build_toml(export_of(GENERATIONS["triton_moe"]))
     assert "depends" not in triton and "[general.cuda]" not in triton
     with pytest.raises(PackError, match="needs sglang-kernel, which the list of kernels does not"):
-        hf_kernels.files(export_of(GENERATIONS["sglang_moe"]))
+        packages.kernels_files(export_of(GENERATIONS["sglang_moe"]))
     with pytest.raises(PackError, match="small letters, digits and dashes"):
-        hf_kernels.files(replace(flat, content={**flat.content, "name": "2_fast"}))
+        packages.kernels_files(replace(flat, content={**flat.content, "name": "2_fast"}))
 
 
 @pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
@@ -600,7 +601,7 @@ def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
     """Its build of a package without compiled parts is a copy; each is imported under an id of its
     own, by the path of its `__init__.py`."""
     export = export_of(GENERATIONS[name])
-    write_all(tmp_path, hf_kernels.files(export))
+    write_all(tmp_path, packages.kernels_files(export))
     (source,) = (tmp_path / "torch-ext").iterdir()
     assert source.name == name
     modules = []
@@ -620,7 +621,7 @@ def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
 def test_kernels_own_parser_takes_the_build_file(tmp_path: Path) -> None:
     rust = pytest.importorskip("kernels._rust")
     for name in (FLAT.name, "triton_moe"):
-        write_all(tmp_path / name, hf_kernels.files(export_of(GENERATIONS[name])))
+        write_all(tmp_path / name, packages.kernels_files(export_of(GENERATIONS[name])))
         rust.Build.open(tmp_path / name)
 
 
@@ -652,13 +653,21 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
 # --- the program ----------------------------------------------------------------------------------
 
 
-def submit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(run.programs()["submit"]), *map(str, arguments)],
-        env=run.environment(),
-        capture_output=True,
-        text=True,
-    )
+@dataclass
+class Done:
+    """What a program did that was run in this process."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def submit(*arguments: str | Path) -> Done:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.raises(SystemExit) as ended:
+            run_main(lambda: program.main(list(map(str, arguments))))
+    return Done(ended.value.code, out.getvalue(), err.getvalue())
 
 
 def test_the_program_exports_what_is_backed_and_refuses_what_is_not(

@@ -11,9 +11,9 @@ from flashinfer_bench.data import Trace
 from test_rank import UUIDS, trace, write
 
 from scripts.common.command_line import UsageError
-from scripts.table import records, traces
-from scripts.table.records import failure_reason, parse_record
-from scripts.table.traces import merge_into_traces, read_records
+from scripts.data import records, traces
+from scripts.data.records import failure_reason, parse_record
+from scripts.data.traces import merge_into_traces, read_records
 
 
 def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.common.project import RESULTS_DIR
+from scripts.common.project import RESULTS_DIR, short_name
+from scripts.data.traces import read_records
 from scripts.measure import bench
-from scripts.report import report, run_data, without_gpu
-from scripts.table.ranking import Ranking, short_name
-from scripts.table.rankings import rankings
-from scripts.table.traces import read_records
+from scripts.pack import sources
+from scripts.report import report
+from scripts.table import rank_text
+from scripts.table.rankings import Ranking, rankings
+from scripts.table.recorded import read, recorded_runs
 
 RECORD = sorted(RESULTS_DIR.glob("*/*"))[-1]
 
@@ -36,7 +38,7 @@ def on_cpu() -> Ranking:
 
 
 def test_outputs_are_judged_and_no_time_is_given(on_cpu) -> None:
-    text = without_gpu.checked(on_cpu)
+    text = rank_text.checked(on_cpu)
     first, second, *_ = text.splitlines()
     assert first.startswith("CPU (Some CPU), workloads of T=1, 7")
     assert second.startswith("Tolerance: rtol 0.2, atol 0.1")
@@ -51,27 +53,27 @@ def test_outputs_are_judged_and_no_time_is_given(on_cpu) -> None:
 
 
 def test_the_recorded_ranking_stands_beside_it(on_cpu) -> None:
-    (recorded,) = [r for r in run_data.recorded_runs() if r.directory == RECORD]
+    (recorded,) = [r for r in recorded_runs() if r.directory == RECORD]
     said = bench.what_is_known([on_cpu])
     assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in said
     assert "harness ms: flashinfer-bench" in said
     first = recorded.main.summaries[0]
-    assert said.count("\nRecorded on ") == len(run_data.recorded_runs())
+    assert said.count("\nRecorded on ") == len(recorded_runs())
     own = said.split(f"Recorded on {recorded.main.hardware}, ")[1].split("\nRecorded on ")[0]
     (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
     kind = "peer" if first.peer else "ours"
     assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
-    assert row[4] == f"{first.harness.mean_ms:.3f}"
+    assert row[4] == f"{first.harness_mean_ms:.3f}"
 
 
 def test_whether_the_sources_have_changed_since_is_said(monkeypatch) -> None:
-    recorded = run_data.read(RECORD)
+    recorded = read(RECORD)
     measured = recorded.info["solutions"]
-    monkeypatch.setattr(run_data.sources, "current", lambda: measured)
-    assert "The sources have not changed since." in without_gpu.recorded_ranking(recorded)
+    monkeypatch.setattr(sources, "current", lambda: measured)
+    assert "The sources have not changed since." in rank_text.recorded_ranking(recorded)
     changed = measured | {"cutedsl_moe_fp8_v3": "x"}
-    monkeypatch.setattr(run_data.sources, "current", lambda: changed)
-    assert "Since this run the source of v3 has changed." in without_gpu.recorded_ranking(recorded)
+    monkeypatch.setattr(sources, "current", lambda: changed)
+    assert "Since this run the source of v3 has changed." in rank_text.recorded_ranking(recorded)
 
 
 def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
             timed = {"method": "graph", "ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 9}
             correctness["extra"]["device"] = timed
     traces.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    said = without_gpu.recorded_ranking(run_data.read(tmp_path))
+    said = rank_text.recorded_ranking(read(tmp_path))
     assert "on the GPU alone (replay of a CUDA graph)" in said
     assert "0.500" in said and "not recorded" not in said
 
@@ -92,13 +94,13 @@ def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
 def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path) -> None:
     for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
         shutil.copytree(RECORD, tmp_path / place)
-    found = [r.directory.relative_to(tmp_path) for r in run_data.recorded_runs(tmp_path)]
+    found = [r.directory.relative_to(tmp_path) for r in recorded_runs(tmp_path)]
     assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
-    assert run_data.recorded_runs(tmp_path / "absent") == []
+    assert recorded_runs(tmp_path / "absent") == []
 
 
 def test_the_page_shows_the_same(on_cpu, tmp_path: Path) -> None:
-    recorded = dataclasses.replace(run_data.read(RECORD), rankings=[on_cpu], directory=tmp_path)
+    recorded = dataclasses.replace(read(RECORD), rankings=[on_cpu], directory=tmp_path)
     page = report.render(recorded)
     assert "Recorded: NVIDIA" in page and "not measured in this run" in page
     assert "CPU (Some CPU)" in page and "INCORRECT_NUMERICAL" in page

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import random
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,12 @@ import torch
 from flashinfer_bench import TraceSet
 from flashinfer_bench.bench.utils import load_safetensors
 
+from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.data import fit_workloads, make_workloads, routing_numpy, synthetic_logits
-from scripts.data.make_workloads import WorkloadSpec, load_specs
+from scripts.data import routing_numpy, synthetic_logits, workload_specs
 from scripts.data.synthetic_logits import LogitModel, draw_logits, routing_bias
+from scripts.data.workload_specs import WorkloadSpec, load_specs
+from scripts.programs import make_workloads as program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,11 +96,11 @@ def test_workloads_pin_routing_and_scalars_only():
             assert (ROOT / inputs[name].path).resolve() == (ROOT / path).resolve()
 
 
-def test_workload_file_is_what_the_script_writes(tmp_path):
-    fit_workloads.write_index(SPECS, tmp_path / "index.jsonl")
-    assert (tmp_path / "index.jsonl").read_text() == (ROOT / make_workloads.WORKLOADS).read_text()
-    fit_workloads.write_spec(SPECS, tmp_path / "spec.json")
-    assert load_specs(tmp_path / "spec.json") == SPECS
+def test_workload_file_is_what_is_written_of_the_spec(tmp_path):
+    for path in workload_specs.write_specs(SPECS, tmp_path):
+        committed = json.loads if path.suffix == ".json" else str
+        written = (path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text())
+        assert committed(written[0]) == committed(written[1])
 
 
 # --- the draws -----------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def test_workload_file_is_what_the_script_writes(tmp_path):
 @by_workload
 def test_draw_has_the_bytes_and_counts_of_the_spec(spec):
     made = draw(spec)
-    content = make_workloads.blob_bytes(made.logits)
+    content = workload_specs.blob_bytes(made.logits)
     assert hashlib.sha256(content).hexdigest() == spec.sha256
     assert made.redrawn == spec.redrawn
     assert routing_numpy.count_local(made.ids, spec.local_expert_offset) == spec.counts
@@ -158,7 +159,7 @@ def test_no_choice_hangs_on_a_small_margin(spec):
 @by_workload
 def test_margin_threshold_is_far_from_every_margin(spec):
     """Or a different rounding of exp could redraw another row on another machine."""
-    assert draw(spec).margin_gap > fit_workloads.MIN_MARGIN_GAP
+    assert draw(spec).margin_gap > workload_specs.MIN_MARGIN_GAP
 
 
 def test_redraw_replaces_the_rows_without_margin_and_no_others(monkeypatch):
@@ -306,7 +307,7 @@ def test_counts_of_a_known_routing():
 def test_blob_loads_through_flashinfer_bench(tmp_path):
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
     shutil.copytree(ROOT / "workloads", tmp_path / "workloads")
-    paths = make_workloads.make_workloads(tmp_path, max_tokens=16, progress=False)
+    paths = workload_specs.make_workloads(tmp_path, max_tokens=16, progress=False)
     trace_set = TraceSet.from_path(str(tmp_path))
     small = [
         t.workload for t in trace_set.workloads[DEFINITION] if t.workload.axes["seq_len"] <= 16
@@ -325,15 +326,15 @@ def test_blob_loads_through_flashinfer_bench(tmp_path):
 
 
 def test_up_to_date_blob_is_left_and_damaged_one_made_again(tmp_path, capsys):
-    (path,) = make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
+    (path,) = workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
     assert "made" in capsys.readouterr().err
     content, stamp = path.read_bytes(), path.stat().st_mtime_ns
-    assert make_workloads.make_workloads(tmp_path, [SMALLEST.uuid]) == [path]
+    assert workload_specs.make_workloads(tmp_path, [SMALLEST.uuid]) == [path]
     assert "up to date" in capsys.readouterr().err
     assert path.stat().st_mtime_ns == stamp
     for damaged in (b"", content[:5], content[:700], content[:-1] + b"\1", b"\xff" * 64):
         path.write_bytes(damaged)
-        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
+        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
         assert path.read_bytes() == content
     assert capsys.readouterr().err == ""
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
@@ -341,82 +342,50 @@ def test_up_to_date_blob_is_left_and_damaged_one_made_again(tmp_path, capsys):
 
 def test_tensors_of_another_origin_are_kept(tmp_path, capsys):
     safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / SMALLEST.blob_path
+    path = tmp_path / workload_specs.blob_path(SMALLEST)
     path.parent.mkdir(parents=True)
     captured = {"routing_logits": torch.zeros(1, 256), "routing_bias": torch.zeros(256).bfloat16()}
     safetensors.save_file(captured, path)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1576\n"
     for content in (path.read_bytes(), pointer):
         path.write_bytes(content)
-        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid])
+        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
         assert "kept" in capsys.readouterr().err
         assert path.read_bytes() == content
 
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch):
     wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
-    monkeypatch.setattr(make_workloads, "load_any_specs", lambda path: wrong)
+    monkeypatch.setattr(workload_specs, "load_any_specs", lambda path: wrong)
     with pytest.raises(RuntimeError, match=SMALLEST.uuid):
-        make_workloads.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
-    assert make_workloads.main(["--root", str(tmp_path), "--workload", SMALLEST.uuid]) == 1
+        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid], progress=False)
+    assert program.main(["--root", str(tmp_path), "--workloads", SMALLEST.uuid]) == 1
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_selection():
-    assert [s.seq_len for s in make_workloads.select(SPECS, None, 15)] == [7, 1, 15, 14]
-    assert [s.seq_len for s in make_workloads.select(SPECS, ["e05c", "8f1f"], None)] == [1, 80]
-    assert make_workloads.select(SPECS, ["8f1f"], 79) == []
+    assert [s.seq_len for s in workload_specs.select(SPECS, None, 15)] == [7, 1, 15, 14]
+    assert [s.seq_len for s in workload_specs.select(SPECS, ["e05c", "8f1f"], None)] == [1, 80]
+    assert workload_specs.select(SPECS, ["8f1f"], 79) == []
     with pytest.raises(ValueError, match="'1234'"):
-        make_workloads.select(SPECS, ["1234"], None)
+        workload_specs.select(SPECS, ["1234"], None)
 
 
 def test_command_line(tmp_path, capsys):
     root = ["--root", str(tmp_path)]
-    assert make_workloads.main([*root, "--max-tokens", "1"]) == 0
-    assert (tmp_path / SMALLEST.blob_path).is_file()
-    assert make_workloads.main([*root, "--workload", "nope"]) == 2
-    assert "nope" in capsys.readouterr().err
+    assert program.main([*root, "--max-tokens", "1"]) == 0
+    assert (tmp_path / workload_specs.blob_path(SMALLEST)).is_file()
     (tmp_path / "file").write_text("")
-    assert make_workloads.main(["--root", str(tmp_path / "file"), "--max-tokens", "1"]) == 2
-    assert make_workloads.main(["--definition", "nope"]) == 2
+    for arguments, error, said in (
+        ([*root, "--workloads", "nope"], UsageError, "'nope'"),
+        (["--definition", "nope"], UsageError, "no definition 'nope'"),
+        (["--specs"], UsageError, "captured workloads"),
+        (["--root", str(tmp_path / "file"), "--max-tokens", "1"], OSError, "file"),
+    ):
+        with pytest.raises(error, match=said):
+            program.main(arguments)
     capsys.readouterr()
-    assert make_workloads.main(["--markdown", "--max-tokens", "1"]) == 0
+    assert program.main(["--markdown", "--max-tokens", "1"]) == 0
     table = capsys.readouterr().out
     assert "| e05c6c03 |" in table and "3 / 3" in table
     assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-# --- the search ----------------------------------------------------------------------------------
-
-
-def test_misfit_counts_every_statistic():
-    captured = {"pairs": 1000, "hit": 500, "active": 30, "max": 100}
-    perfect = routing_numpy.RoutingCounts(1000, 500, 30, 100)
-    assert fit_workloads.misfit(perfect, captured) == 0
-    for name in captured:
-        worse = replace(perfect, **{name: captured[name] + 3})
-        assert fit_workloads.misfit(worse, captured) > 0
-    assert fit_workloads.misfit(replace(perfect, max=5), {**captured, "max": None}) == 0
-
-
-def test_search_meets_a_small_workload(tmp_path):
-    spec = replace(SMALLEST, model=LogitModel(seed=1))
-    trial = fit_workloads.fit(spec, 60, lambda line: None)
-    fitted = fit_workloads.entry_of(spec, trial)
-    assert fitted.counts.pairs == fitted.captured["pairs"]
-    document = tmp_path / "spec.json"
-    fit_workloads.write_spec([fitted], document)
-    (loaded,) = load_specs(document)
-    assert hashlib.sha256(make_workloads.blob_bytes(loaded.draw().logits)).hexdigest() == (
-        loaded.sha256
-    )
-    assert json.loads(document.read_text())["definition"] == DEFINITION
-
-
-def test_search_stays_inside_its_limits():
-    rng = random.Random(0)
-    model = fit_workloads.random_model(rng, 100)
-    for _ in range(200):
-        model = fit_workloads.vary(rng, model, 1.0)
-        for name, (low, high) in fit_workloads.LIMITS.items():
-            assert low <= getattr(model, name) <= high

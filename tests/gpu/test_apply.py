@@ -25,7 +25,7 @@ from test_layer import new_output, output_of
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.pack.pack import generations
-from scripts.submit import apply_tree, evidence, trace_apply
+from scripts.submit import evidence, trees
 from scripts.submit.export import export_of, write_all
 
 pytestmark = pytest.mark.gpu
@@ -71,9 +71,9 @@ def data_set(tmp_path_factory) -> Path:
         for e in exports.values()
     ]
     definition = known.definitions[DEFINITION]
-    write_all(place / "apply", apply_tree.files(backed, definition))
-    apply_tree.check(place / "apply", backed)
-    write_all(place / "flashinfer", trace_apply.files(exports[FUSED], definition))
+    write_all(place / "apply", trees.apply_files(backed, definition))
+    trees.check_apply(place / "apply", backed)
+    write_all(place / "flashinfer", trees.flashinfer_files(exports[FUSED], definition))
     return place
 
 

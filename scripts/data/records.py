@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
@@ -26,6 +26,11 @@ MAX_REASON = 300
 HASH, SETTINGS, RUN, TIMING, TOLERANCE = "solution_hash", "settings", "run", "timing", "tolerance"
 # ... and in correctness.extra.
 DEVICE, HARNESS, INPUTS_CHANGED = "device", "harness", "inputs_changed"
+
+Clock = Literal["harness", "device"]
+CLOCKS: tuple[Clock, ...] = ("harness", "device")
+INVARIANCE = "invariance.json"
+"""Beside the traces: which solutions repeat their bits."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Write the flashinfer-bench definitions of the table in scripts/common/definitions.py.
-
-python3 run.py make_definition            write definitions/<op type>/<definition>.json, all of them
-python3 run.py make_definition --check    exit 1 when a committed file is out of date
+"""What the definitions of the table in scripts/common/definitions.py say: axes, inputs, reference.
 
 A layer's reference is moe_reference.py as it stands, or made of functions of that file and of
 expert_reference.py; a grouped GEMM's is made of those of gemm_reference.py.
@@ -9,29 +6,22 @@ expert_reference.py; a grouped GEMM's is made of those of gemm_reference.py.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.common import files
-from scripts.common.command_line import run_main
 from scripts.common.definitions import (
     DEEPSEEK_V3,
     DEFAULT,
     MASKED,
     RENORMALIZE,
-    TABLE,
     Entry,
     GemmDefinition,
     MoeDefinition,
 )
-from scripts.common.project import ROOT
 
-PATH = DEFAULT.path
 HERE = Path(__file__).parent
 BLOCK = 128
 BLOCK_LINE = (
@@ -341,24 +331,6 @@ def build_definition(definition: Entry = DEFAULT) -> dict:
     return built
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, default=ROOT, help="data set root")
-    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
-    args = parser.parse_args(argv)
-
-    status = 0
-    for definition in TABLE:
-        path = args.root / definition.path
-        text = json.dumps(build_definition(definition), indent=2) + "\n"
-        if not args.check:
-            files.write(path, text)
-            print(path)
-        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            print(f"{path} is out of date: run `python3 run.py make_definition`", file=sys.stderr)
-            status = 1
-    return status
-
-
-if __name__ == "__main__":
-    run_main(main)
+def definition_text(definition: Entry) -> str:
+    """The file with the definition's JSON."""
+    return json.dumps(build_definition(definition), indent=2) + "\n"

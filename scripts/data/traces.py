@@ -17,7 +17,7 @@ from filelock import FileLock
 from scripts.common import files, schemas
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import DEFINITION
-from scripts.table.records import Record, object_at, parse_record
+from scripts.data.records import Record, object_at, parse_record
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -75,16 +75,24 @@ def read_evaluations(
 ) -> Iterator[tuple[Record, dict[str, Any]]]:
     """The same records, each with the JSON of its trace."""
     for path in trace_files(paths):
-        hashes = run_hashes(read_run(path))
-        for number, trace in read_traces(path):
-            if trace.get("definition") != definition:
-                continue
-            try:
-                record = parse_record(trace, str(path), hashes)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _no_trace(path, number, error) from None
+        for record, trace in _parsed(path, definition):
             if record is not None:
                 yield record, trace
+
+
+def _parsed(
+    path: Path, definition: str | None = None
+) -> Iterator[tuple[Record | None, dict[str, Any]]]:
+    """Each trace of a file, or of one definition, with the record that it is, if it is one."""
+    hashes = run_hashes(read_run(path))
+    for number, trace in read_traces(path):
+        if definition is not None and trace.get("definition") != definition:
+            continue
+        try:
+            record = parse_record(trace, str(path), hashes)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _no_trace(path, number, error) from None
+        yield record, trace
 
 
 def run_file(traces: Path) -> Path:
@@ -153,13 +161,8 @@ def merge_into_traces(
     hash is in `hashes`; other traces stay as they are. The file is replaced as a whole.
     """
     with _alone(path):
-        known = run_hashes(read_run(path))
         lines, merged = [], 0
-        for number, trace in read_traces(path):
-            try:
-                record = parse_record(trace, str(path), known)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _no_trace(path, number, error) from None
+        for record, trace in _parsed(path):
             found = figures.get((record.uuid, record.solution)) if record is not None else None
             correctness = object_at(object_at(trace, "evaluation"), "correctness")
             if record is None or found is None or not correctness:

@@ -1,15 +1,8 @@
-"""The figures of the README and the docs from recorded runs: tables, sentences, and pictures.
-
-    python3 run.py readme_tables --check              # fails if a page and its record disagree
-    python3 run.py readme_tables                      # writes pages and pictures anew
-    python3 run.py readme_tables --record results/nvidia-h200/2026-12-24
-
-Where the sources of what was measured have changed since, the text says so, and --check repeats it.
+"""The pages with generated blocks: README.md, docs/results.md and docs/determinism.md.
 
 `<!-- record: DIRECTORY -->` names the record of what follows it in a page; what stands between
 `<!-- generated: NAME -->` and `<!-- /generated -->` is written here. Pictures go to docs/pictures
-and carry a hash of the record's data, by which --check knows them. --record takes the place of the
-README's record, wherever that is named.
+and carry a hash of the record's data, by which a check knows them.
 """
 
 import hashlib
@@ -19,13 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.common import files
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
+from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.common.text import printable
-from scripts.measure import plot_gemm
-from scripts.report import run_data
-from scripts.report.generated import BLOCKS, pictures_of, relative
-from scripts.report.run_data import Recorded
+from scripts.pack.sources import changed_since
+from scripts.report import plots
+from scripts.report.generated import BLOCKS, pictures_of, relative, sources_of
+from scripts.report.report import run_figures
+from scripts.table.recorded import Recorded, read, timed
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "determinism.md")
@@ -84,26 +77,21 @@ def shown(text: str, recorded: Recorded) -> list[str]:
 
 def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
     """Write these pictures of the record."""
-    from scripts.report.plots import plain_text, save_png
-    from scripts.report.report import run_figures
-
     figures = run_figures(recorded)
     if (layers := recorded.gemm.get("gemm_layers")) is not None:
-        figures["gemm_layers.png"] = lambda: plot_gemm.layers_figure(
-            run_data.timed(layers), layers["floors"], layers["hardware"]
+        figures["gemm_layers.png"] = lambda: plots.layers_figure(
+            timed(layers), layers["floors"], layers["hardware"]
         )
     if (study := recorded.gemm.get("gemm_study")) is not None:
-        figures["gemm_grid.png"] = lambda: plot_gemm.grid_figure(
-            run_data.timed(study), study["hardware"]
-        )
+        figures["gemm_grid.png"] = lambda: plots.grid_figure(timed(study), study["hardware"])
     source = data_hash(recorded.directory)
     written = []
     for name in names:
         if name not in figures:
             raise UsageError(f"{relative(recorded)} holds nothing to draw {name} from")
-        with plain_text():
+        with plots.plain_text():
             path = pictures_of(recorded) / name
-            save_png(figures[name](), path, source)
+            plots.save_png(figures[name](), path, source)
             written.append(path)
     return written
 
@@ -131,51 +119,51 @@ def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
 
 def changes(recorded: Recorded) -> list[str]:
     """What of the record is no longer of the present sources, one line each."""
-    found = {"traces.jsonl": run_data.changed_sources(recorded.main)}
+    found = {"traces.jsonl": sources_of(recorded)}
     if recorded.stages is not None:
-        found["stages.json"] = run_data.changed_since(recorded.stages)
+        found["stages.json"] = changed_since(recorded.stages)
     for name, record in recorded.gemm.items():
-        found[f"{name}.json"] = run_data.changed_since(record)
+        found[f"{name}.json"] = changed_since(record)
     return [f"{relative(recorded)}/{name}: {text}" for name, text in found.items() if text]
 
 
-def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--record", type=Path, metavar="DIR", help="the record to take instead")
-    arguments.add_argument("--check", action="store_true", help="write nothing; fail if stale")
-    args = arguments.parse_args()
-    usual = record_of(README.read_text(encoding="utf-8"))
-    taken: dict[Path, Recorded] = {}
+class Records:
+    """The records that the pages name, each read once; `instead` of the README's, if one is given,
+    wherever that is named."""
 
-    def of(passage: str) -> Recorded:
+    def __init__(self, instead: Path | None = None):
+        self.usual = record_of(README.read_text(encoding="utf-8"))
+        self.instead = instead
+        self.taken: dict[Path, Recorded] = {}
+
+    def of(self, passage: str) -> Recorded:
         directory = record_of(passage)
-        if directory == usual and args.record:
-            directory = args.record
-        if directory not in taken:
-            taken[directory] = run_data.read(directory)
-        return taken[directory]
+        if directory == self.usual and self.instead:
+            directory = self.instead
+        if directory not in self.taken:
+            self.taken[directory] = read(directory)
+        return self.taken[directory]
 
-    problems, pictures = [], []
+
+def check(records: Records) -> list[str]:
+    """What is stale on the pages, one line each."""
+    return [
+        line
+        for page in PAGES
+        for text in passages(page.read_text(encoding="utf-8"))[1:]
+        for line in stale(text, records.of(text), page)
+    ]
+
+
+def write(records: Records) -> list[Path]:
+    """Write the pages anew and draw their pictures, whose paths are returned."""
+    drawn = []
     for page in PAGES:
         first, *others = passages(page.read_text(encoding="utf-8"))
-        if args.check:
-            problems += [line for text in others for line in stale(text, of(text), page)]
-            continue
-        made = [(of(text), generate(text, of(text), page.parent)) for text in others]
+        made = [
+            (records.of(text), generate(text, records.of(text), page.parent)) for text in others
+        ]
         files.write(page, first + "".join(text for _, text in made))
-        pictures += [(recorded, shown(text, recorded)) for recorded, text in made]
-    for recorded in taken.values():
-        print(
-            "\n".join(map(printable, changes(recorded)))
-            or f"{relative(recorded)}: of the present sources"
-        )
-    for recorded, names in pictures:
-        for path in draw(recorded, names):
-            print(path)
-    for line in problems:
-        print(line)
-    return EXIT_FAILED if problems else EXIT_OK
-
-
-if __name__ == "__main__":
-    run_main(main)
+        for recorded, text in made:
+            drawn += draw(recorded, shown(text, recorded))
+    return drawn

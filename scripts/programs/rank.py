@@ -14,13 +14,10 @@ import sys
 from pathlib import Path
 
 from scripts.common import files
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, names, parser, run_main
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.definitions import full_name
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
-from scripts.table.rank_text import print_rankings
-from scripts.table.ranking import CLOCKS
-from scripts.table.rankings import rankings
-from scripts.table.traces import read_records
+from scripts.data.records import CLOCKS
 
 
 def own_runs() -> list[Path]:
@@ -34,62 +31,59 @@ def own_runs() -> list[Path]:
     return [TRACES_DIR]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
-    arguments.add_argument(
+    add = arguments.add_argument
+    add(
         "paths",
         nargs="*",
         type=Path,
         help="trace files, directories of them, or data sets; the runs of bench",
     )
-    arguments.add_argument(
-        "--solutions",
-        action="extend",
-        type=names,
-        default=[],
-        metavar="NAME,...",
-        help="names, * allowed; all",
-    )
-    arguments.add_argument("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
-    arguments.add_argument("--against", metavar="NAME", help="add the speed relative to a solution")
-    arguments.add_argument(
+    add("--solutions", nargs="+", default=[], metavar="NAME", help="names, * allowed; all")
+    add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
+    add("--against", metavar="NAME", help="add the speed relative to a solution")
+    add(
         "--peers",
-        action="extend",
-        type=names,
+        nargs="+",
         default=[],
-        metavar="NAME,...",
+        metavar="NAME",
         help="names that count as peers, * allowed; all that are not this project's",
     )
-    arguments.add_argument(
+    add(
         "--by",
         choices=CLOCKS,
         default="harness",
         help="order by the speed-up of the harness's times (default) or by the device's times",
     )
-    arguments.add_argument(
+    add(
         "--definition",
         type=full_name,
         default=DEFINITION,
         metavar="NAME",
         help="definition to rank, whether it is one of ours or not",
     )
-    style = arguments.add_mutually_exclusive_group()
-    style.add_argument("--markdown", action="store_true", help="print Markdown")
-    style.add_argument("--json", action="store_true", help="print JSON")
-    arguments.add_argument("--output", type=Path, metavar="FILE", help="write there instead")
-    args = arguments.parse_args()
+    add("--markdown", action="store_true", help="print Markdown")
+    add("--json", type=Path, metavar="FILE", help="also write everything there as JSON")
+    add("--output", type=Path, metavar="FILE", help="write the text or Markdown there instead")
+    args = arguments.parse_args(argv)
+
+    from scripts.data.traces import read_records
+    from scripts.table.rank_text import print_rankings
+    from scripts.table.rankings import rankings
 
     paths = args.paths or own_runs()
     records = read_records(paths, args.definition)
     ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:
         raise UsageError(f"no results in {', '.join(map(str, paths))}")
-    name = "json" if args.json else "markdown" if args.markdown else "text"
-    text = print_rankings(ranked, name)
+    text = print_rankings(ranked, "markdown" if args.markdown else "text")
     if args.output:
         files.write(args.output, text + "\n")
     else:
         print(text)
+    if args.json:
+        files.write(args.json, print_rankings(ranked, "json") + "\n")
     if len(ranked) > 1:
         said = "machines, timing methods or tolerances, one table each"
         print(f"{len(ranked)} {said}", file=sys.stderr)

@@ -1,0 +1,37 @@
+"""The least time that a call of the default layer can take on a GPU, from rates measured there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.common.definitions import DEFAULT
+
+BLOCK = 128
+_H, _I = DEFAULT.hidden_size, DEFAULT.intermediate_size
+WEIGHTS = 3 * _H * _I
+"""Values of an expert's."""
+WEIGHT_BYTES = WEIGHTS + 4 * WEIGHTS // BLOCK**2
+"""Of one expert, with the scales."""
+PAIR_FLOPS = 2 * WEIGHTS
+TOKEN_BYTES = _H + 4 * _H // BLOCK
+"""FP8 values and scales of a token that has a local expert."""
+LOGIT_BYTES, OUTPUT_BYTES = 4 * DEFAULT.num_experts, 2 * _H
+"""Of every token: float32 logits, bfloat16 output."""
+
+
+def bandwidth(rates: Mapping[str, float]) -> float:
+    """Bytes a second that memory gives at best: a large read or a copy, whichever is faster."""
+    return max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
+
+
+def floor_ms(workload: Mapping[str, Any], rates: Mapping[str, float]) -> tuple[float, float]:
+    """Milliseconds that reading takes, and that a workload's FLOPs take; the floor is the larger.
+
+    The workload has `tokens`, `hit` (tokens with a local expert), `active` (experts with rows) and
+    `pairs`, and `read_ms` where reading the weights was measured.
+    """
+    flops_ms = 1e3 * workload["pairs"] * PAIR_FLOPS / rates["fp8_flops_per_s"]
+    if "read_ms" in workload:
+        return workload["read_ms"], flops_ms
+    size = workload["active"] * WEIGHT_BYTES + workload["hit"] * TOKEN_BYTES
+    size += workload["tokens"] * (LOGIT_BYTES + OUTPUT_BYTES)
+    return 1e3 * size / bandwidth(rates), flops_ms

@@ -1,0 +1,430 @@
+"""The workloads: what their specs say, how the tensors are drawn from them, and the files.
+
+A spec file (workloads/<op type>/<definition>.spec.json) holds for each workload what its routing is
+drawn from, and the SHA-256 of the file of tensors (the blob) that comes of it. The workload file
+beside it is what flashinfer-bench reads. A layer's workload pins the routing tensors; one of a
+grouped GEMM pins where the rows lie, those that an expert has in a layer's workload. All other
+inputs are random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from scripts.common import files
+from scripts.common.definitions import (
+    DEFAULT,
+    DEFINITIONS,
+    MASKED,
+    RENORMALIZE,
+    Entry,
+    GemmDefinition,
+    MoeDefinition,
+)
+from scripts.common.project import ROOT
+from scripts.common.text import markdown_table, text_table
+from scripts.data.interfaces import interface_of
+from scripts.data.routing_numpy import RoutingCounts, count_local
+from scripts.data.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
+
+# Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs hold
+# hashes of these bytes: the generator's name stays what it was when they were made.
+BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
+TILE_ROWS = 128
+"""What `max_rows` of a masked grouped GEMM is a multiple of."""
+
+Content = tuple[str, tuple[int, ...], bytes]
+"""Of a tensor: safetensors' name of its type, shape, little-endian data."""
+
+
+# --- files of tensors -----------------------------------------------------------------------------
+
+
+def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
+    """The file that holds these tensors, in this order.
+
+    Written by hand: its bytes are part of the spec, so they must not follow the version of a
+    library. Format: length of the header (8 bytes, little endian), header (JSON), data.
+    """
+    header: dict[str, Any] = {"__metadata__": BLOB_METADATA}
+    end = 0
+    for key, (dtype, shape, raw) in data.items():
+        offsets = [end, end + len(raw)]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        end += len(raw)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the data aligned
+    return len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in data.values())
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether path is a well-formed safetensors file that this project did not write, or what
+    git-lfs leaves in the place of one."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            return True
+        length = int.from_bytes(start, "little")
+        if not 2 <= length <= 1 << 20:
+            return False
+        try:
+            header = json.loads(file.read(length))
+            size = max(entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return False
+    complete = path.stat().st_size == 8 + length + size
+    return complete and header.get("__metadata__") != BLOB_METADATA
+
+
+def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
+    """The safetensors file of a layer's workload."""
+    if definition.routing == RENORMALIZE:
+        return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
+    bias = routing_bias(definition)
+    return safetensors_bytes(
+        {
+            "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
+            "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
+        }
+    )
+
+
+def _bfloat16(values: np.ndarray) -> bytes:
+    """Of float32 values that bfloat16 holds exactly."""
+    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """One workload of a layer: what is known of the captured one, and the draw that stands in."""
+
+    uuid: str
+    seq_len: int
+    local_expert_offset: int
+    blob: str  # the part of the blob's file name after the definition's
+    captured: dict[str, int | None]  # pairs, hit, active, max (None: not known, or not captured)
+    model: LogitModel
+    counts: RoutingCounts
+    redrawn: int
+    sha256: str  # of the blob
+    definition: MoeDefinition = DEFAULT  # named once in the spec file, not here
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """What flashinfer-bench's workload says of the definition's variable axis."""
+        return {"seq_len": self.seq_len}
+
+    def draw(self) -> Draw:
+        return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
+
+    def tensors(self) -> list[str]:
+        """The names of those in the blob."""
+        with_bias = self.definition.routing != RENORMALIZE
+        return ["routing_logits", "routing_bias"] if with_bias else ["routing_logits"]
+
+    def scalars(self) -> dict[str, float]:
+        """Those that the workload pins."""
+        if self.definition.routing == RENORMALIZE:
+            return {}
+        return {
+            "local_expert_offset": self.local_expert_offset,
+            "routed_scaling_factor": self.definition.routed_scaling_factor,
+        }
+
+    def content(self) -> bytes:
+        """The blob, drawn afresh."""
+        return blob_bytes(self.draw().logits, self.definition)
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """One workload of a grouped GEMM: how many rows every expert has, and whose rows these are."""
+
+    uuid: str
+    layer: str  # uuid of the layer's workload
+    seq_len: int  # its tokens
+    rows: tuple[int, ...]  # of every expert
+    blob: str  # as above
+    sha256: str
+    definition: GemmDefinition
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """As above."""
+        if self.definition.rows == MASKED:
+            return {"max_rows": -(-max(self.rows) // TILE_ROWS) * TILE_ROWS}
+        return {"total_rows": sum(self.rows)}
+
+    def tensors(self) -> list[str]:
+        return ["masked_m" if self.definition.rows == MASKED else "m_indptr"]
+
+    def scalars(self) -> dict[str, int]:
+        """Of the rows the host knows what even routing would give."""
+        if self.definition.rows != MASKED:
+            return {}
+        return {"expected_m": -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)}
+
+    def content(self) -> bytes:
+        (name,) = self.tensors()
+        values: Sequence[int] = self.rows
+        if self.definition.rows != MASKED:
+            values = list(itertools.accumulate(self.rows, initial=0))
+        tensor: Content = ("I32", (len(values),), np.array(values, dtype="<i4").tobytes())
+        return safetensors_bytes({name: tensor})
+
+
+Spec = WorkloadSpec | GemmSpec
+AnySpec = TypeVar("AnySpec", bound=Spec)
+
+
+def blob_path(spec: Spec) -> Path:
+    """Of the workload's tensors, below a data set's root; as in the official data set."""
+    name = spec.definition.name
+    folder = Path("blob") / "workloads" / spec.definition.op_type / name
+    return folder / f"{name}_{spec.blob}.safetensors"
+
+
+def workloads_path(definition: Entry) -> Path:
+    """Of the definition's workloads, below a data set's root."""
+    return Path("workloads") / definition.op_type / f"{definition.name}.jsonl"
+
+
+def spec_path(definition: Entry) -> Path:
+    """Of what its workloads' tensors are made of."""
+    return Path("workloads") / definition.op_type / f"{definition.name}.spec.json"
+
+
+def load_specs(path: Path | None = None) -> list[WorkloadSpec]:
+    """Of a layer, in the order of the data set; the default one's."""
+    found = load_any_specs(path or ROOT / spec_path(DEFAULT))
+    assert all(isinstance(spec, WorkloadSpec) for spec in found)
+    return found  # type: ignore[return-value]
+
+
+def load_any_specs(path: Path) -> Sequence[Spec]:
+    """In the order of the data set."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    definition = DEFINITIONS[document["definition"]]
+    if isinstance(definition, GemmDefinition):
+        return [
+            GemmSpec(**{**entry, "rows": tuple(entry["rows"])}, definition=definition)
+            for entry in document["workloads"]
+        ]
+    parsed = {"model": LogitModel, "counts": RoutingCounts}
+    return [
+        WorkloadSpec(
+            **{key: parsed[key](**v) if key in parsed else v for key, v in entry.items()},
+            definition=definition,
+        )
+        for entry in document["workloads"]
+    ]
+
+
+def select(
+    specs: Sequence[AnySpec], uuids: Sequence[str] | None, max_tokens: int | None
+) -> list[AnySpec]:
+    """Those whose uuid starts with one of uuids and that have at most max_tokens tokens."""
+    for prefix in uuids or ():
+        if not any(spec.uuid.startswith(prefix) for spec in specs):
+            raise ValueError(f"workload {prefix!r}: no uuid of the spec starts with it")
+    return [
+        spec
+        for spec in specs
+        if (uuids is None or spec.uuid.startswith(tuple(uuids)))
+        and (max_tokens is None or spec.seq_len <= max_tokens)
+    ]
+
+
+# --- making what the specs say --------------------------------------------------------------------
+
+
+def _make_blob(spec: Spec, path: Path) -> str:
+    """Make one blob where it is needed; returns what was done."""
+    if path.is_file():
+        if hashlib.sha256(path.read_bytes()).hexdigest() == spec.sha256:
+            return "up to date"
+        if is_foreign(path):
+            return "kept: not written by this program"
+    content = spec.content()
+    if (got := hashlib.sha256(content).hexdigest()) != spec.sha256:
+        raise RuntimeError(
+            f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
+            f"{spec.sha256}; the generator and the spec are out of step"
+        )
+    files.write(path, content)
+    return "made"
+
+
+def make_workloads(
+    root: Path,
+    uuids: Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    progress: bool = True,
+    definition: Entry = DEFAULT,
+) -> list[Path]:
+    """Make the blobs of the selected workloads under root; returns their paths, made or kept.
+
+    uuids may be abbreviated. Raises ValueError on an unknown one and RuntimeError where the
+    content differs from the spec's.
+    """
+    selected = select(load_any_specs(ROOT / spec_path(definition)), uuids, max_tokens)
+    paths = []
+    for number, spec in enumerate(selected, 1):
+        path = Path(root) / blob_path(spec)
+        start = time.perf_counter()
+        done = _make_blob(spec, path)
+        if progress:
+            print(
+                f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}"
+                f"  ({time.perf_counter() - start:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+        paths.append(path)
+    return paths
+
+
+COUNTS = ("pairs", "hit", "active", "max")
+
+
+def captured_table(specs: Sequence[WorkloadSpec], markdown: bool) -> str:
+    """Captured / ours for every workload, ours counted in logits made afresh."""
+    header = ["uuid", "T", "offset", *(f"{column} captured / ours" for column in COUNTS)]
+    header += ["mean", "std", "smallest margin", "rows redrawn"]
+    rows = []
+    for spec in specs:
+        draw = spec.draw()
+        ours = asdict(count_local(draw.ids, spec.local_expert_offset, spec.definition))
+        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
+        logits = draw.logits.astype(np.float64)
+        cells = [spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)]
+        cells += [f"{theirs[c]} / {ours[c]}" for c in COUNTS]
+        cells += [f"{logits.mean():.4f}", f"{logits.std():.4f}", f"{draw.margin:.2e}"]
+        rows.append([*cells, str(draw.redrawn)])
+    return (markdown_table if markdown else text_table)(header, rows, left=0)
+
+
+# --- making specs ---------------------------------------------------------------------------------
+
+MOMENT_TOLERANCE = 2e-3
+MIN_MARGIN_GAP = 1e-12  # float64 scores near 10 are rounded by 2e-15
+
+# Of workloads that stand for no captured ones: experts differ in popularity and the tokens of a
+# request are alike, about as much as a search found it of captured ones.
+OWN_STRENGTHS = {"expert": 200, "request": 500, "token": 100}
+TOKENS_OF_A_REQUEST = 64
+
+
+def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
+    """Whether the moments are the definition's, and no margin is near the threshold."""
+    logits = draw.logits.astype(np.float64)
+    return (
+        abs(float(logits.mean()) - definition.logits_mean) < MOMENT_TOLERANCE
+        and abs(float(logits.std()) - definition.logits_std) < MOMENT_TOLERANCE
+        and draw.margin_gap > MIN_MARGIN_GAP
+    )
+
+
+def own_layer_specs(definition: MoeDefinition, max_tokens: int | None = None) -> list[WorkloadSpec]:
+    """Workloads that stand for no captured ones, for the ranks in turns: each the draw of the first
+    seed that is usable."""
+    ranks = definition.num_experts // definition.num_local_experts
+    specs = []
+    for number, tokens in enumerate(definition.tokens):
+        if max_tokens is not None and tokens > max_tokens:
+            continue
+        name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{tokens}")
+        requests = 1 + tokens // TOKENS_OF_A_REQUEST
+        offset = number % ranks * definition.num_local_experts
+        for seed in itertools.count(1 + number, 1000):
+            model = LogitModel(seed=seed, requests=requests, **OWN_STRENGTHS)
+            draw = draw_logits(model, tokens, offset, definition)
+            if is_usable(draw, definition):
+                break
+        specs.append(
+            WorkloadSpec(
+                uuid=str(name),
+                seq_len=tokens,
+                local_expert_offset=offset,
+                blob=name.hex,
+                captured=dict.fromkeys(COUNTS),
+                model=model,
+                counts=count_local(draw.ids, offset, definition),
+                redrawn=draw.redrawn,
+                sha256=hashlib.sha256(blob_bytes(draw.logits, definition)).hexdigest(),
+                definition=definition,
+            )
+        )
+    return specs
+
+
+def own_gemm_specs(definition: GemmDefinition, max_tokens: int | None = None) -> list[GemmSpec]:
+    """The rows of every expert in the default layer's workloads with the definition's token counts,
+    fewest tokens first."""
+    specs = []
+    for layer in sorted(load_specs(), key=lambda spec: spec.seq_len):
+        if layer.seq_len not in definition.tokens:
+            continue
+        if max_tokens is not None and layer.seq_len > max_tokens:
+            continue
+        local = layer.draw().ids - layer.local_expert_offset
+        here = local[(local >= 0) & (local < definition.experts)]
+        rows = tuple(np.bincount(here, minlength=definition.experts).tolist())
+        name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
+        spec = GemmSpec(str(name), layer.uuid, layer.seq_len, rows, name.hex, "", definition)
+        specs.append(replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest()))
+    return specs
+
+
+def own_specs(definition: Entry, max_tokens: int | None = None) -> Sequence[Spec]:
+    """Of a definition of either kind whose workloads stand for no captured ones."""
+    if isinstance(definition, GemmDefinition):
+        return own_gemm_specs(definition, max_tokens)
+    assert isinstance(definition, MoeDefinition)
+    return own_layer_specs(definition, max_tokens)
+
+
+def workload_line(spec: Spec) -> str:
+    """The workload as flashinfer-bench reads it."""
+    path = f"./{blob_path(spec).as_posix()}"
+    pinned: dict[str, dict[str, Any]] = {
+        name: {"type": "safetensors", "path": path, "tensor_key": name} for name in spec.tensors()
+    }
+    pinned |= {n: {"type": "scalar", "value": value} for n, value in spec.scalars().items()}
+    names = interface_of(spec.definition).inputs
+    inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
+    record = {
+        "definition": spec.definition.name,
+        "workload": {"axes": spec.axes, "inputs": inputs, "uuid": spec.uuid},
+        "solution": None,
+        "evaluation": None,
+    }
+    return json.dumps(record)
+
+
+def write_specs(specs: Sequence[Spec], root: Path) -> list[Path]:
+    """Write the spec file and the workload file of one definition's workloads."""
+    definition = specs[0].definition
+    entries = [{k: v for k, v in asdict(s).items() if k != "definition"} for s in specs]
+    document = {"definition": definition.name, "workloads": entries}
+    written = {
+        root / spec_path(definition): json.dumps(document, indent=1) + "\n",
+        root / workloads_path(definition): "".join(workload_line(s) + "\n" for s in specs),
+    }
+    for path, text in written.items():
+        files.write(path, text)
+    return list(written)

@@ -1,0 +1,53 @@
+"""Pack each generation into one self-contained flashinfer-bench Solution JSON.
+
+A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
+form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
+loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
+.moe_fp8_packed beside it lists what was packed there; other files there are left alone.
+
+A generation whose SOLUTION names "routings" is packed once more for every further definition with
+one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
+whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
+"""
+
+from pathlib import Path
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main, say
+from scripts.common.definitions import DEFAULT, Entry, find
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("names", nargs="*", help="solutions (or their files) to pack; all")
+    add("--definition", type=find, default=DEFAULT, metavar="NAME", help="another definition")
+    add("--output", type=Path, metavar="DIR", help="directory of the JSON files")
+    add("--check", action="store_true", help="write nothing; fail if a file is missing or stale")
+    add("--no-build", action="store_true", help="do not build the result as flashinfer-bench does")
+    add("--list", action="store_true", help="only list the generations")
+    args = arguments.parse_args(argv)
+
+    from scripts.pack import pack
+
+    definition: Entry = args.definition
+    output = args.output or pack.packed_dir(definition)
+    try:
+        if args.list:
+            for generation in pack.generations(definition=definition):
+                print(f"{generation.name}  {generation.path.name}")
+        elif args.check:
+            problems = pack.stale_files(args.names, output, definition=definition)
+            print("\n".join(problems) if problems else "packed solutions are current")
+            return EXIT_FAILED if problems else EXIT_OK
+        else:
+            build = not args.no_build
+            for path in pack.write_packed(args.names, output, build=build, definition=definition):
+                print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
+    except pack.PackError as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,38 @@
+"""The figures of the README and the docs from recorded runs: tables, sentences, and pictures.
+
+    python3 run.py readme_tables --check              # fails if a page and its record disagree
+    python3 run.py readme_tables                      # writes pages and pictures anew
+    python3 run.py readme_tables --record results/nvidia-h200/2026-12-24
+
+Where the sources of what was measured have changed since, the text says so, and --check repeats it.
+"""
+
+from pathlib import Path
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main
+from scripts.common.text import printable
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument(
+        "--record", type=Path, metavar="DIR", help="the record to take in place of the README's"
+    )
+    arguments.add_argument("--check", action="store_true", help="write nothing; fail if stale")
+    args = arguments.parse_args(argv)
+
+    from scripts.report import readme
+
+    records = readme.Records(args.record)
+    problems = readme.check(records) if args.check else []
+    pictures = [] if args.check else readme.write(records)
+    for recorded in records.taken.values():
+        current = [f"{readme.relative(recorded)}: of the present sources"]
+        print("\n".join(map(printable, readme.changes(recorded) or current)))
+    for line in [*pictures, *problems]:
+        print(line)
+    return EXIT_FAILED if problems else EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)
