@@ -1,6 +1,6 @@
 """The parts of the references that dequantise one expert's weights at a time.
 
-make_definition.py puts them behind what they share with moe_reference.py, whose reference
+interfaces.py puts them behind what they share with moe_reference.py, whose reference
 dequantises all weights first, as the official one of its definition does. Of a definition with
 three times as many bytes of weights that would not fit into a GPU of 80 GB.
 """

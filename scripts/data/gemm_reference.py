@@ -1,6 +1,6 @@
 """References of the layer's two grouped GEMMs alone, in float32.
 
-make_definition.py makes a definition's reference of `scaled_product` and of the `run_...` of its
+interfaces.py makes a definition's reference of `scaled_product` and of the `run_...` of its
 layout of the rows.
 """
 

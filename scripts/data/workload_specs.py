@@ -34,7 +34,7 @@ from scripts.common.definitions import (
 )
 from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
-from scripts.data.interfaces import interface_of
+from scripts.data.interfaces import build_definition
 from scripts.data.routing_numpy import RoutingCounts, count_local
 from scripts.data.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
 
@@ -405,7 +405,7 @@ def workload_line(spec: Spec) -> str:
         name: {"type": "safetensors", "path": path, "tensor_key": name} for name in spec.tensors()
     }
     pinned |= {n: {"type": "scalar", "value": value} for n, value in spec.scalars().items()}
-    names = interface_of(spec.definition).inputs
+    names = build_definition(spec.definition)["inputs"]
     inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
     record = {
         "definition": spec.definition.name,

@@ -40,7 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="trace files, directories of them, or data sets; the runs of bench",
     )
-    add("--solutions", nargs="+", default=[], metavar="NAME", help="names, * allowed; all")
+    add(
+        "--solutions",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names, * allowed; all. Paths stand before it, or after --",
+    )
     add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
     add("--against", metavar="NAME", help="add the speed relative to a solution")
     add(

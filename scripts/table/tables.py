@@ -6,7 +6,7 @@ flashinfer-bench measured, with the host's part; `device` is device_time's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -129,7 +129,7 @@ def summary_table(ranking: Ranking) -> Table:
         names, reasons = list(ranking.skipped), list(ranking.skipped.values())
         statuses = list(map(skip_status, reasons))
         absent = pd.DataFrame({"solution": names, "passed": statuses, "why": reasons})
-        frame = pd.concat([frame, absent]).fillna("-")
+        frame = pd.concat([frame, absent]).astype(object).fillna("-")
     if not frame.why.any():
         frame = frame.drop(columns="why")
     wrap = (len(frame.columns) - 1,) if "why" in frame else ()
@@ -138,8 +138,7 @@ def summary_table(ranking: Ranking) -> Table:
 
 def short_names(table: Table) -> Table:
     """The same table, without the beginning of our names."""
-    frame = table.frame.assign(solution=table.frame.solution.map(short_name))
-    return Table(frame, table.left, table.title, table.note, table.name, table.wrap, table.ours)
+    return replace(table, frame=table.frame.assign(solution=table.frame.solution.map(short_name)))
 
 
 def short_table(ranking: Ranking) -> Table:
@@ -178,8 +177,8 @@ def correctness_table(ranking: Ranking) -> Table:
     """Whether the solutions are right, by name; without any time."""
     s = ranking.summary
     frame = pd.DataFrame({"solution": s.solution, "passed": _passed(s)})
-    frame = frame.merge(accuracy_table(ranking).frame, how="left", on="solution").fillna("-")
-    return Table(frame.sort_values("solution"), note=ACCURACY_NOTE)
+    frame = frame.merge(accuracy_table(ranking).frame, how="left", on="solution")
+    return Table(frame.astype(object).fillna("-").sort_values("solution"), note=ACCURACY_NOTE)
 
 
 def failures_table(ranking: Ranking) -> Table:
@@ -264,7 +263,7 @@ def _cells(ranking: Ranking, shown: "pd.Series[str]") -> pd.DataFrame:
     wide = f.assign(cell=shown.where(f.passed, statuses)).pivot(
         index=["tokens", "uuid"], columns="solution", values="cell"
     )
-    wide = wide.reindex(columns=ranking.summary.solution).fillna("not run")
+    wide = wide.reindex(columns=ranking.summary.solution).astype(object).fillna("not run")
     wide.columns = pd.Index(map(short_name, wide.columns))
     return wide
 
@@ -316,7 +315,7 @@ def workload_tables(ranking: Ranking) -> list[Table]:
         title = f"{what} of the workload's best peer over the solution's"
         versus = table(title, numbers(f[f"{clock}_vs_peer"], unit="x"))
         peers = {uuid: name for uuid, (name, _) in ranking.best(clock, peer=True).items()}
-        best = _of_workloads(ranking, peers).fillna("-")
+        best = _of_workloads(ranking, peers).astype(object).fillna("-")
         end = len(versus.frame.columns)
         versus.frame.insert(end, "best peer", best.to_list(), allow_duplicates=True)
         tables.append(versus)

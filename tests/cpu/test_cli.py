@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import call
 
 import run
 from scripts.common.project import DEFINITION, ROOT
@@ -19,7 +20,8 @@ RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
-def call(program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def start(program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
     return subprocess.run(
         [sys.executable, str(run.programs()[program]), *arguments],
         env={**run.environment(), **env},
@@ -30,7 +32,7 @@ def call(program: str, *arguments: str, **env: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program: str) -> None:
-    result = call(program, "--help")
+    result = start(program, "--help")
     assert result.returncode == 0, result.stderr
     assert "usage:" in result.stdout
 
@@ -108,7 +110,7 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     env = {"FIB_CACHE_PATH": str(tmp_path / "cache")}
     common = ["--cpu", "--workloads", "T=1", "--iterations", "1", "--traces", str(tmp_path / "t")]
     report = ["--json", str(tmp_path / "ranking.json"), "--markdown", str(tmp_path / "ranking.md")]
-    result = call("bench", *common, *report, **env)
+    result = start("bench", *common, *report, **env)
     assert result.returncode == 0, result.stderr
     assert "torch model on the CPU" in result.stderr and "not run: 18 workloads" in result.stderr
 
@@ -136,13 +138,13 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     }
 
     # Nothing is left to do for the same sources, and nothing is measured twice.
-    again = call("bench", *common, "--resume", **env)
+    again = start("bench", *common, "--resume", **env)
     assert again.returncode == 0, again.stderr
     assert "0 workloads to run" in again.stderr
     assert len(load_jsonl_file(Trace, made / "traces.jsonl")) == len(traces)
 
     # A tolerance that the FP8 intermediate cannot meet fails, with status 1 and the reason.
     strict = [*common[:-1], str(tmp_path / "strict"), "--rtol", "0.001", "--atol", "0.001"]
-    failed = call("bench", *strict, "--solutions", "*_v2", **env)
+    failed = start("bench", *strict, "--solutions", "*_v2", **env)
     assert failed.returncode == 1
     assert "INCORRECT_NUMERICAL: matched ratio" in failed.stdout

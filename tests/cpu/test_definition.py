@@ -11,7 +11,7 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from flashinfer_bench.data.json_utils import load_json_file
 
-from scripts.common.definitions import DEFAULT
+from scripts.common.definitions import DEFAULT, TABLE
 from scripts.programs import make_definition
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +57,14 @@ def test_interface_is_that_of_the_official_definition(definition):
     assert definition.outputs["output"].dtype.value == "bfloat16"
 
 
-def test_committed_file_is_what_the_script_writes(tmp_path, capsys):
+def test_committed_files_are_what_the_program_writes(tmp_path, capsys):
     assert make_definition.main(["--check"]) == 0
     assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
     assert make_definition.main(["--root", str(tmp_path)]) == 0
+    for definition in TABLE:
+        written = (tmp_path / definition.path).read_text()
+        assert written == (ROOT / definition.path).read_text()
     written = (tmp_path / DEFAULT.path).read_text()
-    assert written == (ROOT / DEFAULT.path).read_text()
     (tmp_path / DEFAULT.path).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
     assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
 

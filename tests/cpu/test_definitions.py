@@ -26,7 +26,6 @@ from scripts.data import dataset, workload_specs
 from scripts.data.synthetic_logits import routing_bias
 from scripts.measure import plan
 from scripts.pack import pack, sources
-from scripts.programs import make_definition
 from scripts.programs import make_workloads as program
 from scripts.table import rankings, recorded
 
@@ -455,10 +454,3 @@ def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
 def test_records_of_another_definition_stand_beside_none() -> None:
     assert recorded.recorded_runs()
     assert recorded.recorded_runs(definition=OTHERS[0].name) == []
-
-
-def test_definitions_are_written_by_the_program(tmp_path) -> None:
-    assert make_definition.main(["--root", str(tmp_path)]) == 0
-    for definition in TABLE:
-        written = (tmp_path / definition.path).read_text()
-        assert written == (ROOT / definition.path).read_text()

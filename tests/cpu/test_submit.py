@@ -1,29 +1,27 @@
 """Exporting solutions: what backs them, what is refused, and that the forms come back right."""
 
 import ast
-import contextlib
 import importlib
 import importlib.util
-import io
 import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flashinfer_bench.bench import BenchmarkConfig
+from programs import Done, call
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
-from scripts.common.command_line import UsageError, run_main
+from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data.dataset import load
 from scripts.measure import plan
 from scripts.pack import pack
 from scripts.pack.pack import PackError
-from scripts.programs import submit as program
 from scripts.submit import evidence, packages, trees
 from scripts.submit.evidence import Refused
 from scripts.submit.export import Export, export_of, new_tree, write_all
@@ -653,21 +651,8 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
 # --- the program ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Done:
-    """What a program did that was run in this process."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def submit(*arguments: str | Path) -> Done:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with pytest.raises(SystemExit) as ended:
-            run_main(lambda: program.main(list(map(str, arguments))))
-    return Done(ended.value.code, out.getvalue(), err.getvalue())
+    return call("submit", *arguments)
 
 
 def test_the_program_exports_what_is_backed_and_refuses_what_is_not(
