@@ -40,7 +40,7 @@ PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
-EXTRAS = dict.fromkeys(("bench", "plot_gemm", "readme_tables", "record", "report"), "report")
+EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "report")
 """What programs need beside the dependencies."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2

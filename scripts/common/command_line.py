@@ -71,6 +71,9 @@ def interrupt(_: int, frame: FrameType | None) -> None:
 started = getattr(sys.modules["__main__"], "__file__", None)
 # Of our programs alone; one that is started with Ctrl-C ignored goes on ignoring it.
 if started and ROOT / "scripts" in Path(started).resolve().parents:
+    # Python puts a program's own folder first, where `profile` would hide the module of that name.
+    folder = Path(started).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     if os.name == "posix":

@@ -154,7 +154,7 @@ def _text(parent: dict[str, Any], key: str) -> str:
 
 
 def _timed(extra: dict[str, Any], key: str) -> Timed | None:
-    """The figures of device_time.py; None where there are none or they are no times."""
+    """The figures of `check --only device`; None where there are none or they are no times."""
     found = object_at(extra, key)
     if (ms := _positive(found.get("ms"))) is None:
         return None

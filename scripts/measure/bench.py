@@ -1,58 +1,32 @@
-"""Check the solutions against the reference and rank them by speed-up.
+"""A run of flashinfer-bench's benchmark, and the measurements that follow it on a GPU."""
 
-Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
-of this machine and prints the ranking. Every run keeps its traces, in flashinfer-bench's format, in
-a directory of its own under traces/, with run.json beside them: environment, settings, hashes of
-the solutions; every trace says itself of which source and settings it is. Ctrl-C keeps and ranks
-what was measured; --resume goes on, on the same machine with the same settings. A solution that
-cannot run here (another GPU, a package that is not installed) is left out, and the ranking says
-why.
-
-Without a GPU the same packed solutions run as their torch model on the CPU, on the small workloads:
-their outputs are checked, and beside that stand the recorded rankings of GPUs (results/), with
-whether the sources have changed since. The times of the model are kept in the traces alone.
-"""
-
-import argparse
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_USAGE,
-    UsageError,
-    os_error,
-    run_main,
-    say,
-)
+from scripts.common import environment
+from scripts.common.command_line import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, os_error, say
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.progress import Progress, duration
-from scripts.data.dataset import (
-    ours,
-    tokens,
-)
-from scripts.data.records import TIMING, TOLERANCE, Clock
-from scripts.data.traces import read_records
-from scripts.measure.gpu_bench import record_of, run_on_gpu, weight
-from scripts.measure.plan import Plan, configuration, make_plan, parse_arguments
+from scripts.common.progress import Progress
+from scripts.common.project import ROOT
+from scripts.data.dataset import ours, tokens
+from scripts.data.records import TIMING, TOLERANCE
+from scripts.measure import cpu_bench
+from scripts.measure.gpu_bench import run_on_gpu, weight
+from scripts.measure.plan import Plan
 from scripts.measure.runs import NotKept, Run, find_run, new_run, settings_hash
-from scripts.pack.pack import PackError
-from scripts.table.rank_text import print_rankings
-from scripts.table.rankings import Ranking, rankings
+from scripts.pack.availability import NEEDS_GPU
 
 if TYPE_CHECKING:
     from flashinfer_bench.bench import BenchmarkConfig
     from flashinfer_bench.data import Trace
+
+GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
+TRIALS, TRIALS_OF_LARGE = 3, 1
 
 
 @dataclass
@@ -64,12 +38,27 @@ class Outcome:
     seconds: float = 0.0
 
 
-def open_run(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig") -> Run:
-    """A new run, or the one to resume, ready to take results."""
-    from scripts.measure import cpu_bench
+def configuration(args: Namespace, on_gpu: bool) -> "BenchmarkConfig":
+    """The options as flashinfer-bench takes them."""
+    from flashinfer_bench.bench import BenchmarkConfig
 
+    trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
+    return BenchmarkConfig(
+        warmup_runs=args.warmup,
+        iterations=args.iterations or (GPU_ITERATIONS if on_gpu else CPU_ITERATIONS),
+        num_trials=trials if on_gpu else 1,
+        rtol=args.rtol,
+        atol=args.atol,
+        required_matched_ratio=args.matched_ratio,
+        timeout_seconds=args.timeout,
+        use_isolated_runner=args.isolated,
+    )
+
+
+def open_run(args: Namespace, plan: Plan, config: "BenchmarkConfig", on_gpu: bool) -> Run:
+    """A new run, or the one to resume, ready to take results."""
     timing = cpu_bench.TIMING
-    if plan.on_gpu:
+    if on_gpu:
         timing = (
             f"flashinfer-bench {environment.versions()['flashinfer-bench']}, CUDA events, mean of "
             f"{config.iterations} calls x {config.num_trials} trials, L2 cleared"
@@ -104,17 +93,18 @@ def open_run(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig") ->
         **place,
         **settings,
         peers={**run.info.get("peers", {}), **plan.peers},
-        skipped=plan.skipped,
+        # Without a GPU it is no news of each peer that it needs one.
+        skipped={n: why for n, why in plan.skipped.items() if on_gpu or why != NEEDS_GPU},
         finished=False,
     )
     return run
 
 
-def measure(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig", run: Run) -> Outcome:
+def measure(
+    args: Namespace, plan: Plan, config: "BenchmarkConfig", run: Run, on_gpu: bool
+) -> Outcome:
     """Measure what the run has no results of; every workload's results are kept at once."""
     import torch
-
-    from scripts.measure import cpu_bench
 
     done = run.done()
     pairs = [
@@ -123,9 +113,9 @@ def measure(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig", run
         if (left := [s for s in plan.solutions if (t.workload.uuid, s.name) not in done])
     ]
     names = ", ".join(s.name for s in plan.solutions)
-    say(f"{plan.hardware if plan.on_gpu else f'CPU ({plan.hardware})'}: {names}")
+    say(f"{plan.hardware if on_gpu else f'CPU ({plan.hardware})'}: {names}")
     say(f"{len(pairs)} workloads to run, results in {run.directory}")
-    if not plan.on_gpu:
+    if not on_gpu:
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
 
@@ -137,14 +127,14 @@ def measure(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig", run
     progress = Progress(len(pairs), sum(weight(tokens(t.workload)) for t, _ in pairs))
     outcome = Outcome()
     try:
-        if plan.on_gpu:
+        if on_gpu:
             outcome.errors = run_on_gpu(
                 plan.trace_set, pairs, config, store, progress, args.definition.large
             )
         else:
             cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress)
         run.save_info(finished=True, errors=outcome.errors)
-        if plan.on_gpu:
+        if on_gpu:
             add_measurements(run, args, plan.foreign)
     except KeyboardInterrupt:
         outcome.status = EXIT_INTERRUPTED
@@ -163,100 +153,26 @@ def measure(args: argparse.Namespace, plan: Plan, config: "BenchmarkConfig", run
     return outcome
 
 
-def main() -> int:
-    args = parse_arguments(__doc__)
-    # The reference allocates 5.6 GB anew for every call; in huge pages that takes half the time.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    try:
-        plan = make_plan(args)
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
-    if plan is None:
-        return EXIT_OK
-    config = configuration(args, plan.on_gpu)
-    with open_run(args, plan, config) as run:
-        outcome = measure(args, plan, config, run)
-        return conclude(args, run, outcome)
-
-
-def conclude(args: argparse.Namespace, run: Run, outcome: Outcome) -> int:
-    """Rank what was measured, kept or not; the exit status."""
-    records = read_records([run.traces], args.definition.name) if run.traces.is_file() else []
-    records += [record_of(t, str(run.traces)) for t in run.unsaved]
-    if not records:
-        say("nothing was measured")
-    by: Clock = args.by if any(r.device for r in records) else "harness"
-    ranked = rankings(records, against=args.against, peers=args.peers, by=by)
-    on_cpu = all(r.cpu for r in ranked)
-    if ranked:
-        name = args.definition.name
-        print("\n" + (what_is_known(ranked, name) if on_cpu else print_rankings(ranked)))
-    for error in outcome.errors:
-        say(f"error: {error}")
-    failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
-    status = outcome.status or (EXIT_FAILED if failed else EXIT_OK)
-    if not ranked:
-        return status
-    for path, style in ((args.markdown, "markdown"), (args.json, "json")):
-        if path:
-            files.write(path, print_rankings(ranked, style) + "\n")
-    say(f"\n{duration(outcome.seconds)}; traces: {run.traces}")
-    if not args.no_report and not run.unsaved:
-        write_report(run, args.peers)
-    return status
-
-
-def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> str:
-    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
-    from scripts.table.rank_text import without_gpu
-    from scripts.table.recorded import recorded_runs
-
-    return without_gpu(ranked, recorded_runs(definition=definition))
-
-
-def add_measurements(run: Run, args: argparse.Namespace, foreign: bool) -> None:
-    """The floors, the accuracy, the device times and the bits, in processes of their own: they must
-    not inherit a GPU context that a failed solution left broken, nor the memory that the baselines
-    hold here. Code of the data set's own solutions is run again where it was asked for. The floors
-    are the first definition's, and the bits those of a layer's tokens."""
-    local = ["--local", str(args.local)]
-    again = [*local, "--run", str(run.directory), "--seed", str(args.seed)]
-    again += ["--run-foreign"] if foreign else []
-    passes = {}
-    if args.definition is DEFAULT:
-        passes["floors"] = [*local, "--json", str(run.directory / "floors.json")]
-    else:
-        again += ["--definition", args.definition.name]
-    if not args.no_accuracy:
-        passes["accuracy"] = again
-    if not args.no_device_time:
-        passes["device_time"] = again
-    if not args.no_invariance and isinstance(args.definition, MoeDefinition):
-        passes["invariance"] = again
-    for name, arguments in passes.items():
-        script = Path(__file__).with_name(f"{name}.py")
+def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
+    """What `check` measures, each in a process of its own: it must not inherit a GPU context that a
+    failed solution left broken, nor the memory that the baselines hold here. Code of the data
+    set's own solutions is run again where it was asked for. The floors are the first definition's,
+    and the bits those of a layer's tokens."""
+    options = ["--local", str(args.local), "--run", str(run.directory), "--seed", str(args.seed)]
+    options += ["--run-foreign"] if foreign else []
+    if args.definition is not DEFAULT:
+        options += ["--definition", args.definition.name]
+    wanted = {
+        "floors": args.definition is DEFAULT,
+        "accuracy": not args.no_accuracy,
+        "device": not args.no_device_time,
+        "bits": not args.no_invariance and isinstance(args.definition, MoeDefinition),
+    }
+    for name in (name for name, asked_for in wanted.items() if asked_for):
+        arguments = ["--only", name, *options]
+        command = [sys.executable, str(ROOT / "scripts/programs/check.py"), *arguments]
         # Their tables are in the ranking and the report.
-        out = subprocess.DEVNULL if name in ("floors", "invariance") else None
-        result = subprocess.run([sys.executable, str(script), *arguments], stdout=out)
-        if result.returncode != 0:
-            said = f"{script.name} failed; its figures are incomplete"
-            if name == "device_time":
-                said += f": run.py {name} {shlex.join([*arguments, '--missing'])}"
-            say(said)
-
-
-def write_report(run: Run, peers: list[str]) -> None:
-    """The HTML page of the run, or one line that says why there is none."""
-    from scripts.report import report
-
-    try:
-        say(f"report: {report.write(run.directory, peers=peers)}")
-    except UsageError as error:
-        say(str(error))
-    except OSError as error:
-        say(f"no report: {os_error(error)}")
-
-
-if __name__ == "__main__":
-    run_main(main)
+        if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
+            missing = [*arguments, *(["--missing"] if name == "device" else [])]
+            again = f"run.py check {shlex.join(missing)}"
+            say(f"check --only {name} failed; its figures are incomplete: {again}")

@@ -20,7 +20,6 @@ from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
 from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.measure.evaluate import (
-    FAILURES,
     ChangedInputs,
     fresh,
     metrics,
@@ -28,6 +27,7 @@ from scripts.measure.evaluate import (
     run_reference,
     run_solution,
 )
+from scripts.measure.timing import FAILURES
 
 if TYPE_CHECKING:
     import torch

@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.project import ACCURACY_TOLERANCES
+from scripts.measure.timing import FAILURES
 
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.data import Definition
-
-
-FAILURES = (Exception, SystemExit)
-"""What code of a data set may raise: sys.exit in it would end a program as if all were done."""
 
 
 class ChangedInputs(Exception):

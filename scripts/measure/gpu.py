@@ -1,8 +1,15 @@
-"""The GPU that is measured: that there is one, and what kernels are compiled for it."""
+"""The GPU that is measured: its name and target, and the rates that its memory and its tensor cores
+reach."""
 
+import functools
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 from scripts.common.command_line import UsageError
+
+Rates = dict[str, float]
+"""copy_bytes_per_s, read_bytes_per_s and fp8_flops_per_s of a GPU."""
 
 
 def require_gpu() -> str:
@@ -32,3 +39,49 @@ def gpu_arch() -> str:
         names = ", ".join(architecture.target for architecture in ARCHITECTURES.values())
         raise UsageError(f"compute capability {capability}: the kernels are for {names}")
     return ARCHITECTURES[capability].target
+
+
+@functools.cache
+def measure_rates() -> Rates:
+    """Bytes a second of a large copy (read + write) and of a large read, and FLOPs a second of a
+    dense FP8 product, each the median of ten."""
+    import torch
+
+    def seconds(run: Callable[[], Any], repeats: int = 10) -> float:
+        times = []
+        for i in range(repeats + 3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if i >= 3:
+                times.append(1e-3 * begin.elapsed_time(end))
+        return statistics.median(times)
+
+    size = 4 * 2**30
+    source = torch.randint(0, 127, (size,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * size / seconds(lambda: target.copy_(source))
+    words = source.view(torch.float32)
+    read = size / seconds(lambda: torch.sum(words))
+    n = 8192
+    a = torch.randn((n, n), device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn((n, n), device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+
+    def multiply() -> None:
+        torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    fp8 = 2.0 * n**3 / seconds(multiply)
+    return {"copy_bytes_per_s": copy, "read_bytes_per_s": read, "fp8_flops_per_s": fp8}
+
+
+def describe_rates(rates: Rates) -> str:
+    return (
+        f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"read {rates['read_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"FP8 matmul {rates['fp8_flops_per_s'] / 1e12:.0f} TFLOP/s"
+    )

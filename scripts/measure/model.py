@@ -1,37 +1,306 @@
-"""The grouped GEMM on paper: what limits it on which GPU, and how long it then takes.
+"""The grouped GEMM on paper: how long it takes, from what a GPU is known to do a clock, and the
+tables of that in docs/gemm-model.md.
 
-    python3 run.py model [--all]
-
-From public figures of the GPUs and the kernels' configs: clocks of every resource for a K block of
-a tile, accumulators that keep the tensor cores busy, and predicted times of the 81 configurations
-of the study and of the layer's two GEMMs on the 19 workloads. For Hopper the same arithmetic is
-checked against recorded times, and its error printed. Needs no GPU. What the figures mean and what
-they do not tell: docs/gemm-model.md.
+Clocks of each resource for a K block of a tile, tiles and waves of the persistent schedule, and the
+time that the slowest of them gives. For Hopper the same arithmetic is checked against recorded
+times. Needs no GPU.
 """
 
+import heapq
 import json
+import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.common.command_line import EXIT_OK, UsageError, parser, run_main
-from scripts.common.project import RESULTS_DIR, ROOT
+from moe_fp8.kernels.limits import WARPS
+from moe_fp8.kernels.sm90.config import WGMMA_M
+from moe_fp8.kernels.sm90.config import GemmConfig as GemmConfigSm90
+from moe_fp8.kernels.sm100.config import MMA_ROWS
+from moe_fp8.kernels.sm100.config import GemmConfig as GemmConfigSm100
+from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import RESULTS_DIR
 from scripts.common.text import markdown_table
 from scripts.measure.gemm_bench import grid_problems
-from scripts.measure.gemm_model import (
-    CONSTANTS,
-    Block,
-    Constants,
-    Gpu,
-    Prediction,
-    accumulators_needed,
-    block_sm100,
-    config_sm90,
-    predict,
-)
-from scripts.measure.problems import LAYER_SHAPES, Problem, histograms, layer_problems, uneven_rows
+from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem, uneven_rows
+
+SCHEDULERS = 4
+"""Warp schedulers of a multiprocessor, an instruction a clock each."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no data sheet says, the same for every shape, config and GPU.
+
+    Attributes:
+        launch_us: from launch to launch in a graph without the work. Measured on an H200: what
+            reading few weights took, less their bytes over the bandwidth (gemm_study.json of
+            2026-11-22: 4.2 us of 4.2 MB).
+        tile_end_us: of a tile, its K blocks left out: the pipeline's first fill, the last
+            promotion, the store. Measured on an H200, DeepGEMM's (docs/notes/gemm_sm90.md).
+        other_instructions: a K block and warp, beside the multiply-adds. Counted (the same page:
+            100, of which 64 are).
+        handoff_clocks: from an MMA's end to the first multiply-add of its promotion. Chosen for the
+            check against the records, of 60, 120 and 200.
+        latency_us: from asking for a stage until it is free again, DRAM included. Assumed.
+        writes: share of what TMA writes that keeps shared memory from being read. Chosen, of 1 and
+            0.
+    """
+
+    launch_us: float = 3.2
+    tile_end_us: float = 0.95
+    other_instructions: int = 36
+    handoff_clocks: float = 60
+    latency_us: float = 1.0
+    writes: float = 1.0
+
+
+CONSTANTS = Constants()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU does at best; `_per_clock` are of one multiprocessor.
+
+    Attributes:
+        clock_hz: of the multiprocessors.
+        mma_per_clock: FP8 FLOPs of the tensor cores.
+        fma_per_clock: float32 multiply-adds.
+        fma_per_instruction: of a lane; two where there is a packed one.
+        smem_per_clock: bytes of shared memory, read and written.
+        l2_per_clock: bytes that come from L2.
+        tmem_per_clock: bytes read from tensor memory; 0 where there is none.
+        dram_per_s: bytes a second.
+    """
+
+    name: str
+    multiprocessors: int
+    clock_hz: float
+    mma_per_clock: int
+    fma_per_clock: int
+    fma_per_instruction: int
+    smem_per_clock: int
+    l2_per_clock: int
+    tmem_per_clock: int
+    dram_per_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """FP8 FLOPs a second of all tensor cores."""
+        return self.multiprocessors * self.mma_per_clock * self.clock_hz
+
+
+@dataclass(frozen=True)
+class Block:
+    """Clocks that a multiprocessor's resources need for one K block of a tile.
+
+    Attributes:
+        mma: tensor cores.
+        read, write: shared memory, operand reads of the MMA and what TMA writes; one after the
+            other on the same banks.
+        l2: bytes from L2.
+        tmem: reads of tensor memory.
+        promote: multiply-adds, or the issue of all instructions where that takes longer.
+        chain: what has to follow each other where too few accumulators or warpgroups overlap it.
+        latency: a turn of the pipeline's stages over their number.
+    """
+
+    mma: float
+    read: float
+    write: float
+    l2: float
+    tmem: float
+    promote: float
+    chain: float
+    latency: float
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Clocks by the name of what they are spent on."""
+        clocks = dict(vars(self))
+        return {"shared memory": clocks.pop("read") + clocks.pop("write"), **clocks}
+
+    @property
+    def clocks(self) -> float:
+        """Of the slowest."""
+        return max(self.resources.values())
+
+    @property
+    def slowest(self) -> str:
+        """Its name."""
+        return max(self.resources, key=lambda name: self.resources[name])
+
+
+def block_sm90(
+    gpu: Gpu, config: GemmConfigSm90, rows: int, constants: Constants = CONSTANTS
+) -> Block:
+    """A K block on Hopper of a tile with so many valid rows: each warpgroup with a row multiplies
+    64 rows, reads all operands of its own WGMMA, and promotes what it multiplied."""
+    used = config.tile_n if config.swap_ab else rows
+    groups = math.ceil(used / WGMMA_M)
+    columns = config.tile_m if config.swap_ab else config.tile_n
+    mma = 2 * WGMMA_M * columns * BLOCK * config.terms / gpu.mma_per_clock
+    read = groups * (WGMMA_M + columns) * BLOCK * config.terms
+    loaded = (config.tile_m * config.terms + config.tile_n) * BLOCK
+    adds = WGMMA_M * columns
+    instructions = adds / WARPS / 32 / gpu.fma_per_instruction + constants.other_instructions
+    # A warpgroup has a warp on each scheduler.
+    own = max(mma, instructions) if config.overlap else mma + instructions
+    return Block(
+        mma=groups * mma,
+        read=read / gpu.smem_per_clock,
+        write=constants.writes * loaded / gpu.smem_per_clock,
+        l2=loaded / gpu.l2_per_clock,
+        tmem=0.0,
+        promote=groups * max(adds / gpu.fma_per_clock, instructions),
+        chain=own + constants.handoff_clocks,
+        latency=constants.latency_us * 1e-6 * gpu.clock_hz / config.num_stages,
+    )
+
+
+def block_sm100(
+    gpu: Gpu,
+    config: GemmConfigSm100,
+    rows: int = 0,
+    constants: Constants = CONSTANTS,
+) -> Block:
+    """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows of a CTA.
+
+    Where two multiprocessors share an MMA, each has half of the columns' operand in its own shared
+    memory, reads it and hands it to the other one.
+    """
+    columns = config.mma_columns
+    mma = 2 * MMA_ROWS * columns * BLOCK * config.terms / gpu.mma_per_clock
+    read = (MMA_ROWS + columns // config.mma_ctas) * BLOCK * config.terms
+    loaded = (config.tile_m * config.terms + config.weight_rows) * BLOCK
+    values = MMA_ROWS * columns
+    groups = config.consumer_warpgroups
+    of_thread = config.consumer_columns
+    instructions = of_thread / gpu.fma_per_instruction + constants.other_instructions
+    tmem = 4 * values / gpu.tmem_per_clock
+    promote = max(values / gpu.fma_per_clock, groups * instructions)
+    handoff = constants.handoff_clocks
+    # A consumer's K block: its own columns, at the rate of one warp a scheduler.
+    lane = gpu.fma_per_clock / (32 * SCHEDULERS)
+    consumer = max(promote, of_thread / lane + constants.other_instructions + handoff)
+    filled = max(mma, read / gpu.smem_per_clock)  # how long an accumulator is written
+    return Block(
+        mma=mma,
+        read=read / gpu.smem_per_clock,
+        write=constants.writes * loaded / gpu.smem_per_clock,
+        l2=loaded / gpu.l2_per_clock,
+        tmem=tmem,
+        promote=promote,
+        chain=max(consumer, (filled + handoff + consumer) / config.num_accumulators),
+        latency=constants.latency_us * 1e-6 * gpu.clock_hz / config.num_stages,
+    )
+
+
+def row_tiles(config: Any, count: int) -> Iterator[int]:
+    """Valid rows of the first CTA in each of an expert's row tiles, as `ExpertTiles` divides."""
+    cluster = config.tile_m * config.cluster_m
+    # A share of whole warpgroups only where the Hopper kernel divides so (`row_step`).
+    whole = config.swap_ab or isinstance(config, GemmConfigSm100) or config.cluster_m > 1
+    step = cluster if whole else WGMMA_M
+    tiles, steps = math.ceil(count / cluster), math.ceil(count / step)
+    for i in range(tiles):
+        begin = i * steps // tiles * step
+        end = min(count, (i + 1) * steps // tiles * step)
+        yield min(config.tile_m, end - begin)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a GEMM, in us.
+
+    Attributes:
+        us: from launch to launch.
+        dram_us: its bytes over the bandwidth.
+        schedule_us: of the CTA that has most to do, if DRAM gave everything at once.
+        tiles, waves: of clusters; waves as tiles over the clusters at work at a time.
+        limit: `DRAM`, or of the schedule the slowest resource.
+    """
+
+    us: float
+    dram_us: float
+    schedule_us: float
+    tiles: int
+    waves: float
+    limit: str
+
+
+def predict(
+    gpu: Gpu, config: Any, problem: Problem, constants: Constants = CONSTANTS
+) -> Prediction:
+    """The time of a problem with a config: launch, and the largest of three.
+
+    DRAM: bytes over bandwidth. Schedule: tiles, each K blocks of the slowest resource and an end,
+    dealt to clusters in turns or on demand. Tail: DRAM for the full waves, then one tile alone,
+    because the few CTAs of a last wave cannot draw the whole bandwidth.
+
+    Raises:
+        ValueError: no expert has rows.
+    """
+    block_of = block_sm100 if isinstance(config, GemmConfigSm100) else block_sm90
+    columns = math.ceil(problem.n / (config.tile_n * config.cluster_n))
+    of_expert = [list(row_tiles(config, count)) for count in problem.rows if count]
+    tiles = [rows for expert in of_expert for rows in expert * columns]
+    if not tiles:
+        raise ValueError("no expert has rows")
+    clusters = gpu.multiprocessors // config.cluster_size
+    us, end = 1e6 / gpu.clock_hz, constants.tile_end_us
+    blocks = {rows: block_of(gpu, config, rows, constants) for rows in set(tiles)}
+    k_blocks = problem.k // BLOCK
+    of_tile = {rows: block.clocks * us * k_blocks + end for rows, block in blocks.items()}
+    schedule = _busiest([of_tile[rows] for rows in tiles], clusters, config.dynamic)
+    dram = 1e6 * problem.bytes / gpu.dram_per_s
+    last = len(tiles) % clusters
+    longest = max(of_tile.values())
+    tail = dram * (1 - last / len(tiles)) + longest if last else dram + end
+    bound = max(dram + end, tail, schedule)
+    slow = blocks[max(of_tile, key=lambda rows: of_tile[rows])].slowest
+    return Prediction(
+        us=constants.launch_us + bound,
+        dram_us=dram,
+        schedule_us=schedule,
+        tiles=len(tiles),
+        waves=len(tiles) / clusters,
+        limit=slow if schedule >= max(dram + end, tail) else "DRAM",
+    )
+
+
+def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
+    """When the last of the clusters is done with tiles of these times."""
+    busy = [0.0] * min(clusters, len(times))
+    if not dynamic:
+        for i, time in enumerate(times):
+            busy[i % len(busy)] += time
+        return max(busy)
+    for time in times:
+        heapq.heapreplace(busy, busy[0] + time)
+    return max(busy)
+
+
+def config_sm90(text: str) -> GemmConfigSm90:
+    """The config that a record names, from what it prints of itself.
+
+    Raises:
+        ValueError: the text is no such line.
+    """
+    found = re.fullmatch(r"(\d+)x(\d+)x128, cluster (\d)x(\d), (\d+) stages((?:, \w+)*)", text)
+    if found is None:
+        raise ValueError(f"{text!r}: expected what a GemmConfig prints")
+    tile_m, tile_n, cluster_m, cluster_n, stages = map(int, found.groups()[:5])
+    flags = dict.fromkeys(found[6].split(", ")[1:], True)
+    return GemmConfigSm90(tile_m, tile_n, cluster_m, cluster_n, stages, **flags)
+
+
+# --- the GPUs -------------------------------------------------------------------------------------
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-23"
 MEASURED_READ = 4.30e12
@@ -75,41 +344,12 @@ B200_AS_H200 = replace(
     dram_per_s=B200.dram_per_s * H200_MEASURED.dram_per_s / H200.dram_per_s,
 )
 GPUS = (H200, H200_MEASURED, B200, B200_AS_H200)
-SOURCES = (
-    ("FP8 FLOPs, dense", "H200 1.979e15, B200 (HGX) 4.5e15: NVIDIA's data sheets; 8192^3 by cuBLAS "
-     "on the H200 1.40e15 (floors.json at b1af57c), which bounds nothing here"),
-    ("multiprocessors", "132; 148 (2 dies of 74: chipsandcheese.com on the B200)"),
-    ("clock, nominal", "what the FLOPs of the data sheet come from at 8192 and 16384 a clock"),
-    ("clock, as measured", "ncu, docs/notes/gemm_sm90.md; B200: H200's share of its nominal one"),
-    ("DRAM, nominal", "4.8 and 8 TB/s: NVIDIA's data sheets"),
-    ("DRAM, as measured", "floors.json at b1af57c; B200: H200's share of its nominal one"),
-    ("shared memory", "128 bytes a clock: CUDA programming guide (32 banks of 4 bytes); of the "
-     "B200 also SemiAnalysis, Dissecting Nvidia Blackwell (2026): MMA under 128 columns wait"),
-    ("L2 to a multiprocessor", "64 bytes a clock: seen on the H200 (docs/notes/gemm_sm90.md, "
-     "115 GB/s); assumed for the B200"),
-    ("multiply-adds", "128 lanes: CUDA programming guide; two an instruction on Blackwell: PTX "
-     "ISA, fma.rn.f32x2; assumed not to add lanes"),
-    ("tensor memory", "512 columns of 128 lanes of 4 bytes: PTX ISA; read at a column of 32 lanes "
-     "a clock by each of four warps: assumed"),
-)  # fmt: skip
-
-# ms of the whole layer on a B200, by others, with their own stacks and the captured traffic: what
-# TensorRT-LLM's kernels take through FlashInfer (two laboratories), and one of the three best
-# contest kernels. The predictions beside them are of the two GEMMs alone.
-PUBLISHED = {
-    1: (0.105, 0.203, 0.067), 7: (0.137, 0.213, 0.104), 14: (0.180, 0.266, 0.152),
-    15: (0.127, 0.203, 0.088), 16: (0.175, 0.254, 0.155), 32: (0.248, 0.308, 0.223),
-    52: (0.208, 0.283, 0.180), 55: (0.257, 0.335, 0.229), 58: (0.265, 0.338, 0.239),
-    62: (0.245, 0.295, 0.185), 80: (0.293, 0.367, 0.271), 901: (0.393, 0.459, 0.324),
-    11948: (1.737, 1.787, 0.864), 14107: (2.368, 2.410, 1.210),
-}  # fmt: skip
-
 Table = tuple[str, list[str], list[list[str]]]
 """Title, header, rows."""
 
 
-def gpu_tables() -> list[Table]:
-    """The GPUs' figures, where they come from, and the model's own constants."""
+def gpu_table() -> Table:
+    """The GPUs' figures; where they come from: docs/gemm-model.md."""
     fields = (
         ("FP8 PFLOP/s", lambda g: f"{g.flops_per_s / 1e15:.2f}"),
         ("multiprocessors", lambda g: str(g.multiprocessors)),
@@ -122,20 +362,7 @@ def gpu_tables() -> list[Table]:
         ("multiply-adds a clock", lambda g: str(g.fma_per_clock)),
     )
     figures = [[name, *(of(gpu) for gpu in GPUS)] for name, of in fields]
-    c = CONSTANTS
-    constants = [
-        ["launch", f"{c.launch_us} us", "measured: study record, reading of few weights"],
-        ["end of a tile", f"{c.tile_end_us} us", "measured: docs/notes/gemm_sm90.md, DeepGEMM's"],
-        ["other instructions", f"{c.other_instructions} a K block and warp", "counted: the same"],
-        ["hand-off", f"{c.handoff_clocks} clocks", "chosen for the check, of 60, 120, 200"],
-        ["latency of a stage", f"{c.latency_us} us", "assumed"],
-        ["TMA writes that stop reads", f"{c.writes:g}", "chosen for the check, of 0 and 1"],
-    ]
-    return [
-        ("GPUs", ["", *(gpu.name for gpu in GPUS)], figures),
-        ("Sources", ["figure", "from"], [list(row) for row in SOURCES]),
-        ("Constants of the model", ["what", "value", "from"], constants),
-    ]
+    return "GPUs", ["", *(gpu.name for gpu in GPUS)], figures
 
 
 # --- the check on Hopper --------------------------------------------------------------------------
@@ -161,20 +388,6 @@ def problem_of(row: dict[str, Any], rows_of: dict[int, tuple[int, ...]]) -> Prob
         return Problem(rows, row["n"], row["k"])
     return Problem(rows_of[row["tokens"]], row["n"], row["k"], row["tokens"])
 
-
-CHANGES: tuple[tuple[str, Gpu, Constants], ...] = (
-    ("as it is", H200_MEASURED, CONSTANTS),
-    ("clock 1.40 GHz", replace(H200_MEASURED, clock_hz=1.40e9), CONSTANTS),
-    ("clock 1.83 GHz", replace(H200_MEASURED, clock_hz=1.83e9), CONSTANTS),
-    ("TMA's writes cost nothing", H200_MEASURED, replace(CONSTANTS, writes=0.0)),
-    ("L2 gives twice as much", replace(H200_MEASURED, l2_per_clock=128), CONSTANTS),
-    ("no end of a tile", H200_MEASURED, replace(CONSTANTS, tile_end_us=0.0)),
-    ("no launch", H200_MEASURED, replace(CONSTANTS, launch_us=0.0)),
-    ("hand-off 0 clocks", H200_MEASURED, replace(CONSTANTS, handoff_clocks=0.0)),
-    ("hand-off 200 clocks", H200_MEASURED, replace(CONSTANTS, handoff_clocks=200.0)),
-    ("latency 0.5 us", H200_MEASURED, replace(CONSTANTS, latency_us=0.5)),
-)
-"""Name, GPU and constants of the check with one thing changed, to see what rests on what."""
 
 Checked = tuple[dict[str, Any], Prediction, float]
 """A recorded row, the prediction, and its error: predicted over measured, less one."""
@@ -209,7 +422,7 @@ def error_row(name: str, checked: Sequence[Checked]) -> list[str]:
 
 
 def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) -> list[Table]:
-    """The error on the records, by config, and the rows that it is largest on."""
+    """The error on the records, and the rows that it is largest on."""
     layers = read_record(record / "gemm_layers.json")
     study = check(read_record(record / "gemm_study.json"), rows_of)
     shipped = check((r for r in layers if r["variant"] in ("flat", "v3")), rows_of)
@@ -220,10 +433,6 @@ def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) ->
         error_row("81 configurations", study),
     ]
     everything = [*shipped, *beside, *study]
-    configs = dict.fromkeys(row["config"] for row, *_ in everything)
-    by_config = [
-        error_row(config, [c for c in everything if c[0]["config"] == config]) for config in configs
-    ]
     worst = sorted(everything, key=lambda c: -abs(c[2]))[:12]
     rows = [
         [
@@ -235,14 +444,8 @@ def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) ->
     ]  # fmt: skip
     header = ["", "rows", "median", "signed", "worst", "within 10 %"]
     of_row = ["T", "experts x rows", "NxK", "config", "us", "model", "error", "limit"]
-    changed = [
-        error_row(name, check((row for row, *_ in everything), rows_of, gpu, constants))
-        for name, gpu, constants in CHANGES
-    ]
     return [
         ("Hopper: error of the model", header, summary),
-        ("Hopper: all rows, with one constant changed", header, changed),
-        ("Hopper: by config", ["config", *header[1:]], by_config),
         ("Hopper: the twelve worst", of_row, rows),
     ]
 
@@ -252,10 +455,8 @@ def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) ->
 
 def shapes_sm100() -> list[Any]:
     """Configs of every tile, from few rows to many."""
-    from moe_fp8.kernels.sm100.config import GemmConfig
-
-    swapped = [GemmConfig(tile_m=rows, swap_ab=True) for rows in (16, 32, 64)]
-    plain = [GemmConfig(tile_n=columns) for columns in (64, 128, 256)]
+    swapped = [GemmConfigSm100(tile_m=rows, swap_ab=True) for rows in (16, 32, 64)]
+    plain = [GemmConfigSm100(tile_n=columns) for columns in (64, 128, 256)]
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
 
 
@@ -285,23 +486,9 @@ def steady(block: Block) -> float:
     return replace(block, latency=0.0).clocks
 
 
-def accumulator_table(gpu: Gpu = B200) -> Table:
-    """Accumulators that keep the MMA going, by how long the hand-off takes."""
-    handoffs = (60, 240, 480)
-    rows = []
-    for config in shapes_sm100():
-        cases = (replace(CONSTANTS, handoff_clocks=clocks) for clocks in handoffs)
-        needed = [f"{accumulators_needed(gpu, config, case):.1f}" for case in cases]
-        rows.append([short(config), str(config.num_accumulators), *needed])
-    header = ["tile", "there are", *(f"hand-off {h} clocks" for h in handoffs)]
-    return ("B200: accumulators that keep the MMA going", header, rows)
-
-
 def chosen_sm100(problem: Problem) -> Any:
     """The config that sm100's heuristic picks."""
-    from moe_fp8.kernels.sm100.heuristic import choose
-
-    return choose(problem.mean_rows, problem.n, problem.k, problem.even, problem.active)
+    return choose_sm100(problem.mean_rows, problem.n, problem.k, problem.even, problem.active)
 
 
 def best_sm100(gpu: Gpu, problem: Problem) -> tuple[Any, Prediction]:
@@ -319,7 +506,7 @@ def short(config: Any) -> str:
 
 
 def workload_table(problems: Sequence[Problem]) -> Table:
-    """Both GEMMs of every workload as predicted, beside what others published of the layer."""
+    """Both GEMMs of every workload as predicted."""
     rows = []
     for tokens in sorted({p.tokens for p in problems if p.tokens is not None}):
         pair = [p for p in problems if p.tokens == tokens]
@@ -331,11 +518,9 @@ def workload_table(problems: Sequence[Problem]) -> Table:
         cells.append(" / ".join(dict.fromkeys(m.limit for m in made)))
         best = sum(best_sm100(B200_AS_H200, p)[1].us for p in pair)
         cells.append(f"{sum(m.us for m in made) / best:.2f}")
-        cells += [f"{1e3 * ms:.0f}" for ms in PUBLISHED.get(tokens, ())] or ["-"] * 3
         rows.append(cells)
     header = ["T", "pairs", "active", "config", "GEMM1 us", "GEMM2 us", "GEMM1 us, H200's shares"]
     header += ["GEMM2 us, H200's shares", "limit", "over best tile"]
-    header += ["layer us: TensorRT-LLM, A", "B", "contest"]
     return ("B200: the two GEMMs of the 19 workloads", header, rows)
 
 
@@ -389,10 +574,9 @@ def tables(
     rows_of: dict[int, tuple[int, ...]], problems: Sequence[Problem], every: bool
 ) -> Iterator[Table]:
     """Everything, in the order of docs/gemm-model.md."""
-    yield from gpu_tables()
+    yield gpu_table()
     yield from hopper_tables(rows_of)
     yield block_table()
-    yield accumulator_table()
     yield workload_table(problems)
     yield study_table(B200_AS_H200, every)
     yield heuristic_table()
@@ -402,19 +586,3 @@ def to_text(title: str, header: list[str], rows: list[list[str]]) -> str:
     """A table under its title, as the page has it."""
     left = len(header) if header[-1] == "from" else 1
     return f"### {title}\n\n{markdown_table(header, rows, left)}"
-
-
-def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--local", type=Path, default=ROOT, help="data set of the workloads")
-    arguments.add_argument("--all", action="store_true", help="a line for each of the 81")
-    args = arguments.parse_args()
-    found = histograms(args.local)
-    rows_of = {h.tokens: h.rows for h in found}
-    for table in tables(rows_of, layer_problems(found), args.all):
-        print(to_text(*table) + "\n")
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,31 +1,15 @@
-"""A whole record of this GPU in one command: tests, benchmark, stages, GEMM, profile, one archive.
-
-    python3 run.py record
-
-For any GPU that there are kernels for; meant above all for those that nobody has measured here yet.
-Runs the project's own programs one after the other, each as `run.py` would: the GPU tests, the
-ranking of all solutions that run here on the 19 workloads with its floors, accuracy and device
-times, the stages, the GEMM alone (the layer's two, the 81 configurations of the study), a profile
-and the page. A step that fails or takes too long is noted, and the next one begins. Everything goes
-into one directory, laid out as those in results/, and into an archive beside it: that file is all
-there is to send back. It holds the GPU's and the packages' versions and the steps' output, no
-variables of the environment.
-
-Takes about an hour. Ctrl-C ends the step under way and packs what there is.
-"""
+"""The steps of a record, each a program of this project, and the archive that they end in."""
 
 import contextlib
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +19,10 @@ from scripts.common.command_line import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     UsageError,
-    names,
-    parser,
-    positive,
-    run_main,
     say,
 )
 from scripts.common.progress import duration
-from scripts.common.project import ROOT, TRACES_DIR
-from scripts.measure.gpu import gpu_arch, require_gpu
+from scripts.common.project import ROOT
 
 TOKENS = ("1", "80", "901", "14107")
 """Of the workloads whose stages and kernels are recorded: few pairs, many experts, both, most."""
@@ -68,7 +47,7 @@ class Step:
     """Its files are in `RUN` when it has ended, whatever its end."""
 
 
-def program(name: str, *arguments: str | Path) -> list[str]:
+def program(name: str, *arguments: object) -> list[str]:
     """The command that starts a program, or the tests, in the environment that it needs."""
     return [sys.executable, str(ROOT / "run.py"), name, *map(str, arguments)]
 
@@ -76,26 +55,27 @@ def program(name: str, *arguments: str | Path) -> list[str]:
 def steps(directory: Path) -> list[Step]:
     """All there are, in order; what would be missed most comes first."""
     d = directory
-    tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
+    tests = (
+        "tests/gpu",
+        "-ra",
+        "--tb=short",
+        f"--junitxml={d / 'tests.xml'}",
+    )
+    layers, study = d / "gemm_layers.json", d / "gemm_study.json"
+    kernels = (
+        "--workloads",
+        *(f"T={t}" for t in TOKENS),
+        "--json",
+        d / "profile.json",
+    )
+    stages = ("--stages", "--tokens", *TOKENS, "--json", d / "stages.json")
     return [
         Step("tests", program("test", *tests)),
         Step("bench", program("bench", "--no-report", "--traces", d / RUN), collects=True),
-        Step("stages", program("stages", "--tokens", *TOKENS, "--json", d / "stages.json")),
-        Step("gemm_layers", program("gemm_bench", "--layers", "--json", d / "gemm_layers.json")),
-        Step(
-            "profile",
-            program(
-                "profile_kernels",
-                "--workloads",
-                *(f"T={t}" for t in TOKENS),
-                "--json",
-                d / "profile.json",
-            ),
-        ),
-        Step(
-            "gemm_study",
-            program("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
-        ),
+        Step("stages", program("profile", *stages)),
+        Step("gemm_layers", program("gemm_bench", "--layers", "--json", layers)),
+        Step("profile", program("profile", *kernels)),
+        Step("gemm_study", program("gemm_bench", "--grid", "study", "--json", study)),
         Step("report", program("report", d)),
     ]
 
@@ -175,16 +155,6 @@ def describe_machine(directory: Path) -> None:
         files.write(directory / name, content)
 
 
-def make_archive(directory: Path) -> Path:
-    """Pack the directory, under its own name; returns the archive beside it."""
-    archive = directory.with_name(f"{directory.name}.tar.gz")
-    partial = directory.with_name(f".{archive.name}")
-    with tarfile.open(partial, "w:gz") as packed:
-        packed.add(directory, directory.name)
-    partial.replace(archive)
-    return archive
-
-
 def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: Any) -> int:
     """Run the steps and pack the directory; the exit status.
 
@@ -224,7 +194,8 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
         save()
         if status == EXIT_INTERRUPTED:
             break
-    archive = make_archive(directory)
+    packed = shutil.make_archive(str(directory), "gztar", directory.parent, directory.name)
+    archive = Path(packed)
     failed = [f"{s['name']} ({s['status']})" for s in done if s["status"] != 0]
     if failed:
         say(f"not passed: {', '.join(failed)}; their output is in the archive")
@@ -245,30 +216,3 @@ def selected(every: Sequence[Step], only: Sequence[str], skip: Sequence[str]) ->
     if not chosen:
         raise UsageError("no step is left")
     return chosen
-
-
-def main() -> int:
-    arguments = parser(__doc__)
-    add = arguments.add_argument
-    add("--only", type=names, default=[], metavar="STEP,...", help="these steps")
-    add("--skip", type=names, default=[], metavar="STEP,...", help="all steps but these")
-    add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
-    # Not among the runs: the latest of those is what `report` and `bench --resume` take.
-    place = TRACES_DIR / "records"
-    add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
-    args = arguments.parse_args()
-    selected(steps(args.out), args.only, args.skip)  # before anything is asked of the GPU
-    hardware, target = require_gpu(), gpu_arch()
-    now = datetime.now(timezone.utc)
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
-    directory.mkdir(parents=True)
-    chosen = selected(steps(directory), args.only, args.skip)
-    say(f"{hardware}, {target}: {', '.join(step.name for step in chosen)}")
-    describe_machine(directory)
-    header = {"hardware": hardware, "target": target, "time": now.isoformat(timespec="seconds")}
-    return record(chosen, directory, 60 * args.limit, **header)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -11,30 +11,19 @@ independent draws from the seed.
 """
 
 import importlib
-import json
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_OK,
-    UsageError,
-    parser,
-    run_main,
-    say,
-    whole,
-)
-from scripts.common.progress import Progress
-from scripts.common.project import DEFINITION, ROOT
-from scripts.common.text import markdown_table, text_table
+from scripts.common.command_line import UsageError, say
+from scripts.common.project import DEFINITION
+from scripts.common.schemas import STAGES, TOTAL
 from scripts.data.dataset import Inputs, draw, load, make_missing_workloads, tokens
 from scripts.data.synthetic_logits import MEAN, ROUTED_SCALING_FACTOR, STD
-from scripts.measure.timing import FLUSH_BYTES
-from scripts.pack import sources
+from scripts.measure.timing import flush_buffer
 from scripts.pack.availability import (
     is_peer,
     own_hashes,
@@ -42,56 +31,51 @@ from scripts.pack.availability import (
     split_available,
     this_machine,
 )
-from scripts.pack.pack import PackError, generations, pack, select
+from scripts.pack.pack import generations, pack, select
 
 if TYPE_CHECKING:
     import torch
     from moe_fp8.layer.problem import MoeInputs
 
-STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
-TOTAL = "end to end"
-
-Mark = Callable[[str], None]
-
 
 class Clock:
     """Times the stages of one call, on the GPU's stream or, for the torch model, on the host."""
 
-    def __init__(self, device: "torch.device"):
-        import torch
-
-        self.torch = torch
-        self.cuda = device.type == "cuda"
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
         self.marks: list[tuple[str, Any]] = []
-        self.unused: list[Any] = []
-        self.flush = torch.empty(FLUSH_BYTES if self.cuda else 1, dtype=torch.int8, device=device)
-
-    def mark(self, stage: str) -> None:
-        if self.cuda:
-            new = self.torch.cuda.Event
-            event = self.unused.pop() if self.unused else new(enable_timing=True)
-            event.record()
-            self.marks.append((stage, event))
-        else:
-            self.marks.append((stage, time.perf_counter()))
+        self.events: list[Any] = []
 
     def begin(self) -> None:
         """Nothing under way and nothing in the cache, then the first mark."""
+        import torch
+
         self.marks = []
-        if self.cuda:  # made beforehand: the stages must not wait for it
-            count = len(STAGES) + 2
-            self.unused = [self.torch.cuda.Event(enable_timing=True) for _ in range(count)]
-        self.flush.zero_()
-        if self.cuda:
-            self.torch.cuda.synchronize()
+        if self.on_gpu:  # the events beforehand: the stages must not wait for them
+            new = torch.cuda.Event
+            self.events = [new(enable_timing=True) for _ in range(len(STAGES) + 2)]
+            flush_buffer().zero_()
+            torch.cuda.synchronize()
         self.mark("")
 
+    def mark(self, stage: str) -> None:
+        import torch
+
+        now: Any = time.perf_counter()
+        if self.on_gpu:
+            now = self.events.pop() if self.events else torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((stage, now))
+
     def milliseconds(self) -> dict[str, float]:
-        if self.cuda:
-            self.torch.cuda.synchronize()
+        """Of every stage."""
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
         times: dict[str, float] = {}
-        for (_, before), (stage, after) in zip(self.marks, self.marks[1:], strict=False):
-            span = before.elapsed_time(after) if self.cuda else 1e3 * (after - before)
+        for (_, before), (stage, after) in itertools.pairwise(self.marks):
+            span = before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before)
             times[stage] = times.get(stage, 0.0) + span
         return times
 
@@ -104,22 +88,20 @@ def time_layers(
     warmup: int,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every stage and end to end, a list over the iterations, for each layer."""
-    clock = Clock(output.device)
+    clock = Clock(output.device.type == "cuda")
     for layer in layers.values():
         for _ in range(warmup):
             layer(inputs, output)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in layers}
     for _ in range(iterations):
         for name, layer in layers.items():
-            clock.begin()
-            layer(inputs, output, mark=clock.mark)
-            for stage, span in clock.milliseconds().items():
-                samples[name].setdefault(stage, []).append(span)
-            clock.begin()
-            layer(inputs, output)
-            clock.mark(TOTAL)
-            for stage, span in clock.milliseconds().items():
-                samples[name].setdefault(stage, []).append(span)
+            for marks in ({"mark": clock.mark}, {}):  # the whole call without marks in it
+                clock.begin()
+                layer(inputs, output, **marks)
+                if not marks:
+                    clock.mark(TOTAL)
+                for stage, span in clock.milliseconds().items():
+                    samples[name].setdefault(stage, []).append(span)
     return samples
 
 
@@ -258,72 +240,3 @@ def measure(
             for name, stages in samples.items()
         },
     }
-
-
-def print_result(result: dict[str, Any], where: str, how: str, markdown: bool) -> None:
-    title = f"T={result['tokens']}, {where}: median ms of {how}; routing: {result['routing']})"
-    print(("### " if markdown else "") + title + "\n")
-    print((markdown_table if markdown else text_table)(*table(result)))
-    for name, solution in list(result["solutions"].items())[1:]:
-        print(f"\n{name}: output {solution['output']}")
-    print()
-
-
-def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--solutions", nargs="+", default=[], metavar="NAME")
-    arguments.add_argument("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T")
-    arguments.add_argument("--iterations", type=whole(1), default=50)
-    arguments.add_argument("--warmup", type=whole(0), default=5)
-    arguments.add_argument("--seed", type=whole(0), default=2026)
-    arguments.add_argument("--offset", type=int, default=0, help="first local expert of draws (0)")
-    arguments.add_argument("--local", type=Path, default=ROOT, help="data set of the workloads")
-    arguments.add_argument("--cpu", action="store_true", help="time the torch model on the CPU")
-    arguments.add_argument("--markdown", action="store_true", help="print Markdown")
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    args = arguments.parse_args()
-
-    import torch
-    from flashinfer_bench.utils import hardware_from_device
-
-    if not args.cpu and not torch.cuda.is_available():
-        raise UsageError("no GPU is visible; --cpu times the torch model on the CPU instead")
-    device = "cpu" if args.cpu else "cuda:0"
-    hardware = hardware_from_device(device)
-    where = f"CPU ({hardware}), torch model" if args.cpu else hardware
-    timing = "host clock" if args.cpu else "CUDA events between the stages, L2 overwritten"
-    try:
-        layers = load_layers(args.solutions, use_gpu=not args.cpu)
-    except PackError as error:
-        raise UsageError(str(error)) from None
-    hashes = sources.current()
-    problems = Problems(args.local, device, args.seed, args.offset)
-    progress = Progress(len(args.tokens), sum(4000 + t for t in args.tokens))
-    results = []
-    for length in args.tokens:
-        progress.step(f"T={length}: {', '.join(layers)}")
-        results.append(measure(layers, problems, length, args.iterations, args.warmup))
-        progress.finish(4000 + length)
-    for result in results:
-        print_result(result, where, f"{args.iterations} calls ({timing}", args.markdown)
-    if args.json:
-        record = {
-            "hardware": hardware,
-            "device": "cpu" if args.cpu else "cuda",
-            "timing": timing,
-            "iterations": args.iterations,
-            "seed": args.seed,
-            "environment": environment.capture(),
-            "solutions": {name: hashes[name] for name in layers},
-            "results": results,
-        }
-        files.write(args.json, json.dumps(record, indent=1) + "\n")
-    outputs = {s["output"] for result in results for s in result["solutions"].values()}
-    if "not finite" in outputs:
-        say("error: an output holds NaN or infinite values")
-        return EXIT_FAILED
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,46 +1,33 @@
-"""How variants are timed: checked first, then in graphs of launches over rotating operands."""
+"""The clock of every measurement on a GPU: of layers, of the grouped GEMM alone, of single kernels.
+
+A call is captured in a CUDA graph and replayed, the calls that are compared in turns, the L2 cache
+overwritten before each replay. A call whose host waits for the GPU cannot be captured. Of a layer
+the kernels are then traced through CUPTI and their times summed, without the pauses, in which the
+GPU waits for a host that the profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 by
+the harness's clock). GEMM launches are then timed by events around each.
+"""
 
 import functools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from scripts.measure.operands import Operands, weights
-from scripts.measure.problems import Problem
-from scripts.measure.variants import Call, Checker, Launch, Reading, Variant, readings
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-MAX_CALC_DIFF = 1e-3
+    from flashinfer_bench.data import Definition, Solution
+
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU there is."""
-READING = "reading"
-"""Beginning of the names under which the readings of the weights are timed with the variants."""
+WARMUP = 3
+TRACED_CALLS = 7
+"""Of a solution that cannot be captured: starting the profiler for each takes long."""
+FAILURES = (Exception, SystemExit)
+"""What code of a data set may raise: sys.exit in it would end a program as if all were done."""
 
-
-def capture(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph | None":
-    """A graph of the launches, or None where one cannot be captured or was not recorded."""
-    import torch
-
-    for call in calls:
-        call.launch()
-    torch.cuda.synchronize()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call.launch()
-    except Exception as error:
-        print(f"not captured: {error}", file=sys.stderr)
-        torch.cuda.synchronize()
-        return None
-    # A launch on a stream of its own would leave an empty graph, which replays in no time.
-    calls[-1].poison()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph if calls[-1].written() else None
+Run = Callable[[], Any]
 
 
 @functools.cache
@@ -51,7 +38,81 @@ def flush_buffer() -> "torch.Tensor":
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
-def in_turns(runs: Mapping[str, Sequence[Launch]], repeats: int) -> dict[str, list[float]]:
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
+    """What is kept of samples in ms."""
+    return {
+        **more,
+        "ms": statistics.median(samples),
+        "p10": percentile(samples, 0.1),
+        "p90": percentile(samples, 0.9),
+        "calls": len(samples),
+    }
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What stands in the place of figures, in one line; the whole goes to stderr."""
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+# --- replays --------------------------------------------------------------------------------------
+
+
+def waits(call: Run) -> bool:
+    """Whether the host waits for the GPU in a call, by torch's own check of its operations."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def capture(call: Run, stream: "torch.cuda.Stream | None" = None) -> "torch.cuda.CUDAGraph":
+    """The call as a graph. It is made once before, on this stream or one of its own."""
+    import torch
+
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def captured(call: Run, output: "torch.Tensor", stream: "torch.cuda.Stream | None" = None) -> Run:
+    """A replay of the call, checked against the call itself, which was made before; see `capture`.
+
+    Raises:
+        RuntimeError: the replay does not write what the call writes.
+    """
+    import torch
+
+    expected = output.clone()
+    graph = capture(call, stream)
+    output.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(output, expected):
+        raise RuntimeError("a replay of the captured call gives another output than the call")
+    return graph.replay
+
+
+def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds on the GPU of each name's launches, the mean over them, a list over the repeats.
 
     The names take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
@@ -77,11 +138,70 @@ def in_turns(runs: Mapping[str, Sequence[Launch]], repeats: int) -> dict[str, li
     return samples
 
 
+# --- launches of a GEMM ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch that is ready to be made, its output and the rows there, in the flat order."""
+
+    launch: Run
+    out: "torch.Tensor"
+    rows: "torch.Tensor"
+
+    def poison(self) -> None:
+        self.out.fill_(float("nan"))
+
+    def result(self) -> "torch.Tensor":
+        return self.out[self.rows]
+
+    def written(self) -> bool:
+        """Whether the launch has written its result, poisoned before."""
+        import torch
+
+        return bool(torch.isfinite(self.result()).all())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A launch that only reads, and says how much."""
+
+    launch: Run
+    read: "torch.Tensor"  # [CTAs] int64
+
+    def poison(self) -> None:
+        self.read.fill_(-1)
+
+    def written(self) -> bool:
+        return int(self.read.min()) >= 0
+
+
+def capture_launches(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph | None":
+    """A graph of the launches, or None where one cannot be captured or was not recorded."""
+    import torch
+
+    def launch_all() -> None:
+        for call in calls:
+            call.launch()
+
+    try:
+        graph = capture(launch_all)
+    except Exception as error:
+        print(f"not captured: {error}", file=sys.stderr)
+        torch.cuda.synchronize()
+        return None
+    # A launch on a stream of its own would leave an empty graph, which replays in no time.
+    calls[-1].poison()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph if calls[-1].written() else None
+
+
 def time_variants(
     calls: "Mapping[str, Sequence[Call | Reading]]", repeats: int
 ) -> dict[str, tuple[list[float], str]]:
     """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
-    graphs = {name: capture(prepared) for name, prepared in calls.items()}
+    graphs = {name: capture_launches(prepared) for name, prepared in calls.items()}
     runs = {
         name: [call.launch for call in calls[name]] if graph is None else [graph.replay]
         for name, graph in graphs.items()
@@ -93,79 +213,161 @@ def time_variants(
     return found
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def figures(
-    problem: Problem, samples: Sequence[float], floors: dict[str, float], read_us: float
-) -> dict[str, Any]:
-    """The columns of one timing, from its samples in us, beside what reading the weights took."""
-    floor = max(1e-6 * read_us, problem.flops / floors["fp8_flops_per_s"])
-    seconds = 1e-6 * statistics.median(samples)
-    return {
-        "us": 1e6 * seconds,
-        "us_p10": percentile(samples, 0.1),
-        "us_p90": percentile(samples, 0.9),
-        "tflops": problem.flops / seconds / 1e12,
-        "gbytes": problem.bytes / seconds / 1e9,
-        "read_us": read_us,
-        "floor_us": 1e6 * floor,
-        "percent_of_floor": 100 * floor / seconds,
-    }
+# --- calls of a solution --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How to time: launches in a graph, replays of each graph, seed of the operands."""
+class Timed:
+    """A solution with its arguments, of which the last is the output."""
 
-    launches: int = 8
-    repeats: int = 20
-    seed: int = 2026
+    runnable: Any
+    arguments: list[Any]
 
-    def __str__(self) -> str:
-        return (
-            f"graphs of {self.launches} launches over rotating operands, {self.repeats} replays "
-            "in turns, L2 overwritten before each; median"
-        )
+    def __call__(self) -> None:
+        self.runnable(*self.arguments)
+
+    @property
+    def output(self) -> "torch.Tensor":
+        return self.arguments[-1]
 
 
-def run_problem(
-    problem: Problem, variants: Sequence[Variant], floors: dict[str, float], timing: Timing
-) -> list[dict[str, Any]]:
-    """One row of figures for each variant, or its error; those checked wrong are not timed."""
+def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any]) -> Timed:
+    """A call of the solution with inputs of its own but for the weights, of which there is one set,
+    and whatever else has one shape for all workloads.
+
+    Raises:
+        RuntimeError: the solution returns its output; such a call is not timed here.
+    """
+    import torch
+    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+    from flashinfer_bench.compile import BuilderRegistry
+
+    runnable = BuilderRegistry.get_instance().build(definition, solution)
+    if not runnable.metadata.destination_passing_style:
+        raise RuntimeError(f"{solution.name} returns its output: not timed here")
+    of_workload = set(definition.var_axes)
+    own = [
+        x.clone() if isinstance(x, torch.Tensor) and set(spec.shape or ()) & of_workload else x
+        for x, spec in zip(inputs, definition.inputs.values(), strict=True)
+    ]
+    return Timed(runnable, [*own, *allocate_outputs(definition, own, "cuda")])
+
+
+def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
+    """The device time of each call in ms, or the `error` for which there is none."""
     import torch
 
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = min(timing.launches, max(2, -(-4 * l2 // int(problem.bytes)) + 1))
-    source = weights(problem.experts, problem.n, problem.k, "cuda", timing.seed)
-    operands = [Operands(problem, source, i) for i in range(sets)]
-    checker = Checker(operands[0])
-    rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Sequence[Call | Reading]] = {}
-    for variant in variants:
-        row = {**problem.describe(), "variant": variant.name, "peer": variant.peer}
-        rows[variant.name] = row
+    flush = flush_buffer()
+    # One for all that is not replayed: a solution may keep its buffers for each stream, and those
+    # of a dozen, in graphs and twice beside them, were more than 80 GB at T=14107.
+    stream = torch.cuda.Stream()
+    found: dict[str, dict[str, Any]] = {}
+    replays: dict[str, list[Run]] = {}
+    for name, call in calls.items():
         try:
-            config = variant.config(problem)
-            row["config"] = str(config) if config else ""
-            row["calc_diff"] = checker.calc_diff(variant)
-            if row["calc_diff"] > MAX_CALC_DIFF:
-                row["error"] = f"wrong: calc_diff {row['calc_diff']:.1e}"
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP):
+                    call()
+                waiting = waits(call)
+            torch.cuda.synchronize()
+            if not waiting:
+                replays[name] = [captured(call, call.output, stream)]
                 continue
-            prepared = [variant.prepare(x) for x in operands]
-            calls[variant.name] = [prepared[i % sets] for i in range(timing.launches)]
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    for order, read in enumerate(zip(*(readings(x) for x in operands), strict=True)):
-        calls[f"{READING} {order}"] = [read[i % sets] for i in range(timing.launches)]
-    timed = time_variants(calls, timing.repeats)
-    readings_us = [statistics.median(timed.pop(n)[0]) for n in calls if n.startswith(READING)]
-    for name, (samples, method) in timed.items():
-        rows[name].update(figures(problem, samples, floors, min(readings_us)), method=method)
-    peers = [r["us"] for r in rows.values() if r["peer"] and "us" in r]
-    for row in rows.values():
-        if peers and "us" in row:
-            row["vs_best_peer"] = min(peers) / row["us"]
-    return list(rows.values())
+            samples = []
+            for _ in range(min(repeats, TRACED_CALLS)):
+                flush.zero_()
+                torch.cuda.synchronize()
+                samples.append(1e-3 * sum(span.end - span.start for span in traced(call)))
+            found[name] = summary(samples, method="kernel sum")
+        except FAILURES as error:
+            found[name] = failure(error)
+    for name, samples in in_turns(replays, repeats).items():
+        found[name] = summary(samples, method="graph")
+    return found
+
+
+def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
+    """flashinfer-bench's own timing of a built solution, every call instead of the mean."""
+    import torch
+    from flashinfer_bench.bench.timing import do_bench
+
+    def cloned() -> list[Any]:
+        return [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments]
+
+    samples = do_bench(
+        lambda own: call.runnable(*own), warmup=WARMUP, rep=repeats, setup=cloned, return_mode="all"
+    )
+    return summary(samples)
+
+
+# --- traces of a call's kernels -------------------------------------------------------------------
+
+TRACE_WARMUP = 2
+"""Traced calls that do not count: the profiler sets itself up during the first ones."""
+PROFILERS_OWN = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading")
+"""What newer profilers list beside the kernels, of their own time."""
+
+
+class Span(NamedTuple):
+    """A kernel, copy or fill on the GPU, in us of one clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def traced(run: Run) -> list[Span]:
+    """What the GPU did while `run` ran and until it was idle again, in the order of beginning, as
+    torch's profiler (CUPTI) saw it.
+
+    Raises:
+        RuntimeError: nothing was seen.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    spans = [
+        Span(e.name, e.time_range.start, e.time_range.end)
+        for e in profiler.events()
+        if e.device_type == on_gpu and e.name not in PROFILERS_OWN
+    ]
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel: is CUPTI there?")
+    return sorted(spans, key=lambda s: s.start)
+
+
+def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
+    """The kernels of `repeats` calls, the L2 cache overwritten by `flush` (one launch) before each,
+    with nothing else under way."""
+    import torch
+
+    calls = TRACE_WARMUP + repeats
+
+    def run() -> None:
+        for _ in range(calls):
+            flush()
+            torch.cuda.synchronize()
+            call()
+            torch.cuda.synchronize()
+
+    return split(traced(run), calls)[TRACE_WARMUP:]
+
+
+def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
+    """The spans of each call, without the flush before it.
+
+    Raises:
+        RuntimeError: the calls did not launch the same kernels in the same order.
+    """
+    each = len(spans) // calls
+    parts = [list(spans[i * each : (i + 1) * each]) for i in range(calls)]
+    names = {tuple(s.name for s in part) for part in parts}
+    if each < 2 or each * calls != len(spans) or len(names) != 1:
+        raise RuntimeError(
+            f"{calls} calls were traced as {len(spans)} kernels that do not repeat call by call"
+        )
+    return [part[1:] for part in parts]

@@ -2,7 +2,7 @@
 
 A ranking holds results of one machine, timing method and tolerance, and of one source of each
 solution; what does not compare is kept apart or said. There are two clocks: the harness's
-(flashinfer-bench's own figure, host included) and the device's (device_time), where a record has
+(flashinfer-bench's own figure, host included) and the device's (`check`), where a record has
 it. Ratios between solutions are formed of latencies of one run.
 """
 
@@ -344,7 +344,7 @@ def rankings(
     if against is not None and against not in {r.solution for r in chosen}:
         raise UsageError(f"--against {against}: no trace of that solution")
     if by == "device" and not any(r.device for r in chosen):
-        raise UsageError("--by device: no trace has a device time (see device_time)")
+        raise UsageError("--by device: no trace has a device time (run.py check --only device)")
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
     invariance = {source: read_invariance(Path(source).parent) for source in runs}
     ours = our_names()

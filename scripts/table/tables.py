@@ -2,7 +2,7 @@
 
 A table is a frame of text whose columns are its header; text, Markdown and HTML are renderings of
 it. Where a ranking has device times, its tables name both clocks: `harness` is what
-flashinfer-bench measured, with the host's part; `device` is device_time's.
+flashinfer-bench measured, with the host's part; `device` is `check`'s.
 """
 
 from collections.abc import Mapping, Sequence

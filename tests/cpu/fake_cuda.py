@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.measure.kernel_trace import Span
+from scripts.measure.timing import Span
 
 LARGEST_L2 = 127 * 2**20
 """Bytes; a B200's."""

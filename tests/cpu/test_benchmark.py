@@ -21,12 +21,14 @@ from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workloa
 from test_dataset import solution
 from test_files import disk_of
 
+from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, gpu_bench, plan
 from scripts.pack import availability, pack, packed
+from scripts.programs import bench as program
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -270,7 +272,7 @@ class Program:
 
     def plain(self, *arguments: str) -> int:
         self.monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
-        return bench.main()
+        return program.main()
 
     def change(self, name: str, content: str) -> None:
         """Give a solution another source."""
@@ -404,7 +406,7 @@ def test_without_any_result_the_program_fails_and_says_so(h200, capsys) -> None:
 def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsys) -> None:
     done: list[str] = []
     monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
-    monkeypatch.setattr(bench, "write_report", lambda run, peers: done.append("report"))
+    monkeypatch.setattr(program, "write_report", lambda run, peers: done.append("report"))
     arguments = ["--workloads", "1", "--solutions", "x", "--traces", str(tmp_path / "traces")]
     assert h200.plain(*arguments) == 0
     assert done == ["passes", "report"]
@@ -423,15 +425,14 @@ def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     with bench.new_run(tmp_path, "GPU") as run_:
-        bench.add_measurements(run_, plan.parse_arguments(), False)
-    without = subprocess.DEVNULL
-    assert outs == [without, None, None, without], "these tables are in the ranking and the report"
-    of_run = f"--local {ROOT} --run {run_.directory} --seed 2026"
-    missing = f": run.py device_time {of_run} --missing"
+        bench.add_measurements(run_, program.parse_arguments(), False)
+    assert outs == [subprocess.DEVNULL] * 4, "the tables are in the ranking and the report"
+    again = f"--local {ROOT} --run {run_.directory} --seed 2026"
+    failed = "failed; its figures are incomplete: run.py check --only"
     assert capsys.readouterr().err.splitlines() == [
-        "accuracy.py failed; its figures are incomplete",
-        f"device_time.py failed; its figures are incomplete{missing}",
-        "invariance.py failed; its figures are incomplete",
+        f"check --only accuracy {failed} accuracy {again}",
+        f"check --only device {failed} device {again} --missing",
+        f"check --only bits {failed} bits {again}",
     ]
 
 
@@ -643,7 +644,7 @@ def test_options_that_would_measure_nothing_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", f"{option}={value}"])
     with pytest.raises(SystemExit) as ended:
-        plan.parse_arguments()
+        program.parse_arguments()
     assert ended.value.code == EXIT_USAGE
     assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
 
@@ -653,8 +654,8 @@ def test_trials(monkeypatch, name: str, trials: int) -> None:
     """Fewer where flashinfer-bench has no memory for more, unless asked for."""
     for options, wanted in ([], trials), (["--trials", "2"], 2):
         monkeypatch.setattr(sys, "argv", ["bench.py", "--definition", name, *options])
-        arguments = plan.parse_arguments()
-        assert plan.configuration(arguments, on_gpu=True).num_trials == wanted
+        arguments = program.parse_arguments()
+        assert bench.configuration(arguments, on_gpu=True).num_trials == wanted
 
 
 def test_what_the_options_say_is_what_is_run(h200, tmp_path) -> None:
@@ -729,7 +730,7 @@ def test_a_ranking_that_cannot_be_written_leaves_the_old_one(h200, tmp_path) -> 
     target = tmp_path / "ranking.json"
     target.write_text("old")
     with disk_of(20_000), pytest.raises(OSError):
-        bench.files.write(target, "x" * 30_000)
+        files.write(target, "x" * 30_000)
     assert target.read_text() == "old"
     assert h200("--workloads", "1", "--json", str(target)) == 0
     assert json.loads(target.read_text())[0]["hardware"] == "GPU"
@@ -803,21 +804,23 @@ def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_p
         commands.clear()
         monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
         with bench.new_run(tmp_path, "GPU") as run:
-            bench.add_measurements(run, plan.parse_arguments(), foreign)
-        return {Path(c[1]).stem: c[2:] for c in commands}
+            bench.add_measurements(run, program.parse_arguments(), foreign)
+        assert {Path(c[1]).name for c in commands} == {"check.py"}
+        assert {c[2] for c in commands} == {"--only"}
+        return {c[3]: c[4:] for c in commands}
 
     every = passes("--seed", "7")
-    assert list(every) == ["floors", "accuracy", "device_time", "invariance"]
-    for name in ("accuracy", "device_time", "invariance"):
-        assert every[name][:2] == ["--local", str(ROOT)]
-        assert every[name][2] == "--run" and every[name][4:] == ["--seed", "7"]
-    assert passes(foreign=True)["device_time"][-1] == "--run-foreign"
+    assert list(every) == ["floors", "accuracy", "device", "bits"]
+    for arguments in every.values():
+        assert arguments[:2] == ["--local", str(ROOT)]
+        assert arguments[2] == "--run" and arguments[4:] == ["--seed", "7"]
+    assert passes(foreign=True)["device"][-1] == "--run-foreign"
     of_another = passes("--definition", "kimi_k2")
-    assert list(of_another) == ["accuracy", "device_time", "invariance"], "floors: one geometry"
+    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
     assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
-    assert list(passes("--no-accuracy")) == ["floors", "device_time", "invariance"]
-    assert list(passes("--no-device-time")) == ["floors", "accuracy", "invariance"]
-    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device_time"]
+    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
+    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
+    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
 
 
 def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:
@@ -828,7 +831,7 @@ def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr(report, "write", write)
     with bench.new_run(tmp_path, "GPU") as run:
-        bench.write_report(run, [])
+        program.write_report(run, [])
         path = run.directory / "report.html"
     assert capsys.readouterr().err == f"no report: {path}: Permission denied\n"
 

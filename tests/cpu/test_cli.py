@@ -13,9 +13,8 @@ from programs import call
 import run
 from scripts.common.project import DEFINITION, ROOT
 
-PROGRAMS = ["accuracy", "bench", "floors", "gemm_bench", "make_workloads", "pack", "rank"]
-PROGRAMS += ["model", "prepared_weights", "profile_kernels", "readme_tables", "record", "report"]
-PROGRAMS += ["stages", "submit"]
+PROGRAMS = ["bench", "check", "gemm_bench", "make_workloads", "model", "pack", "profile", "rank"]
+PROGRAMS += ["readme_tables", "record", "report", "submit", "tune"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -52,13 +51,18 @@ def test_help(program: str) -> None:
         ("rank", ["/absent"], "does not exist"),
         ("report", ["/absent"], "no traces.jsonl"),
         ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
-        ("floors", ["--rates", "/absent"], "no measured rates"),
+        ("check", ["--only", "floors", "--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
-        ("stages", ["--tokens", "0"], "argument --tokens: '0' is no whole number of at least 1"),
-        ("stages", ["--iterations", "0"], "argument --iterations: '0' is no whole number"),
+        (
+            "profile",
+            ["--stages", "--tokens", "0"],
+            "--tokens: '0' is no whole number",
+        ),
+        ("profile", ["--stages", "--repeats", "0"], "--repeats: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
         ("record", ["--only", "absent"], "no step absent: expected tests, bench"),
-        ("profile_kernels", [], "the following arguments are required: --workloads"),
+        ("profile", [], "one of the arguments --workloads --stages is required"),
+        ("tune", [], "the following arguments are required: --what"),
     ],
 )
 def test_usage_errors_have_status_2_and_one_line(program, arguments, message) -> None:
@@ -81,10 +85,11 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
     "command",
     [
         ["record"],
-        ["stages"],
         ["gemm_bench"],
-        ["profile_kernels", "--workloads", "1"],
-        ["prepared_weights"],
+        ["profile", "--stages"],
+        ["profile", "--workloads", "1"],
+        ["check", "--only", "device"],
+        *(["tune", "--what", what] for what in ("gemm", "layer", "triton")),
     ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:

@@ -154,7 +154,7 @@ def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp
         elif mask:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
-    command = [sys.executable, str(run.programs()["accuracy"]), "--run", "/absent"]
+    command = [sys.executable, str(run.programs()["check"]), "--run", "/absent"]
     paths = f"{tmp_path}{os.pathsep}{run.environment()['PYTHONPATH']}"
     with subprocess.Popen(
         command,

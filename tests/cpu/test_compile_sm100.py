@@ -19,10 +19,9 @@ from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.layer.fused import fused_configs
 from moe_fp8.layer.problem import DEEPSEEK_V3
+from sass import disassemble, facts, nvdisasm
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
-
-from scripts.measure.sass import disassemble, facts, nvdisasm
 
 TARGETS = ["sm_100a", "sm_103a"]
 OTHERS = [
@@ -94,12 +93,12 @@ TUNED = [
 
 
 @pytest.mark.parametrize("fields", TUNED, ids=str)
-def test_what_autotune_tries_compiles(fields, compiled_code, monkeypatch):
+def test_what_tune_tries_compiles(fields, compiled_code, monkeypatch):
     """Of its candidates two that no heuristic picks."""
-    from scripts.measure import gpu, tuning
+    from scripts.measure import gpu, tune
 
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-    tried = [config for rows in (32, 128) for config in tuning.candidates(rows)]
+    tried = [config for rows in (32, 128) for config in tune.candidates(rows)]
     config = GemmConfig(**fields)
     assert str(config) in map(str, tried) and config not in PICKED
     ptx, _ = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
@@ -209,8 +208,9 @@ def test_tiles_of_one_wave_are_not_made_larger():
 def test_the_model_prefers_what_the_heuristic_picks():
     """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
     from scripts.measure.gemm_model import predict
+
+    from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, uneven_rows
     from scripts.measure.model import B200_AS_H200, best_sm100, chosen_sm100
-    from scripts.measure.problems import LAYER_SHAPES, Problem, uneven_rows
 
     for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
         drawn = uneven_rows(rows, 32, 2026)

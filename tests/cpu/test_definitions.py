@@ -24,8 +24,8 @@ from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
 from scripts.common.project import BASELINES, ROOT
 from scripts.data import dataset, workload_specs
 from scripts.data.synthetic_logits import routing_bias
-from scripts.measure import plan
 from scripts.pack import pack, sources
+from scripts.programs import bench
 from scripts.programs import make_workloads as program
 from scripts.table import rankings, recorded
 
@@ -415,7 +415,7 @@ def listing(monkeypatch, capsys):
         argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(pack, "validate", lambda *_: None)
-        assert plan.make_plan(plan.parse_arguments()) is None
+        assert bench.main() == 0
         return capsys.readouterr().out
 
     return of

@@ -4,16 +4,18 @@ import json
 import statistics
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from fake_cuda import Kernel
 
+from scripts.common import schemas
 from scripts.common.command_line import UsageError
+from scripts.common.floors import PAIR_FLOPS, TOKEN_BYTES, WEIGHT_BYTES, floor_ms
 from scripts.common.project import ROOT
-from scripts.measure import floors, rates
-from scripts.measure.problems import Histogram
+from scripts.measure import floors, gpu
+from scripts.measure.gemm_problems import Histogram
+from scripts.programs import check
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
@@ -21,34 +23,26 @@ RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 
 def test_sizes_are_those_of_the_layer() -> None:
     weights = 4096 * 7168 + 7168 * 2048
-    assert weights == 44_040_192 and floors.PAIR_FLOPS == 2 * weights == 88_080_384
-    assert floors.WEIGHT_BYTES == weights + 4 * (32 * 56 + 56 * 16)
-    assert floors.TOKEN_BYTES == 7168 + 4 * 56
+    assert weights == 44_040_192 and PAIR_FLOPS == 2 * weights == 88_080_384
+    assert WEIGHT_BYTES == weights + 4 * (32 * 56 + 56 * 16)
+    assert TOKEN_BYTES == 7168 + 4 * 56
 
 
 def test_floor_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:
     few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3}
-    size = 3 * floors.WEIGHT_BYTES + (7168 + 224) + 2 * (4 * 256 + 2 * 7168)
-    memory, compute = floors.floor_ms(few, RATES)
+    size = 3 * WEIGHT_BYTES + (7168 + 224) + 2 * (4 * 256 + 2 * 7168)
+    memory, compute = floor_ms(few, RATES)
     assert memory == pytest.approx(1e3 * size / 4e12)
     assert compute == pytest.approx(1e3 * 3 * 88_080_384 / 1.5e15)
     many = {"tokens": 14107, "hit": 8004, "active": 32, "pairs": 16099}
-    memory, compute = floors.floor_ms(many, RATES)
+    memory, compute = floor_ms(many, RATES)
     assert compute > memory and compute == pytest.approx(0.9453, abs=1e-3)
-    content = {"floors": RATES, "workloads": [few | {"uuid": "a"}, many | {"uuid": "b"}]}
-    assert floors.by_workload(content) == {
-        "a": max(floors.floor_ms(few, RATES)),
-        "b": max(floors.floor_ms(many, RATES)),
-    }
-    assert floors.by_workload(None) == {}
 
 
 def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
     few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3, "uuid": "a"}
-    without = floors.floor_ms(few, RATES)
-    assert floors.floor_ms({**few, "read_ms": 0.5}, RATES) == (0.5, without[1])
-    content = {"floors": RATES, "workloads": [{**few, "read_ms": 0.5}]}
-    assert floors.by_workload(content) == {"a": 0.5}
+    without = floor_ms(few, RATES)
+    assert floor_ms({**few, "read_ms": 0.5}, RATES) == (0.5, without[1])
 
 
 def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
@@ -57,7 +51,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
 
     from scripts.measure import weight_stream
 
-    monkeypatch.setattr(floors, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
     monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})
     properties = type("Properties", (), {"multi_processor_count": 4})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -91,34 +85,28 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     ]  # fmt: skip
 
 
-def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
-    assert floors.read_floors(tmp_path) is None
-    (tmp_path / "floors.json").write_text('{"workloads": [{"tokens": 1}], "floors": {}}')
-    with pytest.raises(UsageError, match=r"floors\.json"):
-        floors.read_floors(tmp_path)
-
-
 def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys) -> None:
     """With the rates of a record; the recorded floors are those of the workloads as they are."""
-    out = tmp_path / "floors.json"
-    arguments = ["--rates", str(RECORD / "gemm_layers.json"), "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["floors.py", *arguments])
-    assert floors.main() == 0
-    made = json.loads(out.read_text())
+    arguments = ["--rates", str(RECORD / "gemm_layers.json"), "--run", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["check.py", "--only", "floors", *arguments])
+    assert check.main() == 0
+    made = json.loads((tmp_path / "floors.json").read_text())
     counted = {w["tokens"]: w for w in made["workloads"]}
     assert len(counted) == 19
     assert [counted[1][key] for key in ("hit", "active", "pairs")] == [1, 3, 3]
     assert [counted[7][key] for key in ("hit", "active", "pairs", "max")] == [2, 7, 7, 1]
     assert all(w["max"] <= w["pairs"] and w["hit"] <= w["tokens"] for w in made["workloads"])
-    assert made["workloads"] == floors.read_floors(RECORD)["workloads"]
+    recorded = schemas.read(RECORD / "floors.json", schemas.Floors)
+    assert made["workloads"] == recorded["workloads"]
     assert "NVIDIA H200" in capsys.readouterr().out
 
 
 def test_rates_come_from_a_record_or_from_a_gpu(tmp_path, monkeypatch) -> None:
     (tmp_path / "x.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["floors.py", "--rates", str(tmp_path / "x.json")])
+    arguments = ["--only", "floors", "--rates", str(tmp_path / "x.json")]
+    monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
     with pytest.raises(UsageError, match="no measured rates"):
-        floors.main()
+        check.main()
 
 
 def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> None:
@@ -132,7 +120,7 @@ def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> Non
     monkeypatch.setattr(torch, "sum", kernels["read"])
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **kind: kernels["multiply"]())
     seconds = {}
-    found = rates.measure_floors.__wrapped__()
+    found = gpu.measure_rates.__wrapped__()
     for name, kernel in kernels.items():
         assert len(kernel.took) == 13
         seconds[name] = 1e-3 * statistics.median(kernel.took[-10:])

@@ -14,20 +14,24 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
 
+from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.data import workload_specs
-from scripts.measure import (
-    compiling,
-    gemm_bench,
-    shipped_configs,
-    study,
-    timing,
+from scripts.measure import gemm_bench, gemm_timing, gemm_variants, timing
+from scripts.measure.gemm_problems import (
+    LAYER_SHAPES,
+    Histogram,
+    Operands,
+    Weights,
+    histograms,
+    layer_problems,
+    weights,
 )
-from scripts.measure import peers as gemm_peers
-from scripts.measure.operands import Operands, Weights, weights
-from scripts.measure.problems import LAYER_SHAPES, Histogram, histograms, layer_problems
-from scripts.measure.variants import LAYOUTS, Call, Checker, Reading, Variant, heuristic, ours
+from scripts.measure.gemm_timing import Timing, run_problem
+from scripts.measure.gemm_variants import LAYOUTS, Checker, Variant, heuristic, ours
+from scripts.measure.timing import Call, Reading
+from scripts.programs import gemm_bench as program
 
 CPU = torch.device("cpu")
 BLOCK = gemm_bench.BLOCK
@@ -139,7 +143,7 @@ def peers(monkeypatch):
     sgl_kernel.fp8_blockwise_scaled_grouped_mm = sgl_grouped_mm
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
-    return gemm_peers.deepgemm_variants() + gemm_peers.sgl_variants()
+    return gemm_variants.deepgemm_variants() + gemm_variants.sgl_variants()
 
 
 UNEVEN = (5, 0, 130, 1, 0)
@@ -283,12 +287,12 @@ def test_the_summary_of_ratios(capsys) -> None:
 def test_figures_of_a_problem() -> None:
     problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = timing.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
+    found = gemm_timing.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
     assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
     assert found["percent_of_floor"] == pytest.approx(35.0)
-    found = timing.figures(problem, [100.0], floors, read_us=20.0)
+    found = gemm_timing.figures(problem, [100.0], floors, read_us=20.0)
     assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
 
 
@@ -314,13 +318,13 @@ def test_a_launch_is_timed_cold_in_turns_and_without_the_warm_up(cuda) -> None:
 
 def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
     kernel = Kernel(cuda, "waits", waits=99)
-    assert timing.capture([call_of(kernel)]) is None
+    assert timing.capture_launches([call_of(kernel)]) is None
     assert "not captured: called a synchronizing CUDA operation" in capsys.readouterr().err
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     path = tmp_path / "new" / "run.json"
-    record = study.Record(path, hardware="none")
+    record = gemm_timing.Record(path, hardware="none")
     record.add([{"us": 1.0}])
     assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
     assert not json.loads(path.read_text())["finished"]
@@ -329,7 +333,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     content = json.loads(path.read_text())
     assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
     assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
-    study.Record(None).add([{"us": 1.0}])
+    gemm_timing.Record(None).add([{"us": 1.0}])
 
 
 def clock(calls, repeats):
@@ -351,20 +355,20 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(timing, "time_variants", clock)
+    monkeypatch.setattr(gemm_timing, "time_variants", clock)
     source = weights
     monkeypatch.setattr(
-        timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
     reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(timing, "readings", lambda x: [reading, reading])
+    monkeypatch.setattr(gemm_timing, "readings", lambda *_: [reading, reading])
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.index))
     problem = gemm_bench.Problem(UNEVEN, 256, 384, tokens=7)
     variants = [ours("ours"), *peers, wrong]
-    rows = gemm_bench.run_problem(problem, variants, FLOORS, gemm_bench.Timing(2, 3))
+    rows = run_problem(problem, variants, FLOORS, Timing(2, 3))
     assert [r["variant"] for r in rows] == [v.name for v in variants]
     assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
     assert rows[0]["config"] == str(heuristic(problem))
@@ -384,13 +388,13 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
         seen.update({name: [id(call) for call in of] for name, of in calls.items()})
         return clock(calls, repeats)
 
-    def readings(x):
+    def readings(*_):
         return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
 
-    monkeypatch.setattr(timing, "time_variants", time_variants)
-    monkeypatch.setattr(timing, "readings", readings)
+    monkeypatch.setattr(gemm_timing, "time_variants", time_variants)
+    monkeypatch.setattr(gemm_timing, "readings", readings)
     problem = gemm_bench.Problem(UNEVEN, 256, 384)
-    gemm_bench.run_problem(problem, [ours("ours")], FLOORS, gemm_bench.Timing(40, 3))
+    run_problem(problem, [ours("ours")], FLOORS, Timing(40, 3))
     assert list(seen) == ["ours", "reading 0", "reading 1"]
     for launches in seen.values():
         sets = len(set(launches))
@@ -399,10 +403,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    compiling.compile_ahead(math.factorial, [3, -1, 4], 2)
+    gemm_timing.compile_ahead(math.factorial, [3, -1, 4], 2)
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    compiling.compile_ahead(math.factorial, [3, 4], 0)
+    gemm_timing.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
@@ -436,7 +440,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 
 
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
-@pytest.mark.parametrize("name", shipped_configs.SOLUTIONS)
+@pytest.mark.parametrize("name", gemm_variants.SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     import importlib
@@ -458,7 +462,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     for expert, count in enumerate(rows):
         table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    layer = importlib.import_module(f"moe_fp8.{shipped_configs.SOLUTIONS[name][0]}").LAYER
+    layer = importlib.import_module(f"moe_fp8.{gemm_variants.SOLUTIONS[name][0]}").LAYER
     grouped = routing.GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
@@ -471,9 +475,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
     layer.finish(inputs, output, grouped, lambda stage: None)
     shapes = LAYER_SHAPES.values()
-    found = [
-        shipped_configs.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes
-    ]
+    found = [gemm_variants.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
 
 
@@ -481,8 +483,8 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
     few, many = (1,) * 32, (60,) * 32
     n, k = LAYER_SHAPES["gemm1"]
     problems = [gemm_bench.Problem(rows, n, k, tokens=32) for rows in (few, many)]
-    flat = [shipped_configs.shipped("flat", p) for p in problems]
-    v3 = [shipped_configs.shipped("v3", p) for p in problems]
+    flat = [gemm_variants.shipped("flat", p) for p in problems]
+    v3 = [gemm_variants.shipped("v3", p) for p in problems]
     assert flat[0] == flat[1] and flat[0].tile_m == 8
     assert v3[0].tile_m == 8 and v3[1].tile_m == 64
     assert v3 == [heuristic(p) for p in problems]
@@ -490,14 +492,14 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
 
 def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours() -> None:
     n, k = LAYER_SHAPES["gemm1"]
-    beside = shipped_configs.neighbours("flat")
+    beside = gemm_variants.neighbours("flat")
     names = {t: [v.name for v in beside(gemm_bench.Problem((1,) * 32, n, k, t))] for t in (1, 80)}
     assert names == {1: ["flat, next larger"], 80: ["flat, next smaller", "flat, next larger"]}
-    rungs = shipped_configs.ladder()
+    rungs = gemm_variants.ladder()
     problem = gemm_bench.Problem((1,) * 32, n, k, 80)
     around = [variant.config(problem) for variant in beside(problem)]
     assert [
-        rungs.index(c) - rungs.index(shipped_configs.shipped("flat", problem)) for c in around
+        rungs.index(c) - rungs.index(gemm_variants.shipped("flat", problem)) for c in around
     ] == [
         -1,
         1,
@@ -505,13 +507,14 @@ def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours(
     rows = [row_of(1.0, tokens=7) for _ in range(4)]
     names = ("flat", "flat, next smaller", "flat, next larger", "v3")
     for row, name, us in zip(rows, names, (10.0, 11.0, 8.0, 1.0), strict=True):
-        row.update(variant=name, us=us)
+        row.update(variant=name, us=us, config=f"config of {name}")
     (said,) = gemm_bench.best_known(rows, "flat")
-    assert said["best"]["variant"] == "flat, next larger" and said["loss"] == pytest.approx(25.0)
+    assert (said.best, said.shipped) == ("config of flat, next larger", "config of flat")
+    assert said.loss == pytest.approx(25.0) and said.where == "T=7"
 
 
 def test_records_name_the_solutions_that_they_measured() -> None:
-    hashes = shipped_configs.solution_hashes()
+    hashes = gemm_variants.solution_hashes()
     assert list(hashes) == ["cutedsl_moe_fp8_v3", "cutedsl_moe_fp8_flat"]
     assert all(len(value) == 40 for value in hashes.values())
 
@@ -523,11 +526,11 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     n, k = LAYER_SHAPES["gemm1"]
     for tokens in (1, 80, 14107):
         pair = triton_moe.tiles(tokens)
-        assert gemm_peers.shipped_tile(gemm_bench.Problem((1,) * 32, n, k, tokens)) == pair[0]
-        assert gemm_peers.shipped_tile(gemm_bench.Problem((1,) * 32, k, n, tokens)) == pair[1]
+        assert gemm_variants.shipped_tile(gemm_bench.Problem((1,) * 32, n, k, tokens)) == pair[0]
+        assert gemm_variants.shipped_tile(gemm_bench.Problem((1,) * 32, k, n, tokens)) == pair[1]
     even = gemm_bench.Problem((64,) * 8, n, k)
-    assert gemm_peers.shipped_tile(even) == triton_moe.tiles(2048)[0]
-    assert [v.name for v in gemm_peers.peer_variants(["triton"])] == ["triton_moe"]
+    assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
+    assert [v.name for v in gemm_variants.peer_variants(["triton"])] == ["triton_moe"]
 
 
 @pytest.fixture
@@ -545,12 +548,12 @@ def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
     from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, UNEVEN
 
     n, k = LAYER_SHAPES["gemm1"]
-    rungs = shipped_configs.ladder()
+    rungs = gemm_variants.ladder()
     assert rungs == [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = gemm_bench.Problem((tokens,) * 32, n, k, tokens)
-        chosen = [shipped_configs.shipped(name, problem) for name in shipped_configs.SOLUTIONS]
-        chosen += [v.config(problem) for v in shipped_configs.neighbours("flat")(problem)]
+        chosen = [gemm_variants.shipped(name, problem) for name in gemm_variants.SOLUTIONS]
+        chosen += [v.config(problem) for v in gemm_variants.neighbours("flat")(problem)]
         chosen.append(heuristic(problem))
         assert all(isinstance(config, GemmConfig) for config in chosen)
     (variant,) = gemm_bench.collect_variants(["tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1"], [])
@@ -563,4 +566,33 @@ def test_the_ladder_of_hopper_is_its_heuristic() -> None:
     from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
 
     expected = [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
-    assert shipped_configs.ladder() == expected
+    assert gemm_variants.ladder() == expected
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> None:
+    """Everything but the timing, on the layer's GEMMs at the smallest workload."""
+
+    def run_problem(problem, variants, rates, timing):
+        rows = []
+        for number, variant in enumerate(variants):
+            row = {**problem.describe(), "variant": variant.name, "peer": False}
+            row |= {"config": str(variant.config(problem)), "calc_diff": 0.0, "vs_best_peer": 1.0}
+            figures = gemm_timing.figures(problem, [10.0 + number], rates, 5.0)
+            rows.append(row | ({"error": "wrong"} if wrong else {**figures, "method": "graph"}))
+        return rows
+
+    monkeypatch.setattr(program, "run_problem", run_problem)
+    monkeypatch.setattr(program.gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(program.gpu, "measure_rates", lambda: FLOORS)
+    monkeypatch.setattr(program, "compile_ahead", lambda *_: None)
+    out = tmp_path / "gemm_layers.json"
+    arguments = ["--layers", "--tokens", "1", "--peers", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["gemm_bench.py", *arguments])
+    assert program.main() == (1 if wrong else 0)
+    record = schemas.read(out, schemas.Gemm)
+    assert {row["variant"] for row in record["results"]} >= {"flat", "v3", "flat, next larger"}
+    said = capsys.readouterr()
+    assert "a GPU: grouped FP8 GEMM" in said.out
+    assert ("What flat ships, and the best known" in said.out) != wrong
+    assert ("error: flat, " in said.err) == wrong

@@ -20,8 +20,9 @@ from scripts.common.command_line import UsageError
 from scripts.common.definitions import CONTIGUOUS, DEFAULT, GEMMS, MASKED, GemmDefinition, size_of
 from scripts.common.project import BASELINES, PACKAGE_DIR, ROOT
 from scripts.data import dataset, workload_specs
-from scripts.measure import invariance, plan, problems
+from scripts.measure import gemm_problems, plan
 from scripts.pack import pack
+from scripts.programs import bench, check
 from scripts.programs import make_workloads as program
 
 FP8, F32, I32 = "float8_e4m3fn", "float32", "int32"
@@ -45,7 +46,7 @@ NAMES = {
 
 def test_names_and_shapes_are_the_layers() -> None:
     assert {d.short: (d.name, d.n, d.k) for d in GEMMS} == NAMES
-    assert {(d.n, d.k) for d in GEMMS} == set(problems.LAYER_SHAPES.values())
+    assert {(d.n, d.k) for d in GEMMS} == set(gemm_problems.LAYER_SHAPES.values())
 
 
 @every
@@ -323,7 +324,7 @@ def test_rows_are_those_of_the_layers_own_routing(tmp_path) -> None:
     (found,) = dataset.select_workloads(trace_set.workloads[DEFAULT.name], ["80"])
     workload_specs.make_workloads(tmp_path, [found.workload.uuid], progress=False)
     trace_set = dataclasses.replace(trace_set, root=tmp_path)
-    rows = problems.histogram(trace_set, found.workload).rows
+    rows = gemm_problems.histogram(trace_set, found.workload).rows
     for definition in GEMMS:
         specs = workload_specs.load_any_specs(ROOT / workload_specs.spec_path(definition))
         assert next(s for s in specs if s.seq_len == 80).rows == rows
@@ -381,12 +382,12 @@ def test_the_cpu_has_workloads_of_its_own_accord(definition, monkeypatch) -> Non
     monkeypatch.setattr(sys, "argv", ["bench.py", "--cpu", "--definition", definition.short])
     monkeypatch.setattr(pack, "validate", lambda *_: None)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda *_: None)
-    chosen = plan.make_plan(plan.parse_arguments())
-    assert chosen is not None and len(chosen.workloads) >= 2
+    chosen = bench.make_plan(bench.parse_arguments(), False)
+    assert len(chosen.workloads) >= 2
     assert all("cutedsl_gemm_fp8" in s.name for s in chosen.solutions) and chosen.solutions
 
 
 def test_batches_are_of_tokens(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["invariance.py", "--definition", "gemm1"])
+    monkeypatch.setattr(sys, "argv", ["check.py", "--only", "bits", "--definition", "gemm1"])
     with pytest.raises(UsageError, match="only a layer has tokens"):
-        invariance.main()
+        check.main()

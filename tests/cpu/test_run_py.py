@@ -460,7 +460,7 @@ def test_a_library_is_no_program(library: str, monkeypatch, capsys) -> None:
     said = capsys.readouterr().err
     assert f"no command '{name}'" in said
     listed = re.findall(r"^    (\w+)  ", said, re.MULTILINE)
-    assert {"rank", "bench", "accuracy", "pack", "make_workloads"} <= set(listed)
+    assert {"rank", "bench", "check", "pack", "make_workloads"} <= set(listed)
     assert name not in listed
 
 

@@ -10,8 +10,10 @@ from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.common import schemas
+from scripts.common.project import ROOT
 from scripts.measure import stages
 from scripts.pack import sources
+from scripts.programs import profile as program
 
 OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
 
@@ -108,9 +110,9 @@ def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(stages.Problems, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(stages.Problems, "of", problem)
     out = tmp_path / "stages.json"
-    arguments = ["--cpu", "--tokens", "4", "--iterations", "2", "--warmup", "0"]
-    monkeypatch.setattr(sys, "argv", ["stages.py", *arguments, "--json", str(out)])
-    assert stages.main() == 0
+    arguments = ["--stages", "--cpu", "--tokens", "4", "--repeats", "2", "--warmup", "0"]
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--json", str(out)])
+    assert program.main() == 0
     record = schemas.read(out, schemas.Stages)
     assert record["solutions"] == {"triton_moe": sources.current()["triton_moe"]}
     assert record["results"][0]["solutions"]["triton_moe"]["output"] == "first"
@@ -118,7 +120,7 @@ def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> 
 
 @pytest.mark.large_memory
 def test_inputs_of_any_token_count() -> None:
-    problems = stages.Problems(stages.ROOT, "cpu", seed=1, offset=64)
+    problems = stages.Problems(ROOT, "cpu", seed=1, offset=64)
     drawn, said = problems.of(24)
     assert "independent draws, seed 1" in said and drawn.local_expert_offset == 64
     assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)

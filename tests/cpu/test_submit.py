@@ -19,9 +19,10 @@ from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_le
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data.dataset import load
-from scripts.measure import plan
+from scripts.measure.bench import configuration
 from scripts.pack import pack
 from scripts.pack.pack import PackError
+from scripts.programs import bench
 from scripts.submit import evidence, packages, trees
 from scripts.submit.evidence import Refused
 from scripts.submit.export import Export, export_of, new_tree, write_all
@@ -632,9 +633,9 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
 
     def given(*arguments: str) -> Any:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-        return plan.parse_arguments()
+        return bench.parse_arguments()
 
-    made = plan.configuration(given("--contest"), on_gpu=True)
+    made = configuration(given("--contest"), on_gpu=True)
     expected = BenchmarkConfig(
         use_isolated_runner=True,
         timeout_seconds=300,
@@ -642,7 +643,7 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
         rtol=0.3,
         required_matched_ratio=0.9,
     )
-    assert made == expected != plan.configuration(given(), on_gpu=True)
+    assert made == expected != configuration(given(), on_gpu=True)
     said = "--rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300".split()
     assert given("--contest") == given(*said)
     assert given("--contest", "--timeout", "9", "--cpu") == given(*said[:-1], "9", "--cpu")

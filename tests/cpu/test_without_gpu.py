@@ -9,8 +9,8 @@ import pytest
 
 from scripts.common.project import RESULTS_DIR, short_name
 from scripts.data.traces import read_records
-from scripts.measure import bench
 from scripts.pack import sources
+from scripts.programs import bench
 from scripts.report import report
 from scripts.table import rank_text
 from scripts.table.rankings import Ranking, rankings

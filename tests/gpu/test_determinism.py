@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.measure import invariance
+from scripts.programs import check
 
 pytestmark = pytest.mark.gpu
 
@@ -20,11 +20,11 @@ WAITING = {"v1", "v2", "v3"}
 @pytest.fixture(scope="module")
 def record(tmp_path_factory) -> dict[str, Any]:
     path: Path = tmp_path_factory.mktemp("invariance") / "figures.json"
-    arguments = ["--solutions", "cutedsl_moe_fp8_*", "--calls", "64", "--json", str(path)]
+    arguments = ["--only", "bits", "--solutions", "cutedsl_moe_fp8_*", "--calls", "64"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["invariance.py", *arguments])
-        assert invariance.main() == 0
-    return json.loads(path.read_text())
+        patch.setattr(sys, "argv", ["check.py", *arguments, "--json", str(path)])
+        assert check.main() == 0
+    return json.loads(path.read_text())["bits"]
 
 
 @pytest.mark.parametrize("name", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])

@@ -32,7 +32,7 @@ WITH_DEEP_EP = pytest.mark.skipif(
     ],
 )
 def test_two_ranks_are_one_that_has_all_experts(more):
-    program = [sys.executable, "scripts/measure/expert_parallel.py", "--ranks", "2"]
+    program = [sys.executable, "examples/expert_parallel.py", "--check", "--ranks", "2"]
     done = subprocess.run(
         [*program, "--tokens", "1", "128", *more], cwd=ROOT, capture_output=True, text=True
     )

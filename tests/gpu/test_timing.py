@@ -6,9 +6,7 @@ from statistics import median
 import pytest
 import torch
 
-from scripts.measure.device_time import Timed, device_times
-from scripts.measure.timing import time_variants
-from scripts.measure.variants import Reading
+from scripts.measure.timing import Reading, Timed, device_times, time_variants
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +19,7 @@ CYCLES = 2_000_000
 
 
 def by_device_time(run, out: torch.Tensor) -> tuple[float, str]:
-    """(ms of a call, method) as device_time.py has them."""
+    """(ms of a call, method) as `check` has them."""
     found = device_times({"": Timed(run, [out])}, REPEATS)[""]
     assert "error" not in found, found
     return found["ms"], found["method"]

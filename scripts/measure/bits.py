@@ -1,4 +1,4 @@
-"""Whether a solution's bits repeat, and whether a token's bits are its own; no timing.
+"""Whether a solution's bits repeat, and whether a token's bits are its own.
 
 Every solution computes one workload, the whole, and then the same tokens again in other ways. The
 outputs are compared bit by bit:
@@ -12,47 +12,19 @@ outputs are compared bit by bit:
 A solution that passes all of them gives a token the same bits whatever else is in the batch, and
 however large it is: it is batch invariant, as far as these calls show. What differs is counted:
 tokens of those compared, and the largest relative difference of a token (Euclidean norms).
-
-With --run the solutions are those of that run whose sources are the same as then; invariance.json
-goes into its directory, where `rank`, `report` and `readme_tables` find it. On the CPU it is the
-torch model that is looked at.
 """
 
-import argparse
-import json
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    UsageError,
-    parser,
-    run_main,
-    say,
-    whole,
-)
-from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.progress import Progress
-from scripts.common.project import ROOT
-from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.data.records import INVARIANCE
-from scripts.data.traces import finite
-from scripts.measure.cpu_bench import CPU_MAX_TOKENS
-from scripts.measure.device_time import capture, waits
-from scripts.measure.evaluate import FAILURES, fresh, refuse_changed, run_solution
-from scripts.measure.second_pass import choose
-from scripts.pack.pack import PackError
-from scripts.table.tables import bits_table
+from scripts.measure.evaluate import fresh, refuse_changed, run_solution
+from scripts.measure.timing import FAILURES, capture, failure, waits
 
 if TYPE_CHECKING:
     import torch
-    from flashinfer_bench.data import Definition, Trace
+    from flashinfer_bench.data import Definition
 
 MAX_TOKENS = 1024
 """Of the whole on a GPU: many more take longer and show nothing else."""
@@ -204,102 +176,17 @@ def look_at(runnable: Any, inputs: Sequence[Any], device: str, calls: int) -> di
 
 def measure(
     definition: "Definition", solutions: Sequence[Any], inputs: list[Any], device: str, calls: int
-) -> "dict[str, dict[str, Any]]":
-    """Of each solution the `checks`, or an `error`. What is known is kept where Ctrl-C comes."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each solution, by name, the `checks`, or an `error`."""
     from flashinfer_bench.compile import BuilderRegistry
 
     registry = BuilderRegistry.get_instance()
-    results: dict[str, dict[str, Any]] = {}
-    progress = Progress(len(solutions), len(solutions))
+    progress = Progress(len(solutions))
     for solution in solutions:
-        progress.step(solution.name)
+        progress.step(f"bits of {solution.name}")
         try:
             found = look_at(registry.build(definition, solution), inputs, device, calls)
-            results[solution.name] = {"checks": found}
-        except KeyboardInterrupt:
-            say("interrupted; what is known is kept")
-            results[solution.name] = {"error": "interrupted"}
-            break
+            yield solution.name, {"checks": found}
         except FAILURES as error:
-            traceback.print_exc()
-            results[solution.name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        progress.finish(1)
-    return results
-
-
-def parse_arguments() -> argparse.Namespace:
-    arguments = parser(__doc__)
-    add = arguments.add_argument
-    add("--local", type=Path, default=ROOT, help="data set; this repository")
-    add("--definition", type=find, default=DEFAULT, metavar="NAME")
-    add("--solutions", nargs="+", default=[], metavar="NAME")
-    add("--run-foreign", action="store_true", help="run the data set's own, too")
-    add("--workload", metavar="T|UUID", help=f"the whole; the largest of up to {MAX_TOKENS} tokens")
-    add("--run", type=Path, metavar="DIR", help="a run of bench")
-    add("--seed", type=whole(0), default=2026)
-    add("--calls", type=whole(1), metavar="N", help=f"batches of a width, at most ({CALLS})")
-    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu")
-    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    return arguments.parse_args()
-
-
-def main() -> int:
-    args = parse_arguments()
-    if not isinstance(args.definition, MoeDefinition):
-        raise UsageError(f"{args.definition.name}: only a layer has tokens to put into batches")
-
-    import torch
-
-    on_gpu = torch.cuda.is_available() and args.device != "cpu"
-    if args.device == "cuda" and not on_gpu:
-        raise UsageError("--device cuda: no GPU is visible")
-    device = "cuda:0" if on_gpu else "cpu"
-    most = None if args.workload else MAX_TOKENS if on_gpu else CPU_MAX_TOKENS
-    asked = [args.workload] if args.workload else []
-    try:
-        what = choose(
-            args.local, device, args.run, args.solutions, asked, most, args.run_foreign,
-            args.definition,
-        )  # fmt: skip
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
-
-    def length(trace: "Trace") -> int:
-        return tokens(trace.workload)
-
-    if not what.pairs:
-        say("no trace of this run has an output to look at")
-        return EXIT_OK
-    trace = max(what.workloads, key=length)
-    workload = trace.workload
-    solutions = [s for s in what.solutions if (workload.uuid, s.name) in what.pairs]
-    definition = definition_of(what.trace_set)
-    inputs = Inputs(what.trace_set, device, args.seed).of(workload)
-    say(f"T={length(trace)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
-    calls = args.calls or (CALLS if on_gpu else CPU_CALLS)
-    results = measure(definition, solutions, inputs, device, calls)
-    record: dict[str, Any] = {
-        "hardware": what.hardware,
-        "device": "cuda" if on_gpu else "cpu",
-        "workload": workload.uuid,
-        "tokens": length(trace),
-        "seed": args.seed,
-        "environment": environment.capture(),
-        "solutions": {s.name: s.hash() for s in solutions},
-        "results": finite(results),
-    }
-    print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
-    for path in (args.run / INVARIANCE if args.run else None, args.json):
-        if path is not None:
-            files.write(path, json.dumps(record, indent=1) + "\n")
-    errors = {name: r["error"] for name, r in results.items() if "error" in r}
-    for name, why in errors.items():
-        say(f"error: {name}: {why}")
-    if "interrupted" in errors.values():
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED if errors else EXIT_OK
-
-
-if __name__ == "__main__":
-    run_main(main)
+            yield solution.name, failure(error)
+        progress.finish()

@@ -16,7 +16,9 @@ from test_rank import ranked, trace
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import DEFINITION
 from scripts.data.records import INVARIANCE
-from scripts.measure import invariance, second_pass
+from scripts.measure import bits as measured
+from scripts.measure import plan
+from scripts.programs import check
 from scripts.report import generated, report
 from scripts.table import rank_text, recorded, tables
 from scripts.table.rankings import read_invariance
@@ -54,7 +56,7 @@ def looked_at(content: str, calls: int = 128, **options: Any) -> dict[str, Any]:
     runnable = BuilderRegistry.get_instance().build(
         small.definition(), small.solution("x", content)
     )
-    return invariance.look_at(runnable, inputs(**options), "cpu", calls)
+    return measured.look_at(runnable, inputs(**options), "cpu", calls)
 
 
 def failing(content: str) -> list[str]:
@@ -89,21 +91,21 @@ def test_how_many_and_how_far() -> None:
     found = looked_at(FEW)
     assert found["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
     nan = torch.full((2, 3), torch.nan)
-    assert invariance.compare(nan, nan.clone())["differ"] == 0
-    assert invariance.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
+    assert measured.compare(nan, nan.clone())["differ"] == 0
+    assert measured.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
     zeros = torch.zeros(2, 3)
-    assert invariance.compare(-zeros, zeros)["differ"] == 2
+    assert measured.compare(-zeros, zeros)["differ"] == 2
 
 
 def test_batches_without_an_output_are_left_out_and_the_others_evenly_drawn() -> None:
     output = torch.ones(TOKENS, 2)
     output[10:50] = 0
-    alone = invariance.batches(output, 1, 1000)
+    alone = measured.batches(output, 1, 1000)
     assert [int(index) for index in alone] == [*range(10), *range(50, TOKENS)]
-    few = [int(index) for index in invariance.batches(output, 1, 5)]
+    few = [int(index) for index in measured.batches(output, 1, 5)]
     assert few == [0, 54, 69, 84, 99]
-    assert [int(index) for index in invariance.batches(output, 1, 1)] == [0]
-    assert [int(index[0]) for index in invariance.batches(output, 7, 1000)][:3] == [0, 7, 49]
+    assert [int(index) for index in measured.batches(output, 1, 1)] == [0]
+    assert [int(index[0]) for index in measured.batches(output, 7, 1000)][:3] == [0, 7, 49]
     # What has no output at all has only the checks of all tokens.
     assert "alone" not in looked_at(OWN, zeros=slice(None))
 
@@ -128,7 +130,7 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
     scale, w = torch.randn(small.WIDTH, 5), torch.ones(small.WIDTH, small.WIDTH)
     index = torch.tensor([4, 0, 4])
     definition = Definition.model_validate(given)
-    part = invariance.part(definition, [x, scale, w, 2.0], index)
+    part = measured.part(definition, [x, scale, w, 2.0], index)
     assert torch.equal(part[0].float(), x.float()[index])
     assert torch.equal(part[1], scale[:, index]) and part[1].is_contiguous()
     assert part[2] is w and part[3] == 2.0
@@ -148,13 +150,13 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
             self.call()
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(invariance, "capture", Graph)
-    monkeypatch.setattr(invariance, "waits", lambda call: False)
+    monkeypatch.setattr(measured, "capture", Graph)
+    monkeypatch.setattr(measured, "waits", lambda call: False)
 
     def replayed(solution: Any) -> torch.Tensor | str:
         runnable = build(small.definition(), solution)
-        looked = invariance.Solution(runnable, inputs(3), "cpu")
-        return invariance.replayed(looked, lambda: seen.append("others"))
+        looked = measured.Solution(runnable, inputs(3), "cpu")
+        return measured.replayed(looked, lambda: seen.append("others"))
 
     output = replayed(small.solution("x", OWN))
     assert seen == ["others", "replay"] and torch.equal(output, (2 * inputs(3)[0]).bfloat16())
@@ -162,7 +164,7 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
     assert replayed(small.solution("half", half))[1:].isnan().all(), "what is not written shows"
     returns = "def run(x, w, factor):\n    return x\n"
     assert replayed(small.solution("returns", returns, dps=False)) == "returns its output"
-    monkeypatch.setattr(invariance, "waits", lambda call: True)
+    monkeypatch.setattr(measured, "waits", lambda call: True)
     assert replayed(small.solution("x", OWN)) == "its host waits for the GPU"
     assert tables._check({"not_tried": "its host waits for the GPU"}) == "-"
 
@@ -172,26 +174,27 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 
 @pytest.fixture
 def program(monkeypatch):
-    """invariance.main on a small data set with solutions of ours, on the CPU 'GPU A'."""
+    """The program on a small data set with solutions of ours, on the CPU 'GPU A'."""
     import flashinfer_bench.utils
 
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
     solutions = [small.solution(name, content) for name, content in named.items()]
     own = frozenset(s.hash() for s in solutions)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
+    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 
     def load(root: Path, definition: object):
         trace_set = small.trace_set(lengths=(3, 901, 14))
         trace_set.solutions[DEFINITION] = solutions
         return trace_set, list(solutions)
 
-    monkeypatch.setattr(second_pass, "load_with_ours", load)
+    monkeypatch.setattr(plan, "load_with_ours", load)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["invariance.py", "--device", "cpu", *arguments])
-        return invariance.main()
+        only = ["--only", "bits", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["check.py", *only, *arguments])
+        return check.main()
 
     run.hashes = {s.name: s.hash() for s in solutions}
     return run
@@ -209,7 +212,7 @@ def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
 
 def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path, capsys) -> None:
     ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
-    assert program("--run", str(tmp_path), "--workload", "901") == EXIT_OK
+    assert program("--run", str(tmp_path), "--workloads", "901") == EXIT_OK
     record = json.loads((tmp_path / INVARIANCE).read_text())
     assert record["tokens"] == 901 and set(record["results"]) == {"own", "few"}
     assert record["solutions"] == {n: program.hashes[n] for n in ("own", "few")}
@@ -251,8 +254,9 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
 def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:
     path = tmp_path / "figures.json"
     assert program("--json", str(path)) == EXIT_FAILED
-    assert json.loads(path.read_text())["tokens"] == 14, "the largest that the CPU takes unasked"
-    results = json.loads(path.read_text())["results"]
+    record = json.loads(path.read_text())["bits"]
+    assert record["tokens"] == 14, "the largest that the CPU takes unasked"
+    results = record["results"]
     assert results["fails"] == {"error": "KeyError: 'a\\nb'"}
     assert "changes its inputs: w" in results["vandal"]["error"]
     out, err = capsys.readouterr()

@@ -1,12 +1,15 @@
-"""The accuracy pass: fresh inputs for everyone, and figures only for what was really measured."""
+"""The checks: fresh inputs for everyone, and figures only for what was really measured."""
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small
+import torch
+from fake_cuda import Kernel
 from flashinfer_bench.data import Workload
 from test_files import disk_of
 from test_rank import trace, write
@@ -20,9 +23,11 @@ from scripts.common.command_line import (
 )
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, traces
-from scripts.measure import accuracy, second_pass
-from scripts.measure.second_pass import Pass
+from scripts.measure import check, plan
+from scripts.measure.plan import Plan
+from scripts.measure.timing import Timed
 from scripts.pack import pack, packed
+from scripts.programs import check as program_of
 
 VANDAL = small.RIGHT + "    x.zero_()\n"
 
@@ -32,6 +37,10 @@ def own_cache(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
 
 
+def plan_of(trace_set: Any, solutions: Any, workloads: Any, pairs: Any, traces: Any = None) -> Plan:
+    return Plan(trace_set, solutions, workloads, pairs, "GPU A", {}, [], traces)
+
+
 def measured(solutions: list, **options: Any) -> dict[tuple[str, str], dict[str, Any]]:
     trace_set = small.trace_set(
         options.get("reference", small.REFERENCE), options.get("lengths", (3,))
@@ -39,10 +48,8 @@ def measured(solutions: list, **options: Any) -> dict[tuple[str, str], dict[str,
     (workloads,) = trace_set.workloads.values()
     pairs = {(w.workload.uuid, s.name) for w in workloads for s in solutions}
     pairs = options.pop("pairs", pairs)
-    what = Pass(trace_set, solutions, workloads, pairs, "GPU A", None)
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    accuracy.measure(what, "cpu", 5, lambda u, n, r: found.__setitem__((u, n), r))
-    return found
+    what = plan_of(trace_set, solutions, workloads, pairs)
+    return {pair: f for found in check.accuracy(what, "cpu", 5) for pair, f in found.items()}
 
 
 def test_figures_of_right_and_wrong_solutions() -> None:
@@ -92,7 +99,7 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
 
 @pytest.fixture
 def program(monkeypatch, tmp_path: Path):
-    """accuracy.main on a small data set with three solutions of ours, on the CPU 'GPU A'."""
+    """The program on a small data set with three solutions of ours, on the CPU 'GPU A'."""
     import flashinfer_bench.utils
 
     fails = "def run(x, w, factor, output): raise KeyError('a')\n"
@@ -100,19 +107,20 @@ def program(monkeypatch, tmp_path: Path):
     solutions.append(small.solution("fails", fails))
     own = frozenset(s.hash() for s in solutions)
     monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(second_pass, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
+    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 
     def load(root: Path, definition: object):
         trace_set = small.trace_set(lengths=(3, 40))
         trace_set.solutions[DEFINITION] = [*solutions, small.solution("theirs", small.RIGHT + "#")]
         return trace_set, list(solutions)
 
-    monkeypatch.setattr(second_pass, "load_with_ours", load)
+    monkeypatch.setattr(plan, "load_with_ours", load)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", *arguments])
-        return accuracy.main()
+        device = ["--device", "cpu", "--only", "accuracy"]
+        monkeypatch.setattr(sys, "argv", ["check.py", *device, *arguments])
+        return program_of.main()
 
     run.hashes = {
         s.name: s.hash() for s in (*solutions, small.solution("theirs", small.RIGHT + "#"))
@@ -143,8 +151,8 @@ def test_a_run_gets_the_figures_and_a_vandal_fails_in_its_ranking(
 ) -> None:
     path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "vandal")))
     assert program("--run", str(tmp_path), "--seed", "9") == EXIT_FAILED
-    out, err = capsys.readouterr()
-    assert f"accuracy of 2 results added to {path}" in out
+    err = capsys.readouterr().err
+    assert f"2 figures added to {path}" in err
     assert "error: vandal at T=3 (uuid-3-0): changes its inputs: x" in err
     found = figures(path)
     assert found["right"]["seed"] == 9 and found["right"]["cosine"] > 0.9999
@@ -180,7 +188,7 @@ def test_code_of_the_data_set_is_run_again_only_where_asked_for(
     assert "left out: theirs: code of the data set" in capsys.readouterr().err
     assert "cosine" in figures(path)["right"] and "cosine" not in figures(path)["theirs"]
     # As on a machine with a GPU, where others' code can run.
-    monkeypatch.setattr(second_pass, "split_available", lambda may, *_: (list(may), {}))
+    monkeypatch.setattr(plan, "split_available", lambda may, *_: (list(may), {}))
     assert program("--run", str(tmp_path), "--run-foreign") == EXIT_OK
     assert "cosine" in figures(path)["theirs"]
 
@@ -192,7 +200,7 @@ def test_figures_that_cannot_be_kept_are_shown(program, tmp_path: Path, capsys) 
         assert program("--run", str(tmp_path)) == EXIT_USAGE
     out, err = capsys.readouterr()
     assert f"error: {path}: File too large; the traces are as they were" in err
-    assert "right" in out and "added to" not in out
+    assert "right" in out and "added to" not in err
     assert path.read_bytes() == before
 
 
@@ -200,16 +208,16 @@ def test_an_interrupt_keeps_the_figures_so_far(
     program, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "vandal")))
-    real = accuracy.run_solution
+    real = check.run_solution
 
     def stop(runnable, inputs, device):
         if runnable.metadata.solution_name == "vandal":
             raise KeyboardInterrupt
         return real(runnable, inputs, device)
 
-    monkeypatch.setattr(accuracy, "run_solution", stop)
+    monkeypatch.setattr(check, "run_solution", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
-    assert "accuracy of 1 results added" in capsys.readouterr().out
+    assert "1 figures added" in capsys.readouterr().err
     assert "cosine" in figures(path)["right"] and figures(path)["vandal"] == {}
 
 
@@ -221,9 +229,9 @@ def test_without_a_run_the_figures_are_printed_and_written(program, tmp_path: Pa
     found = table_of(printed)
     assert list(found) == [("3", "fails"), ("3", "right"), ("3", "vandal")], "small ones on the CPU"
     assert found["3", "fails"] == ["KeyError:", "'a'"]
-    assert len(found["3", "right"]) == 5 and found["3", "vandal"][5:] == ["x"]
+    assert len(found["3", "right"]) == 5 and "x" in found["3", "vandal"]
     assert "error: fails at T=3 (uuid-3-0): KeyError: 'a'" in err
-    data = {entry["solution"]: entry for entry in json.loads(out.read_text())}
+    data = {entry["solution"]: entry for entry in json.loads(out.read_text())["figures"]}
     assert data["vandal"]["inputs_changed"] == ["x"]
     assert data["right"]["tokens"] == 3 and data["right"]["seed"] == 2026
     assert program("--solutions", "right") == EXIT_OK
@@ -248,16 +256,18 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path, capsys) -> 
     write(path, [first])
     out = tmp_path / "figures.json"
     assert program("--run", str(tmp_path), "--json", str(out)) == EXIT_OK
-    assert [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())] == [(3, "right")]
+    assert [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())["figures"]] == [
+        (3, "right")
+    ]
     write(path, [first, other])
     assert program("--run", str(tmp_path), "--json", str(out)) == EXIT_FAILED
-    entries = [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())]
+    entries = [(e["tokens"], e["solution"]) for e in json.loads(out.read_text())["figures"]]
     assert entries == [(3, "right"), (40, "fails")]
-    assert "accuracy of 1 results added" in capsys.readouterr().out
+    assert "1 figures added" in capsys.readouterr().err
     assert figures(path)["fails"] == {}, "an error is no figure"
     chosen = ["--workloads", "3", "--json", str(out)]
     assert program("--run", str(tmp_path), *chosen) == EXIT_OK
-    assert [e["tokens"] for e in json.loads(out.read_text())] == [3]
+    assert [e["tokens"] for e in json.loads(out.read_text())["figures"]] == [3]
 
 
 def test_a_run_without_outputs_or_traces_has_nothing_to_measure(
@@ -274,40 +284,43 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
     def load(root: Path, definition: object):
         raise pack.PackError("gen.py: no docstring")
 
-    monkeypatch.setattr(second_pass, "load_with_ours", load)
+    monkeypatch.setattr(plan, "load_with_ours", load)
     assert program() == EXIT_FAILED
     assert capsys.readouterr().err == "error: gen.py: no docstring\n"
 
 
 def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(second_pass, "this_machine", lambda use_gpu: asked.append(use_gpu))
-    monkeypatch.setattr(second_pass, "split_available", lambda may, *_: (list(may), {}))
-    found = second_pass.choose(ROOT, "cuda:0")
-    second_pass.choose(ROOT, "cpu")
+    monkeypatch.setattr(plan, "this_machine", lambda use_gpu: asked.append(use_gpu))
+    monkeypatch.setattr(plan, "split_available", lambda may, *_: (list(may), {}))
+    found = plan.choose(ROOT, True)
+    plan.choose(ROOT, False)
     assert asked == [True, False]
     assert "theirs" not in {s.name for s in found.solutions}, "not asked for"
 
 
 def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     """Our own solutions as they are packed: the peers are GPU code."""
-    monkeypatch.setattr(second_pass, "make_missing_workloads", lambda root, found: None)
-    what = second_pass.choose(ROOT, "cpu", workloads=["1"])
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
+    what = plan.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
     assert names == {g.name for g in pack.generations() if g.path.parent == pack.PACKAGE_DIR}
     assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
-    assert "left out: triton_moe: needs a GPU" in capsys.readouterr().err
+    left_out = capsys.readouterr().err
+    assert "triton_moe" in left_out and ": needs a GPU" in left_out
     with pytest.raises(UsageError, match="no solution can run here"):
-        second_pass.choose(ROOT, "cpu", solutions=["triton_moe"])
+        plan.choose(ROOT, False, solutions=["triton_moe"])
 
 
 def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cuda"])
-    with pytest.raises(UsageError, match="--device cuda: no GPU is visible"):
-        accuracy.main()
+    for arguments in (["--device", "cuda"], ["--only", "device"]):
+        monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
+        with pytest.raises(UsageError, match="no GPU is visible"):
+            program_of.main()
+    monkeypatch.setattr(sys, "argv", ["check.py", "--missing"])
+    with pytest.raises(UsageError, match="--missing is of a run"):
+        program_of.main()
 
 
 def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
@@ -320,3 +333,110 @@ def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, 
     assert "reference" not in capsys.readouterr().err
     dataset.say_whose_reference(tmp_path)
     assert f"{tmp_path}: the reference of its definition is run" in capsys.readouterr().err
+
+
+# --- device times ---------------------------------------------------------------------------------
+
+
+def timed(kernel: Kernel) -> Timed:
+    return Timed(kernel, [1, kernel.out])
+
+
+def out_of_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+
+def test_what_fails_costs_no_other_solution_and_no_other_workload(cuda, monkeypatch) -> None:
+    """For want of memory: for a solution's buffers, in its call, in the harness's copies of its
+    arguments, or for the inputs; or because its code calls sys.exit."""
+    kernels = {
+        name: Kernel(cuda, name) for name in ("right", "buffers", "call", "harness", "exits")
+    }
+    monkeypatch.setitem(vars(kernels["call"]), "run", out_of_memory)
+    monkeypatch.setitem(vars(kernels["exits"]), "run", sys.exit)
+
+    def prepared(definition: object, solution: SimpleNamespace, inputs: object):
+        if solution.name == "returns":
+            raise RuntimeError("returns its output")
+        return out_of_memory() if solution.name == "buffers" else timed(kernels[solution.name])
+
+    def harness_times(call: Timed, repeats: int) -> dict:
+        return out_of_memory() if call.runnable.name == "harness" else {"ms": 1.0}
+
+    def of(workload: SimpleNamespace) -> list:
+        return out_of_memory() if workload.uuid == "large" else []
+
+    monkeypatch.setattr(check, "timed", prepared)
+    monkeypatch.setattr(check, "harness_times", harness_times)
+    monkeypatch.setattr(check, "Inputs", lambda *_: SimpleNamespace(of=of))
+    names = ["buffers", "call", "harness", "exits", "returns", "right", "not wanted"]
+    solutions = [SimpleNamespace(name=name) for name in names]
+    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in ("large", "x")]
+    wanted = {(w.workload.uuid, s.name) for w in workloads for s in solutions} - {
+        ("x", "not wanted")
+    }
+    trace_set = SimpleNamespace(definitions={"d": None})
+    what = plan_of(trace_set, solutions, workloads, wanted)
+    large, found = check.device(what, 7, 3)
+    error = {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"}
+    assert large == {("large", name): error for name in names}
+    right = found.pop(("x", "right"))
+    assert right["device"]["method"] == "graph" and right["harness"] == {"ms": 1.0}
+    assert right["timing_seed"] == 7
+    assert found == {
+        ("x", "buffers"): error,
+        ("x", "call"): error,
+        ("x", "harness"): error,
+        ("x", "exits"): {"error": "SystemExit: "},
+        ("x", "returns"): {"error": "RuntimeError: returns its output"},
+    }
+
+
+def test_the_table_shows_times_and_errors() -> None:
+    figures = {"ms": 0.5, "p10": 0.4, "p90": 0.6, "calls": 3}
+    both = {"device": {**figures, "method": "graph"}, "harness": figures}
+    header, rows = check.table(
+        [
+            {"uuid": "a" * 36, "tokens": 7, "solution": "x", "error": "RuntimeError: no"},
+            {"uuid": "b" * 36, "tokens": 80, "solution": "x", **both},
+        ]
+    )
+    assert header[3:] == [
+        "device ms", "device p10-p90", "by", "harness ms", "harness p10-p90", "error",
+    ]  # fmt: skip
+    assert rows[0] == ["7", "a" * 8, "x", "", "", "", "", "", "RuntimeError: no"]
+    assert rows[1][3:] == ["0.5000", "0.4000-0.6000", "graph", "0.5000", "0.4000-0.6000", ""]
+
+
+@pytest.mark.parametrize("all_there", [False, True])
+def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> None:
+    """Nothing else is loaded: neither a workload nor a solution that has all of its times."""
+    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in "abc"]
+    solutions = [SimpleNamespace(name=name) for name in ("x", "y", "z")]
+    pairs = {(u, s) for u in "abc" for s in ("x", "y", "z")}
+    what = plan_of(None, solutions, workloads, pairs, tmp_path / "traces.jsonl")
+    missing = set() if all_there else {("a", "x"), ("c", "y"), ("c", "x")}
+
+    def record(uuid: str, solution: str, device: object) -> SimpleNamespace:
+        return SimpleNamespace(uuid=uuid, solution=solution, device=device)
+
+    records = [record(u, s, None if (u, s) in missing else 1.0) for u, s in pairs]
+    records += [record("d", "x", None)]
+    monkeypatch.setattr(program_of, "require_gpu", lambda: "GPU")
+    monkeypatch.setattr(plan, "choose", lambda *_: what)
+    monkeypatch.setattr(program_of, "read_records", lambda *_: records)
+    monkeypatch.setattr(Plan, "merge", lambda self, figures: merged.append(figures) or 0)
+    seen, merged = [], []
+
+    def device(what: Plan, seed: int, repeats: int):
+        uuids = [t.workload.uuid for t in what.workloads]
+        seen.append((uuids, [s.name for s in what.solutions], what.pairs))
+        yield {pair: {"error": "no"} for pair in what.pairs}
+
+    monkeypatch.setattr(check, "device", device)
+    argv = ["check.py", "--only", "device", "--run", str(tmp_path), "--missing"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert program_of.main() == (EXIT_OK if all_there else EXIT_FAILED)
+    assert not any(merged), "an error is no figure"
+    assert seen == ([] if all_there else [(["a", "c"], ["x", "y"], missing)])
+    assert ("or all have" in capsys.readouterr().err) == all_there

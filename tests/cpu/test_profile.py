@@ -1,9 +1,10 @@
-"""The profile of a call's kernels: traces cut into calls, work by hand, ncu's CSV read."""
+"""The profile of a call's kernels: work by hand, ncu's CSV read, and the program."""
 
 import argparse
 import csv
 import io
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from moe_fp8.layer.problem import DEEPSEEK_V3
+from test_timing import FLUSH, calls_of
 
+import run
 from scripts.common.command_line import UsageError
-from scripts.measure import floors, kernel_trace, kernel_work, ncu_metrics, profile_kernels
-from scripts.measure.kernel_trace import Span
-from scripts.measure.kernel_work import Work
-from scripts.measure.problems import Histogram
-from scripts.measure.second_pass import choose
+from scripts.common.floors import PAIR_FLOPS
+from scripts.measure import floors, gpu, plan, profile, timing
+from scripts.measure.gemm_problems import Histogram
+from scripts.measure.profile import Work
+from scripts.programs import profile as program
 
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 OURS = "kernel_cutlass_kernel_moe_fp8_3f2a{}_object_at__tensor00_o_i64_div471681110_Cop_3"
@@ -33,96 +36,15 @@ FUSED = [
     )
 ]
 FUSED_STAGES = ["choose", "number", "permute", "gemm1", "gemm2", "combine"]
-FLUSH = "Memset (Device)"
-
-
-# --- the trace -------------------------------------------------------------------------------
-
-
-def calls_of(*kernels: str, calls: int) -> list[Span]:
-    """Each call 1000 us after the one before; kernel i runs for 10 + i + call us and begins 2 us
-    before the end of the kernel before."""
-    spans = []
-    for call in range(calls):
-        spans.append(Span(FLUSH, 1000.0 * call, 1000.0 * call + 100))
-        at = 1000.0 * call + 150
-        for i, name in enumerate(kernels):
-            spans.append(Span(name, at, at + 10 + i + call))
-            at = spans[-1].end - 2
-    return spans
-
-
-def test_a_trace_is_cut_into_calls_without_their_flush() -> None:
-    parts = kernel_trace.split(calls_of("a", "b", calls=3), 3)
-    assert [[s.name for s in part] for part in parts] == [["a", "b"]] * 3
-    assert [part[0].start for part in parts] == [150, 1150, 2150]
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        calls_of("a", "b", calls=3)[:-1],
-        calls_of(calls=3),
-        [*calls_of("a", "b", calls=2), *calls_of("b", "a", calls=1)],
-    ],
-)
-def test_calls_that_differ_are_refused(spans: list[Span]) -> None:
-    with pytest.raises(RuntimeError, match="do not repeat call by call"):
-        kernel_trace.split(spans, 3)
 
 
 def test_timings_are_medians_and_gaps_may_be_negative() -> None:
-    calls = kernel_trace.split(calls_of("a", "b", calls=3), 3)
-    assert kernel_trace.timings(calls) == [
+    calls = timing.split(calls_of("a", "b", calls=3), 3)
+    assert profile.timings(calls) == [
         {"name": "a", "us": 11.0, "us_p10": 10.0, "us_p90": 12.0, "gap_us": None},
         {"name": "b", "us": 12.0, "us_p10": 11.0, "us_p90": 13.0, "gap_us": -2.0},
     ]
-    assert kernel_trace.totals(calls) == {"sum_us": 23.0, "span_us": 21.0}
-
-
-def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
-    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 150)]
-    seen.append((cuda, "Activity Buffer Request", 0, 5))
-
-    class Profile:
-        def __init__(self, activities): ...
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_): ...
-        def events(self):
-            return [
-                types.SimpleNamespace(
-                    device_type=device,
-                    name=name,
-                    time_range=types.SimpleNamespace(start=start, end=end),
-                )
-                for device, name, start, end in seen
-            ]
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert kernel_trace.traced(lambda: None) == [Span("early", 100, 150), Span("late", 300, 420)]
-    seen[:] = seen[1:2]
-    with pytest.raises(RuntimeError, match="saw no kernel"):
-        kernel_trace.traced(lambda: None)
-
-
-def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> None:
-    made: list[str] = []
-
-    def traced(run) -> list[Span]:
-        run()
-        return calls_of("a", calls=made.count("call"))
-
-    monkeypatch.setattr(kernel_trace, "traced", traced)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
-    calls = kernel_trace.traced_calls(
-        lambda: made.append("call"), lambda: made.append("flush"), repeats=3
-    )
-    assert made == ["flush", "wait", "call", "wait"] * (kernel_trace.WARMUP + 3)
-    assert [call[0].start for call in calls] == [2150, 3150, 4150]
+    assert profile.totals(calls) == {"sum_us": 23.0, "span_us": 21.0}
 
 
 # --- the work --------------------------------------------------------------------------------
@@ -146,8 +68,8 @@ def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> N
     ],
 )
 def test_names_of_kernels(name: str, short: str, stage: str | None) -> None:
-    assert kernel_work.short_name(name) == short
-    assert kernel_work.stages([name]) == [stage]
+    assert profile.short_name(name) == short
+    assert profile.stages([name]) == [stage]
 
 
 @pytest.mark.parametrize(
@@ -161,21 +83,21 @@ def test_names_of_kernels(name: str, short: str, stage: str | None) -> None:
 )
 def test_the_gemms_of_peers_are_told_apart_by_their_order(gemm: str) -> None:
     names = [gemm, "other", "_swiglu_quant_kernel", gemm]
-    assert kernel_work.stages(names) == ["gemm1", None, "swiglu_quant", "gemm2"]
+    assert profile.stages(names) == ["gemm1", None, "swiglu_quant", "gemm2"]
 
 
 def test_a_stage_in_several_launches_has_no_work_of_its_own() -> None:
-    assert kernel_work.stages(FUSED) == FUSED_STAGES
-    assert kernel_work.stages(FUSED * 2) == [None] * 12
+    assert profile.stages(FUSED) == FUSED_STAGES
+    assert profile.stages(FUSED * 2) == [None] * 12
 
 
 def test_the_work_is_that_of_the_layer() -> None:
     """Three tokens, two of which have a local expert; 4 pairs on 2 experts."""
-    assert kernel_work.TOP_K == DEEPSEEK_V3.top_k
+    assert profile.TOP_K == DEEPSEEK_V3.top_k
     h = Histogram("a", 3, (3, 0, 1), hit=2)
     w13, w2 = 4096 * 7168 + 4 * 32 * 56, 7168 * 2048 + 4 * 56 * 16
     token, q = 7168 + 4 * 56, 2048 + 4 * 16
-    assert kernel_work.work(h, gathers=False, quantises=False) == {
+    assert profile.work(h, gathers=False, quantises=False) == {
         "route": Work(3 * (4 * 256 + 4 * 8 + 4 * 8)),
         "choose": Work(3 * (4 * 256 + 4 * 8 + 4 * 8)),
         "number": Work(3 * (4 * 8 + 4 * 8)),
@@ -185,29 +107,29 @@ def test_the_work_is_that_of_the_layer() -> None:
         "gemm2": Work(2 * w2 + 4 * (q + 2 * 7168), 2 * 4 * 7168 * 2048),
         "combine": Work(4 * 2 * 7168 + 3 * (4 * 8 + 4 * 8) + 3 * 2 * 7168),
     }
-    gathers = kernel_work.work(h, gathers=True, quantises=False)
+    gathers = profile.work(h, gathers=True, quantises=False)
     assert gathers["gemm1"].bytes == 2 * w13 + 2 * token + 4 * (4 + 2 * 4096)
-    fused = kernel_work.work(h, gathers=False, quantises=True)
+    fused = profile.work(h, gathers=False, quantises=True)
     zeros = 2 * 7168  # of the one token without a local expert
     assert fused["gemm1"] == Work(2 * w13 + 4 * (token + q) + zeros, 2 * 4 * 4096 * 7168)
     assert fused["combine"] == Work(4 * 2 * 7168 + 3 * (4 * 8 + 4 * 8) + 2 * 2 * 7168)
     flops = sum(w.flops for name, w in fused.items())
-    assert flops == 4 * floors.PAIR_FLOPS
-    two_terms = kernel_work.work(h, gathers=False, quantises=True, terms=2)
+    assert flops == 4 * PAIR_FLOPS
+    two_terms = profile.work(h, gathers=False, quantises=True, terms=2)
     assert two_terms["gemm1"].bytes == fused["gemm1"].bytes + 4 * 2048
     assert two_terms["gemm2"] == Work(2 * w2 + 4 * (q + 2048 + 4 * 7168), 4 * 4 * 7168 * 2048)
     assert two_terms["combine"].bytes == fused["combine"].bytes + 4 * 2 * 7168
 
 
 def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
-    read = kernel_work.figures(Work(8e6, 3e6), 4.0, RATES)  # 2 us at 4 TB/s
+    read = profile.rates_of(Work(8e6, 3e6), 4.0, RATES)  # 2 us at 4 TB/s
     assert read["floor_us"] == pytest.approx(2.0) and read["percent_of_floor"] == pytest.approx(50)
     assert read["gbytes"] == pytest.approx(2000) and read["tflops"] == pytest.approx(0.75)
-    multiplied = kernel_work.figures(Work(8e6, 4.5e9), 4.0, RATES)
+    multiplied = profile.rates_of(Work(8e6, 4.5e9), 4.0, RATES)
     assert multiplied["floor_us"] == pytest.approx(3.0)
 
 
-def timing(name: str, us: float) -> dict:
+def of(name: str, us: float) -> dict:
     return {"name": name, "us": us, "us_p10": us, "us_p90": us, "gap_us": None}
 
 
@@ -215,22 +137,22 @@ def test_kernels_get_the_work_of_their_call() -> None:
     """A call without a kernel for SwiGLU has it in the first GEMM, which writes less; one without a
     kernel that copies the tokens to their rows gathers them there."""
     h = Histogram("a", 3, (3, 0, 1), hit=2)
-    fused = kernel_work.with_work([timing(name, 2.0) for name in FUSED], h, RATES)
+    fused = profile.with_work([of(name, 2.0) for name in FUSED], h, RATES)
     assert [k["stage"] for k in fused] == FUSED_STAGES
-    assert fused[3]["bytes"] == kernel_work.work(h, False, True)["gemm1"].bytes
+    assert fused[3]["bytes"] == profile.work(h, False, True)["gemm1"].bytes
     few = [OURS.format("kernelsrouteRouteWord"), *FUSED[3:]]
-    gathers = kernel_work.with_work([timing(name, 2.0) for name in few], h, RATES)
+    gathers = profile.with_work([of(name, 2.0) for name in few], h, RATES)
     assert [k["stage"] for k in gathers] == ["route", "gemm1", "gemm2", "combine"]
-    assert gathers[1]["bytes"] == kernel_work.work(h, True, True)["gemm1"].bytes
+    assert gathers[1]["bytes"] == profile.work(h, True, True)["gemm1"].bytes
     gemm = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<int>>(Params)"
-    library = kernel_work.with_work([timing(n, 2.0) for n in (gemm, "its own", gemm)], h, RATES)
-    assert library[0]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
+    library = profile.with_work([of(n, 2.0) for n in (gemm, "its own", gemm)], h, RATES)
+    assert library[0]["bytes"] == profile.work(h, False, False)["gemm1"].bytes
     float32_rows = OURS.format("kernelscombineCombine").replace("tensor00", "tensorptrf32gmem")
-    hifi = kernel_work.with_work([timing(n, 2.0) for n in (*FUSED[:-1], float32_rows)], h, RATES)
+    hifi = profile.with_work([of(n, 2.0) for n in (*FUSED[:-1], float32_rows)], h, RATES)
     assert hifi[-2]["flops"] == 2 * fused[-2]["flops"]
     extra = [*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other"]
-    flat = kernel_work.with_work([timing(name, 2.0) for name in extra], h, RATES)
-    assert flat[3]["bytes"] == kernel_work.work(h, False, False)["gemm1"].bytes
+    flat = profile.with_work([of(name, 2.0) for name in extra], h, RATES)
+    assert flat[3]["bytes"] == profile.work(h, False, False)["gemm1"].bytes
     assert flat[-1]["stage"] is None and "bytes" not in flat[-1]
 
 
@@ -238,20 +160,15 @@ def test_kernels_get_the_work_of_their_call() -> None:
 
 FIRST = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"]
 FIRST += ["Block Size", "Grid Size", "Device", "CC"]
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 COLUMNS = {
-    "dram__bytes_read.sum": ("Gbyte", "1.073655", "0.5"),
-    "dram__bytes_write.sum": ("Mbyte", "30.630144", "192.164096"),
+    "dram__bytes_read.sum": ("byte", "1,073,655,000", "500000000"),
+    "dram__bytes_write.sum": ("byte", "30630144", "192164096"),
     "launch__registers_per_thread": ("register/thread", "168", "128"),
     "launch__func_cache_config": ("", "CachePreferNone", "CachePreferNone"),
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "41.5", "n/a"),
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum": ("sector", "1,024", "0"),
     "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum": ("sector", "512", "0"),
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "81.2", "79.9"),
-    STALL.format("selected"): ("inst", "1.000000", "1.000000"),
-    STALL.format("gmma"): ("inst", "0.310000", "0.100000"),
-    STALL.format("long_scoreboard"): ("inst", "2.250000", "3.000000"),
-    STALL.format("wait"): ("inst", "0.500000", "0.050000"),
 }
 
 
@@ -267,34 +184,24 @@ def report(names: list[str]) -> str:
     return "==PROF== Connected to process 1132\n==PROF== Disconnected\n" + out.getvalue()
 
 
-def test_ncus_table_is_read_in_base_units() -> None:
-    first, second = ncu_metrics.parse(report([FUSED[3], FUSED[4]]))
+def test_ncus_table_is_read() -> None:
+    first, second = profile.parse_counts(report([FUSED[3], FUSED[4]]).splitlines())
     assert first == {
         "name": FUSED[3],
-        "read_bytes": pytest.approx(1_073_655_000),
-        "written_bytes": pytest.approx(30_630_144),
+        "read_bytes": 1_073_655_000,
+        "written_bytes": 30_630_144,
         "l2_percent": 41.5,
         "tensor_percent": 81.2,
         "registers": 168,
-        "spill_sectors": 1536,
-        "stalls": [("long_scoreboard", 2.25), ("wait", 0.5)],
+        "spilled_loads": 1024,
+        "spilled_stores": 512,
     }
-    assert second["l2_percent"] is None and second["spill_sectors"] == 0
-    assert second["stalls"] == [("long_scoreboard", 3.0), ("gmma", 0.1)]
+    assert second["l2_percent"] is None and second["spilled_loads"] == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "unit", "value"),
-    [("2", "byte", 2), ("2", "Kbyte", 2e3), ("1.5", "Tbyte", 1.5e12), ("7", "us", 7)],
-)
-def test_bytes_have_prefixes(text: str, unit: str, value: float) -> None:
-    assert ncu_metrics.number(text, unit) == value
-
-
-def test_what_is_no_table_is_refused() -> None:
-    for text in ("", "==ERROR== ERR_NVGPUCTRPERM", report([])):
-        with pytest.raises(ValueError, match="no kernel"):
-            ncu_metrics.parse(text)
+def test_what_is_no_table_has_no_kernels() -> None:
+    for text in ("", "==ERROR== ERR_NVGPUCTRPERM", '"a","b"\n"1","2"\n"3","4"', report([])):
+        assert profile.parse_counts(text.splitlines()) == []
 
 
 def run_ncu(monkeypatch, written: str) -> list[list[str]]:
@@ -305,41 +212,41 @@ def run_ncu(monkeypatch, written: str) -> list[list[str]]:
         Path(command[command.index("--log-file") + 1]).write_text(written)
         return types.SimpleNamespace(stdout="", stderr="the program's own end")
 
-    monkeypatch.setattr(ncu_metrics.shutil, "which", lambda name: name)
-    monkeypatch.setattr(ncu_metrics.subprocess, "run", run)
+    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(profile.subprocess, "run", run)
     return started
 
 
 def test_ncu_profiles_only_what_is_marked_and_leaves_the_clocks(monkeypatch) -> None:
     started = run_ncu(monkeypatch, report(FUSED))
-    assert [k["name"] for k in ncu_metrics.measure(["python", "x.py"])] == FUSED
+    assert [k["name"] for k in profile.count(["python", "x.py"])] == FUSED
     (command,) = started
     assert command[0] == "ncu" and command[-2:] == ["python", "x.py"]
     options = " ".join(command)
     assert "--profile-from-start off" in options and "--clock-control none" in options
-    assert "--page raw" in options and "--csv" in options
-    for metric in ncu_metrics.METRICS:
+    assert "--page raw" in options and "--csv" in options and "--print-units base" in options
+    for metric in profile.METRICS.values():
         assert metric in COLUMNS and metric in options
 
 
 def test_why_ncu_failed_is_said(monkeypatch) -> None:
     run_ncu(monkeypatch, "==ERROR== ERR_NVGPUCTRPERM - no permission\n")
     with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM(.|\n)*own end"):
-        ncu_metrics.measure(["python"])
-    monkeypatch.setattr(ncu_metrics.shutil, "which", lambda name: None)
+        profile.count(["python"])
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="not on the PATH"):
-        ncu_metrics.measure(["python"])
+        profile.count(["python"])
 
 
 def test_counts_go_to_the_kernels_in_the_order_of_launch() -> None:
-    kernels = [{"name": n, "short": kernel_work.short_name(n)} for n in (FLUSH, *FUSED[3:])]
-    counts = ncu_metrics.parse(report(FUSED[3:]))
-    joined = profile_kernels.with_counts(kernels, counts)
+    kernels = [{"name": n, "short": profile.short_name(n)} for n in (FLUSH, *FUSED[3:])]
+    counts = profile.parse_counts(report(FUSED[3:]).splitlines())
+    joined = profile.with_counts(kernels, counts)
     assert "ncu" not in joined[0]
     assert [k["ncu"]["registers"] for k in joined[1:]] == [168, 128, 168]
     for wrong in (counts[:2], [counts[0], counts[2], counts[1]], [*counts, counts[0]]):
         with pytest.raises(RuntimeError, match="ncu saw"):
-            profile_kernels.with_counts(kernels, wrong)
+            profile.with_counts(kernels, wrong)
 
 
 # --- the program -----------------------------------------------------------------------------
@@ -347,10 +254,11 @@ def test_counts_go_to_the_kernels_in_the_order_of_launch() -> None:
 
 def a_result(ncu: bool) -> dict:
     h = Histogram("a" * 12, 3, (3, 0, 1), hit=2)
-    kernels = kernel_work.with_work([timing(n, 2.0) for n in [*FUSED, "other"]], h, RATES)
+    kernels = profile.with_work([of(n, 2.0) for n in [*FUSED, "other"]], h, RATES)
     kernels[1]["gap_us"] = -0.5
     if ncu:
-        kernels = profile_kernels.with_counts(kernels, ncu_metrics.parse(report([*FUSED, "other"])))
+        counts = profile.parse_counts(report([*FUSED, "other"]).splitlines())
+        kernels = profile.with_counts(kernels, counts)
     (workload,) = floors.workloads([h])
     return {
         "solution": "x",
@@ -367,17 +275,16 @@ def a_result(ncu: bool) -> dict:
 @pytest.mark.parametrize("ncu", [False, True])
 def test_the_table_has_a_line_for_each_kernel(ncu: bool) -> None:
     result = a_result(ncu)
-    header, rows = profile_kernels.table(result)
+    header, rows = profile.table(result)
     assert [row[0] for row in rows] == [*FUSED_STAGES, "other"]
-    assert {len(row) for row in rows} == {len(header)} and ("stalls" in header) == ncu
+    assert {len(row) for row in rows} == {len(header)} and ("read MB" in header) == ncu
     column = {name: [row[i] for row in rows] for i, name in enumerate(header)}
     assert column["gap"][:3] == ["-", "-0.50", "-"]
     assert column["TFLOP/s"][2:4] == ["-", number_of(result["kernels"][3]["tflops"])]
     assert column["MB"][-1] == column["% of floor"][-1] == "-"
     if ncu:
-        assert column["read MB"][0] == "1073.65" and column["spills"][0] == "1536"
-        assert column["stalls"][0] == "long_scoreboard 2.2, wait 0.5"
-    line = profile_kernels.summary(result)
+        assert column["read MB"][0] == "1073.65" and column["spilled loads"][0] == "1024"
+    line = profile.summary(result)
     assert "14.00" in line and "10.00" in line and "9.00 (graph)" in line
     assert "floor 5.00 (50 % of the span)" in line
 
@@ -388,14 +295,12 @@ def number_of(value: float) -> str:
 
 def test_ncu_runs_this_program_on_the_same_call(monkeypatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(profile_kernels.ncu_metrics, "measure", started.append)
-    trace = types.SimpleNamespace(workload=types.SimpleNamespace(uuid="u-u"))
-    args = argparse.Namespace(local=Path("/data"), seed=7)
-    profile_kernels.counted(args, trace, types.SimpleNamespace(name="some_moe"))
+    monkeypatch.setattr(profile, "count", started.append)
+    program.counted(argparse.Namespace(local=Path("/data"), seed=7), "u-u", "some_moe")
     (command,) = started
-    assert command[:3] == [sys.executable, str(Path(profile_kernels.__file__)), "--only-call"]
+    assert command[:3] == [sys.executable, str(Path(program.__file__)), "--only-call"]
     monkeypatch.setattr(sys, "argv", command[1:])
-    parsed = profile_kernels.parse_arguments()
+    parsed = program.parse_arguments()
     assert parsed.only_call and parsed.local == Path("/data") and parsed.seed == 7
     assert parsed.workloads == ["u-u"] and parsed.solutions == ["some_moe"]
 
@@ -405,7 +310,7 @@ def test_a_call_is_marked_once(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
     for name in ("start", "stop"):
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: made.append(name))
-    profile_kernels.one_call(lambda: made.append("call"))
+    profile.one_call(lambda: made.append("call"))
     assert made[-6:] == ["call", "wait", "start", "call", "wait", "stop"]
 
 
@@ -414,25 +319,22 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     pairs = calls_of(*FUSED, calls=3)
     measured = {
         "traced": "replays of a CUDA graph",
-        "kernels": kernel_trace.timings(kernel_trace.split(pairs, 3)),
-        **kernel_trace.totals(kernel_trace.split(pairs, 3)),
+        "kernels": profile.timings(timing.split(pairs, 3)),
+        **profile.totals(timing.split(pairs, 3)),
         "device": {"error": "RuntimeError: no"},
     }
-    monkeypatch.setattr(profile_kernels, "require_gpu", lambda: "a GPU")
-    monkeypatch.setattr(profile_kernels, "measure_floors", lambda: RATES)
+    choose = plan.choose
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
     monkeypatch.setattr(floors, "measure_reading", lambda found, repeats: {found[0].uuid: 0.04})
-    monkeypatch.setattr(profile_kernels, "timed", lambda definition, solution, inputs: "call")
-    monkeypatch.setattr(profile_kernels, "measure", lambda call, repeats, eager: measured)
-    monkeypatch.setattr(profile_kernels.Inputs, "of", lambda self, workload: [])
-    monkeypatch.setattr(
-        profile_kernels,
-        "choose",
-        lambda local, device, **named: choose(local, "cpu", **named),
-    )
+    monkeypatch.setattr(program, "timed", lambda definition, solution, inputs: "call")
+    monkeypatch.setattr(profile, "measure", lambda call, repeats, eager: measured)
+    monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
+    monkeypatch.setattr(plan, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
     out = tmp_path / "profile.json"
     arguments = ["--workloads", "1", "--json", str(out), "--markdown"]
-    monkeypatch.setattr(sys, "argv", ["profile_kernels.py", *arguments])
-    assert profile_kernels.main() == 0
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments])
+    assert program.main() == 0
     printed = capsys.readouterr().out
     assert "### cutedsl_moe_fp8_fused, T=1 (e05c6c03: 3 pairs" in printed
     assert "| gemm1 " in printed and "RuntimeError: no" in printed
@@ -446,9 +348,29 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     def fails(*arguments) -> list[dict]:
         raise RuntimeError("ncu: no permission")
 
-    monkeypatch.setattr(profile_kernels, "counted", fails)
-    monkeypatch.setattr(sys, "argv", ["profile_kernels.py", *arguments, "--ncu"])
-    assert profile_kernels.main() == 1
+    monkeypatch.setattr(program, "counted", fails)
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--ncu"])
+    assert program.main() == 1
     said = capsys.readouterr()
     assert "no permission" in said.err and "| gemm1 " in said.out
     assert json.loads(out.read_text())["results"][0]["ncu_error"] == "ncu: no permission"
+
+
+def test_a_program_does_not_hide_pythons_own_module() -> None:
+    """Python puts a program's folder first on the path, and cProfile imports `profile`."""
+    path = Path(program.__file__)
+    code = (
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(path.parent)!r})\n"
+        "sys.argv = ['profile.py', '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({str(path)!r}, run_name='__main__')\n"
+        "except SystemExit:\n"
+        "    import cProfile, profile\n"
+        f"    assert profile.__file__ != {str(path)!r}\n"
+        "    print('not hidden')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=run.environment(), capture_output=True, text=True
+    )
+    assert done.stdout.endswith("not hidden\n"), done.stderr

@@ -1,0 +1,156 @@
+"""The experts of a layer over several GPUs, a process each, as an engine would call them.
+
+    python3 examples/expert_parallel.py --check         # as many ranks as there are GPUs
+    python3 examples/expert_parallel.py --check --cpu   # gloo and the torch model, a reduced size
+
+calls `expert_parallel_moe` on every rank with tokens of its own and prints how long a call takes
+(CUDA events, the median of 30 on the slowest rank), and how long the layer alone takes for the
+tokens of all ranks: the difference is the exchange. --check compares the outputs of all ranks with
+those of one rank that has all experts; exit status 1 if they differ. --deep-ep exchanges tokens by
+DeepEP.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
+from moe_fp8.functional import fused_moe
+from moe_fp8.layer.metrics import calc_diff
+
+DEEPSEEK_V3, REDUCED = (256, 7168, 2048), (16, 256, 128)
+"""Experts, hidden size, intermediate size."""
+ROUTING: dict[str, Any] = {"n_group": 8, "topk_group": 4, "top_k": 8, "routed_scaling_factor": 2.5}
+MOST_DIFFERENT = 1e-5
+"""calc_diff: every rank's part of a token is rounded to bfloat16 before they are added."""
+
+
+def experts_of(first: int, count: int, h: int, i: int, device: torch.device) -> list[torch.Tensor]:
+    """FP8 weights and scales of some experts, each from a seed of its own."""
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    for expert in range(first, first + count):
+        torch.manual_seed(expert)
+        w13, w2 = torch.randn(2 * i, h, device=device), torch.randn(h, i, device=device)
+        scale13 = torch.rand(2 * i // 128, h // 128, device=device) / h**0.5
+        scale2 = torch.rand(h // 128, i // 128, device=device) / i**0.5
+        fp8 = torch.float8_e4m3fn
+        for part, x in zip(parts, (w13.to(fp8), scale13, w2.to(fp8), scale2), strict=True):
+            part.append(x)
+    return [torch.stack(part) for part in parts]
+
+
+def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list[torch.Tensor]:
+    """Logits, values and scales of a rank's tokens."""
+    torch.manual_seed(10_000 + rank)
+    x = torch.randn(tokens, h, device=device).to(torch.float8_e4m3fn)
+    logits = torch.randn(tokens, experts, device=device)
+    return [logits, x, torch.rand(h // 128, tokens, device=device)]
+
+
+def slowest_ms(call: Any, device: torch.device) -> float:
+    """Median ms of a call, on the rank that takes longest."""
+    samples = []
+    for i in range(35):
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            samples.append(start.elapsed_time(end))
+    longest = torch.tensor(statistics.median(samples), device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
+    """All of one rank; the first one prints, and exits with 1 if an output is wrong."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    experts, h, i = REDUCED if args.cpu else DEEPSEEK_V3
+    if args.cpu:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    else:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        backends = "cpu:gloo,cuda:nccl"  # on the CPU the ranks agree without a wait for the GPU
+        dist.init_process_group(backends, rank=rank, world_size=ranks, device_id=device)
+    local = experts // ranks
+    mine = experts_of(rank * local, local, h, i, device)
+    bias = torch.zeros(experts, dtype=torch.bfloat16, device=device)
+    buffer = deep_ep_buffer(experts, h) if args.deep_ep else None
+    options = {**ROUTING, "accurate": args.accurate}
+    wrong = False
+    for tokens in args.tokens:
+        logits, x, scale = tokens_of(rank, tokens, experts, h, device)
+
+        def call(given: Any = (logits, bias, x, scale)) -> torch.Tensor:
+            return expert_parallel_moe(*given, *mine, **options, buffer=buffer)
+
+        output = call()
+        said = f"{tokens} tokens a rank"
+        if args.check:
+            gathered = [torch.empty_like(output) for _ in range(ranks)]
+            dist.all_gather(gathered, output)
+            if rank == 0:
+                of_ranks = (tokens_of(r, tokens, experts, h, device) for r in range(ranks))
+                all_logits, xs, scales = zip(*of_ranks, strict=True)
+                whole = torch.cat([x.view(torch.uint8) for x in xs]).view(x.dtype)
+                inputs = torch.cat(all_logits), bias, whole, torch.cat(scales, dim=1)
+                wanted = fused_moe(*inputs, *experts_of(0, experts, h, i, device), **options)
+                diff = float(calc_diff(torch.cat(gathered), wanted))
+                wrong |= not diff < MOST_DIFFERENT
+                said += f", calc_diff to one rank {diff:.1e}"
+        if not args.cpu:
+            given = tokens_of(rank, ranks * tokens, experts, h, device)
+            given.insert(1, bias)
+
+            def layer(given: Any = given) -> torch.Tensor:
+                return fused_moe(*given, *mine, local_expert_offset=rank * local, **options)
+
+            ms, layer_ms = slowest_ms(call, device), slowest_ms(layer, device)
+            said += f", call {ms:.3f} ms, layer {layer_ms:.3f} ms, exchange {ms - layer_ms:.3f} ms"
+        if rank == 0:
+            print(said, flush=True)
+    if buffer is not None:
+        buffer.destroy()
+    dist.destroy_process_group()
+    if wrong:
+        sys.exit("not the outputs of one rank with all experts")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--check", action="store_true", help="compare with all on one rank")
+    arguments.add_argument("--ranks", type=int, metavar="N", help="as many as there are GPUs; 2")
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 1024], metavar="T")
+    arguments.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
+    arguments.add_argument("--deep-ep", action="store_true", help="exchange tokens by DeepEP")
+    arguments.add_argument("--cpu", action="store_true", help="gloo and the torch model, reduced")
+    args = arguments.parse_args()
+    gpus = torch.cuda.device_count()
+    args.cpu = args.cpu or gpus == 0
+    ranks = args.ranks or (2 if args.cpu else gpus)
+    experts = (REDUCED if args.cpu else DEEPSEEK_V3)[0]
+    if not args.cpu and ranks > gpus:
+        arguments.error(f"--ranks {ranks}: there are {gpus} GPUs")
+    if ranks < 1 or experts % ranks:
+        arguments.error(f"--ranks {ranks}: expected a divisor of {experts} experts")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = "CPU, torch model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
+    print(f"{ranks} ranks ({where}{', DeepEP' * args.deep_ep}), {experts} experts", flush=True)
+    given = ranks, port, args
+    torch.multiprocessing.start_processes(work, given, ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()

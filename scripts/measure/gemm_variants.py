@@ -1,0 +1,348 @@
+"""What is timed on a problem: our grouped GEMM with a config, as a solution ships it or a
+peer's, beside readings of the weights; and whether an output is right."""
+
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from scripts.measure import gpu
+from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Operands, Placed, Problem, padded
+from scripts.measure.timing import Call, Reading
+
+if TYPE_CHECKING:
+    import torch
+    from moe_fp8.baselines.triton_gemm import Tile
+    from moe_fp8.baselines.triton_stages import Rows
+
+LAYOUTS = ("batched", "aligned", "flat")
+SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
+"""Module and row layout of those that choose their configs."""
+
+MOST_ROWS = 1024
+"""Of an expert: the heuristics' last bounds are below."""
+
+
+def readings(weights: "torch.Tensor", rows: Sequence[int]) -> list[Reading]:
+    """Launches that only read the weights [E, N, K] of the experts that have rows, each in another
+    order."""
+    import torch
+
+    from scripts.measure.weight_stream import readers
+
+    device = weights.device
+    active = [e for e, count in enumerate(rows) if count]
+    experts = torch.tensor(active, dtype=torch.int32, device=device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    read = torch.empty(processors, dtype=torch.int64, device=device)
+    return [Reading(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its name and how to prepare a call on a set of operands."""
+
+    name: str
+    prepare: Callable[[Operands], Call]
+    peer: bool = False
+    config: Callable[[Problem], Any] = lambda problem: None
+
+
+def heuristic(problem: Problem) -> Any:
+    """The config that the heuristic gives who knows the rows, as the solution v3 does."""
+    rows, active = problem.mean_rows, problem.active
+    choose = gpu.architecture().choose
+    return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
+
+
+def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
+    """Our kernel with a config, with that which a function gives for the problem, or, without
+    either, the heuristic's."""
+    from moe_fp8.kernels import operations as kernels
+    from moe_fp8.layer.rows import batched_rows, flat_rows
+
+    def chosen(problem: Problem) -> Any:
+        if config is None:
+            return heuristic(problem)
+        return config(problem) if callable(config) else config
+
+    def prepare(x: Operands) -> Call:
+        p, picked = x.problem, chosen(x.problem)
+        if layout == "batched":
+            placed = x.batched
+            rows = batched_rows(x.rows_per_expert, p.max_rows)
+        elif layout == "aligned":
+            placed = x.aligned
+            rows = x.aligned_rows
+        else:
+            placed = Placed(x.a, x.a_scale, x.out, x.index)
+            rows = flat_rows(x.m_indptr)
+        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
+
+        def launch() -> None:
+            kernels.grouped_gemm(*arguments, config=picked)
+
+        return Call(launch, placed.out, placed.index)
+
+    return Variant(name, prepare, False, chosen)
+
+
+class Checker:
+    """Outputs against the torch model's, on the fullest, the first and the last active expert."""
+
+    def __init__(self, operands: Operands):
+        import torch
+        from moe_fp8.layer import model
+
+        x, p = operands, operands.problem
+        active = [e for e, rows in enumerate(p.rows) if rows]
+        experts = sorted({active[0], active[-1], max(active, key=lambda e: p.rows[e])})
+        self.operands = x
+        self.expected: list[tuple[slice, torch.Tensor]] = []
+        for e in experts:
+            begin = sum(p.rows[:e])
+            rows = slice(begin, begin + p.rows[e])
+            out = x.out.new_empty((p.rows[e], p.n))
+            alone = torch.tensor([[0], [p.rows[e]]], dtype=torch.int32, device=out.device)
+            b, b_scale = x.b[e : e + 1], x.b_scale[e : e + 1]
+            model.grouped_gemm(x.a[rows], x.a_scale[:, rows], b, b_scale, out, alone, None)
+            self.expected.append((rows, out))
+
+    def calc_diff(self, variant: Variant) -> float:
+        """The largest over these experts; infinite where any row was not written."""
+        import torch
+        from moe_fp8.layer.metrics import calc_diff
+
+        call = variant.prepare(self.operands)
+        call.poison()
+        call.launch()
+        result = call.result()
+        if not bool(torch.isfinite(result).all()):
+            return float("inf")
+        return max(calc_diff(result[rows], expected) for rows, expected in self.expected)
+
+
+# --- as the solutions ship it ---------------------------------------------------------------------
+
+
+def shipped(name: str, problem: Problem) -> Any:
+    """The config that the solution launches for one of the layer's GEMMs on a workload's rows.
+
+    Its placement is called as in a call of the layer, with the rows that the routing would give it:
+    what it may look at is its own business.
+    """
+    import torch
+    from moe_fp8.layer.routing import GroupedRows
+
+    layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
+    rows = torch.tensor(problem.rows)
+    grouped = GroupedRows(
+        token_of_row=None,
+        m_indptr=torch.cat([rows.new_zeros(1), rows.cumsum(0)]).int(),
+        pair_row=torch.full((problem.tokens or 0, layer.shape.top_k), -1, dtype=torch.int32),
+        weights=torch.empty(0),
+    )
+    placed = replace(layer, choose=gpu.architecture().choose).placed(grouped)
+    first = (problem.n, problem.k) == LAYER_SHAPES["gemm1"]
+    return placed.config1 if first else placed.config2
+
+
+def solution_variant(name: str) -> Variant:
+    """A solution's kernel, config and row layout."""
+    return ours(name, lambda problem: shipped(name, problem), SOLUTIONS[name][1])
+
+
+def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
+    """The heuristic's configs for rows that differ from expert to expert, from few rows to many.
+
+    Args:
+        gemm: of the layer.
+        known: what else the heuristic is told.
+    """
+    choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
+    return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
+
+
+def neighbours(name: str) -> Callable[[Problem], list[Variant]]:
+    """For a problem, the solution's kernel with the configs beside the one that it launches.
+
+    What the tables call best known is the fastest of these and of the shipped one.
+    """
+
+    def variants(problem: Problem) -> list[Variant]:
+        rungs = ladder()
+        at = rungs.index(shipped(name, problem))
+        beside = {"smaller": at - 1, "larger": at + 1}
+        return [
+            ours(f"{name}, next {side}", rungs[i], SOLUTIONS[name][1])
+            for side, i in beside.items()
+            if 0 <= i < len(rungs)
+        ]
+
+    return variants
+
+
+def solution_hashes() -> dict[str, str]:
+    """The hashes of the solutions whose kernel is timed, as flashinfer-bench counts them."""
+    from flashinfer_bench.data import Solution
+
+    from scripts.pack.pack import generations, pack
+
+    modules = {module for module, _ in SOLUTIONS.values()}
+    packed = (pack(g) for g in generations() if g.path.stem in modules)
+    found = [Solution.model_validate_json(content) for content in packed]
+    return {solution.name: solution.hash() for solution in found}
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
+    """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
+    run along the rows, which the block-major ones already do."""
+    import deep_gemm
+    import torch
+
+    options: dict[str, Any] = {"recipe": (1, BLOCK, BLOCK)}
+    if compiled_dims is not None:
+        options["compiled_dims"] = compiled_dims
+
+    def contiguous(x: Operands) -> Call:
+        rows = x.aligned
+        expert = torch.arange(x.problem.experts, dtype=torch.int32, device=x.a.device)
+        groups = torch.full((len(rows.a),), -1, dtype=torch.int32, device=x.a.device)  # padding
+        groups[rows.index] = expert.repeat_interleave(x.rows_per_expert.long())
+        a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
+
+        def launch() -> None:
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, **options)
+
+        return Call(launch, rows.out, rows.index)
+
+    def masked(x: Operands) -> Call:
+        p, rows = x.problem, x.batched
+        batched = rows.a.view(p.experts, p.max_rows, p.k)
+        # [E, rows, K/128] with the rows contiguous, one matrix an expert.
+        scale = rows.a_scale.view(-1, p.experts, p.max_rows).transpose(0, 1).contiguous()
+        a, b = (batched, scale.transpose(1, 2)), (x.b, x.b_scale)
+        out = rows.out.view(p.experts, p.max_rows, p.n)
+        expected = max(1, round(p.mean_rows))
+
+        def launch() -> None:
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
+                a, b, out, x.rows_per_expert, expected, **options
+            )
+
+        return Call(launch, rows.out, rows.index)
+
+    return [
+        Variant("deepgemm contiguous", contiguous, peer=True),
+        Variant("deepgemm masked", masked, peer=True),
+    ]
+
+
+def sgl_variants(compiled_dims: str | None = None) -> list[Variant]:
+    """sgl_kernel's CUTLASS grouped GEMM on flat rows, scales of A row by row, called as the
+    baselines on it do."""
+    import torch
+    from moe_fp8.baselines.requirement import require
+    from moe_fp8.baselines.sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
+
+    require("sgl_kernel", REQUIREMENT)
+
+    def flat(x: Operands) -> Call:
+        p, device = x.problem, x.a.device
+        a, out = x.a[: p.pairs], x.out[: p.pairs]
+        a_scale = x.a_scale[:, : p.pairs].t().contiguous()
+        held = scratch(device, p.experts, (p.k, p.n))
+        sizes = torch.tensor([[m, p.n, p.k] for m in p.rows], dtype=torch.int32, device=device)
+        offsets = x.m_indptr[:-1].contiguous()
+
+        def launch() -> None:
+            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
+
+        return Call(launch, x.out, x.index)
+
+    return [Variant("sgl_kernel", flat, peer=True)]
+
+
+def triton_variants(compiled_dims: str | None = None) -> list[Variant]:
+    """triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
+    from moe_fp8.baselines.requirement import require
+
+    require("triton", "triton")
+
+    def prepare(x: Operands) -> Call:
+        return triton_call(x, shipped_tile(x.problem))
+
+    return [Variant("triton_moe", prepare, peer=True)]
+
+
+def shipped_tile(problem: Problem) -> "Tile":
+    """What triton_moe takes for the workload; for even rows, for the tokens that would give every
+    expert so many. Its first tile is for the GEMM that is deeper than wide."""
+    from moe_fp8.baselines.triton_moe import tiles
+    from moe_fp8.layer.problem import DEEPSEEK_V3
+
+    each = problem.mean_rows * DEEPSEEK_V3.num_experts / DEEPSEEK_V3.top_k
+    return tiles(problem.tokens or round(each))[problem.n > problem.k]
+
+
+@functools.lru_cache(maxsize=32)
+def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
+    """The operands with every expert padded to blocks, and the tables that say so.
+
+    The tables are as long as for any routing of the problem's tokens: what a grid is made for.
+    """
+    import torch
+    from moe_fp8.baselines.triton_stages import Rows, row_bound
+    from moe_fp8.layer.problem import DEEPSEEK_V3
+
+    problem = x.problem
+    ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))
+    placed = x.placed([0, *ends[:-1]], ends[-1])
+    tokens = problem.tokens or problem.pairs
+    bound = max(row_bound(tokens, DEEPSEEK_V3, block_m), ends[-1])
+    device, i32 = x.a.device, torch.int32
+    token, expert = (torch.full((bound,), -1, dtype=i32, device=device) for _ in range(2))
+    token[placed.index] = x.index.int()
+    numbers = torch.arange(problem.experts, dtype=i32, device=device)
+    expert[placed.index] = numbers.repeat_interleave(x.rows_per_expert.long())
+    m_indptr = torch.tensor([0, *ends], dtype=i32, device=device)
+    pair_row = placed.index.int().unsqueeze(1)
+    return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
+
+
+def triton_call(x: Operands, tile: "Tile") -> Call:
+    """GEMM1 gathers its rows from the flat ones; where others than the layer's are multiplied, and
+    in GEMM2, they are in place."""
+    from moe_fp8.baselines.triton_gemm import grouped_gemm
+
+    placed, rows = triton_rows(x, tile.block_m)
+    gather = (x.problem.n, x.problem.k) == LAYER_SHAPES["gemm1"]
+    a, a_scale = (x.a, x.a_scale) if gather else (placed.a, placed.a_scale)
+
+    def launch() -> None:
+        grouped_gemm(a, a_scale.t(), x.b, x.b_scale, placed.out, rows, tile, gather)
+
+    return Call(launch, placed.out, placed.index)
+
+
+PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
+
+
+def peer_variants(
+    names: Sequence[str], compiled_dims: str | None = None, quiet: bool = False
+) -> list[Variant]:
+    """The variants of these peers; one that is not there is said, and left out."""
+    variants = []
+    for name in names:
+        try:
+            variants += PEERS[name](compiled_dims)
+        except Exception as error:  # a peer's import compiles and loads its own libraries
+            if not quiet:
+                print(f"{name}: not measured, {type(error).__name__}: {error}", file=sys.stderr)
+    return variants

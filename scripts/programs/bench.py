@@ -1,0 +1,207 @@
+"""Check the solutions against the reference and rank them by speed-up.
+
+Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
+of this machine and prints the ranking. Every run keeps its traces, in flashinfer-bench's format, in
+a directory of its own under traces/, with run.json beside them: environment, settings, hashes of
+the solutions; every trace says itself of which source and settings it is. Ctrl-C keeps and ranks
+what was measured; --resume goes on, on the same machine with the same settings. A solution that
+cannot run here (another GPU, a package that is not installed) is left out, and the ranking says
+why.
+
+Without a GPU the same packed solutions run as their torch model on the CPU, on the small workloads:
+their outputs are checked, and beside that stand the recorded rankings of GPUs (results/), with
+whether the sources have changed since. The times of the model are kept in the traces alone.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.common import files
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    os_error,
+    parser,
+    positive,
+    run_main,
+    say,
+    share,
+    whole,
+)
+from scripts.common.definitions import DEFAULT
+from scripts.common.progress import duration
+from scripts.common.project import TRACES_DIR
+from scripts.data.dataset import tokens
+from scripts.data.records import CLOCKS, Clock
+from scripts.data.traces import read_records
+from scripts.measure import bench, plan
+from scripts.measure.cpu_bench import max_size
+from scripts.measure.gpu_bench import record_of
+from scripts.measure.runs import Run
+from scripts.pack.pack import PackError
+from scripts.programs.options import add_options
+from scripts.table.rank_text import print_rankings
+from scripts.table.rankings import Ranking, rankings
+
+# What the contest of MLSys 2026 runs flashinfer-bench with (the starter kit's EVALUATION.md).
+CONTEST = dict(rtol=0.3, atol=1.0, matched_ratio=0.9, isolated=True, timeout=300)
+
+
+class Contest(argparse.Action):
+    """Sets the options above as if they had been given here: one that comes later wins."""
+
+    def __init__(self, **options: Any):
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
+        vars(namespace).update(CONTEST)
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
+    add_options(arguments, "max-tokens", "seed")
+    add("--list", action="store_true", help="list solutions and workloads and stop")
+    add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
+    add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
+    add(
+        "--trials",
+        type=whole(1),
+        help="trials, each with new random inputs (3; of a definition that is large 1)",
+    )
+    add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
+    add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
+    add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
+    add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
+    add("--isolated", action="store_true", help="a new process for each solution and workload")
+    add(
+        "--contest",
+        action=Contest,
+        default=argparse.SUPPRESS,
+        help="the contest's settings: --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated "
+        "--timeout 300",
+    )
+    add("--cpu", action="store_true", help="run the torch model on the CPU though a GPU is there")
+    add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
+    add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
+    add("--no-invariance", action="store_true", help="skip the pass that compares bits")
+    add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
+    add(
+        "--store-in-dataset",
+        action="store_true",
+        help="also append the traces to the data set's own, as flashinfer-bench run does",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="RUN",
+        help="go on with this run's directory, or with the latest run",
+    )
+    add("--against", metavar="NAME", help="add the speed relative to a solution to the ranking")
+    add("--peers", nargs="+", default=[], metavar="PATTERN", help="names that count as peers")
+    add("--by", choices=CLOCKS, default="harness", help="clock by which the ranking is ordered")
+    add("--no-report", action="store_true", help="do not write the HTML report of the run")
+    add("--markdown", type=Path, metavar="FILE", help="also write the ranking as Markdown")
+    add("--json", type=Path, metavar="FILE", help="also write the ranking as JSON")
+    return arguments.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    # The reference allocates 5.6 GB anew for every call; in huge pages that takes half the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+    import torch
+
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    try:
+        if args.list:
+            named = args.solutions, args.run_foreign
+            print(plan.listing(args.local, on_gpu, args.definition, *named))
+            return EXIT_OK
+        chosen = make_plan(args, on_gpu)
+    except PackError as error:
+        say(f"error: {error}")
+        return EXIT_FAILED
+    config = bench.configuration(args, on_gpu)
+    with bench.open_run(args, chosen, config, on_gpu) as run:
+        outcome = bench.measure(args, chosen, config, run, on_gpu)
+        return conclude(args, run, outcome)
+
+
+def make_plan(args: argparse.Namespace, on_gpu: bool) -> plan.Plan:
+    """What the options choose; on the CPU the small workloads unless others are asked for."""
+    if not on_gpu and not args.workloads and args.max_tokens is None:
+        args.max_tokens = max_size(args.definition)
+    found = plan.choose(
+        args.local,
+        on_gpu,
+        solutions=args.solutions,
+        workloads=args.workloads,
+        max_tokens=args.max_tokens,
+        run_foreign=args.run_foreign,
+        definition=args.definition,
+    )
+    every = found.trace_set.workloads[args.definition.name]
+    left = [f"T={tokens(t.workload)}" for t in every if t not in found.workloads]
+    if left:
+        say(f"not run: {len(left)} workloads ({', '.join(left)})")
+    return found
+
+
+def conclude(args: argparse.Namespace, run: Run, outcome: bench.Outcome) -> int:
+    """Rank what was measured, kept or not; the exit status."""
+    records = read_records([run.traces], args.definition.name) if run.traces.is_file() else []
+    records += [record_of(t, str(run.traces)) for t in run.unsaved]
+    if not records:
+        say("nothing was measured")
+    by: Clock = args.by if any(r.device for r in records) else "harness"
+    ranked = rankings(records, against=args.against, peers=args.peers, by=by)
+    on_cpu = all(r.cpu for r in ranked)
+    if ranked:
+        name = args.definition.name
+        print("\n" + (what_is_known(ranked, name) if on_cpu else print_rankings(ranked)))
+    for error in outcome.errors:
+        say(f"error: {error}")
+    failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
+    status = outcome.status or (EXIT_FAILED if failed else EXIT_OK)
+    if not ranked:
+        return status
+    for path, style in ((args.markdown, "markdown"), (args.json, "json")):
+        if path:
+            files.write(path, print_rankings(ranked, style) + "\n")
+    say(f"\n{duration(outcome.seconds)}; traces: {run.traces}")
+    if not args.no_report and not run.unsaved:
+        write_report(run, args.peers)
+    return status
+
+
+def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> str:
+    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
+    from scripts.table.rank_text import without_gpu
+    from scripts.table.recorded import recorded_runs
+
+    return without_gpu(ranked, recorded_runs(definition=definition))
+
+
+def write_report(run: Run, peers: list[str]) -> None:
+    """The HTML page of the run, or one line that says why there is none."""
+    from scripts.report import report
+
+    try:
+        say(f"report: {report.write(run.directory, peers=peers)}")
+    except UsageError as error:
+        say(str(error))
+    except OSError as error:
+        say(f"no report: {os_error(error)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

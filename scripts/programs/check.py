@@ -1,0 +1,211 @@
+"""Accuracy, device time, repeated bits and floors: what the benchmark's own clock does not tell.
+
+    python3 run.py check --solutions 'cutedsl_*' --workloads 80     figures of these
+    python3 run.py check --run DIR                                  of a run, added to it
+
+accuracy: cosine, calc_diff and matched ratios at three tolerances against the reference; each
+solution runs once a workload, and fails in the ranking if it changes its inputs. device: what a
+call takes on the GPU with the host left out, and by the harness's loop, median and spread. bits:
+whether outputs repeat, and whether a token's are its own whatever else is in the batch; of one
+workload, the largest of up to 1024 tokens unless --workloads names one. floors: the least time of
+every workload, from the weights that must be read and the FLOPs, at rates that are measured here.
+
+With --run, the solutions and workloads of that run are taken, as far as their sources and the
+hardware are the same as then; figures go into its traces (correctness.extra), bits into its
+invariance.json, floors into its floors.json. `bench` starts this for every run on a GPU. On the CPU
+it is the torch model that is looked at.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.common import environment, files
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    UsageError,
+    os_error,
+    parser,
+    run_main,
+    say,
+    whole,
+)
+from scripts.common.definitions import MoeDefinition
+from scripts.common.text import text_table
+from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.records import INPUTS_CHANGED, INVARIANCE
+from scripts.data.traces import finite, read_records
+from scripts.measure import bits, check, floors, plan
+from scripts.measure.cpu_bench import CPU_MAX_TOKENS, max_size
+from scripts.measure.gpu import require_gpu
+from scripts.pack.pack import PackError
+from scripts.programs.options import add_options
+from scripts.table.tables import bits_table
+
+MEASURES = ("accuracy", "device", "bits", "floors")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options, `only` with its default filled in and `device` as torch calls it."""
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
+    add_options(arguments, "max-tokens", "seed", "json")
+    add("--run", type=Path, metavar="DIR", help="add to this run of bench")
+    add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
+    add("--missing", action="store_true", help="of the run, what has no device time yet")
+    add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
+    add("--calls", type=whole(1), help=f"small batches of a width, at most ({bits.CALLS})")
+    add("--rates", type=Path, metavar="JSON", help="floors: with another record's rates")
+    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu")
+    args = arguments.parse_args()
+    if args.missing and not args.run:
+        raise UsageError("--missing is of a run: --run DIR")
+
+    import torch
+
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    if args.device == "cuda" and not on_gpu:
+        raise UsageError("--device cuda: no GPU is visible")
+    args.device = "cuda:0" if on_gpu else "cpu"
+    layer = isinstance(args.definition, MoeDefinition)
+    if args.only is None:
+        args.only = ["accuracy", *["device"] * on_gpu, *["bits"] * layer]
+    if "bits" in args.only and not layer:
+        raise UsageError(f"{args.definition.name}: only a layer has tokens to put into batches")
+    if "device" in args.only:
+        require_gpu()
+    return args
+
+
+def floors_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Floors of the data set's workloads, printed and kept."""
+    content = floors.measure(args.local, args.rates, args.repeats)
+    print(floors.describe(content))
+    if args.run:
+        files.write(args.run / "floors.json", json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def figures_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status, and accuracy and device times of every pair, kept as they are known."""
+    sources = {
+        "accuracy": lambda: check.accuracy(chosen, args.device, args.seed),
+        "device": lambda: check.device(chosen, args.seed, args.repeats),
+    }
+    found: check.Figures = {}
+    status, merged = EXIT_OK, 0
+    try:
+        for name in (name for name in sources if name in args.only):
+            for new in sources[name]():
+                for pair, figures in new.items():
+                    found[pair] = {**found.get(pair, {}), **figures}
+                merged += chosen.merge({p: f for p, f in new.items() if "error" not in f})
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        say("interrupted; the figures so far are kept")
+    except OSError as error:
+        status = EXIT_USAGE
+        say(f"error: {os_error(error)}; the traces are as they were, the figures are only here:")
+    lengths = {t.workload.uuid: tokens(t.workload) for t in chosen.workloads}
+    entries = [
+        {"uuid": uuid, "solution": name, "tokens": lengths[uuid], **figures}
+        for (uuid, name), figures in sorted(found.items(), key=lambda i: (lengths[i[0][0]], i[0]))
+    ]
+    print(text_table(*check.table(entries), left=3))
+    if merged:
+        say(f"{merged} figures added to {chosen.traces}")
+    for entry in entries:
+        changed = ", ".join(entry.get(INPUTS_CHANGED, ()))
+        if why := entry.get("error") or (changed and f"changes its inputs: {changed}"):
+            say(f"error: {entry['solution']} at T={entry['tokens']} ({entry['uuid'][:8]}): {why}")
+            status = status or EXIT_FAILED
+    return status, entries
+
+
+def bits_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, dict[str, Any]]:
+    """Exit status, and the content of invariance.json, which is kept."""
+    on_gpu = args.device != "cpu"
+    most = bits.MAX_TOKENS if on_gpu else CPU_MAX_TOKENS
+    fitting = [t for t in chosen.workloads if args.workloads or tokens(t.workload) <= most]
+    if not fitting:
+        raise UsageError(f"bits: no workload of at most {most} tokens; --workloads names one")
+    workload = max((t.workload for t in fitting), key=tokens)
+    solutions = [s for s in chosen.solutions if (workload.uuid, s.name) in chosen.pairs]
+    inputs = Inputs(chosen.trace_set, args.device, args.seed).of(workload)
+    say(f"T={tokens(workload)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
+    calls = args.calls or (bits.CALLS if on_gpu else bits.CPU_CALLS)
+    definition = definition_of(chosen.trace_set)
+    status, results = EXIT_OK, {}
+    try:
+        for name, result in bits.measure(definition, solutions, inputs, args.device, calls):
+            results[name] = result
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        say("interrupted; what is known is kept")
+    record = {
+        "hardware": chosen.hardware,
+        "device": args.device.split(":")[0],
+        "workload": workload.uuid,
+        "tokens": tokens(workload),
+        "seed": args.seed,
+        "environment": environment.capture(),
+        "solutions": {s.name: s.hash() for s in solutions},
+        "results": finite(results),
+    }
+    print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
+    if args.run:
+        files.write(args.run / INVARIANCE, json.dumps(record, indent=1) + "\n")
+    for name, result in results.items():
+        if "error" in result:
+            say(f"error: {name}: {result['error']}")
+            status = status or EXIT_FAILED
+    return status, record
+
+
+def main() -> int:
+    args = parse_arguments()
+    content: dict[str, Any] = {}
+    status = EXIT_OK
+    if "floors" in args.only:
+        content["floors"] = floors_of(args)
+    if {"accuracy", "device", "bits"} & set(args.only):
+        try:
+            chosen = choose(args)
+        except PackError as error:
+            say(f"error: {error}")
+            return EXIT_FAILED
+        if not chosen.pairs:
+            say("no trace of this run has an output to compare" + ", or all have" * args.missing)
+            return EXIT_OK
+        if {"accuracy", "device"} & set(args.only):
+            status, content["figures"] = figures_of(args, chosen)
+        if "bits" in args.only and status in (EXIT_OK, EXIT_FAILED):
+            of_bits, content["bits"] = bits_of(args, chosen)
+            status = max(status, of_bits)
+    if args.json:
+        files.write(args.json, json.dumps(finite(content), indent=1) + "\n")
+    return status
+
+
+def choose(args: argparse.Namespace) -> plan.Plan:
+    """The pairs that are asked for; on the CPU those of small workloads unless others are."""
+    on_gpu = args.device != "cpu"
+    if not on_gpu and args.max_tokens is None and not args.workloads and not args.run:
+        args.max_tokens = max_size(args.definition)
+    chosen = plan.choose(
+        args.local, on_gpu, args.run, args.solutions, args.workloads, args.max_tokens,
+        args.run_foreign, args.definition,
+    )  # fmt: skip
+    if not args.missing or chosen.traces is None:
+        return chosen
+    records = read_records([chosen.traces], args.definition.name)
+    return chosen.only({(r.uuid, r.solution) for r in records if r.device is None})
+
+
+if __name__ == "__main__":
+    run_main(main)

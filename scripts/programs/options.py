@@ -1,0 +1,57 @@
+"""Options that several programs have, spelled and explained in one way."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from scripts.common.command_line import whole
+from scripts.common.definitions import DEFAULT, find
+from scripts.common.project import ROOT
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "local": dict(
+        type=Path,
+        default=ROOT,
+        metavar="PATH",
+        help="another data set: its workloads, with our solutions; the reference of its definition "
+        "is run; nothing is written to it",
+    ),
+    "solutions": dict(
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names, * allowed; all of ours. One that is the data set's own runs where its whole "
+        "name is given",
+    ),
+    "run-foreign": dict(action="store_true", help="run all solutions of the data set, too"),
+    "definition": dict(
+        type=find,
+        default=DEFAULT,
+        metavar="NAME",
+        help="another definition, by its name or the one in its solutions' names (docs/dataset.md)",
+    ),
+    "workloads": dict(
+        nargs="+",
+        default=[],
+        metavar="T|UUID",
+        help="token counts or beginnings of uuids; all (on the CPU: the small ones)",
+    ),
+    "max-tokens": dict(type=whole(1), metavar="T", help="only workloads up to T tokens"),
+    "seed": dict(type=whole(0), default=2026, help="of what is drawn (2026)"),
+    "markdown": dict(action="store_true", help="print Markdown"),
+    "json": dict(type=Path, metavar="FILE", help="write all figures there"),
+}
+
+
+def add_options(arguments: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        arguments.add_argument(f"--{name}", **OPTIONS[name])
+
+
+def add_gemm_options(arguments: argparse.ArgumentParser, launches: int, repeats: int) -> None:
+    """What programs that time variants of a GEMM can be told, with their own defaults."""
+    add = arguments.add_argument
+    add("--launches", type=whole(1), default=launches, help=f"launches in a graph ({launches})")
+    add("--repeats", type=whole(1), default=repeats, help=f"replays of each graph ({repeats})")
+    add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
+    add_options(arguments, "local", "seed", "markdown", "json")

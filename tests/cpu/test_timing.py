@@ -1,0 +1,211 @@
+"""The clock of layers off the GPU: what it captures, traces, keeps and refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+import small
+import torch
+from fake_cuda import Kernel
+
+from scripts.measure import timing
+from scripts.measure.timing import Span, Timed
+
+
+def test_a_summary_has_the_spread() -> None:
+    samples = [5.0, 1.0, 3.0, 2.0, 4.0, 6.0, 9.0, 7.0, 8.0, 10.0]
+    assert timing.summary(samples, method="graph") == {
+        "method": "graph", "ms": 5.5, "p10": 2.0, "p90": 10.0, "calls": 10,
+    }  # fmt: skip
+
+
+def timed(kernel: Kernel) -> Timed:
+    return Timed(kernel, [1, kernel.out])
+
+
+def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypatch) -> None:
+    """On a cold L2 cache each, the replay alone between the events, without the warm-up."""
+    monkeypatch.setattr(timing, "traced", cuda.traced)
+    a, waits = Kernel(cuda, "a"), Kernel(cuda, "waits", waits=99)
+    b = Kernel(cuda, "b", waits=1)  # to compile, say
+    calls = {kernel.name: timed(kernel) for kernel in (a, waits, b)}
+    found = timing.device_times(calls, repeats=9)
+    for kernel in (a, b):
+        expected = timing.summary(kernel.took[-9:], method="graph")
+        assert found[kernel.name] == pytest.approx(expected)
+        assert found[kernel.name]["ms"] == pytest.approx(kernel.took[-5]), "the median"
+    expected = timing.summary(waits.took[-7:], method="kernel sum")
+    assert found["waits"] == pytest.approx(expected), "tracing takes long: seven times"
+    of_a, of_b = (["flush", "event", name, "event", "wait"] for name in "ab")
+    timed_log = cuda.log[-11 * 10 :]
+    assert timed_log == [*of_a, *of_b] * 11, "two rounds of warm-up and nine that count"
+    traced = [x for x in cuda.log[: -11 * 10] if x in ("flush", "waits")]
+    assert traced[-14:] == ["flush", "waits"] * 7
+    assert cuda.streams == 1, "a solution keeps its buffers for each"
+
+
+@pytest.mark.parametrize(
+    "broken", [dict(value=float), dict(captures=False)], ids=["another output", "none"]
+)
+def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
+    cuda, broken, capsys
+) -> None:
+    kernels = Kernel(cuda, "broken", **broken), Kernel(cuda, "right")
+    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=3)
+    assert found["broken"] == {
+        "error": "RuntimeError: a replay of the captured call gives another output than the call"
+    }
+    assert found["right"]["calls"] == 3
+    assert "Traceback" in capsys.readouterr().err, "the log says where"
+
+
+def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
+    import flashinfer_bench.bench.timing
+
+    seen = []
+
+    def do_bench(fn, warmup, rep, setup, return_mode):
+        assert return_mode == "all"
+        for _ in range(warmup + rep):
+            fn(setup())
+        return [1.0, 5.0, 2.0]
+
+    def vandal(x: torch.Tensor, factor: int, output: torch.Tensor) -> None:
+        seen.append((int(x), factor))
+        x.zero_()
+
+    monkeypatch.setattr(flashinfer_bench.bench.timing, "do_bench", do_bench)
+    call = Timed(vandal, [torch.tensor(7), 2, torch.zeros(1)])
+    assert timing.harness_times(call, 4) == timing.summary([1.0, 5.0, 2.0])
+    assert seen == [(7, 2)] * (timing.WARMUP + 4)
+
+
+def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_path) -> None:
+    import flashinfer_bench.bench.evaluators.utils as utils
+
+    real = utils.allocate_outputs
+    monkeypatch.setattr(
+        utils,
+        "allocate_outputs",
+        lambda definition, inputs, device: real(definition, inputs, "cpu"),
+    )
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
+    x, w = torch.ones(3, small.WIDTH), torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16)
+    call = timing.timed(small.definition(), small.solution("right"), [x, w, 2.0])
+    assert call is not None and call.arguments[0] is not x and torch.equal(call.arguments[0], x)
+    assert call.arguments[1] is w and call.arguments[2] == 2.0
+    call()
+    assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
+    returns = small.solution("returns", small.REFERENCE, dps=False)
+    with pytest.raises(RuntimeError, match="returns its output: not timed here"):
+        timing.timed(small.definition(), returns, [x, w, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("error", "waiting"),
+    [(None, False), ("called a synchronizing CUDA operation", True), ("out of memory", None)],
+)
+def test_a_call_waits_if_torch_says_so(error, waiting, monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call() -> None:
+        assert modes == ["error"]
+        if error is not None:
+            raise RuntimeError(error)
+
+    if waiting is None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            timing.waits(call)
+    else:
+        assert timing.waits(call) == waiting
+    assert modes == ["error", "default"]
+
+
+def test_a_traced_call_takes_what_its_kernels_take(cuda, monkeypatch) -> None:
+    """Pauses and what runs side by side are left out."""
+    spans = [Span("a", 100, 150), Span("b", 120, 130), Span("c", 300, 420)]
+    monkeypatch.setattr(timing, "traced", lambda call: spans)
+    found = timing.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
+    assert found["x"]["ms"] == pytest.approx(0.18)
+
+
+# --- traces -------------------------------------------------------------------------------------
+
+FLUSH = "Memset (Device)"
+
+
+def calls_of(*kernels: str, calls: int) -> list[Span]:
+    """Each call 1000 us after the one before; kernel i runs for 10 + i + call us and begins 2 us
+    before the end of the kernel before."""
+    spans = []
+    for call in range(calls):
+        spans.append(Span(FLUSH, 1000.0 * call, 1000.0 * call + 100))
+        at = 1000.0 * call + 150
+        for i, name in enumerate(kernels):
+            spans.append(Span(name, at, at + 10 + i + call))
+            at = spans[-1].end - 2
+    return spans
+
+
+def test_a_trace_is_cut_into_calls_without_their_flush() -> None:
+    parts = timing.split(calls_of("a", "b", calls=3), 3)
+    assert [[s.name for s in part] for part in parts] == [["a", "b"]] * 3
+    assert [part[0].start for part in parts] == [150, 1150, 2150]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        calls_of("a", "b", calls=3)[:-1],
+        calls_of(calls=3),
+        [*calls_of("a", "b", calls=2), *calls_of("b", "a", calls=1)],
+    ],
+)
+def test_calls_that_differ_are_refused(spans: list[Span]) -> None:
+    with pytest.raises(RuntimeError, match="do not repeat call by call"):
+        timing.split(spans, 3)
+
+
+def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 150)]
+    seen.append((cuda, "Activity Buffer Request", 0, 5))
+
+    class Profile:
+        def __init__(self, activities): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def events(self):
+            return [
+                SimpleNamespace(
+                    device_type=device,
+                    name=name,
+                    time_range=SimpleNamespace(start=start, end=end),
+                )
+                for device, name, start, end in seen
+            ]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert timing.traced(lambda: None) == [Span("early", 100, 150), Span("late", 300, 420)]
+    seen[:] = seen[1:2]
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        timing.traced(lambda: None)
+
+
+def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> None:
+    made: list[str] = []
+
+    def traced(run) -> list[Span]:
+        run()
+        return calls_of("a", calls=made.count("call"))
+
+    monkeypatch.setattr(timing, "traced", traced)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
+    calls = timing.traced_calls(
+        lambda: made.append("call"), lambda: made.append("flush"), repeats=3
+    )
+    assert made == ["flush", "wait", "call", "wait"] * (timing.TRACE_WARMUP + 3)
+    assert [call[0].start for call in calls] == [2150, 3150, 4150]

@@ -1,0 +1,378 @@
+"""tune off the GPU: what it tries of GEMM, layer and Triton, how it judges, and what it says."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+from moe_fp8.kernels.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from moe_fp8.kernels.limits import SMEM_BYTES
+from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
+from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
+from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
+from moe_fp8.layer import model
+from moe_fp8.layer.fused import fused_configs
+from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs
+from test_baselines_triton import DEVICE, interpreter_that_rounds
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.project import ROOT
+from scripts.measure import gemm_timing, gemm_variants, gpu, tune
+from scripts.measure.gemm_problems import (
+    Operands,
+    Problem,
+    Weights,
+    histograms,
+    uneven_rows,
+    weights,
+)
+from scripts.measure.gemm_timing import Timing
+from scripts.measure.gemm_variants import Checker, heuristic, ladder
+from scripts.measure.timing import Reading
+from scripts.programs import tune as program
+
+pytest.importorskip("triton", reason="triton is not installed")
+from moe_fp8.baselines import triton_moe
+from moe_fp8.baselines.triton_gemm import Tile
+
+__all__ = ["interpreter_that_rounds"]  # a fixture that every test here uses
+
+RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+
+
+@pytest.fixture(params=[HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+def architecture(request, monkeypatch):
+    """As on a GPU of each."""
+    monkeypatch.setattr(gpu, "architecture", lambda: request.param)
+    return request.param
+
+
+def test_every_architecture_has_configs_to_try(monkeypatch) -> None:
+    for architecture in ARCHITECTURES.values():
+        monkeypatch.setattr(gpu, "architecture", lambda found=architecture: found)
+        assert tune.candidates(64)
+
+
+TRIED = [0.5, *tune.ROWS, 10000]
+
+
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float, architecture) -> None:
+    found = tune.candidates(rows)
+    assert 8 <= len({str(c) for c in found}) == len(found) <= 100
+    assert all(type(c) is type(architecture.config) for c in found)
+    assert all(2 <= c.num_stages and c.smem_bytes <= SMEM_BYTES for c in found)
+    largest = 128 if architecture is HOPPER else 64  # tile_m with swapped operands
+    assert any(c.swap_ab for c in found) == (rows <= 2 * largest)
+    assert any(not c.swap_ab for c in found) == (rows >= 16)
+    if rows >= 16:
+        assert {(c.cluster_m, c.cluster_n) for c in found} == {(1, 1), (2, 1), (1, 2)}
+        assert any(c.dynamic for c in found) == (rows > 64)
+
+
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_of_hopper(rows: float) -> None:
+    found = tune.candidates(rows)
+    assert all(isinstance(c, Hopper) for c in found)
+    if rows >= 16:
+        assert any(c.overlap for c in found)
+        assert any(c.unroll for c in found) == (rows > 64)
+
+
+@pytest.mark.parametrize("rows", TRIED)
+def test_candidates_of_blackwell(rows: float, monkeypatch) -> None:
+    """All that its configs have, in every combination that memory has room for."""
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    found = tune.candidates(rows)
+    assert all(c.tmem_columns <= TMEM_COLUMNS for c in found)
+    swapped = [c for c in found if c.swap_ab]
+    if swapped:
+        assert {c.num_accumulators for c in swapped} == {2, 4}
+        assert {(c.cluster_m, c.cluster_n) for c in swapped} == {(1, 1), (1, 2)}
+    ways = {(1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 1)}
+    for tile_n in (64, 128, 256) if rows >= 16 else ():
+        wide = [c for c in found if c.tile_n == tile_n and not c.swap_ab]
+        assert {(c.cluster_m, c.cluster_n, c.mma_ctas) for c in wide} == ways
+        assert {c.num_accumulators for c in wide} == ({2} if tile_n == 256 else {2, 4})
+        assert len({c.num_stages for c in wide}) > 1
+    if rows > 64:
+        # The heuristic's for many rows are among them.
+        assert set(map(str, (BLACKWELL.choose(r, 4096, 7168) for r in (100, 200)))) <= set(
+            map(str, found)
+        )
+
+
+def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
+    """What a config class refuses by value is left out; what it does not know is a mistake."""
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+
+    def tried(*fields: dict) -> None:
+        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: fields)
+
+    tried({"tile_m": 64}, {"tile_n": 64})
+    assert tune.candidates(100) == [Blackwell(tile_n=64)]
+    tried({"overlap": True})
+    with pytest.raises(TypeError, match="overlap"):
+        tune.candidates(100)
+
+
+def test_the_heuristics_choice_is_always_timed(architecture) -> None:
+    for rows in tune.ROWS:
+        for even in (True, False):
+            problem = tune.gemm_problem(rows, 4096, 7168, None, even, 1)
+            assert problem.experts == (32 if rows <= 128 else 8)
+            assert problem.even or not even
+            names = [str(c) for c in tune.configs_of(problem)]
+            assert names[0] == str(heuristic(problem))
+            assert len(set(names)) == len(names)
+
+
+def test_uneven_rows_keep_the_sum_and_spread() -> None:
+    rows = uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == uneven_rows(500, 32, 1)
+    assert 1.3 < max(rows) / 500 < 3.0
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """run_problem on the CPU with the model as kernel; config -> us, to be filled by the test."""
+    spans: dict[str, float] = {}
+
+    def clock(calls, repeats):
+        return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
+
+    cache = types.SimpleNamespace(L2_cache_size=2**20)
+    source = weights
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
+    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", model.grouped_gemm)
+    monkeypatch.setattr(
+        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+    )
+    reading = Reading(lambda: None, torch.zeros(1))
+    monkeypatch.setattr(gemm_timing, "readings", lambda *_: [reading])
+    return spans
+
+
+def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> None:
+    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
+    timed.update({choice: 10.4, other: 10.0})
+    rows, found = tune.tune_problem(problem, RATES, Timing(2, 3), "flat", 5.0)
+    assert (found.best, found.shipped) == (other, choice)
+    assert found.loss == pytest.approx(4.0)
+    assert len(rows) == len(tune.configs_of(problem))
+    assert len(found.cells()) == len(gemm_timing.VERDICTS) and found.record()["loss"] == found.loss
+    lost = tune.verdict("here", "x", {other: 10.0}, choice)
+    assert lost.loss is None and lost.cells()[-1] == "not run"
+    assert tune.verdict("here", "x", {}, choice).best == "none ran"
+
+
+def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None:
+    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
+    timed.update({choice: 11.0, other: 10.0})
+    seen, run = [], tune.run_problem
+
+    def noting(problem, variants, rates, timing):
+        seen.append(([v.name for v in variants], timing.repeats))
+        if len(seen) == 2:
+            timed[choice] = 10.1
+        return run(problem, variants, rates, timing)
+
+    monkeypatch.setattr(tune, "run_problem", noting)
+    rows, found = tune.tune_problem(problem, RATES, Timing(2, 3), "batched", 5.0)
+    assert seen[1] == ([choice, other], tune.CONFIRM_REPEATS) and len(seen) == 2
+    assert found.loss == pytest.approx(1.0) and len(rows) == len(seen[0][0])
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, tmp_path):
+    """The program with these arguments; (exit status, content of its JSON)."""
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
+
+    def run(*arguments: str) -> tuple[int, dict]:
+        monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--json", str(path)])
+        return program.main(), json.loads(path.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(("us", "status"), [(10.4, EXIT_OK), (11.0, EXIT_FAILED)])
+def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256), "gemm2": (256, 128)})
+    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
+    timed.update({choice: us, other: 10.0})
+    shape = ["--rows", "2", "--experts", "4", "--gemm", "gemm1"]
+    found, record = on_a_gpu("--what", "gemm", *shape, "--launches", "2", "--repeats", "3")
+    assert found == status and record["finished"] and len(record["table"]) == 1
+    out, err = capsys.readouterr()
+    assert other in out
+    assert (f"{choice} loses 10.0 %; best: {other}" in err) == (status == EXIT_FAILED)
+    loose = on_a_gpu("--what", "gemm", *shape, "--max-loss", "20")
+    assert loose[0] == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--what", "layer", "--rows", "3"], "--rows: not with --what layer"),
+        (["--what", "gemm", "--tokens", "3"], "--tokens: not with --what gemm"),
+        (["--what", "triton", "--accurate"], "--accurate: not with --what triton"),
+    ],
+)
+def test_options_of_another_search_are_refused(arguments, message, on_a_gpu) -> None:
+    with pytest.raises(UsageError, match=message):
+        on_a_gpu(*arguments)
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 80, 640, 901, 14107])
+def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
+    pair = tune.picked(tokens, DEEPSEEK_V3, terms)
+    made = tune.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
+    assert made == fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms)
+    found = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)), 1)
+    assert found[0] == pair and len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
+    """The classes check a config; with its epilogue, its way to load and its terms."""
+    from moe_fp8.kernels.fused import FusedMoe
+
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    assert [len(set(rungs)) for rungs in ladders] == [len(rungs) for rungs in ladders]
+    for pair in tune.pairs((ladders[0][0], ladders[1][0]), ladders, 100):
+        for tokens in (80, 2048):
+            first, second = tune.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
+            classes = HOPPER.gemm(), HOPPER.swiglu(terms), HOPPER.gather(first)
+            FusedMoe(DEEPSEEK_V3, first, second, 132, *classes)
+
+
+def test_pairs_are_those_beside() -> None:
+    ladders = ["a", "b", "c", "d"], ["x", "y"]
+    assert tune.pairs(("b", "y"), ladders, 1) == [
+        ("b", "y"), ("a", "x"), ("a", "y"), ("b", "x"), ("c", "x"), ("c", "y"),
+    ]  # fmt: skip
+    assert tune.pairs(("a", "x"), ladders, 1)[0] == ("a", "x")
+    assert len(tune.pairs(("a", "x"), ladders, 3)) == 8
+
+
+class Problems:
+    def __init__(self, *arguments) -> None: ...
+
+    def of(self, tokens: int):
+        nothing = torch.zeros(tokens, 8)
+        return MoeInputs(*8 * (nothing,), 0, 1.0), "drawn"
+
+
+@pytest.mark.parametrize(("gain", "status"), [(1.01, 0), (1.05, 1)])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_layer_that_loses_or_computes_something_else_fails(
+    gain, status, wrong, on_a_gpu, monkeypatch, capsys
+) -> None:
+    """The second of the pairs is the faster one; the third may write something else."""
+
+    def device_times(calls, repeats):
+        for i, call in enumerate(calls.values()):
+            call.output.fill_(float(wrong and i == 2))
+        faster = (0.1 / gain if i == 1 else 0.1 for i in range(len(calls)))
+        figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
+        return dict(zip(calls, figures, strict=True))
+
+    monkeypatch.setattr(program, "Problems", Problems)
+    monkeypatch.setattr(tune, "device_times", device_times)
+    found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901")
+    assert found == (1 if wrong else status)
+    out, err = capsys.readouterr()
+    assert "T=901" in out and ("T=901, layer: " in err) == (status == 1)
+    assert [one["where"] for one in record["table"]] == ["T=3", "T=901"]
+    assert record["table"][0]["loss"] == pytest.approx(100 * (gain - 1))
+    errors = [row.get("error") for row in record["results"] if row["tokens"] == 3]
+    assert errors.count("not the output of the shipped pair") == wrong
+
+
+# --- Triton ---------------------------------------------------------------------------------------
+
+ROWS = (3, 0, 17, 0, 1, 32)
+
+
+@pytest.mark.parametrize("rows", [1.0, 2.5, 8.0, 28.0, 64.0, 128.0, 373.4, 5000.0])
+def test_tiles(rows):
+    found = tune.tiles_for(rows)
+    assert 0 < len(found) < 60 and len(set(map(str, found))) == len(found)
+    heights = {tile.block_m for tile in found}
+    assert min(heights) <= max(16, rows) and max(heights) <= max(16, 4 * rows)
+
+
+def test_a_tile_is_printed_as_the_call_that_makes_it():
+    for tile in {*tune.tiles_for(28.0), *triton_moe.tiles(80)}:
+        assert eval(str(tile), {"Tile": Tile}) == tile
+
+
+@pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
+)
+def test_a_variant_computes_its_problem(gemm, tile, monkeypatch):
+    shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
+    monkeypatch.setattr(gemm_variants, "LAYER_SHAPES", shapes)
+    problem = Problem(ROWS, 256, 384, tokens=40)
+    source = Weights(len(ROWS), 256, 384, DEVICE, seed=0)
+    operands = Operands(problem, source)
+    assert Checker(operands).calc_diff(tune.tile_variant(tile)) < 1e-5
+    _, rows = gemm_variants.triton_rows(operands, tile.block_m)
+    assert rows.m_indptr[-1] % tile.block_m == 0
+    assert (rows.token_of_row >= 0).sum() == problem.pairs
+    assert len(rows.token_of_row) >= int(rows.m_indptr[-1])
+
+
+def test_a_pair_has_one_height_and_the_sum_of_both():
+    low, low_wide, high = Tile(16, 64), Tile(16, 128), Tile(32, 64)
+    tiles = {str(t): t for t in (low, low_wide, high)}
+    timed = {
+        "gemm1": {str(low): 10.0, str(low_wide): 12.0, str(high): 5.0},
+        "gemm2": {str(low): 9.0, str(low_wide): 7.0, str(high): 13.0},
+    }
+    us = tune.tile_pairs(timed, tiles)
+    assert len(us) == 5 and us[f"{high}, {high}"] == 18.0
+    assert tune.verdict("T=1", "", us, "").best == f"{low}, {low_wide}"
+    assert tune.tile_pairs({"gemm1": timed["gemm1"], "gemm2": {}}, tiles) == {}
+
+
+def test_problems_are_a_workloads_or_drawn():
+    problems = tune.triton_problems(ROOT, [7, 300], seed=1)
+    assert [(p.tokens, p.n) for p in problems] == [(7, 4096), (300, 4096), (7, 7168), (300, 7168)]
+    assert problems[0].rows == histograms(ROOT, [7])[0].rows
+    assert problems[1].pairs == 32 * (300 // 32) and len(problems[1].rows) == 32
+    assert torch.tensor(problems[1].rows).unique().numel() > 1
+
+
+def test_what_ships_is_judged_by_the_sum(on_a_gpu, monkeypatch, capsys):
+    """The shipped pair takes 10 us a GEMM; the fifth tile of each 9."""
+
+    def run_problem(problem, variants, rates, timing):
+        return [
+            {**problem.describe(), "variant": v.name, "us": 9.0 if i == 4 else 10.0}
+            for i, v in enumerate(variants)
+        ]
+
+    monkeypatch.setattr(tune, "run_problem", run_problem)
+    found, record = on_a_gpu("--what", "triton", "--tokens", "80")
+    (row,) = record["table"]
+    assert row["shipped_us"] == 20.0 and row["shipped"] == ", ".join(map(str, triton_moe.tiles(80)))
+    assert 18.0 <= row["best_us"] <= 19.0 and found == EXIT_FAILED
