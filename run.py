@@ -2,7 +2,8 @@
 """One command to benchmark, one to test; each does its own set-up.
 
     python3 run.py bench [args]     check and rank the solutions on this machine
-    python3 run.py test             lint, type check and every test this machine can run
+    python3 run.py test             lint, type check and tests: what a change needs, in minutes
+    python3 run.py test --all       the same with every test that this machine can run
     python3 run.py test [args]      only pytest, with these arguments
     python3 run.py setup            only the set-up, with the tools for development
     python3 run.py NAME [args]      any program of the list below; each has --help
@@ -70,66 +71,38 @@ def requirements(extra: str | None = None, pyproject: Path = ROOT / "pyproject.t
     return array("dependencies") + (array(extra) if extra else [])
 
 
-def version_key(version: str) -> tuple[list[int], int, int]:
-    """An order on versions: release numbers, then pre- or post-release. Local parts are ignored."""
-    match = re.match(
-        r"v?(\d+(?:\.\d+)*)[-_.]?(?:(a|b|rc|dev|post)\.?(\d*))?", version.split("+")[0].lower()
-    )
-    if match is None:
-        raise ValueError(f"not a version: {version!r}")
-    release = [int(n) for n in match.group(1).split(".")]
-    while release and release[-1] == 0:
-        release.pop()
-    stage = {"dev": -4, "a": -3, "b": -2, "rc": -1, None: 0, "post": 1}[match.group(2)]
-    return release, stage, int(match.group(3) or 0)
-
-
-def satisfies(version: str, specifiers: str) -> bool:
-    """Whether a version meets comma-separated specifiers such as '>=2.11,<2.14'."""
-    compare = {
-        "==": lambda a, b: a == b,
-        "!=": lambda a, b: a != b,
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        ">": lambda a, b: a > b,
-        "<": lambda a, b: a < b,
-    }
-    for specifier in filter(None, (s.strip() for s in specifiers.split(","))):
-        match = re.fullmatch(r"(==|!=|>=|<=|>|<)\s*([\w.+]+)", specifier)
-        if match is None:
-            raise SetupError(f"run.py cannot read the version specifier {specifier!r}")
-        if not compare[match.group(1)](version_key(version), version_key(match.group(2))):
-            return False
-    return True
-
-
 def unmet(wanted: list[str]) -> list[str]:
     """The requirements that the running interpreter does not satisfy, with what it has instead."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # it is one of the requirements; a new environment has that of its pip
+        try:
+            from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
+        except ImportError:
+            return [f"{requirement}: unknown without 'packaging'" for requirement in wanted]
     problems = []
-    for requirement in wanted:
-        match = re.fullmatch(r"([\w.-]+)(?:\[([\w,\s-]+)\])?\s*(.*)", requirement.strip())
-        if match is None:
-            raise SetupError(f"run.py cannot read the requirement {requirement!r}")
-        name, extras, specifiers = match.groups()
+    for text in wanted:
+        requirement = Requirement(text)
         try:
-            distribution = importlib.metadata.distribution(name)
-            version = distribution.version
+            distribution = importlib.metadata.distribution(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{requirement}: not installed")
+            problems.append(f"{text}: not installed")
             continue
+        version = distribution.version
         try:
-            met = bool(version) and satisfies(version, specifiers)
+            met = bool(version) and requirement.specifier.contains(version, prereleases=True)
         except ValueError:  # what is installed has a version that is none
             met = False
         if not met:
-            problems.append(f"{requirement}: version {version} is installed")
+            problems.append(f"{text}: version {version} is installed")
             continue
-        for extra in filter(None, (e.strip() for e in (extras or "").split(","))):
-            conditional = [r.partition(";") for r in distribution.requires or []]
-            of_extra = re.compile(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]")
-            problems += unmet(
-                [r.strip() for r, _, marker in conditional if of_extra.search(marker)]
-            )
+        conditional = (distribution.requires or []) if requirement.extras else []
+        for needed in map(Requirement, conditional):
+            marker, needed.marker = needed.marker, None
+            if marker is None or marker.evaluate({"extra": ""}):
+                continue  # not of an extra
+            if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
+                problems += unmet([str(needed)])
     return problems
 
 
@@ -144,10 +117,8 @@ def lacks(wanted: list[str]) -> list[str]:
     """Why the running interpreter cannot be used; empty if it can."""
     if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         return unmet(wanted)
-    return [
-        f"Python {'.'.join(map(str, sys.version_info[:2]))} cannot run this; start it with one "
-        f"of Python {PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}"
-    ]
+    version, first, last = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
+    return [f"Python {version} cannot run this; start it with one of Python {first} to {last}"]
 
 
 def venv_lacks(wanted: list[str]) -> list[str]:
@@ -155,9 +126,9 @@ def venv_lacks(wanted: list[str]) -> list[str]:
     whichever set-ups were run and whether they came to their end."""
     if not os.path.lexists(venv_python()):
         return [f"{VENV}: not made"]
-    # Not from ROOT, where pip leaves metadata of the project whether it is installed or not.
     ask = "import json, runpy, sys; lacks = runpy.run_path(sys.argv[1])['lacks']; "
     ask += "print(json.dumps(lacks(sys.argv[2:])))"
+    # Not from ROOT, where pip leaves metadata of the project whether it is installed or not.
     command = [str(venv_python()), "-c", ask, str(ROOT / "run.py"), *wanted]
     try:
         asked = subprocess.run(command, cwd=VENV, stdout=subprocess.PIPE, text=True)
@@ -243,10 +214,8 @@ def install(extra: str | None) -> None:
 
 def environment() -> dict[str, str]:
     """The environment for the project's programs: its packages are importable, installed or not."""
-    env = dict(os.environ)
-    paths = [str(ROOT), str(ROOT / "solutions"), *filter(None, [env.get("PYTHONPATH")])]
-    env["PYTHONPATH"] = os.pathsep.join(paths)
-    return env
+    paths = [str(ROOT), str(ROOT / "solutions"), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -275,14 +244,12 @@ def listing() -> str:
     """The programs with what each is for, folder by folder."""
     known = programs()
     width = max(map(len, known))
-    lines = []
-    for folder in dict.fromkeys(path.parent for path in known.values()):
-        lines.append(f"\n{folder.name}: {first_line(folder)}")
-        lines += [
-            f"    {name:<{width}}  {first_line(path)}"
-            for name, path in known.items()
-            if path.parent == folder
-        ]
+    lines, folder = [], None
+    for name, path in known.items():
+        if path.parent != folder:
+            folder = path.parent
+            lines.append(f"\n{folder.name}: {first_line(folder)}")
+        lines.append(f"    {name:<{width}}  {first_line(path)}")
     return "\n".join(lines)
 
 
@@ -313,18 +280,21 @@ def help_without_packages(program: Path, arguments: list[str]) -> int:
 
 
 def run_tests(arguments: list[str]) -> int:
-    """Everything, or with arguments just pytest with them, whose paths are those of the caller."""
-    python = set_up("test" if arguments else "dev")
+    """All checks, or with arguments just pytest with them, whose paths are those of the caller."""
+    all_checks = arguments in ([], ["--all"])
+    python = set_up("dev" if all_checks else "test")
     pytest = [*python, "-m", "pytest"]
-    if arguments:
+    if not all_checks:
         here = Path.cwd()
         where = here if here.is_relative_to(ROOT) else ROOT
         return subprocess.run([*pytest, *arguments], cwd=where, env=environment()).returncode
-    workers = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadgroup"]
+    pytest += ["--durations=10", *arguments]
+    count = str(min(os.cpu_count() or 1, 8))
+    workers = ["-n", count, "--dist", "loadgroup"]
     phases = {
         "ruff check": [*python, "-m", "ruff", "check", "."],
         "ruff format": [*python, "-m", "ruff", "format", "--check", "."],
-        "mypy": [*python, "-m", "mypy"],
+        "mypy": [*python, "-m", "mypy", "-n", count],
         # A process of its own: the emulator must be in place before anything imports the DSL.
         "emulated tests": [*pytest, *workers, "tests/emulated", "tests/ptxemu/tests"],
         # GPU tests share one device, so they are not spread over processes.

@@ -14,6 +14,7 @@ import bruteforce
 import fake_libraries
 import pytest
 import torch
+from markers import more
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -438,7 +439,7 @@ def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
 
 
 @pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
-@pytest.mark.parametrize(("tokens", "tile"), [(60, 16), (220, 48)])
+@pytest.mark.parametrize(("tokens", "tile"), [(60, 16), *more((220, 48))])
 def test_hpc_takes_larger_tiles(layer, tokens, tile):
     """Experts begin at multiples of them, where the library looks for the scales; without its list
     of tiles it must not be called without a row."""

@@ -3,9 +3,11 @@
 import dataclasses
 import importlib.util
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
+from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import (
     ARCHITECTURES,
@@ -34,6 +36,7 @@ OTHERS = [
     GemmConfig(tile_m=16, swap_ab=True, cluster_n=2),
 ]
 CONFIGS = list(dict.fromkeys([*PICKED, *OTHERS]))
+SHIPPED_FIRST = [*PICKED, *more(*CONFIGS[len(PICKED) :])]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -43,7 +46,7 @@ def test_the_targets(target):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SHIPPED_FIRST, ids=str)
 def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], "sm_100a")
     # A K block: four MMA, of which the first one overwrites, and two commits.
@@ -92,6 +95,7 @@ TUNED = [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fields", TUNED, ids=str)
 def test_what_tune_tries_compiles(fields, compiled_code, monkeypatch):
     """Of its candidates two that no heuristic picks."""
@@ -220,8 +224,12 @@ def test_the_model_prefers_what_the_heuristic_picks():
         assert chosen < 1.08 * best, rows
 
 
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 80, 500, 901, 14107])
+LAYER = [(500, 1), (14107, 2)]
+"""Tokens and terms of `run.py test`: rows that are gathered, and the largest tile."""
+MORE = more(*(case for case in product((1, 80, 500, 901, 14107), (1, 2)) if case not in LAYER))
+
+
+@pytest.mark.parametrize(("tokens", "terms"), [*LAYER, *MORE])
 def test_fused(tokens, terms, compiled_code):
     """All kernels of one host function, with configs that the heuristic picks."""
     first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
@@ -271,7 +279,7 @@ def check_machine_code(text: str, config) -> None:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SHIPPED_FIRST, ids=str)
 def test_machine_code(config, compiled_code):
     _, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
     (text,) = disassemble(cubin).values()
@@ -279,8 +287,7 @@ def test_machine_code(config, compiled_code):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 500, 901, 14107])
+@pytest.mark.parametrize(("tokens", "terms"), [*LAYER, *MORE])
 def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
     first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
     _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
@@ -291,6 +298,7 @@ def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
         check_machine_code(text, first if "MUFU.EX2" in text else second)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", STAGES)
 def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
     """Made for no architecture: as on Hopper without a spill, and with its wide accesses."""
@@ -316,7 +324,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["GEMM", *more("SwiGLU", "the fused layer")])
 def test_the_other_target_gets_the_same_code(name, compiled_code):
     """B300 and GB300: what is tested and emulated of sm_100a holds for sm_103a."""
     function, *arguments = KERNELS[name]

@@ -45,7 +45,13 @@ OFFICIAL = [
     ("f7d6ac7c-24ec-47e4-aefc-4863a5e3e1d9", 52, 160),
 ]
 SPECS = load_specs()
-by_workload = pytest.mark.parametrize("spec", SPECS, ids=[f"T{spec.seq_len}" for spec in SPECS])
+by_workload = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(s, marks=[pytest.mark.all] if s.seq_len > 10000 else [], id=f"T{s.seq_len}")
+        for s in SPECS
+    ],
+)
 SMALLEST = min(SPECS, key=lambda spec: spec.seq_len)
 
 

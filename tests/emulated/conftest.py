@@ -1,4 +1,4 @@
-"""Runs the kernels as compiled for sm_90a on the CPU, instruction by instruction.
+"""Runs the kernels as compiled for sm_90a and sm_100a on the CPU, instruction by instruction.
 
 The emulator must be installed before anything imports the DSL: a pytest process that runs this
 directory cannot use a GPU.
@@ -6,18 +6,39 @@ directory cannot use a GPU.
 
 from pathlib import Path
 
+import on_disk
 import pytest
 from ptxemu import testing
-from ptxemu.testing import emulator, mode  # noqa: F401
+from ptxemu.testing import emulator  # noqa: F401
 
+HERE = Path(__file__).parent
+OF_A_KERNEL = ("target", "config", "name", "terms")
+"""Parameters of tests that say what is compiled."""
 cannot_run = testing.install("sm_90a")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    testing.skip_below(Path(__file__).parent, items, cannot_run)
+    testing.skip_below(HERE, items, cannot_run)
+    for item in items:
+        if HERE not in item.path.parents or not hasattr(item, "callspec"):
+            continue
+        parameters = item.callspec.params
+        # One worker compiles what tests of the same kernel share.
+        kernel = [str(parameters[name]) for name in OF_A_KERNEL if name in parameters]
+        if kernel:
+            item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kernel])))
+        of_blackwell = "sm100" in item.path.stem or "sm_100a" in item.name
+        if of_blackwell and parameters.get("mode", "eager") != "eager":
+            item.add_marker(pytest.mark.all)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    more = [pytest.param(mode, marks=pytest.mark.all) for mode in ("lazy", "early_loads")]
+    testing.parametrize_mode(metafunc, ["eager", "random", *more])
 
 
 @pytest.fixture(autouse=True)
 def fresh(emulator, monkeypatch):  # noqa: F811
-    """Default settings for every test; kernels compiled here, so that their PTX is known."""
-    monkeypatch.setenv("MOE_FP8_CACHE_DIR", "")
+    """Default settings for every test; what was compiled before is on disk."""
+    on_disk.use(monkeypatch)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig
@@ -44,7 +45,7 @@ def device(monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
-@pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])
+@pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), *more((41, 2))])
 @pytest.mark.parametrize("name", ["16 swapped", "32 swapped", "128", "256 by two CTAs"])
 def test_as_the_model(name, tokens, terms, mode, emulator):
     check(name, inputs_of(tokens, 4), terms, emulator)
@@ -86,7 +87,7 @@ def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("terms", [1, *more(2)])
 def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
     inputs = inputs_of(41, 4)
     outputs = {name: output_of(inputs, config, terms) for name, config in CONFIGS.items()}

@@ -12,6 +12,7 @@ from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
 from problems import UNTOUCHED, gemm
 from test_mutations import replace
 
+ROWS, FEW = (3, 129, 0, 1, 66, 6), [(0, 1), (17, 0, 129)]
 CONFIGS = [
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=64, cluster_n=2, overlap=True, stages=3),
@@ -31,7 +32,9 @@ def choose(monkeypatch, module, config: GemmConfig) -> None:
     monkeypatch.setattr(module, "architectures", fake)
 
 
-@pytest.mark.parametrize("rows", [(3, 129, 0, 1, 66, 6), (0, 1), (17, 0, 129)], ids=str)
+@pytest.mark.parametrize(
+    "rows", [ROWS, *(pytest.param(rows, marks=pytest.mark.all) for rows in FEW)], ids=str
+)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_flat(config, rows, mode, emulator, monkeypatch):
     """What belongs to no expert any more is cut off: nothing lies behind the last row."""

@@ -27,6 +27,37 @@ def replace(pattern: str, replacement: str, which: int | None = None, consumers=
     return edit
 
 
+def checked(edit: Edit) -> Edit:
+    """The same edit; it is an error if it changes nothing."""
+
+    def transform(ptx: str) -> str:
+        edited = edit(ptx)
+        assert edited != ptx, "the edit changed nothing"
+        return edited
+
+    return transform
+
+
+def noticed(
+    run: Callable[[], torch.Tensor], wanted: torch.Tensor, edit: Edit, emulator, seeds: int = 1
+) -> bool:
+    """Whether an edit of the kernels that `run` launches shows in some schedule.
+
+    As an error, a hazard or another result than `wanted`; in the mode random with several seeds.
+    """
+    emulator.host.ptx_transform = checked(edit)
+    for mode, seed in [*((mode, 0) for mode in MODES), *(("random", s) for s in range(1, seeds))]:
+        emulator.options.mode, emulator.options.seed = mode, seed
+        emulator.reports.clear()
+        try:
+            same = torch.equal(run(), wanted)
+        except emulator.EmulationError:
+            return True
+        if not same or any(report.hazards for report in emulator.reports):
+            return True
+    return False
+
+
 def release_before_wgmma_is_complete(ptx: str) -> str:
     """Put the wait for WGMMA behind the arrival that frees the stage."""
     wait_then_release = r"(\twgmma\.wait_group[^\n]*\n)((?:.*\n)*?\$L__BB\S+:\n)"
@@ -88,36 +119,15 @@ MUTATIONS = {
 }
 
 
-def noticed(problem, emulator) -> bool:
-    """Whether an error, a hazard or a wrong result shows."""
-    try:
-        out = launch(problem, GemmConfig(stages=2), ctas=1)
-    except emulator.EmulationError:
-        return True
-    return bool(emulator.reports[-1].hazards) or not torch.equal(out, problem.expected)
-
-
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_noticed(name, emulator):
     edit, broken = MUTATIONS[name]
-    edited = []
-
-    def transform(ptx: str) -> str:
-        edited.append(edit(ptx))
-        assert edited[-1] != ptx, "the edit changed nothing"
-        return edited[-1]
-
     problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
-    emulator.host.ptx_transform = transform
-    schedules = [(mode, 1) for mode in MODES if mode != "random"]
-    schedules += [("random", seed) for seed in range(40)]
 
-    def seen(mode: str, seed: int) -> bool:
-        emulator.options.mode, emulator.options.seed = mode, seed
-        return noticed(problem, emulator)
+    def run() -> torch.Tensor:
+        return launch(problem, GemmConfig(stages=2), ctas=1)
 
-    assert any(seen(*schedule) for schedule in schedules) == broken
-    assert edited
+    assert noticed(run, problem.expected, edit, emulator, seeds=40 if broken else 4) == broken
 
 
 @pytest.mark.parametrize(
@@ -162,15 +172,10 @@ NOT_KNOWN_TO_BE_INITIALISED = {
 """What no result shows: the CTAs of a cluster come to their barriers at about the same time."""
 
 
-def reported(problem, config, edit: Edit | None, emulator, target: str = "sm_90a") -> set[str]:
+def reported(problem, config, edit: Edit | None, emulator) -> set[str]:
     """Kinds of hazards of a kernel, edited, whose result is right all the same."""
-
-    def transform(ptx: str) -> str:
-        assert edit is None or edit(ptx) != ptx, "the edit changed nothing"
-        return edit(ptx) if edit else ptx
-
-    emulator.host.ptx_transform = transform
-    assert torch.equal(launch(problem, config, 1, target), problem.expected)
+    emulator.host.ptx_transform = edit and checked(edit)
+    assert torch.equal(launch(problem, config, 1), problem.expected)
     return emulator.reports[-1].hazard_kinds()
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from moe_fp8.kernels.sm100.config import GemmConfig
 from problems import gemm
-from ptxemu import MODES
-from test_gemm_sm100 import launch
+from test_gemm import launch
 from test_mutations import (
     NOT_KNOWN_TO_BE_INITIALISED,
     PARITY,
     WAIT,
     Edit,
+    noticed,
     replace,
     reported,
 )
@@ -236,35 +236,20 @@ OF_A_PAIR = {
 }
 
 
-def noticed(config: GemmConfig, rows: tuple[int, ...], edit: Edit, emulator) -> bool:
-    """Whether an edit of the kernel shows in some schedule."""
-
-    def transform(ptx: str) -> str:
-        assert edit(ptx) != ptx, "the edit changed nothing"
-        return edit(ptx)
-
+@pytest.mark.parametrize(
+    ("config", "rows", "name"),
+    [(CONFIG, (65, 130, 128), name) for name in MUTATIONS]
+    + [(PAIR, (65, 230), name) for name in OF_A_PAIR],
+    ids=str,
+)
+def test_noticed(config, rows, name, emulator):
+    edit, broken = (MUTATIONS if config is CONFIG else OF_A_PAIR)[name]
     problem = gemm(rows, 256, 512, 256, exact=True)
-    emulator.host.ptx_transform = transform
-    for emulator.options.mode in MODES:
-        try:
-            out = launch(problem, config, ctas=1)
-        except emulator.EmulationError:
-            return True
-        if emulator.reports[-1].hazards or not torch.equal(out, problem.expected):
-            return True
-    return False
 
+    def run() -> torch.Tensor:
+        return launch(problem, config, ctas=1)
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_noticed(name, emulator):
-    edit, broken = MUTATIONS[name]
-    assert noticed(CONFIG, (65, 130, 128), edit, emulator) == broken
-
-
-@pytest.mark.parametrize("name", OF_A_PAIR)
-def test_noticed_of_a_pair(name, emulator):
-    edit, broken = OF_A_PAIR[name]
-    assert noticed(PAIR, (65, 230), edit, emulator) == broken
+    assert noticed(run, problem.expected, edit, emulator) == broken
 
 
 @pytest.mark.parametrize("config", [PAIR, dataclasses.replace(CONFIG, cluster_n=2)], ids=str)
@@ -272,6 +257,6 @@ def test_noticed_of_a_pair(name, emulator):
 def test_barriers_of_the_cluster_are_initialised(name, config, emulator):
     """Of two CTAs the MMA commits and TMA arrive at both; else TMA multicast does."""
     problem = gemm((65, 230), 256, 256, 256, exact=True)
-    assert reported(problem, config, None, emulator, "sm_100a") == set()
+    assert reported(problem, config, None, emulator) == set()
     edit = NOT_KNOWN_TO_BE_INITIALISED[name]
-    assert reported(problem, config, edit, emulator, "sm_100a") == {"mbarrier-init-race"}
+    assert reported(problem, config, edit, emulator) == {"mbarrier-init-race"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from markers import more
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.a_load import ContiguousRows
@@ -67,9 +68,8 @@ class StoreFloat32:
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(stages=3),
-        GemmConfig(tile_m=16, swap_ab=True),
         GemmConfig(tile_m=64, cluster_n=2, overlap=True),
+        *more(GemmConfig(stages=3), GemmConfig(tile_m=16, swap_ab=True)),
     ],
     ids=str,
 )

@@ -6,8 +6,10 @@ make from Python are answered here. Nothing in this module executes device code.
 
 import contextlib
 import ctypes
+import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -325,24 +327,29 @@ def _patch_dsl() -> None:
     tensor_class.__init__ = of_cuda_tensor
 
 
+def taking_cpu_tensors(function: Callable) -> Callable:
+    """A function compiled with TVM-FFI, for CPU tensors where it expects CUDA tensors."""
+
+    @functools.wraps(function, updated=())
+    def call(*args, **kwargs):
+        tokens: list = []
+        try:
+            args, kwargs = to_device(args, tokens), to_device(kwargs, tokens)
+            with host.raising_own_errors():
+                return function(*args, **kwargs)
+        finally:
+            for token in tokens:
+                host.ranges.pop(token, None)
+
+    return call
+
+
 def _patch_tvm_ffi() -> None:
-    """Functions compiled with TVM-FFI take CPU tensors where they expect CUDA tensors."""
     from cutlass.cutlass_dsl import tvm_ffi_provider
 
-    def patch(function_class) -> None:
-        call = function_class.__call__
-
-        def patched(self, *args, **kwargs):
-            tokens: list = []
-            try:
-                args, kwargs = to_device(args, tokens), to_device(kwargs, tokens)
-                with host.raising_own_errors():
-                    return call(self, *args, **kwargs)
-            finally:
-                for token in tokens:
-                    host.ranges.pop(token, None)
-
-        function_class.__call__ = patched
-
-    patch(tvm_ffi_provider.TVMFFIJitCompiledFunction)
-    patch(tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs)
+    function_class: Any
+    for function_class in (
+        tvm_ffi_provider.TVMFFIJitCompiledFunction,
+        tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
+    ):
+        function_class.__call__ = taking_cpu_tensors(function_class.__call__)

@@ -10,11 +10,14 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import sys
 import tempfile
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -229,21 +232,62 @@ _CALLBACKS = (
 )
 
 
+# --- compiled functions on disk -----------------------------------------------------------------
+
+OBJECT, PTX, IMAGES = "function.o", "kernels.ptx", "images.json"
+ENTRY_POINT = "launch"
+
+
+def export(function: Any, path: Path) -> None:
+    """Write a function that was compiled with TVM-FFI, and its PTX, into one file for `load`."""
+    with tempfile.TemporaryDirectory() as directory:
+        code = Path(directory) / OBJECT
+        function.export_to_c(str(code), function_name=ENTRY_POINT)
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+            file.write(code, OBJECT)
+            file.writestr(PTX, function.artifacts.PTX)
+            file.writestr(IMAGES, json.dumps(_images(function)))
+
+
+def load(path: Path) -> Callable:
+    """The function in a file that `export` wrote; it takes CPU tensors as a compiled one does."""
+    from cutlass.cute.runtime import load_module
+
+    from . import fakecuda
+
+    with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory() as directory:
+        ptx = file.read(PTX).decode()
+        _ptx_of_image.update(dict.fromkeys(json.loads(file.read(IMAGES)), ptx))
+        module = load_module(file.extract(OBJECT, directory), enable_tvm_ffi=True)
+    _modules.append(module)
+    return fakecuda.taking_cpu_tensors(getattr(module, ENTRY_POINT))
+
+
+_modules: list[Any] = []
+"""Loaded modules: the code of a function lives as long as its module."""
+
+
 # --- installation -------------------------------------------------------------------------------
 
 
-def _remember_ptx(compiled: Any) -> None:
-    """Which PTX belongs to the fat binaries of a function that was just compiled."""
-    artifacts, module = compiled.artifacts, compiled.ir_module
-    if artifacts is None or module is None or not artifacts.PTX:
-        return
-    for operation in (op.operation for op in module.body.operations):
+def _images(compiled: Any) -> list[str]:
+    """Digests of the fat binaries in a function that was just compiled."""
+    found = []
+    for operation in (op.operation for op in compiled.ir_module.body.operations):
         if operation.name != "llvm.mlir.global":
             continue
         if operation.attributes["sym_name"].value.endswith("_binary"):
             blob = operation.attributes["value"].value_bytes
             size = int.from_bytes(blob[6:8], "little") + int.from_bytes(blob[8:16], "little")
-            _ptx_of_image[hashlib.sha1(blob[:size]).hexdigest()] = artifacts.PTX
+            found.append(hashlib.sha1(blob[:size]).hexdigest())
+    return found
+
+
+def _remember_ptx(compiled: Any) -> None:
+    """Which PTX belongs to the fat binaries of a function that was just compiled."""
+    artifacts = compiled.artifacts
+    if artifacts is not None and compiled.ir_module is not None and artifacts.PTX:
+        _ptx_of_image.update(dict.fromkeys(_images(compiled), artifacts.PTX))
 
 
 def install(target: str = "sm_100a") -> None:
@@ -277,6 +321,9 @@ def install(target: str = "sm_100a") -> None:
     from cutlass.base_dsl.jit_executor import JitExecutor
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
+    # The DSL has read it. It differs from process to process, and what keeps compiled functions may
+    # take the DSL's variables for a part of what they are made of.
+    del os.environ["CUTE_DSL_DUMP_DIR"]
     compiled: Any = CudaDialectJitCompiledFunction
     initialise = compiled.__init__
 

@@ -1,6 +1,6 @@
 """Fixtures of tests that run on the emulator; a conftest.py imports them after `install`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -26,10 +26,15 @@ def skip_below(directory: Path, items: list[pytest.Item], why: str) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-@pytest.fixture(params=ptxemu.MODES)
-def mode(request: pytest.FixtureRequest) -> str:
-    """When asynchronous work takes effect: each mode finds another kind of missing wait."""
-    return request.param
+def parametrize_mode(metafunc: pytest.Metafunc, modes: Iterable = ptxemu.MODES) -> None:
+    """For `pytest_generate_tests`: run a test that asks for `mode` once in each of `modes`.
+
+    A `mode` says when asynchronous work takes effect; each finds another kind of missing wait.
+    Called by a hook with `trylast`, it varies faster than a test's other parameters, so that tests
+    of one kernel follow each other.
+    """
+    if "mode" in metafunc.fixturenames:
+        metafunc.parametrize("mode", modes)
 
 
 @pytest.fixture

@@ -1,0 +1,11 @@
+"""What tests of all folders mark their parameters with."""
+
+from typing import Any
+
+import pytest
+
+
+def more(*values: Any) -> list:
+    """Values, or tuples of values, of parameters that only `run.py test --all` tries."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=pytest.mark.all) for each in tuples]
