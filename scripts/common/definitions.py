@@ -87,7 +87,7 @@ class MoeDefinition(Entry):
         hidden_size, intermediate_size: multiples of 128.
         n_group, topk_group, top_k: of the routing.
         routed_scaling_factor: of its workloads.
-        routing: of `moe_fp8.layer.problem.ROUTINGS`.
+        routing: of `moe_fp8.problem.ROUTINGS`.
         tokens: of the workloads that are of our own; empty where they stand for captured ones.
         logits_mean, logits_std: moments of the workloads' router logits.
     """
@@ -125,7 +125,7 @@ class MoeDefinition(Entry):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The arguments of `moe_fp8.layer.problem.MoeShape`."""
+        """The arguments of `moe_fp8.problem.MoeShape`."""
         names = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
         return {
             name: getattr(self, name)

@@ -128,8 +128,8 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
 def histogram(trace_set: Any, workload: Any) -> Histogram:
     """Of one workload, whose tensors are there."""
     from flashinfer_bench.bench.utils import load_safetensors
-    from moe_fp8.layer.problem import DEEPSEEK_V3
     from moe_fp8.layer.routing import choose_experts
+    from moe_fp8.problem import DEEPSEEK_V3
 
     definition = trace_set.definitions[DEFINITION]
     loaded = load_safetensors(definition, workload, trace_set.root)

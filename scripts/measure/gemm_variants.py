@@ -135,7 +135,7 @@ def shipped(name: str, problem: Problem) -> Any:
     what it may look at is its own business.
     """
     import torch
-    from moe_fp8.layer.routing import GroupedRows
+    from moe_fp8.problem import GroupedRows
 
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     rows = torch.tensor(problem.rows)
@@ -285,7 +285,7 @@ def shipped_tile(problem: Problem) -> "Tile":
     """What triton_moe takes for the workload; for even rows, for the tokens that would give every
     expert so many. Its first tile is for the GEMM that is deeper than wide."""
     from moe_fp8.baselines.triton_moe import tiles
-    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.problem import DEEPSEEK_V3
 
     each = problem.mean_rows * DEEPSEEK_V3.num_experts / DEEPSEEK_V3.top_k
     return tiles(problem.tokens or round(each))[problem.n > problem.k]
@@ -299,7 +299,7 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
     """
     import torch
     from moe_fp8.baselines.triton_stages import Rows, row_bound
-    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.problem import DEEPSEEK_V3
 
     problem = x.problem
     ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))

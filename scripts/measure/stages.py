@@ -35,7 +35,7 @@ from scripts.pack.pack import generations, pack, select
 
 if TYPE_CHECKING:
     import torch
-    from moe_fp8.layer.problem import MoeInputs
+    from moe_fp8.problem import MoeInputs
 
 
 class Clock:
@@ -140,7 +140,7 @@ class Problems:
     def of(self, length: int) -> "tuple[MoeInputs, str]":
         """The inputs and where their routing comes from."""
         import torch
-        from moe_fp8.layer.problem import MoeInputs
+        from moe_fp8.problem import MoeInputs
 
         trace = self.workloads.get(length)
         if trace is not None:

@@ -6,7 +6,7 @@ Each search times candidates and gives `Verdict`s: the fastest, what ships, and 
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from scripts.measure.timing import Timed, device_times
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
-    from moe_fp8.layer.problem import Configs, MoeShape
+    from moe_fp8.problem import MoeShape
 
 GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
 """gemm1 or gemm2 by (N, K)."""
@@ -202,15 +202,13 @@ Pair = tuple[Any, Any]
 
 def picked(tokens: int, shape: "MoeShape", terms: int) -> Pair:
     """The heuristic's configs that the layer starts from."""
-    from moe_fp8.layer.fused import fused_configs
-
-    choose, made = gpu.architecture().choose, []
+    architecture, made = gpu.architecture(), []
 
     def noting(*arguments: Any, **known: Any) -> Any:
-        made.append(choose(*arguments, **known))
+        made.append(architecture.choose(*arguments, **known))
         return made[-1]
 
-    fused_configs(tokens, shape, noting, terms)
+    architecture.choose_layer(tokens, shape, terms, noting)
     first, second = made
     return first, second
 
@@ -226,16 +224,15 @@ def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]], reach: int) -> list[P
     return list(dict.fromkeys([shipped, *itertools.product(firsts, seconds)]))
 
 
-def with_pair(pair: Pair) -> "Configs":
+def with_pair(pair: Pair) -> "Callable[[int, MoeShape, int], Pair]":
     """The layer's configs where the heuristic would have picked these."""
-    from moe_fp8.layer.fused import fused_configs
 
-    def configs(tokens: int, shape: "MoeShape", choose: Any, terms: int = 1) -> Pair:
+    def configs(tokens: int, shape: "MoeShape", terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
             first = (n, k) == (2 * shape.intermediate_size, shape.hidden_size)
             return pair[0] if first else pair[1]
 
-        return fused_configs(tokens, shape, chosen, terms)
+        return gpu.architecture().choose_layer(tokens, shape, terms, chosen)
 
     return configs
 
@@ -247,14 +244,14 @@ def time_pairs(
     not that of the shipped one, to the bit, is an error."""
     import torch
     from moe_fp8.layer.fused import FusedLayer
-    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.problem import DEEPSEEK_V3
 
     inputs, routing = problems.of(tokens)
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     calls = {}
     for pair in pairs(picked(tokens, DEEPSEEK_V3, terms), ladders, reach):
         output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
-        layer = FusedLayer(with_pair(pair), DEEPSEEK_V3, terms)
+        layer = FusedLayer(DEEPSEEK_V3, terms, with_pair(pair))
         calls[" + ".join(map(str, pair))] = Timed(layer, [inputs, output])
     times = device_times(calls, repeats)
     wanted = next(iter(calls.values())).output

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from .functional import fused_moe, layer_of, sizes_of
 from .layer.backend import select
-from .layer.problem import MoeInputs, MoeShape, validate
+from .layer.validate import validate
 from .numerics import BLOCK
+from .problem import MoeInputs, MoeShape
 
 if TYPE_CHECKING:
     import deep_ep

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .layer.fused import FusedLayer, fused_configs
-from .layer.problem import MoeInputs, MoeShape
+from .layer.fused import FusedLayer
+from .problem import MoeInputs, MoeShape
 
 
 def fused_moe(
@@ -139,7 +139,7 @@ def _layer(
     if type(accurate) is not bool:
         raise ValueError(f"accurate: expected True or False, got {accurate!r}")
     shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
-    return FusedLayer(fused_configs, shape, 2 if accurate else 1)
+    return FusedLayer(shape, 2 if accurate else 1)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:

@@ -14,9 +14,9 @@ started from measured (GEMM with its wrapper: 5.2x for the first, 7.4x for the s
 
 import torch
 
+from .layer.calls import run_of
 from .layer.pipeline import HostRows, PaddedLayer, host_rows
-from .layer.problem import MoeInputs
-from .layer.routing import GroupedRows
+from .problem import GroupedRows
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_v2",
@@ -77,16 +77,4 @@ class VectorisedPermutation:
 
 
 LAYER = PaddedLayer(VectorisedPermutation)  # one tile shape for every problem, no clusters
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

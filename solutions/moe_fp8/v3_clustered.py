@@ -18,10 +18,10 @@ from math import lcm
 
 import torch
 
-from .layer.pipeline import PlacedLayer, PlacedRows
-from .layer.problem import Choose, MoeInputs, MoeShape
-from .layer.routing import GroupedRows
+from .layer.calls import run_of
+from .layer.pipeline import Choose, PlacedLayer, PlacedRows
 from .numerics import round_up
+from .problem import GroupedRows, MoeShape
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_v3",
@@ -70,16 +70,4 @@ def place_aligned(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> Plac
 
 
 LAYER = PlacedLayer(place_aligned)
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

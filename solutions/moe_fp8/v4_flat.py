@@ -14,11 +14,11 @@ padded rows; most at small T, where the host is what a call waits for.
 
 from typing import Any
 
-from .layer.pipeline import PlacedLayer, PlacedRows
-from .layer.problem import Choose, MoeInputs, MoeShape
-from .layer.routing import GroupedRows
-from .layer.rows import expected_rows, flat_rows
+from .layer.calls import run_of
+from .layer.pipeline import Choose, PlacedLayer, PlacedRows
+from .layer.rows import flat_rows
 from .numerics import round_up
+from .problem import GroupedRows, MoeShape, expected_rows
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
@@ -62,16 +62,4 @@ def place_flat(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> PlacedR
 
 
 LAYER = PlacedLayer(place_flat)
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

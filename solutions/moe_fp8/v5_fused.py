@@ -17,8 +17,8 @@ host's time.
 A token's bits depend neither on the other tokens nor on their number.
 """
 
-from .layer.fused import FusedLayer, fused_configs
-from .layer.problem import MoeInputs
+from .layer.calls import run_of
+from .layer.fused import FusedLayer
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused",
@@ -36,17 +36,5 @@ SOLUTION = {
 }
 
 
-LAYER = FusedLayer(fused_configs)
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+LAYER = FusedLayer()
+run = run_of(LAYER)

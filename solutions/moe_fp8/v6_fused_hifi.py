@@ -12,8 +12,8 @@ Expected cost over fused: the second GEMM's MMA, its output and the intermediate
 weights: little where weights are what is read, much where the tensor cores are what is waited for.
 """
 
-from .layer.fused import FusedLayer, fused_configs
-from .layer.problem import MoeInputs
+from .layer.calls import run_of
+from .layer.fused import FusedLayer
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",
@@ -31,17 +31,5 @@ SOLUTION = {
 }
 
 
-LAYER = FusedLayer(fused_configs, terms=2)
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+LAYER = FusedLayer(terms=2)
+run = run_of(LAYER)

@@ -55,6 +55,6 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
 def full_size_weights() -> dict[str, torch.Tensor]:
     """1.4 GB, made once: tests that use it are marked large_memory."""
     import bruteforce
-    from moe_fp8.layer.problem import DEEPSEEK_V3
+    from moe_fp8.problem import DEEPSEEK_V3
 
     return bruteforce.random_weights(DEEPSEEK_V3)

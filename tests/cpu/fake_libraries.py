@@ -6,8 +6,8 @@ from types import ModuleType
 import bruteforce
 import torch
 from moe_fp8.layer import model
-from moe_fp8.layer.problem import MoeInputs, MoeShape
 from moe_fp8.layer.routing import choose_experts
+from moe_fp8.problem import MoeInputs, MoeShape
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FP8_MAX = 448.0

@@ -26,7 +26,7 @@ from moe_fp8.baselines import (
     supported,
 )
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from packaging.requirements import Requirement
 
 from scripts.pack import pack
@@ -79,7 +79,7 @@ def arguments(tokens: int = 1) -> list:
     """Arguments of full size that hold nothing."""
     inputs = inspect.signature(flashinfer_moe.run).parameters
     h = DEEPSEEK_V3.hidden_size
-    dims = {name: (shape, dtype) for name, shape, dtype, _ in DEEPSEEK_V3.weight_specs} | {
+    dims = {name: (shape, dtype) for name, shape, dtype, *_ in DEEPSEEK_V3.weight_specs} | {
         "routing_logits": ((tokens, DEEPSEEK_V3.num_experts), torch.float32),
         "hidden_states": ((tokens, h), torch.float8_e4m3fn),
         "hidden_states_scale": ((h // 128, tokens), torch.float32),

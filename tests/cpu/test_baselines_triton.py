@@ -10,7 +10,7 @@ import pytest
 import torch
 from moe_fp8.layer import model, routing
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import (

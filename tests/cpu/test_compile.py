@@ -28,8 +28,7 @@ from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.sm90.config import BLOCK, SMEM_BYTES, GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
-from moe_fp8.layer.fused import fused_configs
-from moe_fp8.layer.problem import DEEPSEEK_V3
+from moe_fp8.problem import DEEPSEEK_V3
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -230,7 +229,7 @@ def test_routing(compiled_code, tmp_path):
 @pytest.mark.parametrize("tokens", [1, 500, 14107, *more(80, 901)])
 def test_fused(tokens, compiled_code, tmp_path):
     """All kernels of one host function, and what the fusion rests on."""
-    configs = fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose)
+    configs = HOPPER.choose_layer(tokens, DEEPSEEK_V3)
     ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, *configs, 132, ARCH)
     gathers = configs[0].swap_ab
     # The routing of one word and of more, the permute where rows are not gathered, and three.
@@ -254,7 +253,7 @@ def test_fused(tokens, compiled_code, tmp_path):
 @pytest.mark.parametrize("tokens", [80, 901, *more(1, 500, 14107)])
 def test_fused_hifi(tokens, compiled_code, tmp_path):
     """The second GEMM multiplies two terms a K block, by one tile of weights."""
-    first, second = fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms=2)
+    first, second = HOPPER.choose_layer(tokens, DEEPSEEK_V3, 2)
     ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, ARCH)
     gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part)
     loads = r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global"

@@ -5,8 +5,7 @@ from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.batched import compile_batched_gemm
-from moe_fp8.layer.fused import fused_configs
-from moe_fp8.layer.problem import MoeShape
+from moe_fp8.problem import MoeShape
 from test_compile import compiled_code, resources  # noqa: F401
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
@@ -36,7 +35,7 @@ def test_fused(definition, architecture, rows, terms, compiled_code, tmp_path): 
     """With what the heuristic picks for few or for many rows."""
     shape = MoeShape(**definition.shape)
     tokens = rows * shape.num_experts // shape.top_k
-    first, second = fused_configs(tokens, shape, architecture.choose, terms)
+    first, second = architecture.choose_layer(tokens, shape, terms)
     ptx, cubin = compiled_code(
         kernels.compile_fused, shape, first, second, 132, architecture.target
     )

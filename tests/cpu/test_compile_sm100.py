@@ -19,8 +19,7 @@ from moe_fp8.kernels.barriers import stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS, GemmConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
-from moe_fp8.layer.fused import fused_configs
-from moe_fp8.layer.problem import DEEPSEEK_V3
+from moe_fp8.problem import DEEPSEEK_V3
 from sass import disassemble, facts, nvdisasm
 from test_compile import LAYERS, check_queue, check_registers_given, resources
 from test_compile import compiled_code as compiled_code
@@ -211,10 +210,8 @@ def test_tiles_of_one_wave_are_not_made_larger():
 
 def test_the_model_prefers_what_the_heuristic_picks():
     """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
-    from scripts.measure.gemm_model import predict
-
     from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, uneven_rows
-    from scripts.measure.model import B200_AS_H200, best_sm100, chosen_sm100
+    from scripts.measure.model import B200_AS_H200, best_sm100, chosen_sm100, predict
 
     for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
         drawn = uneven_rows(rows, 32, 2026)
@@ -232,7 +229,7 @@ MORE = more(*(case for case in product((1, 80, 500, 901, 14107), (1, 2)) if case
 @pytest.mark.parametrize(("tokens", "terms"), [*LAYER, *MORE])
 def test_fused(tokens, terms, compiled_code):
     """All kernels of one host function, with configs that the heuristic picks."""
-    first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
+    first, second = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3, terms)
     ptx, _ = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
     # The routing of one word and of more, the permute where rows are not gathered, two GEMMs and
     # the combine. Of a GEMM that knows its rows, as the first one behind a permute and the second
@@ -289,7 +286,7 @@ def test_machine_code(config, compiled_code):
 @needs_nvdisasm
 @pytest.mark.parametrize(("tokens", "terms"), [*LAYER, *MORE])
 def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
-    first, second = fused_configs(tokens, DEEPSEEK_V3, BLACKWELL.choose, terms)
+    first, second = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3, terms)
     _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
     gemms = {name: text for name, text in disassemble(cubin).items() if "GroupedGemm" in name}
     assert len(gemms) == 2
@@ -318,7 +315,7 @@ KERNELS = {
     "the fused layer": (
         kernels.compile_fused,
         DEEPSEEK_V3,
-        *fused_configs(901, DEEPSEEK_V3, BLACKWELL_ULTRA.choose, 2),
+        *BLACKWELL_ULTRA.choose_layer(901, DEEPSEEK_V3, 2),
         148,
     ),
 }

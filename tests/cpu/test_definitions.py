@@ -16,7 +16,7 @@ from flashinfer_bench.data import Definition, load_json_file
 from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
@@ -126,7 +126,7 @@ def test_interface_is_that_of_the_public_definition(definition) -> None:
 def test_the_layers_shape_is_the_definitions(definition) -> None:
     shape, loaded = MoeShape(**definition.shape), load(definition)
     by_name = dict(zip(loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True))
-    for name, dims, dtype, _ in shape.weight_specs:
+    for name, dims, dtype, *_ in shape.weight_specs:
         assert list(dims) == by_name[name]
         assert str(dtype) == f"torch.{loaded.inputs[name].dtype.value}"
 

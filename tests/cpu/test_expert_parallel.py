@@ -17,8 +17,8 @@ import torch.distributed as dist
 from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs
 from moe_fp8.layer.routing import choose_experts
+from moe_fp8.problem import MoeInputs
 from test_functional import ROUTING, SHAPE, tensors_of
 
 from scripts.common.project import ROOT

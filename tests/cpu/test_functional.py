@@ -5,14 +5,15 @@ import re
 import subprocess
 import sys
 
+import moe_fp8
 import pytest
 import torch
 import torch._functorch.config as functorch
 from moe_fp8 import functional, v5_fused, v6_fused_hifi
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer import model
-from moe_fp8.layer.problem import MoeInputs, MoeShape
 from moe_fp8.numerics import BLOCK
+from moe_fp8.problem import MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 from scripts.common.project import ROOT
@@ -248,3 +249,14 @@ def test_examples(name):
     cosines = [float(x) for x in re.findall(r"\d\.\d{6}", done.stdout)]
     assert len(cosines) == 2 and min(cosines) > 0.997
     assert "False" not in done.stdout.replace("accurate=False", "")
+
+
+def test_the_package_offers_the_functions_and_imports_them_late():
+    code = (
+        "import sys, moe_fp8; assert not {'torch', 'moe_fp8.functional'} & {*sys.modules}; "
+        "assert {*moe_fp8.PUBLIC} <= {*dir(moe_fp8)}; "
+        "assert all(callable(getattr(moe_fp8, name)) for name in moe_fp8.PUBLIC)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "solutions")
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        moe_fp8.absent  # noqa: B018

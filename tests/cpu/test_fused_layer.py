@@ -1,6 +1,7 @@
 """The fused layer's way to its compiled function: what is compared on the way, and what is not."""
 
 import contextlib
+import itertools
 import types
 from dataclasses import replace
 
@@ -9,8 +10,8 @@ import torch
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer import pipeline
-from moe_fp8.layer.fused import FusedLayer, fused_configs
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.layer.fused import FusedLayer
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
@@ -21,6 +22,10 @@ class OnGpu(types.SimpleNamespace):
     """As much of a tensor as is looked at before the compiled function is called."""
 
     is_cuda = True
+    addresses = itertools.count(2**40, 2**32)
+
+    def data_ptr(self) -> int:
+        return vars(self).setdefault("address", next(self.addresses))
 
     def get_device(self) -> int:
         return self.device.index
@@ -68,7 +73,7 @@ def called(gpus, monkeypatch) -> list[str]:
 @pytest.fixture
 def layer(called) -> FusedLayer:
     """After a call of as many tokens."""
-    made = FusedLayer(fused_configs, SHAPE)
+    made = FusedLayer(SHAPE)
     made(*call())
     assert called == ["validated", "prepared", f"fused {TOKENS}"]
     called.clear()
@@ -124,6 +129,14 @@ def test_a_tensor_on_another_gpu_is_validated(name, layer, called, gpus):
     assert ("validated" in called) == (gpus == 2)
 
 
+@pytest.mark.parametrize("name", MoeInputs._fields[:8])
+def test_an_output_in_an_inputs_memory_is_validated(name, layer, called):
+    inputs, output = call()
+    output.address = getattr(inputs, name).data_ptr() - TOKENS * 256 * 2 + 1
+    layer(inputs, output)
+    assert called == ["validated", f"fused {TOKENS}"]
+
+
 def refuse(*arguments) -> int:
     raise ValueError("said why")
 
@@ -144,14 +157,14 @@ def failing(layer: FusedLayer, error: Exception) -> FusedLayer:
     def fails(inputs, output) -> None:
         raise error
 
-    layer.calls[0, TOKENS] = fails
+    layer.calls[0, TOKENS] = fails, layer.calls[0, TOKENS][1]
     return layer
 
 
 def test_what_the_compiled_function_refuses_is_explained(layer, called, monkeypatch):
     monkeypatch.setattr(layer_fused, "validate", refuse)
     with pytest.raises(ValueError, match="said why"):
-        failing(layer, TypeError("argument 7"))(*call(routing_bias=None))
+        failing(layer, TypeError("argument 7"))(*call())
 
 
 def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
@@ -162,7 +175,7 @@ def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
 
 def test_on_the_cpu_nothing_is_kept(gpus):
     """The model compares nothing itself."""
-    on_cpu = FusedLayer(fused_configs, SHAPE)
+    on_cpu = FusedLayer(SHAPE)
     with pytest.raises(ValueError, match="routing_logits"):
         on_cpu(MoeInputs(*(torch.zeros(1) for _ in range(8)), 0, 1.0), torch.zeros(1, 256))
     assert on_cpu.calls == {}
@@ -173,9 +186,9 @@ def test_on_the_cpu_nothing_is_kept(gpus):
     [
         (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab",
          "8x128x128, cluster 1x1, 8 stages, swap_ab"),
-        (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab",
+        (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves",
          "8x128x128, cluster 1x1, 8 stages, swap_ab, dynamic"),
-        (80, 2, "16x128x128, cluster 1x2, 8 stages, swap_ab",
+        (80, 2, "16x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves",
          "16x128x128, cluster 1x1, 8 stages, swap_ab, dynamic, 2 terms"),
         (901, 1, "64x128x128, cluster 1x2, 8 stages, overlap, dynamic",
          "64x128x128, cluster 1x2, 8 stages, overlap, dynamic"),
@@ -186,5 +199,5 @@ def test_on_the_cpu_nothing_is_kept(gpus):
     ],
 )  # fmt: skip
 def test_the_configs_that_hopper_launches(tokens, terms, first, second):
-    configs = fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms)
+    configs = HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
     assert [*map(str, configs)] == [first, second]

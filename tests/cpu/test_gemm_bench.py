@@ -445,8 +445,9 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     import importlib
 
-    from moe_fp8.layer import pipeline, routing
-    from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
+    from moe_fp8.layer import pipeline
+    from moe_fp8.problem import DEEPSEEK_V3 as SHAPE
+    from moe_fp8.problem import GroupedRows
 
     launched = []
 
@@ -463,7 +464,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
         table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
     layer = importlib.import_module(f"moe_fp8.{gemm_variants.SOLUTIONS[name][0]}").LAYER
-    grouped = routing.GroupedRows(
+    grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
     monkeypatch.setattr(pipeline, "select", lambda device: Backend)

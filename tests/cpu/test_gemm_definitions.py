@@ -13,7 +13,7 @@ from flashinfer_bench.data import Definition, Solution, load_json_file
 from moe_fp8.gemms import batched, flat
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
-from moe_fp8.layer.problem import DEEPSEEK_V3
+from moe_fp8.problem import DEEPSEEK_V3
 from test_definitions import listing, unpacked  # noqa: F401
 
 from scripts.common.command_line import UsageError

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from moe_fp8.functional import fused_moe
-from moe_fp8.layer.fused import FusedLayer, fused_configs
+from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import Layer
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from test_functional import ROUTING, tensors_of
 from test_functional import SHAPE as TINY
 from test_pipeline import layers_of, output_of
@@ -34,7 +34,7 @@ TOKENS = 5
 
 
 def every_layer(shape: MoeShape) -> dict[str, Layer]:
-    fused = {f"{n} terms": FusedLayer(fused_configs, shape, n) for n in (1, 2)}
+    fused = {f"{n} terms": FusedLayer(shape, n) for n in (1, 2)}
     return {**layers_of(shape), **fused}
 
 

@@ -5,9 +5,8 @@ import torch
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.layer.pipeline import HostRows
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeShape
-from moe_fp8.layer.routing import GroupedRows, group_rows
-from moe_fp8.layer.rows import expected_rows
+from moe_fp8.layer.routing import group_rows
+from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeShape, expected_rows
 from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned

@@ -13,7 +13,7 @@ from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model, pipeline, routing
-from moe_fp8.layer.fused import FusedLayer, fused_configs
+from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 from moe_fp8.layer.pipeline import (
     STAGES,
@@ -22,9 +22,8 @@ from moe_fp8.layer.pipeline import (
     PaddedLayer,
     PlacedLayer,
 )
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from moe_fp8.layer.routing import GroupedRows
 from moe_fp8.layer.workspace import Workspace, workspace
+from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
 from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
@@ -55,7 +54,7 @@ def layers_of(shape: MoeShape) -> dict[str, Layer]:
 
 
 LAYERS = layers_of(SMALL)
-FUSED = FusedLayer(fused_configs, SMALL)
+FUSED = FusedLayer(SMALL)
 LOOP, VECTORISED, CLUSTERED, FLAT = LAYERS.values()
 MODULES = {"v1": v1, "v2": v2, "v3": v3, "flat": v4, "fused": v5, "hifi": v6}
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

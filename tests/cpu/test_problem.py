@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import importlib
+import inspect
 import time
 import types
 from pathlib import Path
@@ -17,7 +19,8 @@ from moe_fp8.kernels.sm90.gemm import GroupedGemmSm90
 from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
 from moe_fp8.layer import backend
 from moe_fp8.layer.pipeline import PaddedLayer
-from moe_fp8.layer.problem import DEEPSEEK_V3, LARGEST, MoeInputs, MoeShape, validate
+from moe_fp8.layer.validate import validate
+from moe_fp8.problem import DEEPSEEK_V3, LARGEST, MoeInputs, MoeShape
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -367,7 +370,8 @@ def test_generation_file(name):
     metadata = ast.literal_eval(literals["SOLUTION"])
     assert metadata["name"] == f"cutedsl_moe_fp8_{name[:2]}"
     assert set(metadata) == {"name", "author", "target_hardware", "dependencies"}
-    run = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run")
-    assert [a.arg for a in run.args.args] == [*MoeInputs._fields, "output"]
+    assert ast.unparse(literals["run"]) == "run_of(LAYER)"
+    module = importlib.import_module(f"moe_fp8.{name}")
+    assert [*inspect.signature(module.run).parameters] == [*MoeInputs._fields, "output"]
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(module.startswith("v") for module in imported), "a generation imports another"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_fp8.layer.problem import DEEPSEEK_V3
+from moe_fp8.problem import DEEPSEEK_V3
 from test_timing import FLUSH, calls_of
 
 import run

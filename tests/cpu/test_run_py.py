@@ -336,7 +336,7 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     [
         ("pack", "--no-build"),
         ("make_workloads", "--max-tokens"),
-        ("stages", "Its options are listed after: python3 run.py setup"),
+        ("profile", "Its options are listed after: python3 run.py setup"),
         ("test", "run.py test [args]"),
         ("setup", "run.py setup "),
     ],
@@ -466,7 +466,8 @@ def test_a_library_is_no_program(monkeypatch, capsys) -> None:
     monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
     programs = set(run.programs().values())
     libraries = sorted(p for p in (ROOT / "scripts").glob("*/*.py") if p not in programs)
-    one_a_folder = {path.parent: path.stem for path in libraries if path.stem != "__init__"}
+    names = {"__init__", *run.programs()}
+    one_a_folder = {path.parent: path.stem for path in libraries if path.stem not in names}
     assert one_a_folder and {"rank", "bench", "pack", "make_workloads"} <= set(run.programs())
     for name in one_a_folder.values():
         assert run.main([name]) == 2

@@ -12,8 +12,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.layer import model
-from moe_fp8.layer.fused import fused_configs
-from moe_fp8.layer.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
@@ -243,8 +242,8 @@ def test_options_of_another_search_are_refused(arguments, message, on_a_gpu) -> 
 @pytest.mark.parametrize("tokens", [1, 80, 640, 901, 14107])
 def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
     pair = tune.picked(tokens, DEEPSEEK_V3, terms)
-    made = tune.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
-    assert made == fused_configs(tokens, DEEPSEEK_V3, HOPPER.choose, terms)
+    made = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
+    assert made == HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
     found = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)), 1)
     assert found[0] == pair and len(set(found)) == len(found)
 
@@ -258,7 +257,7 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
     assert [len(set(rungs)) for rungs in ladders] == [len(rungs) for rungs in ladders]
     for pair in tune.pairs((ladders[0][0], ladders[1][0]), ladders, 100):
         for tokens in (80, 2048):
-            first, second = tune.with_pair(pair)(tokens, DEEPSEEK_V3, None, terms)
+            first, second = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
             classes = HOPPER.gemm(), HOPPER.swiglu(terms), HOPPER.gather(first)
             FusedMoe(DEEPSEEK_V3, first, second, 132, *classes)
 

@@ -7,7 +7,7 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from problems import fp8
 
 SHAPE = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
@@ -40,7 +40,7 @@ def test_as_the_model(name, tokens, terms, emulator, monkeypatch):
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, SHAPE, terms=terms)
     second = GemmConfig(tile_m=config.tile_m, swap_ab=config.swap_ab, stages=3, terms=terms)
-    call = kernels.fused_call(tokens, out.device, SHAPE, lambda *_: (config, second), terms)
+    call = kernels.fused_call(tokens, out.device, SHAPE, terms, (config, second))
     call(inputs, out)
     assert calc_diff(out, wanted) < {1: 1e-4, 2: 1e-7}[terms] and out.isfinite().all()
     assert emulator.reports and not any(report.hazards for report in emulator.reports)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.fused import bound, parts, places, workspace_bytes
+from moe_fp8.kernels.fused import bound, offsets, parts, workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs, MoeShape
 from moe_fp8.layer.routing import route
+from moe_fp8.problem import MoeInputs, MoeShape
 from problems import fp8
 from ptxemu import MODES, options
 from test_layers import SHAPE, inputs_of
@@ -22,7 +22,7 @@ from test_mutations import noticed as noticed_in
 CONFIGS = {
     "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
     "8 swapped, early": (
-        GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
+        GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3, whole_waves=True),
         GemmConfig(tile_m=8, swap_ab=True, stages=3, dynamic=True),
     ),
     "32 swapped": 2 * (GemmConfig(tile_m=32, swap_ab=True, cluster_n=2, stages=3),),
@@ -47,7 +47,7 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True)
     # The early second GEMM's boxes have rows of experts that are still written, of no use to it.
     options.poison_races = poison and second.dynamic
     configs = first, dataclasses.replace(second, terms=terms)
-    call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
+    call = kernels.fused_call(len(out), out.device, SHAPE, terms, configs)
     call(inputs, out)
     return out
 
@@ -171,7 +171,7 @@ def test_the_compiled_function_refuses(fault, emulator):
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
-    call = kernels.fused_call(9, wanted.device, SHAPE, lambda *_: CONFIGS["8 swapped"])
+    call = kernels.fused_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
     emulator.reports.clear()
     held = set(emulator.host.ranges)
     for name in [*MoeInputs._fields[:8], "output"]:
@@ -219,7 +219,7 @@ def test_fewer_experts_here_than_a_token_has(name, local, emulator):
     wanted, out = (torch.full((40, 384), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape)
     emulator.options.poison_races = True
-    kernels.fused_call(40, out.device, shape, lambda *_: CONFIGS[name])(inputs, out)
+    kernels.fused_call(40, out.device, shape, 1, CONFIGS[name])(inputs, out)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[1]
 
@@ -256,34 +256,11 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     assert (wanted != 0).any(dim=1).nonzero().flatten().tolist() == [3, tokens - 1]
     assert calc_diff(out, wanted) < TOLERANCE[2]
     rows = bound(shape, tokens)
-    starts, _ = places(parts(shape, 2, tokens, rows))
+    starts, _ = offsets(parts(shape, 2, tokens, rows))
     assert workspace[starts.q : starts.q + 4 * i].count_nonzero() > 2 * i
     begin = starts.o + rows * (4 * h - h - h // 128 * 4)
     a = workspace[begin : begin + 2 * h].view(2, h)
     assert torch.equal(a, inputs.hidden_states[[3, -1]].view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", MoeInputs._fields[:8])
-def test_the_call_refuses_an_output_in_the_memory_of_an_input(name, emulator):
-    """`FusedLayer` leaves that to it, too."""
-    inputs = inputs_of(9, 4)
-    call = kernels.fused_call(9, torch.device("cpu"), SHAPE, lambda *_: CONFIGS["8 swapped"])
-    x = getattr(inputs, name)
-    room = torch.zeros(x.nbytes + 9 * 768 + 256, dtype=torch.uint8)
-    begin = -room.data_ptr() % 128
-    shared = room[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
-    end = begin + -(-x.nbytes // 16) * 16
-    emulator.reports.clear()
-    for output_begin, refused in ((end - 16, True), (end, False)):
-        output = room[output_begin : output_begin + 9 * 768].view(torch.bfloat16).view(9, 384)
-        if refused:
-            with pytest.raises(ValueError, match="shares memory"):
-                call(inputs._replace(**{name: shared}), output)
-            assert not emulator.reports
-        else:
-            shared.view(-1).view(torch.uint8).copy_(x.view(-1).view(torch.uint8))
-            call(inputs._replace(**{name: shared}), output)
-            assert torch.equal(output, output_of(inputs, "8 swapped"))
 
 
 GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")

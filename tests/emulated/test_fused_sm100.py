@@ -10,7 +10,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.problem import MoeInputs
 from ptxemu import options
 from test_fused import TOLERANCE
 from test_layers import SHAPE, inputs_of
@@ -34,7 +34,7 @@ def output_of(inputs: MoeInputs, config, terms: int = 1, second=None) -> torch.T
     # As in `test_fused`: rows are handed over while others are still written.
     options.poison_races = second.dynamic
     configs = config.with_swiglu(terms), dataclasses.replace(second, terms=terms)
-    call = kernels.fused_call(len(out), out.device, SHAPE, lambda *_: configs, terms)
+    call = kernels.fused_call(len(out), out.device, SHAPE, terms, configs)
     call(inputs, out)
     return out
 
@@ -57,10 +57,11 @@ def test_without_a_local_pair(name, emulator):
     assert not out.any()
 
 
-def test_even_turns_and_rows_handed_over(mode, emulator):
-    """As `fused_configs` has it with few rows: clusters are left out, the second GEMM asks."""
+def test_whole_waves_and_rows_handed_over(mode, emulator):
+    """As `choose_layer` has it with few rows: clusters are left out, the second GEMM asks."""
     inputs, config = inputs_of(41, 4), CONFIGS["16 swapped"]
-    out = output_of(inputs, config, second=dataclasses.replace(config, dynamic=True))
+    first = dataclasses.replace(config, whole_waves=True)
+    out = output_of(inputs, first, second=dataclasses.replace(config, dynamic=True))
     assert not any(report.hazards for report in emulator.reports)
     assert torch.equal(out, output_of(inputs, config))
 

@@ -8,7 +8,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import pipeline
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import STAGES, Layer, PaddedLayer, PlacedLayer
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
 from moe_fp8.v4_flat import place_flat

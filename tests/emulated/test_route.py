@@ -5,8 +5,8 @@ import torch
 from markers import more
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.route import WORD, ChooseExperts
-from moe_fp8.layer.problem import MoeShape
 from moe_fp8.layer.routing import choose_experts, group_rows
+from moe_fp8.problem import MoeShape
 
 TARGET = ""
 """What the kernels of a test are compiled for."""

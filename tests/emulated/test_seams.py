@@ -25,7 +25,7 @@ N, K = 256, 384
 class StoreFloat32:
     """An epilogue that stores the sums as they are: value by value, without staging."""
 
-    halves, staging_type = 1, BFloat16
+    n_halves, staging_type = 1, BFloat16
 
     def __init__(self, config, operands, n: int):
         self.config, self.operands, self.n = config, operands, n
@@ -171,6 +171,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         target="sm_90a",  # which the emulator runs
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
+        choose_layer=lambda tokens, shape, terms: (SimtConfig(), SimtConfig()),
         gemm=lambda: GroupedGemmSimt,
         swiglu=lambda terms: None,
         gather=lambda config: None,

@@ -13,7 +13,7 @@ from moe_fp8.kernels import operations
 from moe_fp8.layer import model, pipeline
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from test_layer import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 
 from scripts.common.definitions import MOE, MoeDefinition

@@ -6,7 +6,7 @@ import torch
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.functional import fused_moe
-from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.problem import MoeInputs
 from test_layer import output_of
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels import scratch
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.problem import MoeInputs
+from moe_fp8.problem import MoeInputs
 from sanitizer import TOOLS, sanitized
 from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
 
@@ -185,7 +185,7 @@ def test_sanitizer(tool, terms):
 from dataclasses import replace
 from moe_fp8.kernels import operations as kernels
 from {type(configs[0]).__module__} import GemmConfig
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 shape = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)
 def fp8(*size):
@@ -201,7 +201,7 @@ for config in {configs!r}:
         )
         out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
         configs = config.with_swiglu({terms}), replace(config, terms={terms})
-        kernels.fused_call(tokens, out.device, shape, lambda *_: configs, {terms})(inputs, out)
+        kernels.fused_call(tokens, out.device, shape, {terms}, configs)(inputs, out)
         assert bool(out.isfinite().all())
 """,
     )

@@ -14,9 +14,8 @@ from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.layer import backend, model, pipeline
 from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.problem import DEEPSEEK_V3 as SHAPE
-from moe_fp8.layer.problem import MoeInputs
-from moe_fp8.layer.routing import GroupedRows
+from moe_fp8.problem import DEEPSEEK_V3 as SHAPE
+from moe_fp8.problem import GroupedRows, MoeInputs
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -19,7 +19,7 @@ from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from test_layer import (
     MODULES,
     SHAPE,

@@ -12,7 +12,7 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 
 import torch
 
-from ..gemms.problem import validate_contiguous
+from ..gemms.validate import validate_contiguous
 from ..numerics import BLOCK
 from .deepgemm_device import RECIPE, require_first_device
 from .requirement import require

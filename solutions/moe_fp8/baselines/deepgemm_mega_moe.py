@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
 from ..numerics import BLOCK
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
 from .deepgemm_device import require_first_device
 from .held import HeldPerStream
 from .requirement import require
@@ -166,14 +168,4 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     deep_gemm.fp8_mega_moe(output, (w13, w13_scale), (w2, w2_scale), symmetric)
 
 
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    call(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(call)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..layer.problem import MoeInputs, MoeShape
+from ..problem import MoeInputs, MoeShape
 
 ROUTING_DEEPSEEK_V3 = 2
 """`flashinfer.RoutingMethodType.DeepSeekV3`, which is not exported by all releases."""

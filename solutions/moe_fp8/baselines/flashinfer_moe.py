@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
 from .supported import BLACKWELL, on_its_device, require_gpu
@@ -83,14 +85,4 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         output.copy_(function(**arguments))
 
 
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    call(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(call)

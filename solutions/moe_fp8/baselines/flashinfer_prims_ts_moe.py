@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from .flashinfer_arguments import block_scale_arguments
 from .held import HeldPerStream
 from .requirement import require
@@ -87,14 +89,4 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     function(**block_scale_arguments(inputs, SHAPE, use_shuffled_weight=True), output=output)
 
 
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    call(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(call)

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
 from ..numerics import BLOCK
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from .held import HeldPerStream
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
@@ -180,16 +182,4 @@ class HpcOpsLayer:
 
 
 LAYER = HpcOpsLayer()
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer.problem import MoeShape
+from ..problem import MoeShape
 from .held import HeldPerStream
 from .requirement import require
 

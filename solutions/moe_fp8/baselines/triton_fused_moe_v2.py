@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
 from ..numerics import BLOCK
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
@@ -133,16 +135,4 @@ class FusedMoeV2Layer:
 
 
 LAYER = FusedMoeV2Layer()
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

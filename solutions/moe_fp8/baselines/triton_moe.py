@@ -6,8 +6,8 @@ rows by token, so that no row is copied; SwiGLU + FP8, the second GEMM and the w
 follow. Six launches, no host sync, buffers kept until the number of tokens changes.
 
 Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer
-(`run.py tune_triton`). For few rows the operands are swapped, so that the weights fill the wide
-side of the tensor cores.
+(`run.py tune --what triton`). For few rows the operands are swapped, so that the weights fill the
+wide side of the tensor cores.
 """
 
 import functools
@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layer.problem import DEEPSEEK_V3, MoeInputs, MoeShape, validate
+from ..layer.calls import run_of
+from ..layer.validate import validate
 from ..numerics import BLOCK
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from .held import HeldPerStream
 from .requirement import require
 from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
@@ -41,8 +43,8 @@ SOLUTION = {
 def tile_table() -> "tuple[tuple[float, tuple[Tile, Tile]], ...]":
     """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
 
-    The winners of `run.py tune_triton` at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21:
-    47, 155, 302, 401 and 1951 us for the two GEMMs.
+    The winners of `run.py tune --what triton` at T = 1, 16, 80, 901 and 14107 on an H200,
+    2026-11-21: 47, 155, 302, 401 and 1951 us for the two GEMMs.
     """
     from .triton_gemm import Tile
 
@@ -154,16 +156,4 @@ class TritonLayer:
 
 
 LAYER = TritonLayer()
-
-
-# fmt: off
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, output,
-):
-    LAYER(MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor,
-    ), output)
+run = run_of(LAYER)

@@ -20,7 +20,7 @@ from ..layer.backend import select
 from ..layer.device import on_device
 from ..layer.rows import batched_rows
 from ..numerics import BLOCK
-from .problem import validate_masked
+from .validate import validate_masked
 
 SOLUTION = {
     "name": "cutedsl_gemm_fp8_batched",

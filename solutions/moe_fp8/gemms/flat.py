@@ -16,8 +16,9 @@ import torch
 from ..kernels import architectures
 from ..layer.backend import select
 from ..layer.device import on_device
-from ..layer.rows import expected_rows, flat_rows
-from .problem import validate_contiguous
+from ..layer.rows import flat_rows
+from ..problem import expected_rows
+from .validate import validate_contiguous
 
 SOLUTION = {
     "name": "cutedsl_gemm_fp8_flat",

@@ -2,7 +2,7 @@
 
 A strategy names its shared memory, its warps and what they add to a stage's `full` barrier, what
 the host function makes of the tensors, and the copies of one K block. Where the config has the
-scales apart, `copy` leaves them to `copy_scales`, by a warp and through a pipeline of their own.
+`split_scales`, `copy_scales` loads them instead, by a warp and a pipeline of their own.
 """
 
 from typing import Any, NamedTuple
@@ -68,18 +68,18 @@ class ContiguousRows:
 
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
-    scale_arrivals = 1  # of scales apart, on theirs
+    scale_arrivals = 1  # on the barrier of the scales' own pipeline, with split_scales
     tokens = 0  # values in shared memory that the strategy keeps of a tile
 
     def __init__(self, config: Any):
         self.config = config
         self.scale_bytes = config.scale_rows * 4
         self.bytes = config.tile_m * config.terms * BLOCK
-        if not config.scales_apart:
+        if not config.split_scales:
             self.bytes += self.scale_bytes
 
     def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
-        """In the host function: `a` (rows, terms * k) e4m3, a term beside the other, `a_scale`
+        """In the host function: `a` (rows, terms * k) e4m3, one term after the other, `a_scale`
         (k / 128, rows) f32."""
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
@@ -132,7 +132,7 @@ class ContiguousRows:
                 tma_bar_ptr=full,
                 mcast_mask=of_tile.mask,
             )
-        if not self.config.scales_apart:
+        if not self.config.split_scales:
             self._copy_scales(operand, of_tile, kb, full, state)
 
     def scale_copies(

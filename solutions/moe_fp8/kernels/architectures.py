@@ -26,6 +26,7 @@ class Architecture:
         target: what the compiler calls it.
         config: a GEMM config that suits every problem.
         choose: picks a config, see `sm90.heuristic.choose`.
+        choose_layer: picks those of the fused layer, see `sm90.heuristic.choose_layer`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
         swiglu: loads its epilogue that makes one or two FP8 terms of up and gate.
         gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
@@ -36,6 +37,7 @@ class Architecture:
     target: str
     config: Any
     choose: Callable[..., Any]
+    choose_layer: Callable[..., tuple[Any, Any]]
     gemm: Callable[[], type]
     swiglu: Callable[[int], type]
     gather: Callable[[Any], type | None]
@@ -64,6 +66,7 @@ HOPPER = Architecture(
     target="sm_90a",
     config=GemmConfig(),
     choose=sm90.choose,
+    choose_layer=sm90.choose_layer,
     gemm=_sm90_gemm,
     swiglu=_sm90_swiglu,
     gather=_gather,
@@ -87,6 +90,7 @@ BLACKWELL = Architecture(
     target="sm_100a",
     config=GemmConfigSm100(),
     choose=sm100.choose,
+    choose_layer=sm100.choose_layer,
     gemm=_sm100_gemm,
     swiglu=_sm100_swiglu,
     gather=_gather,

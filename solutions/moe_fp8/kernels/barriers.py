@@ -24,13 +24,13 @@ class StageCounts(NamedTuple):
     """What completes a phase of a pipeline stage's two mbarriers.
 
     Attributes:
-        full_arrivals: on `full`: A's, and the expect-tx of the weights; of all CTAs that share an
-            MMA at the first one's barrier.
-        a_bytes: TMA's for a CTA, of A, and of its scales where they come with it.
-        b_bytes: of B.
-        empty_arrivals: on `empty`: every reader of the stage in every CTA that its copies are
-            multicast to: those of its row and of its column of the cluster, itself counted once.
-            CTAs that share an MMA are read by one.
+        full_arrivals: arrivals on `full`: those of the warps that load A, and one expect-tx for B.
+            CTAs that share an MMA all arrive on the first CTA's barrier.
+        a_bytes: bytes that TMA brings to a CTA, of A and, unless `split_scales`, of its scales.
+        b_bytes: the same of B.
+        empty_arrivals: arrivals on `empty`: every reader of the stage in every CTA that the copies
+            are multicast to, which are those in the same row and column of the cluster. CTAs that
+            share an MMA have one reader.
     """
 
     full_arrivals: int

@@ -17,11 +17,11 @@ from .tiles import WARP, most_ctas
 from .vectors import BYTES
 
 SCALES = BYTES // 4
-"""Of an access."""
+"""float32 scales of a 16-byte access."""
 WARPS = 8
-"""That place the scales of an expert's rows."""
+"""Of a CTA that copies scales."""
 ROWS = WARP * SCALES
-"""Of a CTA that places them."""
+"""Rows whose scales a CTA copies."""
 COLUMNS = BYTES // 2
 """bfloat16 elements of an access."""
 
@@ -94,7 +94,7 @@ def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
 
 
 class ZeroPadding:
-    """`out[e, r] = 0` for `r >= masked_m[e]`, beside the GEMM: it waits for weights meanwhile."""
+    """Side job of the GEMM: `out[e, r] = 0` for `r >= masked_m[e]`, while it waits for weights."""
 
     def __init__(self, n: int):
         self.n = n
@@ -134,7 +134,7 @@ class BatchedGemm:
 
     def __init__(self, config: Any, n: int, k: int, experts: int, gemm: type):
         self.place = PlaceBatched(k)
-        self.gemm = gemm(config, n, k, experts, beside=ZeroPadding(n))
+        self.gemm = gemm(config, n, k, experts, side_job=ZeroPadding(n))
 
     @cute.jit
     def __call__(
@@ -162,7 +162,7 @@ class BatchedGemm:
         self.place(a_scale, masked_m, flat_scales, expert_rows, counter, stream)
         self.gemm.launch(
             flat_a, flat_scales, b, b_scale, flat_out,
-            expert_rows, counter, num_ctas, stream, of_beside=(masked_m, out),
+            expert_rows, counter, num_ctas, stream, side_job_tensors=(masked_m, out),
         )  # fmt: skip
 
 

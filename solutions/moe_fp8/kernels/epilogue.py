@@ -41,7 +41,7 @@ class Staging(NamedTuple):
 class StoreRows:
     """What storing the sums as they are needs to know of the weights."""
 
-    halves = 1  # scales of B that the columns of a tile have
+    n_halves = 1  # scales of B that the columns of a tile have
 
     def __init__(self, config: Any, operands: Any, n: int):
         self.config = config

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..layer.problem import MoeShape
 from ..numerics import BLOCK, TMA_ROWS, round_up
+from ..problem import MoeShape
 from .combine import Combine
 from .handoff import Ready
 from .permute import Permute
@@ -81,7 +81,7 @@ def bound(shape: MoeShape, tokens: Any) -> Any:
     return round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
 
 
-def places(of: Parts) -> tuple[Parts, Any]:
+def offsets(of: Parts) -> tuple[Parts, Any]:
     """(where each part begins, bytes of the workspace)."""
     at, starts = 0, []
     for part in of:
@@ -92,7 +92,7 @@ def places(of: Parts) -> tuple[Parts, Any]:
 
 def workspace_bytes(shape: MoeShape, terms: int, tokens: int) -> int:
     """Bytes of the workspace for `tokens` tokens, whose intermediate is so many FP8 terms."""
-    return places(parts(shape, terms, tokens, bound(shape, tokens)))[1]
+    return offsets(parts(shape, terms, tokens, bound(shape, tokens)))[1]
 
 
 class FusedMoe:
@@ -139,15 +139,13 @@ class FusedMoe:
         # Where the permute lies between it and the routing, it knows the experts' rows while that
         # is still at work (H200: T=901 229.8 -> 228.3 us, 14107 1201 -> 1198).
         how: dict[str, Any] = (
-            {"a_load": gather} if gather else {"rows_known": True, "beside": ZeroTokens(h, top_k)}
+            {"a_load": gather} if gather else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
         )
         # The second GEMM takes an expert's rows as soon as they are there, on multiprocessors that
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.
-        self.early = config2.dynamic
-        # One register more: with tiles of 32 rows a consumer would spill.
-        even = self.early and not config1.dynamic and config1.tile_m <= 16
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, even_turns=even, **how)
+        self.overlaps_gemms = config2.dynamic
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 
@@ -172,7 +170,7 @@ class FusedMoe:
         h = shape.hidden_size
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(bound(shape, tokens), divby=TMA_ROWS)
-        starts, _ = places(parts(shape, self.terms, Int64(tokens), Int64(rows)))
+        starts, _ = offsets(parts(shape, self.terms, Int64(tokens), Int64(rows)))
         of = Parts(
             *(
                 cute.make_tensor(
@@ -201,21 +199,22 @@ class FusedMoe:
         )  # fmt: skip
         if cutlass.const_expr(self.gathers):
             rows_of_a: tuple = (x, of.token_of_row), x_scale
-            of_beside: tuple = ()
-            apart = None
+            side_job_tensors: tuple = ()
+            writable_rows = None
         else:
             self.permute(x, x_scale, of.pair_row, a, a_scale, stream)
             rows_of_a = a, a_scale
-            of_beside = of.pair_row, out
-            apart = Int32(Int64(rows) * before_a // row_bytes)
+            side_job_tensors = of.pair_row, out
+            writable_rows = Int32(Int64(rows) * before_a // row_bytes)
         counts = ready = None
-        if cutlass.const_expr(self.early):
+        if cutlass.const_expr(self.overlaps_gemms):
             begin = cute.domain_offset((COUNTERS,), of.counters).iterator
             counts = cute.make_tensor(begin, cute.make_layout(shape.num_local_experts))
-            ready = Ready(counts, apart)
+            ready = Ready(counts, writable_rows)
         self.gemm1.launch(
             *rows_of_a, w13, w13_scale, (of.q, of.q_scale, counts),
-            expert_rows, of.counters, self._ctas(self.gemm1, rows), stream, of_beside=of_beside,
+            expert_rows, of.counters, self._ctas(self.gemm1, rows), stream,
+            side_job_tensors=side_job_tensors,
         )  # fmt: skip
         second = cute.domain_offset((1,), of.counters)
         self.gemm2.launch(

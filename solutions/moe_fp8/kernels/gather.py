@@ -32,7 +32,7 @@ class TileTokens(NamedTuple):
 
 
 class TileScales(NamedTuple):
-    """What the copies of the scales of one tile have in common, where they are apart."""
+    """What the copies of the scales of one tile have in common, with `split_scales`."""
 
     shared: SharedRows
     tokens: cute.Tensor  # (tile_m / 32,) i32 in registers: of a lane's rows
@@ -50,7 +50,7 @@ class GatheredRows:
     warps = 2
     arrivals = 2 * WARP
     bytes = 0
-    scale_arrivals = WARP  # of scales apart
+    scale_arrivals = WARP  # with split_scales
     scale_bytes = 0
 
     def __init__(self, config: Any):
@@ -120,7 +120,7 @@ class GatheredRows:
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(held[i]) * k
                 vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
-        if cutlass.const_expr(not c.scales_apart):
+        if cutlass.const_expr(not c.split_scales):
             scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
             place = shared.scales.iterator + state.index * (c.scale_block_bytes // 4)
             for i in cutlass.range(lane, self.tokens // self.warps, WARP):

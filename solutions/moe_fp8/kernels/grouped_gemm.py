@@ -25,13 +25,13 @@ from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import expect, multicast_mask, tma_load, tma_partition
 
 ROWS_WARPS = (0, 3)
-"""Those that load A, as many as `a_load` has."""
+"""The warps that load A: the first one, or both (`a_load.warps`)."""
 WEIGHTS_WARP = 1
 """Loads B."""
 SERVER_WARP = 2
-"""Fetches the cluster's next tile, with `dynamic`."""
-BESIDE_WARP = ROWS_WARPS[-1]
-"""Does what has nothing to do with the GEMM, if asked for; never a second one that loads A."""
+"""Fetches the cluster's next tile, if tiles are `dynamic`."""
+SIDE_JOB_WARP = ROWS_WARPS[-1]
+"""Runs the side job, if there is one. It is free, because then only one warp loads A."""
 ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
 
@@ -56,7 +56,7 @@ class Shared(NamedTuple):
 
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
-    b_scale: cute.Tensor  # (k_blocks, halves, consumer warps)
+    b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
 
 
 class GroupedGemm:
@@ -65,26 +65,26 @@ class GroupedGemm:
     Roles that load, each a warp of the first warpgroup:
       rows       the copies of a K block's A rows and scales (`a_load`); warp 0, or 0 and 3.
       weights    one TMA of its B tile.
-      beside     if asked for: something that has nothing to do with the GEMM.
+      side job   optional work that has nothing to do with the GEMM.
       server     with `dynamic`: fetches the cluster's next tile.
 
-    In a cluster each CTA loads its share of the A tile for the CTAs beside it (cluster_n) and of
-    the B tile for those below it (cluster_m), and multicast writes it to all of them. CTAs that
-    share an MMA (`mma_ctas`) have each its own rows of both; who computes reads those of all.
+    In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and of
+    the B tile for those in its column (cluster_m); multicast writes it to all of them. CTAs that
+    share an MMA (`mma_ctas`) each hold their own rows of A and B; the MMA reads those of both.
 
     Pipeline `load` (rows, weights -> the MMA), `num_stages` deep, a K block each;
     `barriers.StageCounts` says what completes its barriers.
 
-    What the kernel before wrote is first touched after `wait_for_previous`. With `rows_known` only
-    A comes from it, and only who loads A waits: the weights of the first stages are on their way
-    before, and the consumers cannot store before they have A. With `ready` who loads A waits for
-    the rows of a tile's expert instead, which are handed over one expert at a time: `handoff`.
+    What the previous kernel wrote is first touched after `wait_for_previous`. With `rows_known`
+    only A comes from the previous kernel, so only the warps that load A wait. The weights of the
+    first stages are loaded before that; the consumers cannot store anything before A has arrived.
+    With `ready` the warps that load A wait for the rows of one expert at a time (`handoff`).
 
-    Every consumer warp keeps the B scales of its tile in shared memory of its own, so that no warp
-    waits for another one: its lanes read those of the next tile while this one is stored.
+    Every consumer warp caches the B scales of its tile in its own shared memory, so that warps do
+    not wait for each other. It loads those of the next tile while this one is stored.
 
-    Rows of other experts or of padding that a tile reads past its expert's end reach only
-    accumulator values that are not stored.
+    A tile may read rows past its expert's end. They only reach accumulator values that are not
+    stored.
 
     Args:
         config: what can be tuned, the architecture's.
@@ -94,18 +94,15 @@ class GroupedGemm:
         a_load: strategy for A, made of the config.
         epilogue: strategy for the sums, made of the config, the operand order and n; without one
             they are stored, see `epilogue.STORE`.
-        rows_known: `expert_rows` is older than the kernel before.
-        even_turns: only as many clusters take part as leave each with the same number of tiles.
-            Where the GEMM waits for weights, fewer read as fast as all, and the kernel behind it
-            begins on the multiprocessors that are left. Not with `dynamic`.
-        beside: what a warp does that has nothing to do here, see `ZeroTokens.run`.
+        rows_known: `expert_rows` was written before the previous kernel.
+        side_job: work for a warp that has nothing else to do, see `ZeroTokens.run`.
 
     Raises:
         ValueError: a size is not supported.
     """
 
     own_words = 0
-    """Of 8 bytes, in shared memory, that an architecture's kernel needs beside what is here."""
+    """8-byte words of shared memory that an architecture's kernel needs for itself."""
 
     def __init__(
         self,
@@ -117,8 +114,7 @@ class GroupedGemm:
         a_load: type,
         epilogue: type | None,
         rows_known: bool,
-        even_turns: bool,
-        beside: Any,
+        side_job: Any,
     ):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
@@ -129,16 +125,17 @@ class GroupedGemm:
         self.config = config
         self.n, self.k, self.experts = n, k, experts
         self.rows_known = rows_known
-        self.even_turns = even_turns
-        self.beside = beside
+        self.side_job = side_job
         self.operands = operands
         self.a_load = a_load(config)
         self.epilogue = (epilogue or STORE[config.terms])(config, operands, n)
-        if beside and self.a_load.warps == len(ROWS_WARPS):
-            raise ValueError(f"{a_load.__name__} leaves no warp for {beside}")
-        self.b_scale_shape = (k // BLOCK, self.epilogue.halves, config.consumer_warps)
-        if k // BLOCK * self.epilogue.halves > B_SCALES:
-            raise ValueError(f"k={k}: expected at most {B_SCALES // self.epilogue.halves * BLOCK}")
+        if side_job and self.a_load.warps == len(ROWS_WARPS):
+            raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
+        self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
+        if k // BLOCK * self.epilogue.n_halves > B_SCALES:
+            raise ValueError(
+                f"k={k}: expected at most {B_SCALES // self.epilogue.n_halves * BLOCK}"
+            )
         self.counts = stage_counts(
             config, self.a_load.arrivals, self.a_load.bytes, config.weight_rows * BLOCK
         )
@@ -189,10 +186,10 @@ class GroupedGemm:
         counter: cute.Tensor,
         num_ctas: Int32,
         stream: cuda.CUstream,
-        of_beside: tuple = (),  # tensors of `beside`
-        ready: Ready | None = None,  # of A's rows, where they come one by one
+        side_job_tensors: tuple = (),
+        ready: Ready | None = None,  # of A's rows, where they are handed over by expert
     ):
-        """As `__call__`, with work for `beside`, or with rows of A that come one by one."""
+        """As `__call__`, with tensors of the side job, or with rows of A handed over by expert."""
         self._setup_attributes()
         c = self.config
         box = (c.weight_rows, BLOCK)
@@ -227,7 +224,7 @@ class GroupedGemm:
             self.epilogue.output(out),
             expert_rows,
             counter,
-            of_beside,
+            side_job_tensors,
             ready,
         ).launch(
             grid=[num_ctas, 1, 1],
@@ -238,7 +235,7 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, a, b: Weights, output, expert_rows, counter, of_beside, ready):
+    def kernel(self, a, b: Weights, output, expert_rows, counter, side_job_tensors, ready):
         """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
         epilogue made of out."""
         raise NotImplementedError
@@ -283,7 +280,7 @@ class GroupedGemm:
             rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
         )
 
-    # --- whose tile it is -------------------------------------------------------------------------
+    # --- which tile -------------------------------------------------------------------------
 
     def _cta_in_cluster(self) -> tuple[Int32, Int32]:
         """(row, column) of this CTA in its cluster."""
@@ -293,14 +290,14 @@ class GroupedGemm:
     def _first_tile(self, total: Int32) -> tuple[Int32, Int32]:
         """First tile of this cluster and the distance to its next one, of `total` tiles.
 
-        With `even_turns` those that are left out begin behind the last tile.
+        With `whole_waves` those that are left out begin behind the last tile.
         """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         first, clusters = block // self.config.cluster_size, blocks // self.config.cluster_size
-        if cutlass.const_expr(self.even_turns):
-            turns = cutlass.max((total + (clusters - 1)) // clusters, 1)
-            clusters = (total + (turns - 1)) // turns
+        if cutlass.const_expr(self.config.whole_waves):
+            waves = cutlass.max((total + (clusters - 1)) // clusters, 1)
+            clusters = (total + (waves - 1)) // waves
             first = cutlass.select_(first < clusters, first, total)
         return first, clusters
 
@@ -333,7 +330,7 @@ class GroupedGemm:
         b: Weights,
         shared: Shared,
         counter: cute.Tensor,
-        of_beside,
+        side_job_tensors,
         ready: Ready | None,
     ):
         """The roles of the first warpgroup."""
@@ -342,11 +339,11 @@ class GroupedGemm:
                 self._rows_warp(load, work, a, shared, i, ready)
         if warp_idx == WEIGHTS_WARP:
             self._weights_warp(load, work, b, shared)
-        if cutlass.const_expr(self.beside is not None):
-            if warp_idx == BESIDE_WARP:
+        if cutlass.const_expr(self.side_job is not None):
+            if warp_idx == SIDE_JOB_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
-                self.beside.run(*of_beside, block, blocks)
+                self.side_job.run(*side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 total = work.tiles.total()
@@ -359,7 +356,7 @@ class GroupedGemm:
 
         Args:
             warp: which of the strategy's.
-            ready: what is there of each expert's rows, None where all are.
+            ready: which rows are complete, by expert; None if all are.
         """
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.config.num_stages
@@ -383,25 +380,25 @@ class GroupedGemm:
 
     @cute.jit
     def _begin_rows(self, expert_rows: cute.Tensor, ready: Ready | None):
-        """Before the first tile, by who loads what the kernel before made."""
+        """Before the first tile, by the warps that load what the previous kernel made."""
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(ready.rows_apart is not None):
-                if expert_rows[1, self.experts - 1] > ready.rows_apart:
+            if cutlass.const_expr(ready.writable_rows is not None):
+                if expert_rows[1, self.experts - 1] > ready.writable_rows:
                     cute.arch.griddepcontrol_wait()
         elif cutlass.const_expr(self.rows_known):
             wait_for_previous()
 
     @cute.jit
     def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: Ready | None):
-        """Until the rows of the tile's expert are there."""
+        """Wait for the rows of the tile's expert."""
         if cutlass.const_expr(ready is not None):
             count = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
             wait_for_rows(ready.counts, tile.expert, count * self.k)
 
     @cute.jit
     def _end_rows(self, ready: Ready | None):
-        """Behind the last tile: every kernel waits for the one before before it ends."""
+        """After the last tile: every kernel waits for the previous one before it ends."""
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_wait()
 
@@ -443,43 +440,45 @@ class GroupedGemm:
     # --- the consumers' scales --------------------------------------------------------------------
 
     @cute.jit
-    def _load_b_scale(self, held: cute.Tensor, b_scale: cute.Tensor, tile: Tile, consumer: Int32):
-        """Ask for a tile's B scales: lane l for those of K blocks l, l + 32, ..."""
-        for half in cutlass.range_constexpr(self.epilogue.halves):
+    def _load_b_scale(
+        self, next_b_scale: cute.Tensor, b_scale: cute.Tensor, tile: Tile, consumer: Int32
+    ):
+        """Load a tile's B scales to registers: lane l has K blocks l, l + 32, ..."""
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
-            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+            for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
-                    held[i, half] = row[kb]
+                    next_b_scale[i, half] = row[kb]
 
     @cute.jit
-    def _keep_b_scale(self, kept: cute.Tensor, held: cute.Tensor):
-        """Put this warp's B scales where its lanes read them."""
-        cute.arch.sync_warp()  # they have read those of the tile before
-        for half in cutlass.range_constexpr(self.epilogue.halves):
-            for i in cutlass.range_constexpr(cute.size(held, mode=[0])):
+    def _cache_b_scale(self, cached_b_scale: cute.Tensor, next_b_scale: cute.Tensor):
+        """Write this warp's B scales to its part of shared memory."""
+        cute.arch.sync_warp()  # all lanes have read the previous tile's
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
+            for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
-                    kept[kb, half] = held[i, half]
+                    cached_b_scale[kb, half] = next_b_scale[i, half]
         cute.arch.sync_warp()
 
     def _make_scales(self) -> cute.Tensor:
-        """Registers for the factors of one product, for each of a thread's tokens and halves."""
-        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.halves), Float32)
+        """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
 
     @cute.jit
     def _load_scales(
         self,
         scales: cute.Tensor,
         s_a_scale: cute.Tensor,
-        kept: cute.Tensor,
+        cached_b_scale: cute.Tensor,
         kb: Int32,
         stage: Int32,
         thread: Int32,
     ):
         """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
-        for half in cutlass.range_constexpr(self.epilogue.halves):
-            scale_b = kept[kb, half]
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
+            scale_b = cached_b_scale[kb, half]
             for i in cutlass.range_constexpr(self.operands.token_scales):
                 token = self.operands.scale_token(i, thread)
                 scales[i, half] = s_a_scale[token, 0, stage] * scale_b
@@ -492,7 +491,7 @@ class GroupedGemm:
         work: Work,
         source,  # what `_sum_tile` reads, the architecture's
         state,  # of its pipelines
-        kept: cute.Tensor,  # (k_blocks, halves) in shared memory: this warp's B scales
+        cached_b_scale: cute.Tensor,  # (k_blocks, n_halves) in shared memory: this warp's
         b_scale: cute.Tensor,
         total_acc: cute.Tensor,
         staging,  # the epilogue's
@@ -507,32 +506,34 @@ class GroupedGemm:
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-        held = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.epilogue.halves), Float32)
+        next_b_scale = cute.make_rmem_tensor(
+            (-(-self.k_blocks // WARP), self.epilogue.n_halves), Float32
+        )
         if linear < total:
-            self._load_b_scale(held, b_scale, tile, consumer)
-            self._keep_b_scale(kept, held)
+            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
         stored = Int32(0)
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
             if valid:
-                state = self._sum_tile(source, state, kept, total_acc, tile, thread)
+                state = self._sum_tile(source, state, cached_b_scale, total_acc, tile, thread)
             else:
                 state = self._skip_tile(source, state)
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(held, b_scale, following, consumer)
+            self._load_b_scale(next_b_scale, b_scale, following, consumer)
             if valid:
                 self.epilogue.store(
                     output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored
                 )
                 stored += 1
-            self._keep_b_scale(kept, held)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()
 
-    def _sum_tile(self, source, state, kept, total_acc, tile: Tile, thread: Int32):
+    def _sum_tile(self, source, state, cached_b_scale, total_acc, tile: Tile, thread: Int32):
         """The architecture's: fill `total_acc` with a tile's sums; returns the state after it."""
         raise NotImplementedError
 

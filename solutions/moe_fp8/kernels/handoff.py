@@ -30,7 +30,7 @@ class Ready(NamedTuple):
     """What a kernel knows of the rows that the one before hands over."""
 
     counts: cute.Tensor  # (experts,) i32, zeroed before: elements of each expert's rows
-    rows_apart: Int32 | None = None
+    writable_rows: Int32 | None = None
     """How many rows of its own may be written while the one before is at work, None: all."""
 
 

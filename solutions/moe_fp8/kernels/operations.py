@@ -6,18 +6,8 @@ from typing import Any
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..layer.problem import (
-    Configs,
-    FusedCall,
-    MoeInputs,
-    MoeShape,
-    bounded_offset,
-    overlapped,
-    tensor_arguments,
-    tensor_specs,
-)
-from ..layer.routing import GroupedRows
 from ..numerics import BLOCK, TMA_ROWS, round_up
+from ..problem import FusedCall, GroupedRows, MoeInputs, MoeShape, bounded_offset
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import Absent, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
@@ -161,7 +151,11 @@ def combine(
 
 
 def fused_call(
-    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int = 1
+    tokens: int,
+    device: torch.device,
+    shape: MoeShape,
+    terms: int = 1,
+    configs: tuple[Any, Any] | None = None,
 ) -> FusedCall:
     """The whole layer for as many tokens on a GPU; see `kernels.fused`.
 
@@ -169,22 +163,18 @@ def fused_call(
         tokens: at least one.
         device: of the tensors.
         shape: of the layer.
-        configs: of the two GEMMs, from the number of tokens.
         terms: FP8 values that an element of the intermediate is the sum of.
+        configs: of the two GEMMs; None takes the architecture's.
 
     Returns:
         A function of the inputs and the output `[tokens, H]` bfloat16, which it writes.
     """
-    architecture = of_device(device)
-    config1, config2 = configs(tokens, shape, architecture.choose, terms)
-    function = compile_fused(shape, config1, config2, multiprocessors_of(device), target_of(device))
+    configs = configs or of_device(device).choose_layer(tokens, shape, terms)
+    function = compile_fused(shape, *configs, multiprocessors_of(device), target_of(device))
     local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
     gpu = device.index
-    _, sizes = tensor_specs(shape, tokens)
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:
-        if overlapped(tensor_arguments(inputs, output, shape), sizes) is not None:
-            raise ValueError("the output shares memory with an input")
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
         workspace = allocate(size, gpu)
         try:

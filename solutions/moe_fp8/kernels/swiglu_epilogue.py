@@ -1,8 +1,8 @@
 """SwiGLU and FP8 requantisation of a tile's sums: what the architectures' epilogues share.
 
-Half of a tile's columns are up rows of the weights and half the gate rows of the same columns, in
-turns that put both of a column into one thread. They come so from the weights as they are given: a
-view of rank 5, whose copy is one TMA instruction.
+Half of a tile's columns are up rows of the weights, half are gate rows of the same columns. They
+are interleaved so that one thread has up and gate of a column: the weights are viewed as a tensor
+of rank 5, whose copy is one TMA instruction.
 """
 
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ class Quantised(NamedTuple):
 class SwigluEpilogue:
     """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
 
-    A scale is that of a row's 128 columns. With two terms, what the FP8 value leaves of `c / scale`
-    is a second FP8 value, beside the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. It
-    is at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of
-    the largest.
+    A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
+    a second one, stored after the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. It is
+    at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of the
+    largest.
 
     The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
     a row's bits depend neither on the other rows nor on the config or the architecture.
@@ -42,7 +42,7 @@ class SwigluEpilogue:
     (tile_m, columns, terms) e4m3, and stores a tile.
     """
 
-    halves = 2
+    n_halves = 2
     terms = 1
     staging_type = Float8E4M3FN
 

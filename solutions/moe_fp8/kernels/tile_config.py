@@ -27,7 +27,7 @@ class TileConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """The architecture's: shared memory beside the stages."""
+        """The architecture's: shared memory besides the stages."""
         raise NotImplementedError
 
     @property

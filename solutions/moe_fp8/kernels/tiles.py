@@ -169,7 +169,7 @@ def experts_per_lane(experts: int) -> int:
 def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
     """(first row, row count) of this lane's expert, if it has only one; 0 rows where it has none.
 
-    A load from global memory, apart from `ExpertTiles.create` so that it can be begun early.
+    A load from global memory, separate from `ExpertTiles.create` so that it can be issued early.
     """
     return _rows_of(expert_rows, cute.arch.lane_idx(), Int32(0), WARP)
 
@@ -220,13 +220,13 @@ def inclusive_sum(value: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class TileQueue:
-    """Gives a cluster its next tile when it asks, instead of every so-and-so-many-th.
+    """Tiles on demand: a cluster asks for its next tile, instead of static round robin.
 
-    Tiles differ in cost where experts end, and CTAs in speed; with turns fixed in advance the GPU
-    waits for whoever got the expensive ones. One warp of a cluster (`serve`) counts up a number in
-    global memory that all clusters share and writes what it got to every CTA of the cluster; each
-    warp that works on tiles reads it there (`take`). One tile is fetched ahead, while the one
-    before it is computed. Which CTA computes a tile has no effect on the result.
+    Tiles differ in cost where experts end, and CTAs differ in speed; with round robin the GPU waits
+    for the cluster that got the expensive tiles. One warp of a cluster (`serve`) increments a
+    counter in global memory and writes the result to every CTA of the cluster, where each warp that
+    works on tiles reads it (`take`). One tile is fetched ahead. Which CTA computes a tile has no
+    effect on the result.
 
     Pipeline of depth 1:
       full   the arrival of `serve`'s expect-tx + the 4 bytes of the number

@@ -1,4 +1,4 @@
-"""Zeros for the tokens that no expert here has, beside another kernel's work."""
+"""A GEMM's side job: zeros for the tokens that have no local expert."""
 
 import cutlass
 import cutlass.cute as cute

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.architectures import ARCHITECTURES
-from .problem import Configs, FusedCall, MoeInputs, MoeShape
-from .routing import GroupedRows
+from ..problem import FusedCall, GroupedRows, MoeInputs, MoeShape
 
 
 class Backend(Protocol):
@@ -44,8 +43,8 @@ class Backend(Protocol):
         tokens: int,
         device: torch.device,
         shape: MoeShape,
-        configs: Configs,
         terms: int = 1,
+        configs: tuple[Any, Any] | None = None,
     ) -> FusedCall: ...
 
     def combine(

@@ -1,28 +1,26 @@
-"""`run` of a layer at another shape than that of the definition it is written for."""
+"""`run` of a definition, in destination passing style, out of a layer."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .problem import MoeInputs, MoeShape
+from ..problem import MoeInputs, MoeShape
 
 
 def run_of(layer: Any, **sizes: Any) -> Callable[..., None]:
-    """`run` of a definition of the family, in destination passing style.
+    """The function that flashinfer-bench calls: the definition's inputs in order, then the output.
 
     With `renormalize` it takes neither bias nor factor, and all experts are local.
 
     Args:
-        layer: a dataclass with a `shape`, called with inputs and output.
-        sizes: of the shape, see `MoeShape`.
-
-    Returns:
-        A function of the definition's inputs, in their order, and the output.
+        layer: called with `MoeInputs` and the output.
+        sizes: of another shape than the layer's, see `MoeShape`; then it is a dataclass with one.
     """
-    at_shape = replace(layer, shape=MoeShape(**sizes))
-    if at_shape.shape.routing == "renormalize":
-        return _renormalize(at_shape)
-    return _deepseek_v3(at_shape)
+    if sizes:
+        layer = replace(layer, shape=MoeShape(**sizes))
+        if layer.shape.routing == "renormalize":
+            return _renormalize(layer)
+    return _deepseek_v3(layer)
 
 
 # fmt: off

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from .problem import Configs, FusedCall, MoeInputs, MoeShape
+from ..problem import FusedCall, MoeInputs, MoeShape
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
 
@@ -106,7 +106,7 @@ def swiglu_quant(
 
 
 def fused_call(
-    tokens: int, device: torch.device, shape: MoeShape, configs: Configs, terms: int = 1
+    tokens: int, device: torch.device, shape: MoeShape, terms: int = 1, configs: Any = None
 ) -> FusedCall:
     """`fused` of this shape and with so many terms; what else is given only shapes kernels."""
     return lambda inputs, output: fused(inputs, output, shape, terms)

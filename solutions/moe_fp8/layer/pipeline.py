@@ -8,10 +8,10 @@ import torch
 
 from ..kernels import architectures
 from ..numerics import BLOCK, round_up
+from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
 from .backend import select
 from .device import on_device
-from .problem import DEEPSEEK_V3, Choose, MoeInputs, MoeShape, validate
-from .routing import GroupedRows
+from .validate import validate
 from .workspace import workspace
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
@@ -84,6 +84,9 @@ class PlacedRows(NamedTuple):
     config1: Any  # of the two GEMMs
     config2: Any
 
+
+Choose = Callable[..., Any]
+"""Picks a GEMM's config from the rows per active expert, n and k: see `sm90.heuristic.choose`."""
 
 Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""

@@ -3,25 +3,10 @@
 The model of `kernels.route`. Nothing here reads a device value on the host.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from ..numerics import EPSILON
-from .problem import MoeInputs, MoeShape, bounded_offset
-
-
-class GroupedRows(NamedTuple):
-    """The (token, local expert) pairs as rows: experts ascending, tokens ascending within one.
-
-    P rows are real; only the device knows P (`m_indptr[E]`).
-    """
-
-    # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
-    token_of_row: torch.Tensor | None
-    m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
-    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
-    weights: torch.Tensor  # [T, top_k] float32
+from ..problem import GroupedRows, MoeInputs, MoeShape, bounded_offset
 
 
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:

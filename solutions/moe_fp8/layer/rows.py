@@ -12,8 +12,6 @@ they are never written. What differs is who decides where an expert starts:
 `aligned` needs the row counts on the host and is built where they are (v3).
 """
 
-import math
-
 import torch
 
 
@@ -29,13 +27,3 @@ def batched_rows(rows_per_expert: torch.Tensor, max_rows: int) -> torch.Tensor:
     torch.arange(0, starts.shape[0] * max_rows, max_rows, out=starts)
     torch.add(starts, rows_per_expert, out=ends)
     return expert_rows
-
-
-def expected_rows(pairs: int, experts: int) -> float:
-    """Rows of an expert that has any, of `pairs` that chose among equally popular experts.
-
-    With x rows an expert on average, the share of experts without one is about exp(-x). Real
-    traffic prefers some experts, so that those with rows have more: 3.9 where this says 2.7 (T=80).
-    """
-    mean = pairs / experts
-    return mean / -math.expm1(-mean)

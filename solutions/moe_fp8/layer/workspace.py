@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..numerics import BLOCK
-from .problem import MoeShape
+from ..problem import MoeShape
 
 
 class Workspace(NamedTuple):

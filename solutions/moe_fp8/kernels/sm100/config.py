@@ -43,7 +43,10 @@ class GemmConfig(TileConfig):
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
         stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
         swap_ab: weights take the MMA's 128-row side and tokens its columns.
-        dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
+        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
+        whole_waves: only as many clusters take part as leave each with the same number of tiles.
+            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
+            on the multiprocessors that are left. Not with `dynamic`.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32.
         accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
@@ -64,6 +67,7 @@ class GemmConfig(TileConfig):
     stages: int = 0
     swap_ab: bool = False
     dynamic: bool = False
+    whole_waves: bool = False
     terms: int = 1
     accumulators: int = 0
     mma_ctas: int = 1
@@ -91,6 +95,8 @@ class GemmConfig(TileConfig):
                 "mma_ctas=2: expected cluster (2, 1) without swap_ab, not "
                 f"({self.cluster_m}, {self.cluster_n}) {side}"
             )
+        if self.whole_waves and self.dynamic:
+            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
         if self.terms not in (1, 2):
             raise ValueError(f"terms={self.terms}: expected 1 or 2")
         if self.quantises not in (0, 1, 2):
@@ -141,7 +147,7 @@ class GemmConfig(TileConfig):
         return 1
 
     @property
-    def scales_apart(self) -> bool:
+    def split_scales(self) -> bool:
         """Whether the A scales have a pipeline of their own."""
         return True
 
@@ -173,7 +179,7 @@ class GemmConfig(TileConfig):
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the stages: output staging, scales, barriers and alignment."""
+        """Shared memory besides the stages: output staging, scales, barriers and alignment."""
         scales = self.consumer_warps * B_SCALES * 4 + SCALE_STAGES * self.scale_block_bytes
         return self.staging_bytes + scales + 2048
 
@@ -190,7 +196,7 @@ class GemmConfig(TileConfig):
         return replace(self, tile_n=2 * BLOCK, quantises=terms, stages=0, accumulators=0)
 
     def __str__(self) -> str:
-        flags = [f for f in ("swap_ab", "dynamic") if getattr(self, f)]
+        flags = [f for f in ("swap_ab", "dynamic", "whole_waves") if getattr(self, f)]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         if self.mma_ctas > 1:

@@ -83,15 +83,12 @@ class GroupedGemmSm100(GroupedGemm):
         a_load: type = ContiguousRows,
         epilogue: type | None = None,
         rows_known: bool = False,
-        even_turns: bool = False,
-        beside: Any = None,
+        side_job: Any = None,
     ):
         if config.quantises and epilogue is None:
             raise ValueError(f"{config}: expected an epilogue that quantises")
         operands = operands_of(config)
-        super().__init__(
-            config, n, k, experts, operands, a_load, epilogue, rows_known, even_turns, beside
-        )
+        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
 
@@ -119,7 +116,7 @@ class GroupedGemmSm100(GroupedGemm):
         output,
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
-        of_beside,
+        side_job_tensors,
         ready: Ready | None,
     ):
         self._setup_attributes()
@@ -159,7 +156,7 @@ class GroupedGemmSm100(GroupedGemm):
         if group < PRODUCER_WARPGROUPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self._producers(
-                warp_idx, pipes.load, work, queue, a, b, shared, counter, of_beside, ready
+                warp_idx, pipes.load, work, queue, a, b, shared, counter, side_job_tensors, ready
             )
             if warp_idx == SCALES_WARP:
                 self._scales_warp(pipes.scales, work, a, shared, ready)
@@ -305,9 +302,18 @@ class GroupedGemmSm100(GroupedGemm):
         )
         start = tmem + consumer * c.consumer_columns
         source = Source(pipes.scales, pipes.sums, start, shared.a.scales)
-        kept = shared.b_scale[None, None, thread // WARP]
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]
         self._consume(
-            work, source, state, kept, b.scales, total_acc, staging, output, consumer, thread
+            work,
+            source,
+            state,
+            cached_b_scale,
+            b.scales,
+            total_acc,
+            staging,
+            output,
+            consumer,
+            thread,
         )
 
     @cute.jit
@@ -315,7 +321,7 @@ class GroupedGemmSm100(GroupedGemm):
         self,
         source: Source,
         state,
-        kept: cute.Tensor,
+        cached_b_scale: cute.Tensor,
         total_acc: cute.Tensor,
         tile: Tile,
         thread: Int32,
@@ -329,7 +335,7 @@ class GroupedGemmSm100(GroupedGemm):
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Read before the accumulator is waited for, so that their latency hides behind it.
             scales_pipe.consumer_wait(scales_state)
-            self._load_scales(scales, s_a_scale, kept, kb, scales_state.index, thread)
+            self._load_scales(scales, s_a_scale, cached_b_scale, kb, scales_state.index, thread)
             cute.arch.sync_warp()  # one lane gives back what all have read
             scales_pipe.consumer_release(scales_state)
             scales_state.advance()
@@ -400,7 +406,7 @@ class GroupedGemmSm100(GroupedGemm):
         for v in range(0, cute.size(part), 2):
             of_pair = []
             for i in (first + v, first + v + 1):
-                half = self.operands.half_of_value(i) if self.epilogue.halves > 1 else 0
+                half = self.operands.half_of_value(i) if self.epilogue.n_halves > 1 else 0
                 of_pair.append(scales[self.operands.scale_of_value(i), half])
             pair, sums = (part[v], part[v + 1]), (total[first + v], total[first + v + 1])
             sums = cute.arch.fma_packed_f32x2(pair, tuple(of_pair), sums)

@@ -1,8 +1,10 @@
 """Which GEMM config for how many rows an expert has."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+from ...problem import MoeShape, expected_rows
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used. No Blackwell GPU was at hand: the bounds are
@@ -56,6 +58,29 @@ def choose(
         of_wave = (c for c in ONE_WAVE if _one_wave(c, rows_per_expert, n, experts))
         config = next(of_wave, config)
     return replace(config, terms=terms)
+
+
+def choose_layer(
+    tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
+) -> tuple[GemmConfig, GemmConfig]:
+    """The configs of the fused layer's two GEMMs for T tokens, at least one.
+
+    Tiles and clusters are `pick`'s; what the layer adds is decided here.
+
+    Stages, tiles on demand and waves are decided as for Hopper (`sm90.heuristic.choose_layer`), by
+    figures of an H200: to be measured.
+    """
+    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+    h, i = shape.hidden_size, shape.intermediate_size
+    first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
+    local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
+    early = not second.swap_ab or local > 4
+    second = replace(second, stages=8 if second.swap_ab else second.stages, dynamic=early)
+    if first.swap_ab:
+        first = replace(first, stages=8, whole_waves=early and first.tile_m <= 16)
+    else:
+        first = replace(first, dynamic=True)
+    return first.with_swiglu(terms), second
 
 
 def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:

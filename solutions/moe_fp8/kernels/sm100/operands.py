@@ -69,7 +69,7 @@ class TokensAsRows(_Operands):
         self.staged_rows = config.tile_m
         self.parts = config.consumer_columns // EPILOGUE_COLUMNS
         self.token_scales = 1
-        # Rows of up and of gate in turns that put both of a column into one thread: the first and
+        # Rows of up and gate, interleaved so that a thread has both of a column: the first and
         # the second half of a warpgroup's columns.
         self.interleave = config.consumer_columns // 2
 

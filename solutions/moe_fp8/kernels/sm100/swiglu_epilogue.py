@@ -20,7 +20,7 @@ class Staging(NamedTuple):
     """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
 
     rows: cute.Tensor  # (tile_m, 128, terms) e4m3
-    amax: cute.Tensor  # (parties, tile_m) i32: of a warpgroup's or, under swap_ab, a warp's columns
+    amax: cute.Tensor  # (groups, tile_m) i32: of a warpgroup's or, with swap_ab, a warp's columns
 
 
 class SwigluQuantise(SwigluEpilogue):
@@ -40,18 +40,18 @@ class SwigluQuantise(SwigluEpilogue):
                 f"{config}, n={n}: expected quantises={self.terms} and n a multiple of {2 * BLOCK}"
             )
         super().__init__(config, operands, n, BLOCK)
-        self.parties = self.warps if config.swap_ab else config.consumer_warpgroups
+        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
 
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
-        return self.staged_bytes() + 4 * self.parties * self.config.tile_m
+        return self.staged_bytes() + 4 * self.column_groups * self.config.tile_m
 
     def staging(self, buffer) -> Staging:
         """The views of the staging buffer, a member of the kernel's shared memory."""
         base, rows = buffer.data_ptr(), self.config.tile_m
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
-        by_party = cute.make_layout((self.parties, rows), stride=(rows, 1))
-        return Staging(self.staged_rows(base), cute.make_tensor(amax, by_party))
+        by_group = cute.make_layout((self.column_groups, rows), stride=(rows, 1))
+        return Staging(self.staged_rows(base), cute.make_tensor(amax, by_group))
 
     @cute.jit
     def store(
@@ -149,8 +149,8 @@ class SwigluQuantise(SwigluEpilogue):
     def _of_all(self, staging: Staging, token: Int32) -> Int32:
         """The maximum over all columns of the tile."""
         amax = Int32(0)
-        for party in range(self.parties):
-            amax = cutlass.max(amax, staging.amax[party, token])
+        for group in range(self.column_groups):
+            amax = cutlass.max(amax, staging.amax[group, token])
         return amax
 
 

@@ -32,11 +32,14 @@ class GemmConfig(TileConfig):
         stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
         swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
-        dynamic: a cluster asks for its next tile when it needs one, instead of taking turns.
+        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
+        whole_waves: only as many clusters take part as leave each with the same number of tiles.
+            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
+            on the multiprocessors that are left. Not with `dynamic`.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32: rounding them would cost what the second term gains.
-        unroll: a turn of the main loop goes once through the pipeline, so that its addresses are
-            constants; where its depth does not divide K, a turn is up to four stages.
+        unroll: an iteration of the main loop covers all stages, so that their addresses are
+            constants; where their number does not divide the K blocks, up to four.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -50,6 +53,7 @@ class GemmConfig(TileConfig):
     swap_ab: bool = False
     overlap: bool = False
     dynamic: bool = False
+    whole_waves: bool = False
     unroll: bool = False
     terms: int = 1
 
@@ -70,6 +74,8 @@ class GemmConfig(TileConfig):
                 f"{self}: {self.accumulator_registers} accumulator registers a thread, "
                 f"expected at most {most}"
             )
+        if self.whole_waves and self.dynamic:
+            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
         if self.terms not in (1, 2):
             raise ValueError(f"terms={self.terms}: expected 1 or 2")
         if self.stages < 0 or self.stages == 1:
@@ -91,8 +97,8 @@ class GemmConfig(TileConfig):
         return self.consumer_warps
 
     @property
-    def scales_apart(self) -> bool:
-        """Whether the A scales have a pipeline of their own; here they come with the rows."""
+    def split_scales(self) -> bool:
+        """Whether the A scales have a pipeline of their own; on Hopper they come with the rows."""
         return False
 
     @property
@@ -124,7 +130,7 @@ class GemmConfig(TileConfig):
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the stages: output staging, B scales, barriers and alignment."""
+        """Shared memory besides the stages: output staging, B scales, barriers and alignment."""
         staging = self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
         b_scales = self.consumer_warps * B_SCALES * 4
         return staging + b_scales + 2048
@@ -134,7 +140,11 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
 
     def __str__(self) -> str:
-        flags = [f for f in ("swap_ab", "overlap", "dynamic", "unroll") if getattr(self, f)]
+        flags = [
+            f
+            for f in ("swap_ab", "overlap", "dynamic", "whole_waves", "unroll")
+            if getattr(self, f)
+        ]
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         if self.terms > 1:

@@ -63,18 +63,15 @@ class GroupedGemmSm90(GroupedGemm):
         a_load: type = ContiguousRows,
         epilogue: type | None = None,
         rows_known: bool = False,
-        even_turns: bool = False,
-        beside: Any = None,
+        side_job: Any = None,
     ):
         operands = operands_of(config)
-        super().__init__(
-            config, n, k, experts, operands, a_load, epilogue, rows_known, even_turns, beside
-        )
-        # K blocks of a turn of the main loop.
+        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
+        # K blocks of an iteration of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
-            self.turn = config.num_stages
+            self.unroll = config.num_stages
         else:
-            self.turn = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
+            self.unroll = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
         # In a cluster with several row tiles each has a fixed share of the cluster's rows.
         if config.cluster_m == 1 and not config.swap_ab:
             self.row_step = WGMMA_M
@@ -91,7 +88,7 @@ class GroupedGemmSm90(GroupedGemm):
         output,
         expert_rows: cute.Tensor,
         counter: cute.Tensor,
-        of_beside,
+        side_job_tensors,
         ready: Ready | None,
     ):
         self._setup_attributes()
@@ -128,7 +125,9 @@ class GroupedGemmSm90(GroupedGemm):
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, load, work, queue, a, b, shared, counter, of_beside, ready)
+            self._producers(
+                warp_idx, load, work, queue, a, b, shared, counter, side_job_tensors, ready
+            )
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._mma_warpgroup(load, work, group - 1, shared, b, staging, output)
@@ -160,9 +159,18 @@ class GroupedGemmSm90(GroupedGemm):
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         source = Source(load, fragments, shared.a.scales)
-        kept = shared.b_scale[None, None, thread // WARP]
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]
         self._consume(
-            work, source, state, kept, b.scales, total_acc, staging, output, consumer, thread
+            work,
+            source,
+            state,
+            cached_b_scale,
+            b.scales,
+            total_acc,
+            staging,
+            output,
+            consumer,
+            thread,
         )
 
     @cute.jit
@@ -170,7 +178,7 @@ class GroupedGemmSm90(GroupedGemm):
         self,
         source: Source,
         state,
-        kept: cute.Tensor,
+        cached_b_scale: cute.Tensor,
         total_acc: cute.Tensor,
         tile: Tile,
         thread: Int32,
@@ -179,7 +187,9 @@ class GroupedGemmSm90(GroupedGemm):
         overlap = cutlass.const_expr(self.config.overlap)
         mainloop = self._overlapped_mainloop if overlap else self._mainloop
         scales = self.a_load.first_scale(tile, source.a_scale)
-        return mainloop(source.load, state, source.fragments, kept, total_acc, scales, thread)
+        return mainloop(
+            source.load, state, source.fragments, cached_b_scale, total_acc, scales, thread
+        )
 
     @cute.jit
     def _skip_tile(self, source: Source, state):
@@ -196,7 +206,7 @@ class GroupedGemmSm90(GroupedGemm):
         load,
         state,
         fragments: Fragments,
-        kept: cute.Tensor,
+        cached_b_scale: cute.Tensor,
         total_acc: cute.Tensor,
         s_a_scale: cute.Tensor,
         thread: Int32,
@@ -206,31 +216,31 @@ class GroupedGemmSm90(GroupedGemm):
         scales = self._make_scales()
         total_acc.fill(0.0)
         arrived = load.consumer_try_wait(state)
-        for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            for i in cutlass.range_constexpr(self.turn):
+        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
+            for i in cutlass.range_constexpr(self.unroll):
                 now = self._stage(state, i)
                 load.consumer_wait(now, arrived)
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, kept, first + i, now.index, thread)
+                self._load_scales(scales, s_a_scale, cached_b_scale, first + i, now.index, thread)
                 self._issue_wgmma(acc, fragments, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
                 # Ask for the next stage now: the answer comes during the promotion.
                 arrived = Boolean(True)
-                if cutlass.const_expr(i + 1 < self.turn):
+                if cutlass.const_expr(i + 1 < self.unroll):
                     arrived = load.consumer_try_wait(self._stage(state, i + 1))
                 else:
-                    state = self._stage(state, self.turn)
-                    if first + self.turn < self.k_blocks:
+                    state = self._stage(state, self.unroll)
+                    if first + self.unroll < self.k_blocks:
                         arrived = load.consumer_try_wait(state)
                 self._promote(total_acc, acc, scales)
         return state
 
     def _stage(self, state, i: int):
-        """The state `i` stages after `state`, which begins a turn of the main loop."""
+        """The state `i` stages after `state`, which begins an iteration of the main loop."""
         stages = self.config.num_stages
-        if self.turn == stages:  # every turn begins at stage 0
+        if self.unroll == stages:  # every iteration begins at stage 0
             return pipeline.PipelineState(
                 stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
             )
@@ -245,7 +255,7 @@ class GroupedGemmSm90(GroupedGemm):
         load,
         state,
         fragments: Fragments,
-        kept: cute.Tensor,
+        cached_b_scale: cute.Tensor,
         total_acc: cute.Tensor,
         s_a_scale: cute.Tensor,
         thread: Int32,
@@ -253,24 +263,26 @@ class GroupedGemmSm90(GroupedGemm):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
         ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
-        every single one, so each turn of the loop ends with nothing in flight.
+        every single one, so each iteration ends with nothing in flight.
         """
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
-        for first in cutlass.range(0, self.k_blocks, self.turn, unroll=1):
-            for i in cutlass.range_constexpr(self.turn + 1):
-                if cutlass.const_expr(i < self.turn):
+        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
+            for i in cutlass.range_constexpr(self.unroll + 1):
+                if cutlass.const_expr(i < self.unroll):
                     now = self._stage(state, i)
                     load.consumer_wait(now)
                     self.a_load.arrived()
-                    self._load_scales(scales[i % 2], s_a_scale, kept, first + i, now.index, thread)
+                    self._load_scales(
+                        scales[i % 2], s_a_scale, cached_b_scale, first + i, now.index, thread
+                    )
                     self._issue_wgmma(accs[i % 2], fragments, now.index)
                 if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1 if i < self.turn else 0)
+                    warpgroup.wait_group(1 if i < self.unroll else 0)
                     load.consumer_release(self._stage(state, i - 1))
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
-            state = self._stage(state, self.turn)
+            state = self._stage(state, self.unroll)
         return state
 
     @cute.jit
@@ -298,6 +310,6 @@ class GroupedGemmSm90(GroupedGemm):
         flat_total = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for v in cutlass.range(cute.size(acc), unroll_full=True):
-            half = self.operands.half_of_value(v) if self.epilogue.halves > 1 else 0
+            half = self.operands.half_of_value(v) if self.epilogue.n_halves > 1 else 0
             scale = scales[self.operands.scale_of_value(v), half]
             flat_total[v] = cute.math.fma(flat_acc[v], scale, flat_total[v])

@@ -60,7 +60,7 @@ class TokensAsRows(_Operands):
         self.staged_rows = WGMMA_M
         self.parts = config.tile_n // EPILOGUE_COLUMNS
         self.token_scales = 2
-        # Rows of up and of gate in turns that put both of a column into one thread: its column
+        # Rows of up and gate, interleaved so that a thread has both of a column: its column
         # groups j and j + 8.
         self.interleave = config.tile_n // 2
 

@@ -19,8 +19,8 @@ from .operands import Operands
 
 COLUMNS = BLOCK // 2
 """Of the result that a tile makes: half of those that share a scale."""
-TURNS = 2
-"""Tiles whose maxima from the other CTA have a place at once."""
+BUFFERS = 2
+"""For the other CTA's maxima, of alternate tiles."""
 
 
 class Staging(NamedTuple):
@@ -28,20 +28,27 @@ class Staging(NamedTuple):
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3
     amax: cute.Tensor  # (warps, tile_m) i32: of a warp's columns, under swap_ab
-    theirs: cute.Tensor  # (turns, tile_m) i32: of the other CTA's columns
-    arrived: cute.Pointer  # mbarriers (turns, parties) of `theirs`
+    theirs: cute.Tensor  # (buffers, tile_m) i32: of the other CTA's columns
+    arrived: cute.Pointer  # mbarriers (buffers, waits) of `theirs`
 
 
 class SwigluQuantise(SwigluEpilogue):
     """`SwigluEpilogue` for 64 columns a CTA.
 
-    A scale is that of a row's 128 columns, which the two CTAs of a cluster make: each sends the
-    maxima of its 64 to the other one's shared memory. Where tokens are accumulator rows, four lanes
-    hold a row and a warp stores its 16 rows alone. Under swap_ab a token's columns are spread over
-    all consumer warps, which exchange maxima and quantised values through shared memory first.
+    A scale covers a row's 128 columns, 64 of each CTA of the cluster. Each CTA sends its maxima to
+    the other one's shared memory, alternately to one of two buffers:
 
-    The other CTA's maxima of a tile come to one of two places in turn. That CTA cannot be two tiles
-    ahead: the end of its next tile waits for the arrival of those who have read the last maxima.
+        CTA 0                                    CTA 1
+        maxima of tile t  -- st.async -->        theirs[t % 2], completes arrived[t % 2]
+        theirs[t % 2]     <-- st.async --        maxima of tile t
+        wait arrived[t % 2], max, scale          wait arrived[t % 2], max, scale
+
+    A CTA sends those of tile t + 2 to the same buffer only after it has received those of tile
+    t + 1, and the other CTA sends these only after it has read those of tile t.
+
+    Where tokens are accumulator rows, four lanes hold a row, and a warp stores its 16 rows alone.
+    With swap_ab a token's columns are spread over all consumer warps, which exchange maxima and
+    quantised values through shared memory first.
 
     Raises:
         ValueError: the tile is not 128 columns wide, n is ragged, or the cluster is no such pair.
@@ -54,15 +61,14 @@ class SwigluQuantise(SwigluEpilogue):
                 f"side, and n a multiple of {2 * BLOCK}"
             )
         super().__init__(config, operands, n, COLUMNS)
-        # Who waits for the other CTA: every warpgroup for its rows, or all for the tile's; and who
-        # there says that they have read the last maxima: every warp, or one thread for all.
-        self.parties = 1 if config.swap_ab else config.consumer_warpgroups
+        # mbarriers of a buffer: every warpgroup waits for its own rows, with swap_ab all together.
+        self.waits = 1 if config.swap_ab else config.consumer_warpgroups
         self.arrivals = 1 if config.swap_ab else WARPS
 
     def staging_elements(self) -> int:
         """Elements of the staging buffer."""
-        maxima = 4 * (self.warps + TURNS)
-        return self.staged_bytes() + self.config.tile_m * maxima + 8 * TURNS * self.parties
+        maxima = 4 * (self.warps + BUFFERS)
+        return self.staged_bytes() + self.config.tile_m * maxima + 8 * BUFFERS * self.waits
 
     @cute.jit
     def staging(self, buffer) -> Staging:
@@ -73,15 +79,15 @@ class SwigluQuantise(SwigluEpilogue):
         rows, base = self.config.tile_m, buffer.data_ptr()
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
         theirs = amax + rows * self.warps
-        arrived = cute.recast_ptr(theirs + rows * TURNS, dtype=Int64)
+        arrived = cute.recast_ptr(theirs + rows * BUFFERS, dtype=Int64)
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(TURNS * self.parties):
+                for i in cutlass.range_constexpr(BUFFERS * self.waits):
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return Staging(
             self.staged_rows(base),
             cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
-            cute.make_tensor(theirs, cute.make_layout((TURNS, rows), stride=(rows, 1))),
+            cute.make_tensor(theirs, cute.make_layout((BUFFERS, rows), stride=(rows, 1))),
             arrived,
         )
 
@@ -129,18 +135,18 @@ class SwigluQuantise(SwigluEpilogue):
                     c[i, j, r] = silu(sums[v + 4 * pairs]) * sums[v]
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
-        turn = stored % TURNS
-        arrived = staging.arrived + turn * self.parties + warpgroup
+        buffer_index = stored % BUFFERS
+        arrived = staging.arrived + buffer_index * self.waits + warpgroup
         if lane == 0:
             self._announce(arrived, 16)
         bits = cute.recast_tensor(amax, Int32)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
-                self._send(staging, turn, first + lane // 4 + 8 * r, bits[r], arrived)
-        cute.arch.mbarrier_wait(arrived, stored // TURNS % 2)
+                self._send(staging, buffer_index, first + lane // 4 + 8 * r, bits[r], arrived)
+        cute.arch.mbarrier_wait(arrived, stored // BUFFERS % 2)
         for r in cutlass.range_constexpr(2):
             row = first + lane // 4 + 8 * r
-            bits[r] = cutlass.max(bits[r], staging.theirs[turn, row])
+            bits[r] = cutlass.max(bits[r], staging.theirs[buffer_index, row])
             scale = block_scale(amax[r])
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
             divide(c[None, None, r], scale)
@@ -189,19 +195,19 @@ class SwigluQuantise(SwigluEpilogue):
                 amax[i] = cute.arch.fmax(amax[i], other)
             if lane < 4:
                 staging.amax[warp, self.operands.scale_token(i, thread)] = bits[i]
-        turn = stored % TURNS
-        arrived = staging.arrived + turn
+        buffer_index = stored % BUFFERS
+        arrived = staging.arrived + buffer_index
         if thread == 0:
             self._announce(arrived, rows)
         barrier.arrive_and_wait()
         if thread < rows:
-            self._send(staging, turn, thread, self._of_all_warps(staging, thread), arrived)
+            self._send(staging, buffer_index, thread, self._of_all_warps(staging, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._of_all_warps(staging, self.operands.scale_token(i, thread))
-        cute.arch.mbarrier_wait(arrived, stored // TURNS % 2)
+        cute.arch.mbarrier_wait(arrived, stored // BUFFERS % 2)
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
-            bits[i] = cutlass.max(bits[i], staging.theirs[turn, token])
+            bits[i] = cutlass.max(bits[i], staging.theirs[buffer_index, token])
             amax[i] = block_scale(amax[i])
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
@@ -232,10 +238,10 @@ class SwigluQuantise(SwigluEpilogue):
         )
 
     def _send(
-        self, staging: Staging, turn: Int32, row: Int32, amax: Int32, arrived: cute.Pointer
+        self, staging: Staging, buffer_index: Int32, row: Int32, amax: Int32, arrived: cute.Pointer
     ) -> None:
         """Put a row's maximum into the other CTA's `theirs`, whose barrier gets 4 bytes."""
-        place = staging.theirs.iterator + turn * self.config.tile_m + row
+        place = staging.theirs.iterator + buffer_index * self.config.tile_m + row
         other = cute.arch.block_idx_in_cluster() ^ 1
         cute.arch.store_async_dsmem(place, amax, arrived, other)
 

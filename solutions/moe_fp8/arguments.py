@@ -1,0 +1,167 @@
+"""Checking the arguments of a call. Nothing here launches or reads anything on a GPU."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes of the widest load or store, and what TMA asks of a base address."""
+
+
+class Spec(NamedTuple):
+    """What is expected of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # -1: the number of tokens, where that is not known
+    dtype: torch.dtype
+    meaning: str
+    alignment: int = ALIGNMENT  # bytes that its address is a multiple of
+
+
+class Signature:
+    """The tensors of a call, contiguous and on one device; the last one is the output."""
+
+    def __init__(self, *specs: Spec):
+        self.specs = specs
+        self.sizes = tuple(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Compare the arguments with what is expected of them.
+
+        Runs in every call, so the good case is a handful of comparisons; messages are made only
+        once something is known to be wrong.
+
+        Raises:
+            ValueError: names the argument, what was expected and given, and why.
+        """
+        try:
+            device = tensors[0].device
+            good = True
+            for tensor, (_, shape, dtype, _, alignment) in zip(tensors, self.specs, strict=True):
+                good = (
+                    good
+                    and tensor.shape == shape
+                    and tensor.dtype is dtype
+                    and tensor.device == device
+                    and tensor.is_contiguous()
+                    and tensor.data_ptr() % alignment == 0
+                )
+            good = good and self.overlapped(tensors) is None
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
+            good = False
+        if not good:
+            self._explain(tensors)
+
+    def overlapped(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """The place of the first input that shares memory with the output."""
+        begin = tensors[-1].data_ptr()
+        end = begin + self.sizes[-1] if begin else 0  # a tensor on `meta` has no memory to share
+        for place in range(len(self.sizes) - 1):
+            if begin - self.sizes[place] < tensors[place].data_ptr() < end:
+                return place
+        return None
+
+    def _explain(self, tensors: Sequence[Any]) -> NoReturn:
+        """Raise the ValueError for the first argument that is wrong."""
+        for tensor, (name, shape, dtype, meaning, alignment) in zip(
+            tensors, self.specs, strict=True
+        ):
+            expected = "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(
+                    f"{name}: expected a {dtype} tensor {expected}, got {type(tensor).__name__}"
+                )
+            if tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{name}: expected a dense (strided) tensor, got layout {tensor.layout}"
+                )
+            if tensor.dtype is not dtype:
+                raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype} ({meaning})")
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{name}: expected shape {expected}, got {list(tensor.shape)} ({meaning})"
+                )
+            if tensor.device != tensors[0].device:
+                raise ValueError(
+                    f"{name}: expected device {tensors[0].device}, got {tensor.device} "
+                    f"(all tensors must be on the device of {self.specs[0].name})"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())} "
+                    f"for shape {list(tensor.shape)} (it is addressed by its shape; "
+                    "call .contiguous())"
+                )
+            if tensor.data_ptr() % alignment:
+                raise ValueError(
+                    f"{name}: expected an address that is a multiple of {alignment}, got "
+                    f"{tensor.data_ptr():#x} (it moves in {alignment}-byte pieces; .clone() it)"
+                )
+        place = self.overlapped(tensors)
+        assert place is not None, "a check failed that has no message"
+        raise ValueError(
+            f"{self.specs[-1].name}: expected memory of its own, got some of "
+            f"{self.specs[place].name} (it is written while the inputs are read)"
+        )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise a ValueError for what is neither an integer nor a CPU tensor that holds one."""
+    if type(value) is not int and not _is_integer(value):  # bool is not it
+        _explain_scalar(name, value, "an integer")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise a ValueError for what is neither a real number nor a CPU tensor that holds one."""
+    if type(value) is not float and not _is_real(value):
+        _explain_scalar(name, value, "a real number that a float can hold")
+
+
+def _is_integer(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        integer = not value.is_floating_point() and not value.is_complex()
+        return integer and value.dtype is not torch.bool and _is_host_scalar(value)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_complex() and value.dtype is not torch.bool and _is_host_scalar(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return False
+    return True
+
+
+def _is_host_scalar(value: torch.Tensor) -> bool:
+    return value.device.type == "cpu" and value.numel() == 1
+
+
+def _explain_scalar(name: str, value: object, kind: str) -> NoReturn:
+    if not isinstance(value, torch.Tensor):
+        given = f"{shown(value)} of type {type(value).__name__}"
+        raise ValueError(f"{name}: expected {kind}, got {given}")
+    if value.device.type != "cpu":
+        raise ValueError(
+            f"{name}: expected {kind} on the host, got a tensor on {value.device} (reading it "
+            "would stall the host until the GPU is idle; pass a python number or a CPU tensor)"
+        )
+    raise ValueError(
+        f"{name}: expected {kind} or a CPU tensor that holds one, got a {value.dtype} tensor of "
+        f"shape {list(value.shape)}"
+    )
+
+
+def shown(value: object) -> str:
+    """The value for a message, at most a line of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "a number too long to be written"
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,187 @@
+"""The problem: geometry, the layer's inputs in the definition's order, and a rank's pairs as rows.
+
+What the kernels, the layers and the torch model share.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+
+from .arguments import Spec, shown
+from .numerics import BLOCK
+
+LARGEST_OFFSET = 2**30
+"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
+
+
+def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
+    """The offset within int32. All offsets past either end say the same: no expert is local."""
+    return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
+
+
+ROUTINGS = ("deepseek_v3", "renormalize")
+"""Ways to choose a token's experts and their weights, see `layer.routing.choose_experts`."""
+
+LARGEST = {
+    "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
+    "num_local_experts": 1024,
+    "hidden_size": 8192,  # block scales of up and gate that a warp of the first GEMM keeps
+    "intermediate_size": 16384,  # the same of the second GEMM
+    "top_k": 31,
+}
+"""Sizes that the kernels take."""
+LANES = 32
+"""Of a warp, which routes a token."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Everything about the layer that does not change from call to call.
+
+    Attributes:
+        num_experts: of the whole layer, at most 1024.
+        num_local_experts: here, at most 1024.
+        hidden_size: of a token, a multiple of 128 up to 8192.
+        intermediate_size: inside an expert, a multiple of 128 up to 16384.
+        n_group: groups that the experts are divided into, for the routing. Where not all of them
+            are kept, a group has 1, 2, 4, ... times as many experts as a lane of a warp that
+            shares the experts with 31 others.
+        topk_group: groups that a token's experts come from.
+        top_k: experts of a token, at most 31.
+        routing: of `ROUTINGS`; with `renormalize` the logits are bfloat16, and there is no bias.
+
+    Raises:
+        ValueError: a size is not what routing or the block scales need; the message names it.
+    """
+
+    num_experts: int = 256
+    num_local_experts: int = 32
+    hidden_size: int = 7168
+    intermediate_size: int = 2048
+    n_group: int = 8
+    topk_group: int = 4
+    top_k: int = 8
+    routing: str = "deepseek_v3"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            whole = isinstance(size, Integral) and not isinstance(size, bool)
+            if field.type is int and not whole:
+                raise ValueError(f"{field.name}={shown(size)}: expected an integer")
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(self, name)
+            if size < BLOCK or size % BLOCK:
+                raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
+        if self.routing == "renormalize" and self.n_group != 1:
+            raise ValueError(f"n_group={self.n_group}: expected 1, renormalize knows no groups")
+        if self.num_local_experts < 1:
+            raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
+        if self.n_group < 1 or self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group}: expected a divisor of num_experts={self.num_experts}"
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, "
+                "expected at least 2 (a group's score is the sum of its two largest)"
+            )
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
+        if not 1 <= self.top_k <= self.topk_group * self.group_size:
+            raise ValueError(
+                f"top_k={self.top_k}: expected 1..{self.topk_group * self.group_size}, "
+                "the experts of the kept groups"
+            )
+        for name, largest in LARGEST.items():
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at most {largest}")
+        of_lane = -(-self.num_experts // LANES)
+        lanes = self.group_size / of_lane
+        if self.topk_group < self.n_group and lanes not in (1, 2, 4, 8, 16):
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, expected {of_lane} "
+                f"times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} keeps a part of them"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Experts of one routing group."""
+        return self.num_experts // self.n_group
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the routing takes one."""
+        return self.routing == "deepseek_v3"
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the routing's logits."""
+        return torch.float32 if self.routing == "deepseek_v3" else torch.bfloat16
+
+    @cached_property
+    def weight_specs(self) -> tuple[Spec, ...]:
+        """The tensors among the inputs that do not depend on T, in order."""
+        e, h, i = self.num_local_experts, self.hidden_size, self.intermediate_size
+        fp8, f32 = torch.float8_e4m3fn, torch.float32
+        block = f"one scale per {BLOCK}x{BLOCK} block"
+        bias = Spec("routing_bias", (self.num_experts,), torch.bfloat16, "one value per expert")
+        return (
+            *((bias,) if self.has_bias else ()),
+            Spec("gemm1_weights", (e, 2 * i, h), fp8, "up rows, then gate rows, of each expert"),
+            Spec("gemm1_weights_scale", (e, 2 * i // BLOCK, h // BLOCK), f32, block, 4),
+            Spec("gemm2_weights", (e, h, i), fp8, "one down projection per local expert"),
+            Spec("gemm2_weights_scale", (e, h // BLOCK, i // BLOCK), f32, block, 4),
+        )
+
+
+DEEPSEEK_V3 = MoeShape()
+
+
+class MoeInputs(NamedTuple):
+    """The layer's inputs, in the order of DeepSeek-V3's definition."""
+
+    routing_logits: torch.Tensor  # [T, num_experts] float32, or bfloat16: `MoeShape.logits_dtype`
+    routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
+    hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
+    hidden_states_scale: torch.Tensor  # [H/128, T] float32
+    gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
+    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32
+    local_expert_offset: int | torch.Tensor
+    routed_scaling_factor: float | torch.Tensor
+
+
+FusedCall = Callable[[MoeInputs, torch.Tensor], None]
+"""The whole layer for one number of tokens: of the inputs and the output, which it writes."""
+
+
+class GroupedRows(NamedTuple):
+    """The (token, local expert) pairs as rows: experts ascending, tokens ascending within one.
+
+    P rows are real; only the device knows P (`m_indptr[E]`).
+    """
+
+    # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
+    token_of_row: torch.Tensor | None
+    m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
+    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
+    weights: torch.Tensor  # [T, top_k] float32
+
+
+def expected_rows(pairs: int, experts: int) -> float:
+    """Rows of an expert that has any, of `pairs` that chose among equally popular experts.
+
+    With x rows an expert on average, the share of experts without one is about exp(-x). Real
+    traffic prefers some experts, so that those with rows have more: 3.9 where this says 2.7 (T=80).
+    """
+    mean = pairs / experts
+    return mean / -math.expm1(-mean)
