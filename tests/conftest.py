@@ -20,7 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unchanged = config.cache.get(PASSED, None) == sources_of_the_emulator()
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    unchanged = cache and cache.get(PASSED, None) == sources_of_the_emulator()
     for item in items:
         large = item.get_closest_marker("large_memory")
         if large:
@@ -40,11 +41,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     whole = any(Path(arg).resolve() == EMULATOR / "tests" for arg in config.args)
     narrowed = config.option.keyword or config.option.markexpr
-    if reporter and whole and not narrowed and exitstatus == 0:
+    cache = getattr(config, "cache", None)
+    if reporter and cache and whole and not narrowed and exitstatus == 0:
         prefix = f"{(EMULATOR / 'tests').relative_to(config.rootpath).as_posix()}/"
         # Where there is no C++ compiler they are skipped.
         if any(report.nodeid.startswith(prefix) for report in reporter.stats.get("passed", [])):
-            config.cache.set(PASSED, sources_of_the_emulator())
+            cache.set(PASSED, sources_of_the_emulator())
 
 
 def sources_of_the_emulator() -> str:
