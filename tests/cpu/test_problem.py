@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import time
+import sys
 import types
 from pathlib import Path
 
@@ -258,15 +258,20 @@ def test_renormalize_takes_no_bias():
 
 
 def test_validation_costs_little(good):
-    """Best of several, so that a busy machine does not fail it; 5 us on an idle one."""
+    """Counts calls, which no busy machine changes: 87 with Python 3.11, 5 us on an idle machine."""
     inputs, output = split(good)
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(50):
-            validate(inputs, output, SHAPE)
-        best = min(best, (time.perf_counter() - start) / 50)
-    assert best < 20e-6
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        validate(inputs, output, SHAPE)
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls < 120, calls
 
 
 @pytest.mark.parametrize(
