@@ -12,7 +12,7 @@ for them as well was measured: with a few rows an expert a box reaches over half
 nothing is won.)
 
 Where the rows that the second kernel makes would reach what the first one still reads, it waits for
-all of the first before (`Ready.rows_apart`).
+all of the first before (`Ready.writable_rows`).
 
 No one waits for ever: a kernel is started when every CTA of the one before is at work or done
 (`dependent`), so that those who make the rows never wait for room.
