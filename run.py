@@ -41,8 +41,8 @@ PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
-EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "report")
-"""What programs need beside the dependencies."""
+EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "bench,report")
+"""Extras of pyproject.toml that a program needs; `bench` where it is not named here."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2
 always_venv = False
@@ -55,8 +55,8 @@ class SetupError(Exception):
 # --- requirements: what pyproject.toml asks for and what an interpreter has -----------------------
 
 
-def requirements(extra: str | None = None, pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
-    """The requirements that pyproject.toml lists, with those of one extra.
+def requirements(extras: str = "", pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
+    """The requirements that pyproject.toml lists, with those of extras ("bench,report").
 
     Python 3.10 has no TOML parser; the lists are literal arrays of strings, which is also Python.
     """
@@ -68,7 +68,7 @@ def requirements(extra: str | None = None, pyproject: Path = ROOT / "pyproject.t
             raise SetupError(f"{pyproject} has no list '{key}'")
         return list(ast.literal_eval(match.group(1)))
 
-    return array("dependencies") + (array(extra) if extra else [])
+    return sum(map(array, filter(None, extras.split(","))), array("dependencies"))
 
 
 def unmet(wanted: list[str]) -> list[str]:
@@ -140,22 +140,22 @@ def venv_lacks(wanted: list[str]) -> list[str]:
     raise SetupError(f"the interpreter in {VENV} does not work ({why}): remove that directory")
 
 
-def ready(extra: str | None) -> list[str] | None:
-    """The command for an interpreter that has what the extra needs, if there is one."""
-    wanted = requirements(extra)
+def ready(extras: str) -> list[str] | None:
+    """The command for an interpreter that has what the extras need, if there is one."""
+    wanted = requirements(extras)
     if not always_venv and not lacks(wanted):
         return [sys.executable]
     return None if venv_lacks([PROJECT, *wanted]) else [str(venv_python())]
 
 
-def set_up(extra: str | None) -> list[str]:
+def set_up(extras: str) -> list[str]:
     """The same; installs in .venv if it must."""
-    found = ready(extra)
+    found = ready(extras)
     if found is None:
         with alone():
-            found = ready(extra)  # another start may have installed it meanwhile
+            found = ready(extras)  # another start may have installed it meanwhile
             if found is None:
-                install(extra)
+                install(extras)
                 found = [str(venv_python())]
     return found
 
@@ -193,11 +193,11 @@ def make_venv() -> None:
         )
 
 
-def install(extra: str | None) -> None:
-    """Install the project in .venv, editable, with the extra."""
+def install(extras: str) -> None:
+    """Install the project in .venv, editable, with these extras."""
     start = time.monotonic()
     make_venv()
-    project = str(ROOT) + (f"[{extra}]" if extra else "")
+    project = f"{ROOT}[{extras}]"
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "-e", project]
     if venv_lacks(["torch"]):
@@ -207,7 +207,7 @@ def install(extra: str | None) -> None:
         raise SetupError(
             "pip could not install the project (its own message is above). Without a network, use "
             "an interpreter that has the packages; this one lacks:\n  "
-            + "\n  ".join(lacks(requirements(extra)))
+            + "\n  ".join(lacks(requirements(extras)))
         )
     print(f"installed in {time.monotonic() - start:.0f} s", flush=True)
 
@@ -259,10 +259,10 @@ def run_script(name: str, arguments: list[str]) -> int:
         said = f"error: no command {name!r}: test, setup, or one of these programs"
         print(f"{said}\n{listing()}", file=sys.stderr)
         return EXIT_USAGE
-    extra = EXTRAS.get(name)
-    if HELP & set(arguments) and ready(extra) is None:
+    extras = EXTRAS.get(name, "bench")
+    if HELP & set(arguments) and ready(extras) is None:
         return help_without_packages(known[name], arguments)
-    command = [*set_up(extra), str(known[name]), *arguments]
+    command = [*set_up(extras), str(known[name]), *arguments]
     sys.stdout.flush()
     if os.name == "posix":  # the program gets Ctrl-C itself and its exit status is ours
         # scripts/common/command_line.py takes it from here, once it is imported.
@@ -282,7 +282,7 @@ def help_without_packages(program: Path, arguments: list[str]) -> int:
 def run_tests(arguments: list[str]) -> int:
     """All checks, or with arguments just pytest with them, whose paths are those of the caller."""
     all_checks = arguments in ([], ["--all"])
-    python = set_up("dev" if all_checks else "test")
+    python = set_up("bench,dev" if all_checks else "bench,test")
     pytest = [*python, "-m", "pytest"]
     if not all_checks:
         here = Path.cwd()
@@ -333,7 +333,7 @@ def main(arguments: list[str]) -> int:
         if command == "test":
             return run_tests(rest)
         if command == "setup":
-            print("ready: " + " ".join(set_up("dev")))
+            print("ready: " + " ".join(set_up("bench,dev")))
             return 0
         return run_script(command, rest)
     except (SetupError, OSError) as error:

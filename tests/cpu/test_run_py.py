@@ -43,6 +43,10 @@ def test_requirements_are_those_of_pyproject() -> None:
     assert run.PROJECT == project["name"]
     for extra, wanted in project["optional-dependencies"].items():
         assert run.requirements(extra) == project["dependencies"] + wanted
+    bench, dev = (project["optional-dependencies"][extra] for extra in ("bench", "dev"))
+    assert run.requirements("bench,dev") == project["dependencies"] + bench + dev
+    used = {extra for extras in run.EXTRAS.values() for extra in extras.split(",")}
+    assert used <= set(project["optional-dependencies"])
 
 
 def test_what_is_installed_without_torch_is_what_pyproject_allows() -> None:
@@ -119,7 +123,7 @@ def test_what_is_no_version_meets_nothing(version: str, monkeypatch) -> None:
 
 
 def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
-    def install(extra: str | None) -> None:
+    def install(extras: str) -> None:
         raise AssertionError("must not install")
 
     monkeypatch.setattr(run, "install", install)
@@ -151,8 +155,8 @@ class Venv:
         if module == "venv":
             make(run.venv_python())
         if module == "pip":
-            extra = re.search(r"\[(\w+)\]", project[0])
-            self.has |= {run.PROJECT, "torch", *run.requirements(extra and extra[1])}
+            extras = re.search(r"\[([\w,]+)\]", project[0])
+            self.has |= {run.PROJECT, "torch", *run.requirements(extras[1] if extras else "")}
         else:
             self.has.add("pip")
         return subprocess.CompletedProcess(command, 0)
@@ -191,39 +195,39 @@ def venv(bare, monkeypatch) -> Venv:
 def test_installs_each_extra_once_and_again_when_the_project_changes(
     venv: Venv, monkeypatch
 ) -> None:
-    for extra in ("report", "test", "report", None, "test"):
-        assert run.set_up(extra) == [str(run.venv_python())]
-    assert venv.started == ["venv", f"pip [report] {run.TORCH}", "pip [test]"]
+    for extras in ("bench,report", "bench,test", "bench,report", "bench", "bench,test"):
+        assert run.set_up(extras) == [str(run.venv_python())]
+    assert venv.started == ["venv", f"pip [bench,report] {run.TORCH}", "pip [bench,test]"]
     before = run.requirements
-    monkeypatch.setattr(run, "requirements", lambda extra: [*before(extra), "more>=1"])
-    run.set_up("test")
-    assert venv.started[3:] == ["pip [test]"]
+    monkeypatch.setattr(run, "requirements", lambda extras: [*before(extras), "more>=1"])
+    run.set_up("bench,test")
+    assert venv.started[3:] == ["pip [bench,test]"]
 
 
 def test_venv_is_made_where_it_is_asked_for(venv: Venv, monkeypatch) -> None:
     monkeypatch.setattr(run, "unmet", lambda wanted: [])
     monkeypatch.setattr(run, "always_venv", True)
-    assert run.set_up(None) == [str(run.venv_python())] and venv.started
+    assert run.set_up("bench") == [str(run.venv_python())] and venv.started
 
 
 def test_what_was_cut_short_is_completed(venv: Venv) -> None:
     make(run.venv_python())  # Ctrl-C in `-m venv`: an interpreter without pip
-    assert run.set_up(None) == [str(run.venv_python())]
-    assert venv.started == ["ensurepip", f"pip  {run.TORCH}"]
+    assert run.set_up("bench") == [str(run.venv_python())]
+    assert venv.started == ["ensurepip", f"pip [bench] {run.TORCH}"]
     venv.has.remove(run.PROJECT)  # Ctrl-C in pip, which installs the project last
-    run.set_up(None)
-    assert venv.started[2:] == ["pip "]
+    run.set_up("bench")
+    assert venv.started[2:] == ["pip [bench]"]
 
 
 def test_two_starts_at_once_install_once(venv: Venv, monkeypatch) -> None:
     @contextlib.contextmanager
     def alone():
         make(run.venv_python())
-        venv.has |= {run.PROJECT, *run.requirements()}
+        venv.has |= {run.PROJECT, *run.requirements("bench")}
         yield  # after the other one
 
     monkeypatch.setattr(run, "alone", alone)
-    assert run.set_up(None) == [str(run.venv_python())] and venv.started == []
+    assert run.set_up("bench") == [str(run.venv_python())] and venv.started == []
 
 
 @pytest.mark.parametrize(("step", "said"), [("venv", "-m venv failed"), ("pip", "pip could not")])
@@ -328,7 +332,7 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     assert f"Python 3.{version[1]} cannot run this" in capsys.readouterr().err
     make(run.venv_python())
     venv.has |= {run.PROJECT, *run.requirements()}
-    assert run.set_up(None) == [str(run.venv_python())]
+    assert run.set_up("bench") == [str(run.venv_python())]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +401,7 @@ def test_a_failed_phase_fails_the_test_command(
         started.append(" ".join(command))
         return subprocess.CompletedProcess(command, statuses.get(PHASES[len(started) - 1], 0))
 
-    monkeypatch.setattr(run, "set_up", lambda extra: ["python", extra])
+    monkeypatch.setattr(run, "set_up", lambda extras: ["python", extras])
     monkeypatch.setattr(subprocess, "run", phase)
     failed = {p: s for p, s in statuses.items() if (p, s) != ("GPU tests", 5)}
     assert run.main(["test", *arguments]) == bool(failed)
@@ -410,7 +414,7 @@ def test_a_failed_phase_fails_the_test_command(
         ["ruff check .", "ruff format --check .", "mypy", "tests/emulated", "tests/gpu", "cpu"],
         strict=True,
     ):
-        assert command.startswith("python dev -m ") and expected in command
+        assert command.startswith("python bench,dev -m ") and expected in command
         assert ("--all" in command) == (arguments != [] and "pytest" in command)
     # pytest's own last line stays the last one where nothing failed.
     assert ("=== CPU tests:" in shown.out) == ("CPU tests" in failed)
@@ -526,10 +530,20 @@ def test_every_package_that_is_imported_is_required() -> None:
         "typing_extensions": "typing-extensions",
         "flashinfer_bench": "flashinfer-bench",
     }
-    required = {Requirement(r).name for r in run.requirements("dev")}
     package = ROOT / "solutions" / "moe_fp8"
-    sources = {*(ROOT / "scripts").rglob("*.py"), *package.rglob("*.py")}
-    sources -= {*(package / "baselines").rglob("*.py")}
+    layer = {*package.rglob("*.py")} - {*(package / "baselines").rglob("*.py")}
+    for sources, extras in (
+        (layer, ""),
+        ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev"),
+    ):
+        found = imported(sources)
+        assert {"torch", "cutlass", "filelock"} <= found or extras
+        required = {Requirement(r).name for r in run.requirements(extras)}
+        assert {distributions.get(name, name) for name in found} <= required
+
+
+def imported(sources: set[Path]) -> set[str]:
+    """The packages that are imported at the top of these modules."""
     ours, found = {"scripts", "moe_fp8"}, set()
     for path in sources:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -538,8 +552,7 @@ def test_every_package_that_is_imported_is_required() -> None:
                 imported = [str(node.module)]
             names = {name.split(".")[0] for name in imported}
             found |= names - ours - set(sys.stdlib_module_names)
-    assert {"torch", "cutlass", "filelock"} <= found
-    assert {distributions.get(name, name) for name in found} <= required
+    return found
 
 
 def named_paths(source: Path) -> Iterator[str]:
