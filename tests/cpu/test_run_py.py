@@ -592,17 +592,6 @@ def test_the_page_of_programs_names_each_and_no_others() -> None:
     assert sorted(rows) == sorted(run.programs())
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
-)
-def test_pages_name_programs_and_pages_that_there_are(page: Path) -> None:
-    text = page.read_text("utf-8")
-    named = set(re.findall(r"run\.py ([a-z_]+)", text)) - {"bench", "test", "setup"}
-    assert named <= set(run.programs())
-    for path in re.findall(r"`((?:docs/|notes/)?[\w./-]+\.md)`", text):
-        assert (page.parent / path).is_file() or (ROOT / path).is_file(), path
-
-
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     page = (ROOT / "docs" / "environment.md").read_text("utf-8")
     read = re.compile(r"environ(?:\.get\(|\.setdefault\(|\[)\s*\"(\w+)\"")

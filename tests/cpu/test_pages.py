@@ -1,0 +1,105 @@
+"""What the pages name is there: paths, tests, programs with their options, links, commits."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MADE = ("blob/", "traces/", "solutions/packed/", ".venv")
+"""Made by the programs; not part of a clone."""
+FOLDERS = ("", "docs", "docs/notes", "solutions/moe_fp8", "solutions/moe_fp8/kernels", "tests")
+"""Where a page's paths may start."""
+ELSEWHERE = {
+    # What submit writes and what other projects have.
+    *("solution.json", "build.toml", "flake.nix", "config.toml", "kernel.py", "main.py"),
+    *("solutions/AUTHOR/moe/DEFINITION/NAME.json", "traces/AUTHOR/moe/DEFINITION.jsonl"),
+    *("scripts/pack_solution.py", "solution/triton/*.py", "torch-ext/NAME/", "solution/"),
+    *("layer_fused.py", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
+    # Examples.
+    *("solutions/moe_fp8/v7_idea.py", "x.py", "x/__init__.py", "script.py"),
+}
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def page(request) -> Path:
+    return request.param
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in backticks, outside of blocks of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@cache
+def files() -> list[str]:
+    said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed = said.stdout.split() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
+    return [*listed, *{parent.as_posix() for p in listed for parent in Path(p).parents}]
+
+
+def exists(path: str) -> bool:
+    """In a folder where a page's paths may start; the end of a path is enough for a file's name."""
+    path = path.rstrip("/")
+    if any((ROOT / folder / path).exists() for folder in FOLDERS):
+        return True
+    return any(f"/{known}".endswith(f"/{path}") for known in files())
+
+
+def test_paths(page: Path) -> None:
+    paths = [s for s in spans(page) if re.fullmatch(r"[\w.-]*[\w/-]+(\.(py|md|json|html)|/)", s)]
+    paths = [p for p in paths if not p.startswith(MADE) and p not in ELSEWHERE]
+    assert [p for p in paths if not exists(p)] == []
+
+
+def test_links(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8"))
+    inside = [t for t in targets if not t.startswith("https://")]
+    assert [t for t in inside if not (page.parent / t).exists()] == []
+
+
+@cache
+def tests() -> set[str]:
+    sources = [p for p in (ROOT / "tests").rglob("test_*.py")]
+    defined = {n for p in sources for n in re.findall(r"^def (test_\w+)", p.read_text(), re.M)}
+    return defined | {p.stem for p in sources}
+
+
+def test_names_of_tests(page: Path) -> None:
+    """Of files without their ending, too; a beginning stands for all that begin so."""
+    named = set(re.findall(r"\btest_\w+", page.read_text("utf-8")))
+    assert [n for n in named if not any(known.startswith(n) for known in tests())] == []
+
+
+def test_programs_and_their_options(page: Path) -> None:
+    programs = {p.stem: p for p in (ROOT / "scripts" / "programs").glob("*.py")}
+    shared = (ROOT / "scripts" / "programs" / "options.py").read_text("utf-8")
+    for name, arguments in re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8")):
+        if name in ("test", "setup"):
+            continue
+        assert name in programs, name
+        own = programs[name].read_text("utf-8")
+        for option in re.findall(r"(?<=\s)--([a-z-]+)", arguments):
+            assert f'"--{option}"' in own or f'"{option}"' in own + shared, (name, option)
+
+
+def test_commits(page: Path) -> None:
+    """In a clone with its history: what is called a commit can be looked up."""
+    history = subprocess.run(
+        ["git", "rev-list", "--abbrev-commit", "--abbrev=7", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    ours = set(history.stdout.split())
+    if len(ours) < 100:
+        pytest.skip("a clone without its history")
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
+    named = set(re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b", text))
+    # The starter kit, flashinfer-bench, SOL-ExecBench, hpc-ops.
+    others = {"076bd23", "40e6ca7", "8d2237d", "6e2eced"}
+    assert named - others <= ours
