@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_fp8.kernels.architectures import HOPPER
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer import pipeline
 from moe_fp8.layer.fused import FusedLayer
@@ -200,4 +200,23 @@ def test_on_the_cpu_nothing_is_kept(gpus):
 )  # fmt: skip
 def test_the_configs_that_hopper_launches(tokens, terms, first, second):
     configs = HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
+    assert [*map(str, configs)] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "second"),
+    [
+        (1, "16x256x128, cluster 1x1, 6 stages, 4 accumulators, swap_ab, quantises 1",
+         "16x128x128, cluster 1x1, 8 stages, 4 accumulators, swap_ab"),
+        (80, "16x256x128, cluster 1x1, 6 stages, 4 accumulators, swap_ab, whole_waves, quantises 1",
+         "16x128x128, cluster 1x1, 8 stages, 4 accumulators, swap_ab, dynamic"),
+        (901, "128x256x128, cluster 1x1, 4 stages, 2 accumulators, dynamic, quantises 1",
+         "128x128x128, cluster 1x1, 5 stages, 4 accumulators, dynamic"),
+        (14107,
+         "128x256x128, cluster 2x1, 6 stages, 2 accumulators, dynamic, MMA of 2 CTAs, quantises 1",
+         "128x256x128, cluster 2x1, 4 stages, 2 accumulators, dynamic, MMA of 2 CTAs"),
+    ],
+)  # fmt: skip
+def test_the_configs_that_blackwell_launches(tokens, first, second):
+    configs = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3)
     assert [*map(str, configs)] == [first, second]
