@@ -30,6 +30,7 @@ BACKGROUND, INK = "#f2f2f2", "#222222"
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
 MARKERS = "osD^vPX*<>"
+CLOCK_TITLES: dict[Clock, str] = {"harness": "Latency", "device": "Device time"}
 
 # What the figures are drawn in, and what it becomes on a page: ink, surface and lines follow the
 # page's own colours.
@@ -90,8 +91,7 @@ def latency_figure(
     """Latency of every solution over the workloads by T, and the floor where it is known."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    what = {"harness": "Latency", "device": "Device time"}[clock]
-    figure, (ax,) = new_figure(1, f"{what} of the layer, {ranking.hardware}", 5.2)
+    figure, (ax,) = new_figure(1, f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}", 5.2)
     uuids = [uuid for _, uuid in ranking.workloads]
     look = styles(ranking.summaries)
     for s in ranking.summaries:

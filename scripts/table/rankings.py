@@ -58,10 +58,14 @@ class Ranking:
     remarks: list[str] = field(default_factory=list)
 
     @property
+    def figures(self) -> pd.DataFrame:
+        """`summary`, None where there is no figure."""
+        return self.summary.astype(object).where(self.summary.notna(), None)
+
+    @property
     def summaries(self) -> list[Any]:
         """The rows of `summary`, their columns as attributes, None where there is no figure."""
-        rows = self.summary.astype(object).where(self.summary.notna(), None)
-        return list(rows.itertuples(index=False))
+        return list(self.figures.itertuples(index=False))
 
     @property
     def workloads(self) -> list[tuple[int, str]]:
@@ -77,11 +81,6 @@ class Ranking:
     def clocks(self) -> tuple[Clock, ...]:
         """Those that have figures."""
         return CLOCKS if self.summary.device_count.any() else CLOCKS[:1]
-
-    @property
-    def knows_bits(self) -> bool:
-        """Whether `invariance` looked at any of the solutions."""
-        return any(self.summary.checks)
 
     @property
     def compares_peers(self) -> bool:
@@ -134,6 +133,7 @@ def results_of(
             "uuid": r.uuid,
             "solution": r.solution,
             "passed": r.passed,
+            "status": r.status,
             "peer": is_peer(r.solution),
             "run": r.run,
             "reference_ms": r.reference_ms,
@@ -144,7 +144,7 @@ def results_of(
 
     ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
     f = pd.DataFrame([row(r) for r in ordered])
-    texts = ["tokens", "uuid", "solution", "passed", "peer", "run"]
+    texts = ["tokens", "uuid", "solution", "passed", "status", "peer", "run"]
     f = f.astype({name: float for name in f.columns if name not in texts})
     runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
     for clock in CLOCKS:
@@ -202,15 +202,6 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     if by == "harness":
         order, ascending = ["passed", "mean", "solution"], [False, False, True]
     return summary.sort_values(order, ascending=ascending, ignore_index=True)
-
-
-def _note(records: Sequence[Record]) -> str:
-    """Why the first workload failed, by tokens."""
-    failed = sorted((r for r in records if not r.passed), key=lambda r: (r.tokens, r.uuid))
-    if not failed:
-        return ""
-    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-    return f"T={failed[0].tokens}: {failed[0].reason}{more}"
 
 
 # --- whether a solution repeats its bits ----------------------------------------------------------
@@ -300,13 +291,6 @@ def device_methods(ranking: Ranking) -> dict[str, list[str]]:
     return {method: sorted(found[method]) for method in usual_first}
 
 
-def _different_methods(ranking: Ranking) -> list[str]:
-    """A remark where the device times were not all taken in the same way."""
-    usual, *others = [*device_methods(ranking).items()] or [("", [])]
-    ways = "; ".join(f"by {method} for {', '.join(names)}" for method, names in others)
-    return [f"Device times are by {usual[0]}, but {ways}."] if others else []
-
-
 # --- from records to rankings ---------------------------------------------------------------------
 
 
@@ -365,12 +349,12 @@ def rankings(
         order: Clock = by if summary[f"{by}_count"].any() else "harness"
         summary = _in_order(summary, order)
         mine = [[r for r in latest.values() if r.solution == name] for name in summary.solution]
-        summary["note"] = list(map(_note, mine))
         checks = (
             (checks_of(invariance[r.source], r.solution, r.hash, r.hardware) for r in of)
             for of in mine
         )
         summary["checks"] = pd.Series([next(filter(None, of), {}) for of in checks], dtype=object)
+        skipped = {n: why for info in infos for n, why in sorted(info.get("skipped", {}).items())}
         ranking = Ranking(
             hardware=where,
             timing=timing,
@@ -383,17 +367,15 @@ def rankings(
             against=against,
             superseded=superseded,
             skipped={
-                n: why
-                for info in infos
-                for n, why in sorted(info.get("skipped", {}).items())
-                if n not in set(summary.solution) and matches(n, solutions)
+                name: why
+                for name, why in skipped.items()
+                if name not in set(summary.solution) and matches(name, solutions)
             },
+            remarks=[
+                *remarks,
+                *_several_runs(results),
+                *_different_software(latest.values()),
+            ],
         )
-        ranking.remarks = [
-            *remarks,
-            *_several_runs(results),
-            *_different_software(latest.values()),
-            *_different_methods(ranking),
-        ]
         found.append(ranking)
     return found
