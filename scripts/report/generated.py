@@ -12,7 +12,7 @@ import pandas as pd
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
-from scripts.common.text import markdown, printable
+from scripts.common.text import markdown, number, printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report.plots import CLOCK_TITLES, compute_bound
@@ -107,20 +107,15 @@ def ranking(recorded: Recorded) -> str:
 def ladder(recorded: Recorded) -> str:
     """Our generations, one below the other, at a few numbers of tokens, by the device's clock."""
     main = recorded.main
-    chosen = [(length, uuid) for length, uuid in main.workloads if length in LADDER_TOKENS]
-    rows, before = [], dict[str, float]()
-    for name in GENERATIONS:
-        row = [name]
-        for _, uuid in chosen:
-            ms = main.figure(uuid, PREFIX + name, "device")
-            faster = f" ({before[uuid] / ms:.2f}x)" if ms and uuid in before else ""
-            row.append(f"{ms:.3f}{faster}" if ms else "-")
-            if ms:
-                before[uuid] = ms
-        rows.append(row)
+    ms = main.results.pivot_table("device", "solution", "tokens")
+    ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
+    faster = ms.ffill().shift() / ms
+    cells = ms.map(lambda value: number(value, ".3f"))
+    cells += faster.map(lambda ratio: f" ({ratio:.2f}x)" if ratio == ratio else "")
+    cells.columns = pd.Index([f"T={tokens}" for tokens in cells])
+    cells.insert(0, "", list(GENERATIONS))
     text = "Device time in ms, and in brackets how much faster than the generation above:"
-    frame = pd.DataFrame(rows, columns=["", *(f"T={t}" for t, _ in chosen)])
-    return parts(paragraph(text), table(Table(frame)))
+    return parts(paragraph(text), table(Table(cells)))
 
 
 @block

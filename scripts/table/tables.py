@@ -421,40 +421,17 @@ def ablation_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def environment_table(recorded: "Recorded") -> Table:
-    """What the run was made on and with."""
-    info = recorded.info
-    captured = info.get("environment", {})
-    rows: list[tuple[str, Any]] = []
-    after = info.get("gpus_after", [])
-    for place, gpu in enumerate(captured.get("gpus", [])):
-        name = "GPU" if place == 0 else f"GPU {place + 1}"
-        rows.append((name, f"{gpu.get('name')}, {gpu.get('memory')}, driver {gpu.get('driver')}"))
-        for when, seen in (("before", gpu), ("after", after[place] if place < len(after) else {})):
-            if seen:
-                said = f"SM {seen.get('sm_clock')} of {seen.get('sm_clock_max')}, memory "
-                said += f"{seen.get('memory_clock')}, {seen.get('temperature_c')} C"
-                rows.append((f"{name} clocks {when}", said))
-        rows.append((f"{name} power limit", gpu.get("power_limit")))
-    if not captured.get("gpus"):
-        rows.append(("hardware", info.get("hardware", recorded.main.hardware)))
-    source = captured.get("source", {})
-    commit = source.get("commit")
-    facts = {
-        "commit": f"{commit}{' with changes' if source.get('modified') else ''}" if commit else "",
-        "source hash": source.get("hash"),
-        "timing": info.get("timing") or recorded.main.timing or "unknown",
-        "tolerance": recorded.main.tolerance or "unknown",
-        "started": captured.get("time"),
-        "platform": captured.get("platform"),
-        "CUDA": captured.get("cuda"),
-        "ended": info.get("ended"),
-    }
-    rows += [(name, value) for name, value in facts.items() if value]
-    for earlier in info.get("earlier", []):
-        rows.append(("resumed; begun", earlier.get("environment", {}).get("time")))
-    rows += captured.get("versions", {}).items()
-    if info.get("command") is not None:
-        rows.append(("command", " ".join(["run.py bench", *info["command"]])))
-    rows += [(f"hash of {short_name(n)}", h) for n, h in info.get("solutions", {}).items()]
-    frame = pd.DataFrame([[name, str(value)] for name, value in rows], columns=["what", "value"])
+    """What the run was made on and with: run.json, a row for each value, by where it stands."""
+    info = dict(recorded.info)
+    if "command" in info:
+        info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
+    frame = pd.DataFrame(_leaves(info), columns=["what", "value"])
     return Table(frame, wrap=(1,))
+
+
+def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
+    """Each value in nested JSON, with the keys that lead to it."""
+    if not isinstance(value, dict | list):
+        return [(place, str(value))]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [leaf for key, of in inner for leaf in _leaves(of, f"{place} {key}".strip())]

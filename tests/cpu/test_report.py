@@ -285,9 +285,12 @@ def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
     }
     recorded = read(some_run(tmp_path, run=info))
     found = dict(tables.environment_table(recorded).rows)
-    assert "345 MHz" in found["GPU clocks before"] and "1980 MHz" in found["GPU clocks after"]
-    assert found["commit"] == "abc with changes" and found["source hash"] == "0123"
-    assert found["triton"] == "3.6.0" and found["command"] == "run.py bench --solutions x"
+    assert found["environment gpus 0 sm_clock"] == "345 MHz"
+    assert found["gpus_after 0 sm_clock"] == "1980 MHz"
+    assert found["environment source commit"] == "abc"
+    assert found["environment source modified"] == "True"
+    assert found["environment versions triton"] == "3.6.0"
+    assert found["command"] == "run.py bench --solutions x"
 
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
