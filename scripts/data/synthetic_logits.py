@@ -13,7 +13,7 @@ kept beside the parameters and checked after the draw.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -60,9 +60,6 @@ class LogitModel:
     request: int = 0  # pattern over experts shared by the tokens of a request
     request_group: int = 0  # pattern over groups shared by the tokens of a request
     requests: int = 1  # number of requests in the batch
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def routing_bias(definition: MoeDefinition = DEFAULT) -> np.ndarray:

@@ -71,20 +71,16 @@ def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
 def is_foreign(path: Path) -> bool:
     """Whether path is a well-formed safetensors file that this project did not write, or what
     git-lfs leaves in the place of one."""
+    from safetensors import SafetensorError, safe_open
+
     with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
+        if file.read(8) == b"version ":
             return True
-        length = int.from_bytes(start, "little")
-        if not 2 <= length <= 1 << 20:
-            return False
-        try:
-            header = json.loads(file.read(length))
-            size = max(entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return False
-    complete = path.stat().st_size == 8 + length + size
-    return complete and header.get("__metadata__") != BLOB_METADATA
+    try:
+        with safe_open(path, "numpy") as file:
+            return file.metadata() != BLOB_METADATA
+    except SafetensorError:
+        return False
 
 
 def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
@@ -309,9 +305,9 @@ def captured_table(specs: Sequence[WorkloadSpec], markdown: bool) -> str:
     for spec in specs:
         draw = spec.draw()
         ours = asdict(count_local(draw.ids, spec.local_expert_offset, spec.definition))
-        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
         logits = draw.logits.astype(np.float64)
         cells = [spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)]
+        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
         cells += [f"{theirs[c]} / {ours[c]}" for c in COUNTS]
         cells += [f"{logits.mean():.4f}", f"{logits.std():.4f}", f"{draw.margin:.2e}"]
         rows.append([*cells, str(draw.redrawn)])

@@ -6,7 +6,6 @@ solution; what does not compare is kept apart or said. There are two clocks: the
 it. Ratios between solutions are formed of latencies of one run.
 """
 
-import fnmatch
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import pandas as pd
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX, short_name
+from scripts.data.dataset import matches
 from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number
 from scripts.data.traces import read_run
 
@@ -25,11 +25,6 @@ TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
 
 Checks = Mapping[str, Mapping[str, Any]]
 """Of each check of invariance.json how many tokens were compared and how many of them differ."""
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of those that the patterns choose; all are without patterns."""
-    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
 @dataclass
