@@ -126,7 +126,8 @@ def latency(recorded: Recorded) -> str:
     text = made.title.replace("* the fastest", "the fastest in bold")
     if floors:
         text += "; floor: the larger of bytes over measured bandwidth and FLOPs over measured rate"
-    return parts(paragraph(text + ":"), table(made))
+    by_tokens = replace(made, frame=made.frame.drop(columns="workload"))
+    return parts(paragraph(text + ":"), table(by_tokens))
 
 
 def latency_picture(recorded: Recorded, clock: Clock) -> str:

@@ -98,15 +98,13 @@ def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
     """What of a passage and its pictures is not made of the record as it is now."""
-    problems = []
-    for (_, name, _), old, new in zip(
-        BLOCK.findall(text),
-        BLOCK.finditer(text),
-        BLOCK.finditer(generate(text, recorded, page.parent)),
-        strict=True,
-    ):
-        if old[0] != new[0]:
-            problems.append(f"{page.name}, block {name}: not what {relative(recorded)} says")
+    made = generate(text, recorded, page.parent)
+    blocks = zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True)
+    problems = [
+        f"{page.name}, block {old[2]}: not what {relative(recorded)} says"
+        for old, new in blocks
+        if old[0] != new[0]
+    ]
     source = data_hash(recorded.directory).encode()
     for name in shown(text, recorded):
         picture = pictures_of(recorded) / name
