@@ -30,7 +30,6 @@ class Evidence:
     solution: str
     hardware: str
     tolerance: str
-    timing: str
     traces: tuple[dict[str, Any], ...]
     remarks: tuple[str, ...]
     workloads: int
@@ -116,7 +115,7 @@ def back(
             f"{name}: the traces are of several tolerances or clocks, name one run:\n  "
             + "\n  ".join(sorted(ways))
         )
-    ((tolerance, timing),) = set(ways.values())
+    ((tolerance, _),) = set(ways.values())
     remarks = []
     if wanted != packed:
         remarks.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
@@ -129,7 +128,6 @@ def back(
         solution=name,
         hardware=hardware,
         tolerance=tolerance,
-        timing=timing,
         traces=tuple(trace for _, trace in backed),
         remarks=tuple(f"{name}: {remark}" for remark in remarks),
         workloads=len(workloads),

@@ -1,20 +1,9 @@
-"""Exports with a layout of their own: the starter kit, SOL-ExecBench, Hugging Face's kernels.
+"""Exports with a layout of their own, as docs/submit.md describes them.
 
-kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit. The
-kit's scripts/pack_solution.py reads config.toml, takes the source files of the one folder that
-belongs to the language (not of folders below it), and makes a Solution of them through
-flashinfer-bench's pack_solution_from_files. It knows the languages triton and cuda, and
-flashinfer-bench builds triton as it builds python.
-
-sol: NVIDIA's SOL-ExecBench, its Solution JSON after docs/solution.md of its repository. It
-differs from flashinfer-bench's in `spec`: a list of languages, hardware that is B200 or LOCAL
-(the machine's own GPU), and a short list of libraries. The evaluator writes the sources as files
-and imports the entry file as a top-level module, which the packed entry file allows for.
-
-kernels: the source of a kernel without compiled parts. The layout is kernel-builder's:
-build.toml (edition 5, `torch-noarch`), flake.nix, a card, and the Python package in torch-
-ext/<name>/. It exports `run`; its imports are relative, as kernels wants, so that several
-versions can be loaded in one process.
+kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit, which
+packs the files of the one folder that belongs to the language, none below it.
+sol: the Solution JSON of NVIDIA's SOL-ExecBench, whose `spec` differs from flashinfer-bench's.
+kernels: the source of a kernel without compiled parts for Hugging Face's kernels.
 """
 
 import ast
