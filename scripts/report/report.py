@@ -5,15 +5,16 @@ Needs jinja2 and matplotlib: the extra `report`.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import short_name
-from scripts.common.text import percent, printable
+from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report import plots
@@ -49,7 +50,6 @@ class Section:
     id: str
     title: str
     text: list[str] = field(default_factory=list)
-    cards: list[tuple[str, str]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
 
 
@@ -59,30 +59,6 @@ def plot_part(figure: Any, name: str, caption: str, title: str = "", *text: str)
 
     svg = Markup(plots.inline_svg(figure, name, caption))
     return Part(title, tuple(filter(None, text)), svg, caption)
-
-
-def cards(ranking: Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
-    """The few figures that say most."""
-    ours = [s for s in ranking.summaries if not s.peer and s.passed]
-    best = (ours or ranking.summaries)[0]
-    found = [(short_name(best.solution), "our best" if ours else "the best")]
-    found.append((f"{best.passed} of {len(ranking.workloads)}", "workloads passed"))
-    if best.mean is not None:
-        found.append((f"{best.mean:.1f}x", "mean speed-up over the reference"))
-    for clock in ranking.clocks:
-        of = f" ({clock})" if len(ranking.clocks) > 1 else ""
-        mean, versus = getattr(best, f"{clock}_mean_ms"), getattr(best, f"{clock}_vs_peer")
-        if mean is not None:
-            found.append((f"{mean:.3f} ms", f"mean latency{of}"))
-        if ranking.compares_peers and versus is not None:
-            found.append((f"{versus:.2f}x", f"against each workload's best peer{of}"))
-        f = ranking.results[ranking.results.solution == best.solution]
-        share = (f.uuid.map(floor_ms) / f[clock]).mean()
-        if share == share:
-            found.append((percent(share), f"of its time is floor, on average{of}"))
-    if best.cosine is not None:
-        found.append((f"{best.cosine:.5f}", "lowest cosine to the reference"))
-    return found
 
 
 def latency_parts(ranking: Ranking, floor_ms: dict[str, float], key: str) -> list[Part]:
@@ -112,7 +88,10 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
     text.append(rank_text.notes(ranking))
     text += filter(None, [changed_sources(ranking.records.values())])
     ours = frozenset(ranking.summary.solution[~ranking.summary.peer].map(short_name))
-    parts = [Part(table=tables.short_names(tables.summary_table(ranking)), ours=ours)]
+    parts = [
+        Part(table=tables.short_table(ranking, recorded.limits(ranking)), ours=ours),
+        Part("Speed-ups", table=tables.short_names(tables.summary_table(ranking)), ours=ours),
+    ]
     if ranking.summary["mean"].notna().any():
         caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
         parts.append(plot_part(plots.speedup_figure(ranking), f"{key}speedup", caption))
@@ -121,7 +100,7 @@ def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Sectio
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
     for table in rank_text.figures(ranking):
         parts.append(Part(table.title, tuple(filter(None, [table.note])), table=table))
-    return Section(f"ranking{number}", head, text, cards(ranking, floor_ms), parts)
+    return Section(f"ranking{number}", head, text, parts)
 
 
 def correctness_section(ranking: Ranking, number: int) -> Section:
@@ -130,7 +109,7 @@ def correctness_section(ranking: Ranking, number: int) -> Section:
     right, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
     parts = [Part("", (right.note,), table=right)]
     parts += [Part(failures.title, table=failures)] if failures else []
-    return Section(f"ranking{number}", head, text, parts=parts)
+    return Section(f"ranking{number}", head, text, parts)
 
 
 def recorded_section(recorded: Recorded, number: int) -> Section:
@@ -154,28 +133,36 @@ def stages_section(recorded: Recorded) -> list[Section]:
     for result in record["results"]:
         title = f"T={result['tokens']}, ms (routing: {result['routing']})"
         parts.append(Part(title, table=tables.stages_table(result)))
-    return [Section("stages", "Stages", text, parts=parts)]
+    return [Section("stages", "Stages", text, parts)]
+
+
+def gemm_figure(record: dict[str, Any]) -> Any:
+    """The figure of one gemm*.json; None where nothing of it is drawn."""
+    kind = gemm_kind(record)
+    if kind == "layers":
+        return plots.layers_figure(timed(record), record["floors"], record["hardware"])
+    return plots.grid_figure(timed(record), record["hardware"]) if kind == "even" else None
 
 
 def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
     """The figure and the table of one gemm*.json."""
-    rows, hardware, kind = timed(record), record["hardware"], gemm_kind(record)
+    rows, kind = timed(record), gemm_kind(record)
     if not rows:
         return []
-    text = (f"{name}.json, {hardware}: {record['method']}.", changed_since(record))
+    said = (f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record))
+    text = tuple(filter(None, said))
     if kind == "ablation":
         title = "Ablation: time of the base over that of a config with one thing changed"
-        return [Part(title, tuple(filter(None, text)), table=tables.ablation_table(rows))]
-    if kind == "layers":
-        figure = plots.layers_figure(rows, record["floors"], hardware)
-        title = "On the rows of the workloads"
-        caption = "Reached rate against what a large read and a dense product reach (dashed)."
-    else:
-        figure = plots.grid_figure(rows, hardware)
-        title, caption = "Even rows", "Best peer's time over ours: above the line ours is faster."
-    first = Part(title, tuple(filter(None, text)))
-    if figure is not None:
-        first = plot_part(figure, name, caption, title, *text)
+        return [Part(title, text, table=tables.ablation_table(rows))]
+    title, caption = {
+        "layers": (
+            "On the rows of the workloads",
+            "Reached rate against what a large read and a dense product reach (dashed).",
+        ),
+        "even": ("Even rows", "Best peer's time over ours: above the line ours is faster."),
+    }[kind]
+    figure = gemm_figure(record)
+    first = Part(title, text) if figure is None else plot_part(figure, name, caption, title, *text)
     return [first, Part(table=tables.gemm_table(rows), folded=f"{title}: the figures, in us")]
 
 
@@ -185,7 +172,7 @@ def gemm_section(recorded: Recorded) -> list[Section]:
     ordered = sorted(recorded.gemm.items(), key=lambda i: order.index(gemm_kind(i[1])))
     parts = [part for name, record in ordered for part in gemm_parts(name, record)]
     text = ["The grouped GEMM alone, without the rest of the layer."]
-    return [Section("gemm", "Grouped GEMM", text, parts=parts)] if parts else []
+    return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 
 
 def render(recorded: Recorded) -> str:
@@ -236,8 +223,8 @@ def write(
 
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """By the name of its file, what draws a figure of the run: latency and speed-up, and the
-    device times where the record has them."""
+    """By the name of its file, what draws a figure of the run: latency and speed-up, the device
+    times where the record has them, and the GEMMs."""
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {
@@ -246,13 +233,23 @@ def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
     }
     if "device" in ranking.clocks:
         figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
+    for name, record in recorded.gemm.items():
+        figures[f"{name}.png"] = partial(gemm_figure, record)
     return figures
 
 
-def write_pictures(recorded: Recorded, directory: Path) -> list[Path]:
-    """All figures of the run as PNGs."""
+def write_pictures(
+    recorded: Recorded, directory: Path, names: Iterable[str] | None = None, source: str = ""
+) -> list[Path]:
+    """The named figures of the run as PNGs, or all; `source` is kept in the files."""
     figures = run_figures(recorded)
+    written = []
     with plots.plain_text():
-        for name, figure in figures.items():
-            plots.save_png(figure(), directory / name)
-    return [directory / name for name in figures]
+        for name in figures if names is None else names:
+            figure = figures[name]() if name in figures else None
+            if figure is not None:
+                plots.save_png(figure, directory / name, source)
+                written.append(directory / name)
+            elif names is not None:
+                raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
+    return written
