@@ -22,6 +22,7 @@ from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_numbe
 from scripts.data.traces import read_run
 
 TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
+ACCURACY = ("matched_ratio", "cosine", "calc_diff")
 
 Checks = Mapping[str, Mapping[str, Any]]
 """Of each check of invariance.json how many tokens were compared and how many of them differ."""
@@ -115,15 +116,9 @@ def results_of(
     """The frame `results` of a ranking."""
 
     def row(r: Record) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
-        for clock, timed in (("harness", r.harness), ("device", r.device)):
-            figures[f"{clock}_spread"] = timed.spread if timed and r.passed else None
         ratios = r.extra.get("matched_ratios")
-        for name in TOLERANCES:
-            figures[name] = finite_number(ratios.get(name)) if isinstance(ratios, dict) else None
-        for name in ("matched_ratio", "cosine", "calc_diff"):
-            figures[name] = finite_number(r.extra.get(name))
-        return figures | {
+        ratios = ratios if isinstance(ratios, dict) else {}
+        return {
             "tokens": r.tokens,
             "uuid": r.uuid,
             "solution": r.solution,
@@ -135,6 +130,10 @@ def results_of(
             "speedup": r.speedup if r.passed else None,
             "harness": r.latency_ms if r.passed else None,
             "device": r.device.ms if r.passed and r.device else None,
+            "harness_spread": r.harness.spread if r.passed and r.harness else None,
+            "device_spread": r.device.spread if r.passed and r.device else None,
+            **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
+            **{name: finite_number(r.extra.get(name)) for name in ACCURACY},
         }
 
     ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
@@ -265,14 +264,11 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
             times = here.reference_ms.dropna()
             between = f" ({times.min():.2f} to {times.max():.2f} ms)" if len(times) else ""
             said.append(f"T={length}{between}")
-    if not said:
-        return []
     return [
-        "Results of several runs stand side by side at "
-        + ", ".join(said)
-        + " (in brackets what the reference took): each speed-up is over its own run's reference, "
-        "ratios between solutions are formed within a run; wins and the fastest's mark are not."
-    ]
+        f"Results of several runs stand side by side at {', '.join(said)} (in brackets what the "
+        "reference took): each speed-up is over its own run's reference, ratios between solutions "
+        "are formed within a run; wins and the fastest's mark are not."
+    ] * bool(said)
 
 
 def device_methods(ranking: Ranking) -> dict[str, list[str]]:
