@@ -1,7 +1,6 @@
 """What the definitions of the table in scripts/common/definitions.py say: axes, inputs, reference.
 
-A layer's reference is moe_reference.py as it stands, or made of functions of that file and of
-expert_reference.py; a grouped GEMM's is made of those of gemm_reference.py.
+A reference is moe_reference.py as it stands, or made of functions of that file and references.py.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def moe_inputs(d: MoeDefinition) -> Json:
 def moe_reference(d: MoeDefinition) -> str:
     if d is DEFAULT:
         return (HERE / "moe_reference.py").read_text(encoding="utf-8")
-    shared, own = functions("moe_reference.py"), functions("expert_reference.py")
+    shared, own = functions("moe_reference.py"), functions("references.py")
     constants = [BLOCK_LINE.format("hidden columns of a token"), f"TOP_K = {d.top_k}"]
     route = own.get(f"route_{d.routing}")
     if route is None:
@@ -249,7 +248,7 @@ def gemm_interface(d: GemmDefinition) -> Json:
             "including, m_indptr[e + 1].",
         )
         constraints = ["total_rows == m_indptr[-1].item()"]
-    found = functions("gemm_reference.py")
+    found = functions("references.py")
     said = MASKED_ROWS if masked else CONTIGUOUS_ROWS
     return {
         "description": GEMM_DESCRIPTION.format(model=d.model, rows=said),

@@ -35,8 +35,14 @@ from scripts.common.definitions import (
 from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
 from scripts.data.interfaces import build_definition
-from scripts.data.routing_numpy import RoutingCounts, count_local
-from scripts.data.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
+from scripts.data.synthetic_logits import (
+    Draw,
+    LogitModel,
+    RoutingCounts,
+    count_local,
+    draw_logits,
+    routing_bias,
+)
 
 # Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs hold
 # hashes of these bytes: the generator's name stays what it was when they were made.
