@@ -6,7 +6,6 @@ sol: the Solution JSON of NVIDIA's SOL-ExecBench, whose `spec` differs from flas
 kernels: the source of a kernel without compiled parts for Hugging Face's kernels.
 """
 
-import ast
 import json
 import re
 from collections.abc import Mapping
@@ -168,7 +167,6 @@ def build_toml(export: Export) -> str:
     general, cuda = ([name for where, name in depends if where == t] for t in (GENERAL, CUDA))
     capabilities = [capability_of(name) for name in export.content["spec"]["target_hardware"]]
     archs = sorted({f"{c[0]}.{c[1]}" for c in capabilities if c is not None})
-    # Strings and lists of strings are the same in JSON and in TOML.
     lines = [
         f"[{GENERAL}]",
         f"name = {json.dumps(kernel_name(export))}",
@@ -176,12 +174,11 @@ def build_toml(export: Export) -> str:
         "edition = 5",
         f"license = {json.dumps(LICENSE)}",
         'backends = ["cuda"]',
-    ]
-    if general:
-        lines.append(f"python-depends = {json.dumps(general)}")
-    if cuda:
-        lines += ["", f"[{CUDA}]", f"python-depends = {json.dumps(cuda)}"]
-    lines += ["", "[torch-noarch]"]
+        *([f"python-depends = {json.dumps(general)}"] if general else []),
+        *(["", f"[{CUDA}]", f"python-depends = {json.dumps(cuda)}"] if cuda else []),
+        "",
+        "[torch-noarch]",
+    ]  # strings and lists of strings are the same in JSON and in TOML
     if archs and None not in capabilities:
         # With an underscore: kernels 0.17.2 refuses the dash that its page of build.toml shows.
         lines.append(f"cuda_capabilities = {json.dumps(archs)}")
@@ -190,12 +187,8 @@ def build_toml(export: Export) -> str:
 
 def init(export: Export) -> str:
     """The `__init__.py` of the package: the solution's description, and its `run`."""
-    body: list[ast.stmt] = [
-        ast.Expr(ast.Constant(export.content["description"])),
-        ast.ImportFrom(f"{PACKAGE}.{export.module}", [ast.alias("run")], 1),
-        ast.Assign([ast.Name("__all__")], ast.List([ast.Constant("run")])),
-    ]
-    return ast.unparse(ast.fix_missing_locations(ast.Module(body, []))) + "\n"
+    module = f".{PACKAGE}.{export.module}"
+    return f'{export.content["description"]!r}\n\nfrom {module} import run\n\n__all__ = ["run"]\n'
 
 
 def card(export: Export) -> str:
