@@ -196,42 +196,37 @@ def stages(recorded: Recorded) -> str:
     return parts(title, table(tables.stages_table(result)), paragraph(said))
 
 
-def _gemm(recorded: Recorded, name: str) -> dict[str, Any]:
+def _gemm(recorded: Recorded, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
+    """A record of the GEMMs, and of its timings those that it is about, as far as a peer was timed
+    beside them."""
     if name not in recorded.gemm:
         raise UsageError(f"{recorded.directory} has no {name}.json")
-    return recorded.gemm[name]
-
-
-def _ours(record: dict[str, Any]) -> pd.DataFrame:
-    """The timings that the record is about, as far as a peer was timed beside them."""
+    record = recorded.gemm[name]
     f = tables.gemm_frame(record["results"])
-    found = f[(f.variant == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
-    if found.empty:
+    ours = f[(f.variant == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
+    if ours.empty:
         raise UsageError("no timing of ours stands beside a peer's in the record of the GEMMs")
-    return found
-
-
-def _spread(ratios: "pd.Series[float]") -> str:
-    return f"{ratios.median():.2f}x the best peer in the median, {ratios.min():.2f}x at"
+    return record, ours
 
 
 @block
 def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
-    record = _gemm(recorded, "gemm_layers")
-    ours, every = _ours(record), tables.gemm_frame(record["results"])
-    least = ours.loc[ours.vs_best_peer.idxmin()]
+    record, ours = _gemm(recorded, "gemm_layers")
+    every, ratios = tables.gemm_frame(record["results"]), ours.vs_best_peer
+    least = ours.loc[ratios.idxmin()]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
     gemm = "GEMM1" if first[least.name] else "GEMM2"
     workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.variant.iloc[0]
     shipped = f"of {name}, with the configs that it ships, " if " " not in name else ""
     text = (
         f"On the rows of the {workloads} workloads (flat rows, `gemm_bench --layers`) the two "
-        f"GEMMs {shipped}are {_spread(ours.vs_best_peer)} the least ({gemm} at T={least.tokens})"
+        f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
+        f"{ratios.min():.2f}x at the least ({gemm} at T={least.tokens})"
     )
     if every.beside.any():
         known = tables.best_known(every).vs_best_peer
-        text += f" ({_spread(known)} the least with the best configs known)"
+        text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
     bandwidth, peak = (
         record["floors"][rate] / 1e12 for rate in ("read_bytes_per_s", "fp8_flops_per_s")
     )
@@ -240,16 +235,16 @@ def gemm_layers(recorded: Recorded) -> str:
         shares, measured = reading.percent_of_floor, reading.read_us.notna().all()
         rate = "rate of a kernel that only reads them" if measured else "bandwidth of a large read"
         text += (
-            f", and from {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads "
-            f"its weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
+            f". From {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads its "
+            f"weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
         )
     return paragraph(text + ".", changed_since(record))
 
 
 @block
 def gemm_study(recorded: Recorded) -> str:
-    record = _gemm(recorded, "gemm_study")
-    ratios = _ours(record).vs_best_peer
+    record, ours = _gemm(recorded, "gemm_study")
+    ratios = ours.vs_best_peer
     return paragraph(
         f"Over the {len(ratios)} configurations of the original study (`--grid study`: 1, 4 or 8 "
         f"experts with even rows) the median is {ratios.median():.2f}x, the least "
