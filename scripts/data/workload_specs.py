@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from scripts.common import files
+from scripts.common.command_line import say
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -290,12 +290,8 @@ def make_workloads(
         start = time.perf_counter()
         done = _make_blob(spec, path)
         if progress:
-            print(
-                f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}"
-                f"  ({time.perf_counter() - start:.1f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            took = f"{spec.seq_len:6} tokens  {done}  ({time.perf_counter() - start:.1f} s)"
+            say(f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {took}")
         paths.append(path)
     return paths
 
