@@ -36,11 +36,10 @@ def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]
     if not root.is_dir():
         raise UsageError(f"{root} is not a directory")
     name = definition.name
-    definitions = sorted((root / "definitions").rglob(f"{name}.json"))
-    if not definitions:
+    path = next(iter(sorted((root / "definitions").rglob(f"{name}.json"))), None)
+    if path is None:
         raise UsageError(f"{root} is no data set with the definition {name}")
     trace_set = TraceSet(root=root)
-    path = definitions[0]
     try:
         trace_set.definitions[name] = load_json_file(Definition, path)
         trace_set.workloads[name] = []
@@ -48,23 +47,18 @@ def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]
             trace_set.workloads[name] += load_jsonl_file(Trace, path)
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {_first_line(error)}") from None
-    remarks = []
-    solutions: dict[str, Solution] = {}
+    remarks, solutions = [], dict[str, Solution]()
     for path in sorted((root / "solutions").rglob("*.json")):
         try:
-            if name not in path.read_text(encoding="utf-8", errors="replace"):
-                continue
-            solution = load_json_file(Solution, path)
+            if name in path.read_text(encoding="utf-8", errors="replace"):
+                solution = load_json_file(Solution, path)
+                if solution.definition == name:
+                    solutions[solution.name] = solution
         except OSError as error:
             remarks.append(f"passed over: {os_error(error)}")
-            continue
         except ValueError as error:
-            remarks.append(
-                f"{path}: not a solution of this flashinfer-bench version: {_first_line(error)}"
-            )
-            continue
-        if solution.definition == name:
-            solutions[solution.name] = solution
+            said = "not a solution of this flashinfer-bench version"
+            remarks.append(f"{path}: {said}: {_first_line(error)}")
     trace_set.solutions[name] = list(solutions.values())
     return trace_set, remarks
 
@@ -85,16 +79,18 @@ def say_whose_reference(root: Path) -> None:
         say(f"{root}: the reference of its definition is run, which is code of that data set")
 
 
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of those that the shell-style patterns choose; all are without any."""
+    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
+
+
 def select_solutions(solutions: "Sequence[Solution]", patterns: Sequence[str]) -> "list[Solution]":
-    """The solutions whose names match one of the shell-style patterns; all without patterns."""
-    chosen = [
-        s for s in solutions if not patterns or any(fnmatch.fnmatch(s.name, p) for p in patterns)
-    ]
-    unknown = [p for p in patterns if not any(fnmatch.fnmatch(s.name, p) for s in solutions)]
-    if unknown or not chosen:
+    """The solutions whose names match one of the patterns; all without patterns."""
+    unknown = [p for p in patterns if not any(matches(s.name, [p]) for s in solutions)]
+    if unknown or not solutions:
         names = ", ".join(s.name for s in solutions) or "none"
         raise UsageError(f"no solution matches {', '.join(unknown) or 'this'}; there are: {names}")
-    return chosen
+    return [s for s in solutions if matches(s.name, patterns)]
 
 
 def tokens(workload: "Workload") -> int:
@@ -108,27 +104,24 @@ def select_workloads(
     """The workloads chosen by T (`901` or `T=901`) or by the beginning of their uuid, in the data
     set's order; all of them without selectors. `max_tokens` limits what is left further."""
     lengths = {tokens(t.workload) for t in workloads}
-    chosen = []
-    used: set[str] = set()
-    for trace in workloads:
-        wanted = not selectors
-        for selector in selectors:
-            number = selector[2:] if selector.upper().startswith("T=") else selector
-            by_length = number.isdigit() and (number != selector or int(number) in lengths)
-            if by_length:
-                hit = int(number) == tokens(trace.workload)
-            else:
-                hit = trace.workload.uuid.startswith(selector.lower())
-            if hit:
-                used.add(selector)
-                wanted = True
-        if wanted and (max_tokens is None or tokens(trace.workload) <= max_tokens):
-            chosen.append(trace)
-    unused = [s for s in selectors if s not in used]
+
+    def chooses(selector: str, workload: "Workload") -> bool:
+        number = selector[2:] if selector.upper().startswith("T=") else selector
+        if number.isdigit() and (number != selector or int(number) in lengths):
+            return int(number) == tokens(workload)
+        return workload.uuid.startswith(selector.lower())
+
+    unused = [s for s in selectors if not any(chooses(s, t.workload) for t in workloads)]
     if unused:
         raise UsageError(
             f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
         )
+    chosen = [
+        t
+        for t in workloads
+        if (not selectors or any(chooses(s, t.workload) for s in selectors))
+        and (max_tokens is None or tokens(t.workload) <= max_tokens)
+    ]
     if not chosen:
         raise UsageError("no workload is left by this selection")
     return chosen
@@ -136,12 +129,14 @@ def select_workloads(
 
 def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool = True) -> None:
     """Generate the tensors that these workloads load and that are not there; ours only."""
-    missing = []
-    for trace in traces:
-        for spec in trace.workload.inputs.values():
-            if spec.type == "safetensors" and not (root / spec.path).is_file():
-                missing.append(trace.workload.uuid)
-                break
+    missing = [
+        trace.workload.uuid
+        for trace in traces
+        if any(
+            spec.type == "safetensors" and not (root / spec.path).is_file()
+            for spec in trace.workload.inputs.values()
+        )
+    ]
     if not missing:
         return
     if root.resolve() != ROOT:
@@ -200,16 +195,13 @@ def draw(
     dtype = dtype_str_to_torch_dtype(definition.inputs[name].dtype)
     generator = torch.Generator(device=device)
     generator.manual_seed(seed ^ zlib.crc32(name.encode()))
-    if dtype == torch.float8_e4m3fn:
-        out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        rows = out.view(-1, shape[-1]) if len(shape) < 3 else out
-        step = len(rows) if len(shape) < 3 else 1
-        for i in range(0, len(rows), max(step, 1)):
-            part = rows[i : i + step]
-            drawn = torch.randn(part.shape, generator=generator, device=device)
-            part.copy_(drawn.clamp_(-2.0, 2.0))
-        return out
-    return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
+    if dtype != torch.float8_e4m3fn:
+        return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for part in [out] if len(shape) < 3 else out:
+        drawn = torch.randn(part.shape, generator=generator, device=device)
+        part.copy_(drawn.clamp_(-2.0, 2.0))
+    return out
 
 
 class Inputs:

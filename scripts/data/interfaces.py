@@ -1,14 +1,13 @@
 """What the definitions of the table in scripts/common/definitions.py say: axes, inputs, reference.
 
-A layer's reference is moe_reference.py as it stands, or made of functions of that file and of
-expert_reference.py; a grouped GEMM's is made of those of gemm_reference.py.
+A reference is moe_reference.py as it stands, or made of functions of that file and references.py.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from scripts.common.definitions import (
 
 HERE = Path(__file__).parent
 BLOCK = 128
+FP8 = "float8_e4m3fn"
 BLOCK_LINE = f"BLOCK = {BLOCK}  # one scale per 128 {{}}, one per 128x128 block of a weight"
 
 Json = dict[str, Any]
@@ -36,13 +36,10 @@ def axis(value: int | None, description: str) -> Json:
     return {"type": "const", "value": value, "description": description}
 
 
-def tensor(shape: Sequence[str] | None, dtype: str, description: str) -> Json:
+def tensor(axes: str | None, dtype: str, description: str) -> Json:
     """An input or output with these axes; None: a scalar."""
-    return {
-        "shape": None if shape is None else list(shape),
-        "dtype": dtype,
-        "description": description,
-    }
+    shape = None if axes is None else axes.split()
+    return {"shape": shape, "dtype": dtype, "description": description}
 
 
 def functions(name: str) -> dict[str, str]:
@@ -78,37 +75,35 @@ DESCRIPTIONS = {
     ),
 }
 INPUTS = {
-    "routing_logits": tensor(
-        ["seq_len", "num_experts"], "float32", "Router output before the sigmoid."
-    ),
+    "routing_logits": tensor("seq_len num_experts", "float32", "Router output before the sigmoid."),
     "routing_bias": tensor(
-        ["num_experts"],
+        "num_experts",
         "bfloat16",
         "Added to the sigmoid to choose experts; not part of their weights.",
     ),
-    "hidden_states": tensor(["seq_len", "hidden_size"], "float8_e4m3fn", "Tokens, quantised."),
+    "hidden_states": tensor("seq_len hidden_size", FP8, "Tokens, quantised."),
     "hidden_states_scale": tensor(
-        ["num_hidden_blocks", "seq_len"],
+        "num_hidden_blocks seq_len",
         "float32",
         "One scale per token and 128 hidden columns, block-major.",
     ),
     "gemm1_weights": tensor(
-        ["num_local_experts", "gemm1_out_size", "hidden_size"],
-        "float8_e4m3fn",
+        "num_local_experts gemm1_out_size hidden_size",
+        FP8,
         "First projection: the up rows, then the gate rows.",
     ),
     "gemm1_weights_scale": tensor(
-        ["num_local_experts", "num_gemm1_out_blocks", "num_hidden_blocks"],
+        "num_local_experts num_gemm1_out_blocks num_hidden_blocks",
         "float32",
         "One scale per 128x128 block of gemm1_weights.",
     ),
     "gemm2_weights": tensor(
-        ["num_local_experts", "hidden_size", "intermediate_size"],
-        "float8_e4m3fn",
+        "num_local_experts hidden_size intermediate_size",
+        FP8,
         "Second projection, back to hidden_size.",
     ),
     "gemm2_weights_scale": tensor(
-        ["num_local_experts", "num_hidden_blocks", "num_intermediate_blocks"],
+        "num_local_experts num_hidden_blocks num_intermediate_blocks",
         "float32",
         "One scale per 128x128 block of gemm2_weights.",
     ),
@@ -150,7 +145,7 @@ def moe_inputs(d: MoeDefinition) -> Json:
     if d.routing != RENORMALIZE:
         return INPUTS
     said = "Router output before the softmax."
-    logits = tensor(["seq_len", "num_local_experts"], "bfloat16", said)
+    logits = tensor("seq_len num_local_experts", "bfloat16", said)
     inputs = {**INPUTS, "routing_logits": logits}
     return {name: spec for name, spec in inputs.items() if name not in NOT_OF_RENORMALIZE}
 
@@ -158,7 +153,7 @@ def moe_inputs(d: MoeDefinition) -> Json:
 def moe_reference(d: MoeDefinition) -> str:
     if d is DEFAULT:
         return (HERE / "moe_reference.py").read_text(encoding="utf-8")
-    shared, own = functions("moe_reference.py"), functions("expert_reference.py")
+    shared, own = functions("moe_reference.py"), functions("references.py")
     constants = [BLOCK_LINE.format("hidden columns of a token"), f"TOP_K = {d.top_k}"]
     route = own.get(f"route_{d.routing}")
     if route is None:
@@ -185,7 +180,7 @@ def moe_interface(d: MoeDefinition) -> Json:
         "description": DESCRIPTIONS[d.routing].format(model=d.model, choice=choice),
         "axes": moe_axes(d),
         "inputs": moe_inputs(d),
-        "outputs": {"output": tensor(["seq_len", "hidden_size"], "bfloat16", said)},
+        "outputs": {"output": tensor("seq_len hidden_size", "bfloat16", said)},
         "reference": moe_reference(d),
     }
 
@@ -212,10 +207,10 @@ def gemm_interface(d: GemmDefinition) -> Json:
     row and 128 columns, block-major as those of the layers' hidden states; weights one per 128x128
     block."""
     masked = d.rows == MASKED
-    rows = ["num_experts", "max_rows"] if masked else ["total_rows"]
-    scales = ["num_experts", "num_k_blocks", "max_rows"] if masked else ["num_k_blocks", *rows]
+    rows, scales = "total_rows", "num_k_blocks total_rows"
     of_rows = {"total_rows": axis(None, "Rows of all experts together.")}
     if masked:
+        rows, scales = "num_experts max_rows", "num_experts num_k_blocks max_rows"
         said = "Rows reserved for an expert, a multiple of 128, as tiles are high."
         of_rows = {"max_rows": axis(None, said)}
     axes = {
@@ -227,16 +222,16 @@ def gemm_interface(d: GemmDefinition) -> Json:
         "num_k_blocks": axis(d.k // BLOCK, "Scale blocks of 128 along k."),
     }
     said = "One scale per row and 128 columns of a, block-major."
-    blocks = ["num_experts", "num_n_blocks", "num_k_blocks"]
+    blocks = "num_experts num_n_blocks num_k_blocks"
     inputs = {
-        "a": tensor([*rows, "k"], "float8_e4m3fn", "Activations, quantised."),
+        "a": tensor(f"{rows} k", FP8, "Activations, quantised."),
         "a_scale": tensor(scales, "float32", said),
-        "b": tensor(["num_experts", "n", "k"], "float8_e4m3fn", "Weights, quantised."),
+        "b": tensor("num_experts n k", FP8, "Weights, quantised."),
         "b_scale": tensor(blocks, "float32", "One scale per 128x128 block of b."),
     }
     if masked:
         said = "Rows of every expert, 0 to max_rows."
-        inputs["masked_m"] = tensor(["num_experts"], "int32", said)
+        inputs["masked_m"] = tensor("num_experts", "int32", said)
         inputs["expected_m"] = tensor(
             None,
             "int32",
@@ -247,19 +242,19 @@ def gemm_interface(d: GemmDefinition) -> Json:
     else:
         axes["len_indptr"] = axis(d.experts + 1, "Boundaries: num_experts + 1.")
         inputs["m_indptr"] = tensor(
-            ["len_indptr"],
+            "len_indptr",
             "int32",
             "From 0 to total_rows, ascending: expert e has the rows m_indptr[e] up to, not "
             "including, m_indptr[e + 1].",
         )
         constraints = ["total_rows == m_indptr[-1].item()"]
-    found = functions("gemm_reference.py")
+    found = functions("references.py")
     said = MASKED_ROWS if masked else CONTIGUOUS_ROWS
     return {
         "description": GEMM_DESCRIPTION.format(model=d.model, rows=said),
         "axes": axes,
         "inputs": inputs,
-        "outputs": {"out": tensor([*rows, "n"], "bfloat16", "Products, rounded once.")},
+        "outputs": {"out": tensor(f"{rows} n", "bfloat16", "Products, rounded once.")},
         "reference": source(
             f"Reference of a {d.rows} grouped GEMM with FP8 block scales, in float32.",
             [BLOCK_LINE.format("columns of a row")],
@@ -276,16 +271,16 @@ def gemm_interface(d: GemmDefinition) -> Json:
 def build_definition(definition: Entry = DEFAULT) -> Json:
     """The definition's JSON."""
     if isinstance(definition, GemmDefinition):
-        of: Mapping[str, Any] = gemm_interface(definition)
+        of = gemm_interface(definition)
     else:
         assert isinstance(definition, MoeDefinition)
         of = moe_interface(definition)
     return {
         "name": definition.name,
-        "description": of["description"],
+        "description": of.pop("description"),
         "op_type": definition.op_type,
-        "tags": [*definition.tags, "quantization:float8_e4m3fn"],
-        **{key: of[key] for key in of if key != "description"},
+        "tags": [*definition.tags, f"quantization:{FP8}"],
+        **of,
     }
 
 

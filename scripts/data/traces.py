@@ -49,22 +49,6 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def read_traces(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number of the line, JSON) of every trace of a file."""
-    for number, line in read_lines(path):
-        try:
-            trace = json.loads(line.decode("utf-8"))
-            if not isinstance(trace, dict):
-                raise TypeError("no object")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _no_trace(path, number, error) from None
-        yield number, trace
-
-
-def _no_trace(path: Path, number: int, error: Exception) -> UsageError:
-    return UsageError(f"{path}:{number} is no trace: {error!r}")
-
-
 def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Record]:
     """All records of the definition in these files or directories."""
     return [record for record, _ in read_evaluations(paths, definition)]
@@ -84,14 +68,18 @@ def _parsed(
     path: Path, definition: str | None = None
 ) -> Iterator[tuple[Record | None, dict[str, Any]]]:
     """Each trace of a file, or of one definition, with the record that it is, if it is one."""
-    hashes = run_hashes(read_run(path))
-    for number, trace in read_traces(path):
-        if definition is not None and trace.get("definition") != definition:
-            continue
+    info = read_run(path)
+    # For traces that do not hold their sources' hash. Of a run that was resumed, run.json says it
+    # of the last part only.
+    hashes = {} if info.get("earlier") else info.get("solutions", {})
+    for number, line in read_lines(path):
         try:
+            trace = json.loads(line.decode("utf-8"))
+            if definition is not None and trace.get("definition") != definition:
+                continue
             record = parse_record(trace, str(path), hashes)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _no_trace(path, number, error) from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"{path}:{number} is no trace: {error!r}") from None
         yield record, trace
 
 
@@ -104,12 +92,6 @@ def read_run(traces: Path) -> schemas.RunInfo:
     """The run.json beside a trace file; empty where there is none (other people's traces)."""
     path = run_file(traces)
     return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
-
-
-def run_hashes(info: schemas.RunInfo) -> dict[str, str]:
-    """What run.json says of the sources, for traces that do not say it themselves. Of a run that
-    was resumed it says it of the last part only."""
-    return {} if info.get("earlier") else info.get("solutions", {})
 
 
 @contextmanager

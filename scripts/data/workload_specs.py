@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from scripts.common import files
+from scripts.common.command_line import say
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -35,8 +35,14 @@ from scripts.common.definitions import (
 from scripts.common.project import ROOT
 from scripts.common.text import markdown_table, text_table
 from scripts.data.interfaces import build_definition
-from scripts.data.routing_numpy import RoutingCounts, count_local
-from scripts.data.synthetic_logits import Draw, LogitModel, draw_logits, routing_bias
+from scripts.data.synthetic_logits import (
+    Draw,
+    LogitModel,
+    RoutingCounts,
+    count_local,
+    draw_logits,
+    routing_bias,
+)
 
 # Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs hold
 # hashes of these bytes: the generator's name stays what it was when they were made.
@@ -71,20 +77,16 @@ def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
 def is_foreign(path: Path) -> bool:
     """Whether path is a well-formed safetensors file that this project did not write, or what
     git-lfs leaves in the place of one."""
+    from safetensors import SafetensorError, safe_open
+
     with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
+        if file.read(8) == b"version ":
             return True
-        length = int.from_bytes(start, "little")
-        if not 2 <= length <= 1 << 20:
-            return False
-        try:
-            header = json.loads(file.read(length))
-            size = max(entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return False
-    complete = path.stat().st_size == 8 + length + size
-    return complete and header.get("__metadata__") != BLOB_METADATA
+    try:
+        with safe_open(path, "numpy") as file:
+            return file.metadata() != BLOB_METADATA
+    except SafetensorError:
+        return False
 
 
 def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
@@ -288,12 +290,8 @@ def make_workloads(
         start = time.perf_counter()
         done = _make_blob(spec, path)
         if progress:
-            print(
-                f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}"
-                f"  ({time.perf_counter() - start:.1f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            took = f"{spec.seq_len:6} tokens  {done}  ({time.perf_counter() - start:.1f} s)"
+            say(f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {took}")
         paths.append(path)
     return paths
 
@@ -309,9 +307,9 @@ def captured_table(specs: Sequence[WorkloadSpec], markdown: bool) -> str:
     for spec in specs:
         draw = spec.draw()
         ours = asdict(count_local(draw.ids, spec.local_expert_offset, spec.definition))
-        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
         logits = draw.logits.astype(np.float64)
         cells = [spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)]
+        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
         cells += [f"{theirs[c]} / {ours[c]}" for c in COUNTS]
         cells += [f"{logits.mean():.4f}", f"{logits.std():.4f}", f"{draw.margin:.2e}"]
         rows.append([*cells, str(draw.redrawn)])

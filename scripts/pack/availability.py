@@ -60,20 +60,16 @@ def installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        pass
-    module = canonicalize_name(name).replace("-", "_")
-    return "" if importlib.util.find_spec(module) else None
+        module = canonicalize_name(name).replace("-", "_")
+        return "" if importlib.util.find_spec(module) else None
 
 
 def this_machine(use_gpu: bool = True) -> Machine:
     """The present machine; as one without a GPU on request."""
-    capability = None
-    if use_gpu:
-        import torch
+    import torch
 
-        if torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(0)
-    return Machine(capability, installed_version)
+    on_gpu = use_gpu and torch.cuda.is_available()
+    return Machine(torch.cuda.get_device_capability(0) if on_gpu else None, installed_version)
 
 
 def capability_of(name: str) -> Capability | None:
@@ -156,19 +152,8 @@ def split_available(
 
     On the CPU our `own` run as their torch model; the others are GPU code.
     """
-
-    def reason(s: "Solution") -> str | None:
-        return why_not(s, machine) if machine.capability or is_peer(s, own) else None
-
-    return _split(solutions, reason)
-
-
-def _split(
-    solutions: "Sequence[Solution]", reason: "Callable[[Solution], str | None]"
-) -> "tuple[list[Solution], dict[str, str]]":
-    """Those without a reason against them, and the reasons of the others."""
-    reasons = {s.name: why for s in solutions if (why := reason(s))}
-    return [s for s in solutions if not reason(s)], reasons
+    gpu = machine.capability is not None
+    return _split(solutions, lambda s: why_not(s, machine) if gpu or is_peer(s, own) else None)
 
 
 def split_foreign(
@@ -184,12 +169,17 @@ def split_foreign(
     --run-foreign.
     """
     ours = {s.hash() for s in packed}
+    return _split(
+        solutions, lambda s: None if run_foreign or s.name in named or s.hash() in ours else FOREIGN
+    )
 
-    def reason(s: "Solution") -> str | None:
-        asked_for = run_foreign or s.name in named
-        return None if asked_for or s.hash() in ours else FOREIGN
 
-    return _split(solutions, reason)
+def _split(
+    solutions: "Sequence[Solution]", reason: "Callable[[Solution], str | None]"
+) -> "tuple[list[Solution], dict[str, str]]":
+    """Those without a reason against them, and the reasons of the others."""
+    reasons = {s.name: why for s in solutions if (why := reason(s))}
+    return [s for s in solutions if not reason(s)], reasons
 
 
 def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:

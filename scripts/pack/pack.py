@@ -23,8 +23,16 @@ from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
-REQUIRED_KEYS = {"name", "author", "target_hardware", "dependencies"}
-OPTIONAL_KEYS = {"language", "routings", "rows"}
+HOPPER = ["NVIDIA H100", "NVIDIA H200"]
+BLACKWELL = ["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA GB300"]
+DEFAULTS = {
+    "author": "moe-fp8-cutedsl",
+    "language": "python",
+    "target_hardware": [*HOPPER, *BLACKWELL],
+    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
+}
+"""What SOLUTION need not say: that of the solutions on this project's own kernels."""
+KEYS = {"name", *DEFAULTS, "routings", "rows"}
 CALLS = Path("layer") / "calls.py"
 """Makes `run` of a layer and a shape."""
 
@@ -115,57 +123,41 @@ def read_generation(path: Path, root: Path) -> Generation | None:
             continue
         assert isinstance(node, ast.Assign | ast.AnnAssign)
         try:
-            metadata = ast.literal_eval(node.value)  # type: ignore[arg-type]
+            metadata = dict(ast.literal_eval(node.value))  # type: ignore[arg-type]
         except (ValueError, TypeError):
             raise PackError(f"{where}: SOLUTION must be a literal dict") from None
-        if not isinstance(metadata, dict):
-            raise PackError(f"{where}: SOLUTION must be a dict, not {type(metadata).__name__}")
-        missing = REQUIRED_KEYS - metadata.keys()
-        unknown = metadata.keys() - REQUIRED_KEYS - OPTIONAL_KEYS
-        if missing or unknown:
-            raise PackError(
-                f"{where}: SOLUTION lacks {sorted(missing)} and has unknown {sorted(unknown)}"
-            )
+        if "name" not in metadata or (unknown := sorted(metadata.keys() - KEYS)):
+            wrong = f"has unknown {unknown}" if "name" in metadata else "lacks 'name'"
+            raise PackError(f"{where}: SOLUTION {wrong}")
         description = ast.get_docstring(tree)
         if not description:
             raise PackError(f"{where}: no module docstring, which is the solution's description")
-        return Generation(path, root, metadata, description)
+        return Generation(path, root, DEFAULTS | metadata, description)
     return None
 
 
-def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[Generation]:
-    """Every generation under `root` that is packed for the definition, in the order of the file
-    names."""
-    return _packed_for(definition, _read_all(root))
-
-
-def _read_all(root: Path) -> list[Generation]:
-    """Whatever they are packed for."""
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        generation = read_generation(path, root)
-        if generation is not None:
-            found.append(generation)
-    names = [g.name for g in found]
-    for name in names:
-        if names.count(name) > 1:
-            files = [g.path.name for g in found if g.name == name]
-            raise PackError(f"the name {name} is used by {' and '.join(files)}")
-    return found
-
-
-def _packed_for(definition: Entry, found: Sequence[Generation]) -> list[Generation]:
+def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
+    """The generations under `root` for all definitions that they are packed for, those of a
+    definition in the order of the file names."""
+    read = (read_generation(path, root) for path in sorted(root.rglob("*.py")))
+    found = [generation for generation in read if generation is not None]
+    files = dict[str, str]()
+    for generation in found:
+        if generation.name in files:
+            both = f"{files[generation.name]} and {generation.path.name}"
+            raise PackError(f"the name {generation.name} is used by {both}")
+        files[generation.name] = generation.path.name
     return [
         replace(generation, definition=definition)
+        for definition in TABLE
         for generation in found
         if definition.takes(generation.metadata)
     ]
 
 
-def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
-    """The generations of all definitions."""
-    found = _read_all(root)
-    return [g for definition in TABLE for g in _packed_for(definition, found)]
+def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[Generation]:
+    """Those of one definition."""
+    return [g for g in every_generation(root) if g.definition == definition]
 
 
 def entry_file(
@@ -197,8 +189,7 @@ def pack(generation: Generation) -> bytes:
             files = sorted({*files, *import_closure(root / CALLS, root)})
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
-    metadata = generation.metadata
-    where = generation.path.relative_to(root)
+    metadata, where = generation.metadata, generation.path.relative_to(root)
     entry = entry_file(
         generation.name,
         where=f"{PACKAGE}/{where.as_posix()}",
@@ -219,7 +210,7 @@ def pack(generation: Generation) -> bytes:
         "author": metadata["author"],
         "description": generation.description,
         "spec": {
-            "language": metadata.get("language", "python"),
+            "language": metadata["language"],
             "target_hardware": list(metadata["target_hardware"]),
             "entry_point": f"{ENTRY_FILE}::run",
             "dependencies": list(metadata["dependencies"]),
@@ -243,9 +234,8 @@ def private_build_cache() -> Iterator[None]:
         try:
             yield
         finally:
-            if previous is None:
-                del os.environ["FIB_CACHE_PATH"]
-            else:
+            del os.environ["FIB_CACHE_PATH"]
+            if previous is not None:
                 os.environ["FIB_CACHE_PATH"] = previous
 
 
@@ -276,13 +266,12 @@ def validate(packed: bytes, of: Entry = DEFAULT) -> None:
 
 def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation]:
     """The named generations, by solution name or by file name; all of them if none is named."""
-    chosen = [g for g in found if not names or {g.name, g.path.stem, g.path.name} & set(names)]
-    known = {n for g in found for n in (g.name, g.path.stem, g.path.name)}
-    unknown = [n for n in names if n not in known]
-    if unknown:
-        there_are = ", ".join(g.name for g in found) or "none"
-        raise UsageError(f"no generation named {', '.join(unknown)}; there are: {there_are}")
-    return chosen
+    called = {g.name: {g.name, g.path.stem, g.path.name} for g in found}
+    if unknown := set(names).difference(*called.values()):
+        there_are = ", ".join(called) or "none"
+        unknown_names = ", ".join(sorted(unknown))
+        raise UsageError(f"no generation named {unknown_names}; there are: {there_are}")
+    return [g for g in found if not names or called[g.name] & set(names)]
 
 
 def write_packed(
@@ -312,11 +301,10 @@ def write_packed(
         if path.is_file() and path.name not in listed and not holds(path, generation):
             raise UsageError(f"{path} is no solution of ours: move it, or name another --output")
     for path, content in packed.items():
-        if is_current(path, content):
-            continue
-        if build:
-            validate(content, definition)
-        files.write(path, content)
+        if not is_current(path, content):
+            if build:
+                validate(content, definition)
+            files.write(path, content)
     stale = set() if names else listed - {f"{g.name}.json" for g in every}
     for name in stale:
         (output / name).unlink()
@@ -342,12 +330,10 @@ def holds(path: Path, generation: Generation) -> bool:
     """Whether the file is the generation's as it was packed once, listed or not."""
     try:
         solution = json.loads(path.read_bytes())
-        return (solution["name"], solution["author"]) == (
-            generation.name,
-            generation.metadata["author"],
-        )
+        found = solution["name"], solution["author"]
     except (ValueError, TypeError, KeyError):
         return False
+    return found == (generation.name, generation.metadata["author"])
 
 
 def packed_dir(definition: Entry) -> Path:
@@ -368,9 +354,7 @@ def stale_files(
         path = output / f"{generation.name}.json"
         if not path.is_file():
             problems.append(f"{path.name}: missing")
-        elif path.read_bytes() != pack(generation):
+        elif not is_current(path, pack(generation)):
             problems.append(f"{path.name}: not what {generation.path.name} packs to")
-    if not names:
-        extra = packed_before(output) - {f"{g.name}.json" for g in every}
-        problems += [f"{name}: no generation of that name" for name in sorted(extra)]
-    return problems
+    extra = set() if names else packed_before(output) - {f"{g.name}.json" for g in every}
+    return problems + [f"{name}: no generation of that name" for name in sorted(extra)]

@@ -1,8 +1,10 @@
 """The generated blocks of the README and the docs: tables and sentences with a record's figures."""
 
 import math
+import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,12 @@ import pandas as pd
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
-from scripts.common.schemas import TOTAL
-from scripts.common.text import markdown, markdown_table, printable
+from scripts.common.text import markdown, number, printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
-from scripts.report.plots import compute_bound
+from scripts.report.plots import CLOCK_TITLES, compute_bound
 from scripts.table import tables
-from scripts.table.rank_text import say_clocks, say_methods
+from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded
 from scripts.table.tables import Table
 
@@ -37,13 +38,13 @@ def block(made: Block) -> Block:
     return made
 
 
+def bold(cell: str) -> str:
+    """What is marked as the best in bold."""
+    return re.sub(r"([\d.]+)\*", r"**\1**", cell)
+
+
 def table(made: Table) -> str:
-    """Markdown, with what is marked as the best in bold."""
-    cells = [
-        [f"**{c.rstrip('* ')}**" if c.rstrip().endswith("*") else c for c in row]
-        for row in made.rows
-    ]
-    return markdown_table(made.header, cells, made.left)
+    return replace(made, frame=made.frame.map(bold)).markdown()
 
 
 def sources_of(recorded: Recorded) -> str:
@@ -82,85 +83,68 @@ def picture(recorded: Recorded, name: str, what: str) -> str:
 
 @block
 def short_ranking(recorded: Recorded) -> str:
-    main = recorded.main
+    main, limits = recorded.main, recorded.limits(recorded.main)
     where = markdown(f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads")
-    text = f"{where} (`{relative(recorded)}/`)."
-    return parts(
-        paragraph(text, markdown(say_clocks(main)), sources_of(recorded)),
-        table(tables.short_table(main)),
-    )
+    text = f"{where} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
+    if not limits.empty:
+        text += (
+            " TB/s, TFLOP/s: weights and FLOPs over device time, where each bounds; floor: at "
+            "measured rates."
+        )
+    return parts(paragraph(text, sources_of(recorded)), table(tables.short_table(main, limits)))
 
 
 @block
 def ranking(recorded: Recorded) -> str:
     main = recorded.main
-    said = markdown(", ".join(filter(None, [main.hardware, recorded.day, main.timing])))
-    lines = f"{said} (`{relative(recorded)}/`). Names are without the prefix `{PREFIX}`."
-    clocks = ""
-    if len(main.clocks) > 1:
-        clocks = (
-            f"harness: flashinfer-bench's time, host included, over which the speed-ups are; "
-            f"device: the time on the GPU alone ({markdown(say_methods(main))}); ms are means over "
-            "the workloads, in brackets of how many where not of all; spread: from the 10th to the "
-            "90th percentile of the calls over their median."
-        )
+    title, *said = map(markdown, [*headline(main), notes(main)])
+    text = paragraph(f"{recorded.day}, {title} (`{relative(recorded)}/`).", *said)
     ranked = tables.short_names(tables.summary_table(main))
-    return parts(paragraph(lines, clocks, sources_of(recorded)), table(ranked))
+    return parts(text, paragraph(sources_of(recorded)), table(ranked))
 
 
 @block
 def ladder(recorded: Recorded) -> str:
     """Our generations, one below the other, at a few numbers of tokens, by the device's clock."""
     main = recorded.main
-    chosen = [(length, uuid) for length, uuid in main.workloads if length in LADDER_TOKENS]
-    rows, before = [], dict[str, float]()
-    for name in GENERATIONS:
-        row = [name]
-        for _, uuid in chosen:
-            ms = main.figure(uuid, PREFIX + name, "device")
-            faster = f" ({before[uuid] / ms:.2f}x)" if ms and uuid in before else ""
-            row.append(f"{ms:.3f}{faster}" if ms else "-")
-            if ms:
-                before[uuid] = ms
-        rows.append(row)
+    ms = main.results.pivot_table("device", "solution", "tokens")
+    ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
+    faster = ms.ffill().shift() / ms
+    cells = ms.map(lambda value: number(value, ".3f"))
+    cells += faster.map(lambda ratio: f" ({ratio:.2f}x)" if ratio == ratio else "")
+    cells.columns = pd.Index([f"T={tokens}" for tokens in cells])
+    cells.insert(0, "", list(GENERATIONS))
     text = "Device time in ms, and in brackets how much faster than the generation above:"
-    frame = pd.DataFrame(rows, columns=["", *(f"T={t}" for t, _ in chosen)])
-    return parts(paragraph(text), table(Table(frame)))
+    return parts(paragraph(text), table(Table(cells)))
 
 
 @block
 def latency(recorded: Recorded) -> str:
-    """A table for each clock."""
+    main = recorded.main
+    floors = recorded.floor_ms(main)
+    made = tables.latency_table(main, floors)
+    text = made.title.replace("* the fastest", "the fastest in bold")
+    if floors:
+        text += "; floor: the larger of bytes over measured bandwidth and FLOPs over measured rate"
+    by_tokens = replace(made, frame=made.frame.drop(columns="workload"))
+    return parts(paragraph(text + ":"), table(by_tokens))
 
-    def of(clock: Clock) -> str:
-        main = recorded.main
-        floors = recorded.floor_ms(main)
-        text = f"{tables.latency_title(main, clock)}, the fastest in bold"
-        if floors:
-            text += "; floor: the larger of bytes over measured bandwidth and FLOPs over measured "
-            text += "rate"
-        return parts(paragraph(text + ":"), table(tables.latency_table(main, floors, clock)))
 
-    return parts(*map(of, recorded.main.clocks))
+def latency_picture(recorded: Recorded, clock: Clock) -> str:
+    file = {"harness": "latency.png", "device": "latency_device.png"}[clock]
+    return picture(recorded, file, f"{CLOCK_TITLES[clock]} of all solutions and the floor")
 
 
 @block
 def latency_plot(recorded: Recorded) -> str:
-    """A picture for each clock, the one nearest to the kernels first."""
-    files = {"harness": "latency.png", "device": "latency_device.png"}
-    what = {"harness": "Latency", "device": "Device time"}
-    return parts(
-        *(
-            picture(recorded, files[clock], f"{what[clock]} of all solutions and the floor")
-            for clock in reversed(recorded.main.clocks)
-        )
-    )
+    """By the harness's clock."""
+    return latency_picture(recorded, "harness")
 
 
 @block
 def first_plot(recorded: Recorded) -> str:
-    """The first of these alone."""
-    return latency_plot(recorded).split("\n\n")[0]
+    """By the clock nearest to the kernels."""
+    return latency_picture(recorded, recorded.main.clocks[-1])
 
 
 @block
@@ -199,100 +183,50 @@ def invariance(recorded: Recorded) -> str:
     )
 
 
-def _stages(recorded: Recorded) -> dict[str, Any]:
-    if recorded.stages is None or not recorded.stages["results"]:
-        raise UsageError(f"{recorded.directory} has no stages.json")
-    return recorded.stages
-
-
-def _study_stages(recorded: Recorded) -> dict[str, Any]:
-    """The stages at the original study's token count; at the first measured one without it."""
-    results = _stages(recorded)["results"]
-    return next((r for r in results if r["tokens"] == STUDY_TOKENS), results[0])
-
-
 @block
 def stages(recorded: Recorded) -> str:
-    result = _study_stages(recorded)
-    return parts(
-        f"T={result['tokens']}, median ms:",
-        table(tables.stages_table(result)),
-        paragraph(changed_since(_stages(recorded))),
-    )
+    """At the original study's token count; at the first measured one without it."""
+    record = recorded.stages
+    if record is None or not record["results"]:
+        raise UsageError(f"{recorded.directory} has no stages.json")
+    results = record["results"]
+    result = next((r for r in results if r["tokens"] == STUDY_TOKENS), results[0])
+    said = changed_since(record)
+    title = f"T={result['tokens']}, median ms:"
+    return parts(title, table(tables.stages_table(result)), paragraph(said))
 
 
-@block
-def speed_of_v2(recorded: Recorded) -> str:
-    """v2 against v1, the step that the original study reports."""
-    record, result = _stages(recorded), _study_stages(recorded)
-    pair = [PREFIX + name for name in ("v1", "v2")]
-    try:
-        v1, v2 = (result["solutions"][name]["median_ms"] for name in pair)
-        ratio = {stage: v1[stage] / v2[stage] for stage in (TOTAL, "gemm1", "gemm2")}
-    except (KeyError, ZeroDivisionError) as error:
-        raise UsageError(f"{recorded.directory}: stages.json does not have {error}") from None
-    measured = record.get("solutions")
-    if measured is not None:
-        record = {**record, "solutions": {n: h for n, h in measured.items() if n in pair}}
-    return paragraph(
-        f"v2 against v1 at T={result['tokens']}, {markdown(result['routing'].split(',')[0])}: "
-        f"{ratio[TOTAL]:.1f}x end to end, GEMM1 with its wrapper {ratio['gemm1']:.1f}x, "
-        f"GEMM2 {ratio['gemm2']:.1f}x.",
-        changed_since(record),
-    )
-
-
-def _gemm(recorded: Recorded, name: str) -> dict[str, Any]:
+def _gemm(recorded: Recorded, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
+    """A record of the GEMMs, and of its timings those that it is about, as far as a peer was timed
+    beside them."""
     if name not in recorded.gemm:
         raise UsageError(f"{recorded.directory} has no {name}.json")
-    return recorded.gemm[name]
-
-
-@block
-def gemm(recorded: Recorded) -> str:
-    record = _gemm(recorded, "gemm")
-    text = f"The grouped GEMM alone, us, the fastest in bold ({record['hardware']}"
-    versions = record["environment"].get("versions", {})
-    peers = (("DeepGEMM", "sgl-deep-gemm"), ("sgl_kernel", "sglang-kernel"))
-    said = [text, *(f"{name} {versions[of]}" for name, of in peers if of in versions)]
-    method = record["method"]
-    return parts(
-        paragraph(markdown(f"{', '.join(said)}; {method}") + "):"),
-        table(tables.gemm_table(record["results"])),
-        paragraph(changed_since(record)),
-    )
-
-
-def _ours(record: dict[str, Any]) -> pd.DataFrame:
-    """The timings that the record is about, as far as a peer was timed beside them."""
+    record = recorded.gemm[name]
     f = tables.gemm_frame(record["results"])
-    found = f[(f.variant == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
-    if found.empty:
+    ours = f[(f.variant == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
+    if ours.empty:
         raise UsageError("no timing of ours stands beside a peer's in the record of the GEMMs")
-    return found
-
-
-def _spread(ratios: "pd.Series[float]") -> str:
-    return f"{ratios.median():.2f}x the best peer in the median, {ratios.min():.2f}x at"
+    return record, ours
 
 
 @block
 def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
-    record = _gemm(recorded, "gemm_layers")
-    ours, every = _ours(record), tables.gemm_frame(record["results"])
-    least = ours.loc[ours.vs_best_peer.idxmin()]
+    record, ours = _gemm(recorded, "gemm_layers")
+    every, ratios = tables.gemm_frame(record["results"]), ours.vs_best_peer
+    least = ours.loc[ratios.idxmin()]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
     gemm = "GEMM1" if first[least.name] else "GEMM2"
     workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.variant.iloc[0]
     shipped = f"of {name}, with the configs that it ships, " if " " not in name else ""
     text = (
         f"On the rows of the {workloads} workloads (flat rows, `gemm_bench --layers`) the two "
-        f"GEMMs {shipped}are {_spread(ours.vs_best_peer)} the least ({gemm} at T={least.tokens})"
+        f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
+        f"{ratios.min():.2f}x at the least ({gemm} at T={least.tokens})"
     )
     if every.beside.any():
         known = tables.best_known(every).vs_best_peer
-        text += f" ({_spread(known)} the least with the best configs known)"
+        text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
     bandwidth, peak = (
         record["floors"][rate] / 1e12 for rate in ("read_bytes_per_s", "fp8_flops_per_s")
     )
@@ -301,16 +235,16 @@ def gemm_layers(recorded: Recorded) -> str:
         shares, measured = reading.percent_of_floor, reading.read_us.notna().all()
         rate = "rate of a kernel that only reads them" if measured else "bandwidth of a large read"
         text += (
-            f", and from {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads "
-            f"its weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
+            f". From {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads its "
+            f"weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
         )
     return paragraph(text + ".", changed_since(record))
 
 
 @block
 def gemm_study(recorded: Recorded) -> str:
-    record = _gemm(recorded, "gemm_study")
-    ratios = _ours(record).vs_best_peer
+    record, ours = _gemm(recorded, "gemm_study")
+    ratios = ours.vs_best_peer
     return paragraph(
         f"Over the {len(ratios)} configurations of the original study (`--grid study`: 1, 4 or 8 "
         f"experts with even rows) the median is {ratios.median():.2f}x, the least "

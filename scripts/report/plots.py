@@ -7,11 +7,12 @@ in, so that one figure serves light and dark.
 
 import io
 import re
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from scripts.common import files
 from scripts.common.floors import bandwidth
@@ -30,6 +31,7 @@ BACKGROUND, INK = "#f2f2f2", "#222222"
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
 MARKERS = "osD^vPX*<>"
+CLOCK_TITLES: dict[Clock, str] = {"harness": "Latency", "device": "Device time"}
 
 # What the figures are drawn in, and what it becomes on a page: ink, surface and lines follow the
 # page's own colours.
@@ -90,42 +92,43 @@ def latency_figure(
     """Latency of every solution over the workloads by T, and the floor where it is known."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    what = {"harness": "Latency", "device": "Device time"}[clock]
-    figure, (ax,) = new_figure(1, f"{what} of the layer, {ranking.hardware}", 5.2)
-    uuids = [uuid for _, uuid in ranking.workloads]
-    look = styles(ranking.summaries)
-    for s in ranking.summaries:
-        timed = [(i, ranking.figure(u, s.solution, clock)) for i, u in enumerate(uuids)]
-        points = [(i, ms) for i, ms in timed if ms is not None]
-        if points:
-            x, y = zip(*points, strict=True)
-            ax.plot(x, y, label=printable(short_name(s.solution)), **look[s.solution])
-    known = [(i, floors[u]) for i, u in enumerate(uuids) if u in floors]
-    if known:
-        x, y = zip(*known, strict=True)
-        ax.plot(x, y, color=INK, linestyle=":", linewidth=1.8, label="floor")
+    figure, (ax,) = new_figure(1, f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}", 5.2)
+    tokens, uuids = zip(*ranking.workloads, strict=True)
+    ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
+    ms = ms.set_axis(range(len(uuids)))
+    for solution, look in styles(ranking.summaries).items():
+        if (known := ms[solution].dropna()).any():
+            ax.plot(known, label=printable(short_name(solution)), **look)
+    floor = pd.Series(floors, dtype=float).reindex(uuids).set_axis(ms.index).dropna()
+    if floor.any():
+        ax.plot(floor, color=INK, linestyle=":", linewidth=1.8, label="floor")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     ax.set_ylabel("ms, log scale")
     ax.set_xlabel("tokens of the workload")
-    ax.set_xticks(range(len(uuids)), [str(t) for t, _ in ranking.workloads], fontsize=9)
+    ax.set_xticks(ms.index, list(map(str, tokens)), fontsize=9)
     ax.set_xlim(-0.4, len(uuids) - 0.6)
-    figure.legend(fontsize=9, loc="outside lower center", ncols=6, frameon=False)
+    legend_below(figure, ax)
     return figure
 
 
-def beside_bar(ax: Any, text: str, end: float, place: int) -> None:
-    """Text at the end of a horizontal bar."""
+def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, fontsize=9, loc="outside lower center", ncols=columns, frameon=False
+    )
+
+
+def name_bars(ax: Any, names: Sequence[str], ends: Sequence[float], texts: Sequence[str]) -> None:
+    """The names of horizontal bars, from the top, and the texts at their ends."""
     style = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": INK}
-    ax.annotate(text, (end, place), xytext=(6, 0), **style)
-
-
-def name_bars(ax: Any, names: Sequence[str]) -> None:
-    """The names of horizontal bars, from the top."""
+    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        ax.annotate(text, (end, place), xytext=(6, 0), **style)
     ax.set_yticks(range(len(names)), list(map(printable, names)), fontsize=9)
     ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xlim(0, 1.12 * max(ends))
     ax.grid(axis="y", visible=False)
     ax.grid(axis="x", color="#cccccc", linewidth=0.6)
 
@@ -137,85 +140,67 @@ def speedup_figure(ranking: Ranking) -> "Figure":
     figure, (ax,) = new_figure(1, title, 0.9 + 0.38 * len(ran))
     look = styles(ranking.summaries)
     for place, s in enumerate(ran):
-        assert s.mean is not None and s.lowest is not None and s.highest is not None
         # Hatched in the surface's colour: told apart from ours without the colours too.
         hatch = "////" if s.peer else None
         ax.barh(place, s.mean, 0.66, color=look[s.solution]["color"], hatch=hatch, ec="#ffffff")
         ax.plot([s.lowest, s.highest], [place, place], color=INK, linewidth=1.2, marker="|")
-        beside_bar(ax, f"{s.mean:.1f}x", s.highest, place)
-    name_bars(ax, [short_name(s.solution) + " (peer)" * s.peer for s in ran])
-    ax.set_xlim(0, 1.1 * max(s.highest or 0.0 for s in ran))
+    names = [short_name(s.solution) + " (peer)" * s.peer for s in ran]
+    name_bars(ax, names, [s.highest for s in ran], [f"{s.mean:.1f}x" for s in ran])
     return figure
 
 
 def stages_figure(record: dict[str, Any]) -> "Figure":
     """Stacked medians of the stages, a panel for each token count of stages.json."""
     results = record["results"]
-    count = max(len(r["solutions"]) for r in results)
+    panels = [
+        pd.DataFrame({short_name(name): of["median_ms"] for name, of in r["solutions"].items()})
+        for r in results
+    ]
     title = f"Where the time of a call goes, {record['hardware']}"
-    figure, axes = new_figure(len(results), title, 1.1 + 0.36 * count)
-    stages = list(
-        dict.fromkeys(
-            stage
-            for r in results
-            for s in r["solutions"].values()
-            for stage in (*STAGES, *s["median_ms"])
-            if stage in s["median_ms"] and stage != TOTAL
-        )
-    )
-    for ax, result in zip(axes, results, strict=True):
-        names = list(result["solutions"])
-        for place, name in enumerate(names):
-            medians = result["solutions"][name]["median_ms"]
-            left = 0.0
-            for number, stage in enumerate(stages):
-                width = medians.get(stage, 0.0)
-                colour = COLOURS[number % len(COLOURS)]
-                label = printable(stage) if place == 0 else None
-                ax.barh(place, width, 0.66, left=left, color=colour, ec="#ffffff", label=label)
-                left += width
-            total = medians.get(TOTAL)
-            if total is not None:
-                ax.plot([total, total], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-            said = f"{total if total is not None else left:.3f} ms"
-            beside_bar(ax, said, max(left, total or 0.0), place)
-        name_bars(ax, list(map(short_name, names)))
-        ax.set_xlim(right=1.12 * ax.get_xlim()[1])
+    height = 1.1 + 0.36 * max(len(ms.columns) for ms in panels)
+    figure, axes = new_figure(len(results), title, height)
+    found = dict.fromkeys(stage for ms in panels for stage in ms.index)
+    stages = [*filter(found.__contains__, STAGES), *(s for s in found if s not in (*STAGES, TOTAL))]
+    for ax, result, ms in zip(axes, results, panels, strict=True):
+        parts = ms.reindex(stages).fillna(0.0)
+        for number, (stage, widths) in enumerate(parts.iterrows()):
+            style = {"color": COLOURS[number % len(COLOURS)], "ec": "#ffffff"}
+            left = parts.iloc[:number].sum()
+            ax.barh(range(len(widths)), widths, 0.66, left=left, label=printable(stage), **style)
+        total = ms.reindex([TOTAL]).iloc[0]
+        for place, whole in enumerate(total):
+            ax.plot([whole, whole], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+        said = [f"{value:.3f} ms" for value in total.fillna(parts.sum())]
+        name_bars(ax, list(ms), list(parts.sum().combine(total, max)), said)
         ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels), frameon=False
-    )
+    legend_below(figure, axes[0], len(stages))
     return figure
 
 
 def grid_figure(rows: Sequence[dict[str, Any]], hardware: str) -> "Figure | None":
     """Ratio to the best peer; one panel a number of rows, configurations in the study's order."""
-    mine = [r for r in rows if r["tokens"] is None and not r["peer"] and "vs_best_peer" in r]
-    if not mine:
+    mine = pd.DataFrame(
+        [r for r in rows if r["tokens"] is None and not r["peer"] and "vs_best_peer" in r]
+    )
+    if mine.empty:
         return None
-    counts = sorted({r["rows"] for r in mine})
-    figure, axes = new_figure(len(counts), f"Grouped FP8 GEMM against the best peer, {hardware}", 3)
-    variants = list(dict.fromkeys(r["variant"] for r in mine))
-    for ax, count in zip(axes, counts, strict=True):
-        panel = [r for r in mine if r["rows"] == count]
-        keys = sorted({(r["experts"], r["n"], r["k"]) for r in panel})
-        width = 0.8 / len(variants)
-        for number, variant in enumerate(variants):
-            found = {(r["experts"], r["n"], r["k"]): r for r in panel if r["variant"] == variant}
-            values = [found[key]["vs_best_peer"] if key in found else 0.0 for key in keys]
-            places = [i + (number - (len(variants) - 1) / 2) * width for i in range(len(keys))]
-            measured = [v for v in values if v]
-            said = f"{variant}, median {statistics.median(measured):.2f}x" if measured else variant
-            ax.bar(
-                places, values, width, color=COLOURS[number % len(COLOURS)], label=printable(said)
-            )
+    panels = list(mine.groupby("rows"))
+    figure, axes = new_figure(len(panels), f"Grouped FP8 GEMM against the best peer, {hardware}", 3)
+    variants = list(mine.variant.unique())
+    width = 0.8 / len(variants)
+    for ax, (count, panel) in zip(axes, panels, strict=True):
+        wide = panel.pivot(index=["experts", "n", "k"], columns="variant", values="vs_best_peer")
+        for number, (variant, values) in enumerate(wide.reindex(columns=variants).items()):
+            places = [i + (number - (len(variants) - 1) / 2) * width for i in range(len(wide))]
+            said = f"{variant}, median {values.median():.2f}x" if values.any() else variant
+            colour = COLOURS[number % len(COLOURS)]
+            ax.bar(places, values.fillna(0.0), width, color=colour, label=printable(said))
         ax.axhline(1.0, color=INK, linewidth=1.0)
         ax.set_ylabel("best peer / ours")
         ax.set_title(f"{count:g} rows per expert", loc="left", fontsize=10, color=INK)
-        labels = [f"E={e} {n}x{k}" for e, n, k in keys]
-        ax.set_xticks(range(len(keys)), labels, rotation=60, ha="right", fontsize=7)
-        ax.set_xlim(-0.7, len(keys) - 0.3)
+        labels = [f"E={e} {n}x{k}" for e, n, k in wide.index]
+        ax.set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize=7)
+        ax.set_xlim(-0.7, len(labels) - 0.3)
         ax.legend(fontsize=8, loc="lower right")
     return figure
 
@@ -224,36 +209,31 @@ def layers_figure(
     rows: Sequence[dict[str, Any]], floors: dict[str, float], hardware: str
 ) -> "Figure | None":
     """Reached rate over the tokens: memory-bound workloads in TB/s, the others in TFLOP/s."""
-    mine = [r for r in rows if r["tokens"] is not None]
-    if not mine:
+    mine = pd.DataFrame([r for r in rows if r["tokens"] is not None])
+    if mine.empty:
         return None
+    # Without the configs beside a shipped one, which are called "flat, next larger".
+    mine = mine[~mine.variant.str.contains(",")]
     reading, peak = bandwidth(floors) / 1e12, floors["fp8_flops_per_s"] / 1e12
-    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in mine))
+    mine["computes"] = compute_bound(mine, reading, peak)
+    shapes, variants = list(mine.groupby(["n", "k"], sort=False)), list(mine.variant.unique())
     title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and floor"
     figure, axes = new_figure(len(shapes), title, 4)
-    # Without the configs beside a shipped one, which are called "flat, next larger".
-    variants = list(dict.fromkeys(r["variant"] for r in mine if "," not in r["variant"]))
-    for ax, (n, k) in zip(axes, shapes, strict=True):
-        panel = [r for r in mine if (r["n"], r["k"]) == (n, k)]
-        tokens = sorted({r["tokens"] for r in panel})
-        bound = {r["tokens"]: compute_bound(r, reading, peak) for r in panel}
-        first = next((i for i, t in enumerate(tokens) if bound[t]), len(tokens))
+    for ax, ((n, k), panel) in zip(axes, shapes, strict=True):
+        tokens = sorted(panel.tokens.unique())
+        panel = panel.assign(place=panel.tokens.map(tokens.index)).sort_values("place")
+        first = panel.place[panel.computes].min() if panel.computes.any() else len(tokens)
         right = ax.twinx()
         for number, variant in enumerate(variants):
-            found = {r["tokens"]: r for r in panel if r["variant"] == variant}
-            colour = COLOURS[number % len(COLOURS)]
-            style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.5}
-            left_part = [(i, found[t]) for i, t in enumerate(tokens[:first]) if t in found]
-            right_part = [(i, found[t]) for i, t in enumerate(tokens) if i >= first and t in found]
-            x, y = [i for i, _ in left_part], [r["gbytes"] / 1e3 for _, r in left_part]
-            ax.plot(x, y, label=printable(variant), **style)
-            x, y = [i for i, _ in right_part], [r["tflops"] for _, r in right_part]
-            right.plot(x, y, **style)
+            of = panel[panel.variant == variant]
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4}
+            reads, computes = of[of.place < first], of[of.place >= first]
+            ax.plot(reads.place, reads.gbytes / 1e3, label=printable(variant), **style)
+            right.plot(computes.place, computes.tflops, **style)
         if first:
-            ours = {r["tokens"]: r for r in panel if r["variant"] == variants[0]}
-            floor = [(i, ours[t]) for i, t in enumerate(tokens[:first]) if t in ours]
-            rates = [r["gbytes"] / 1e3 * r["us"] / r["floor_us"] for _, r in floor]
-            ax.plot([i for i, _ in floor], rates, color=INK, linestyle="--", label="floor")
+            ours = panel[(panel.variant == variants[0]) & (panel.place < first)]
+            rates = ours.gbytes / 1e3 * ours.us / ours.floor_us
+            ax.plot(ours.place, rates, color=INK, linestyle="--", label="floor")
         if first < len(tokens):
             right.hlines(peak, first - 0.5, len(tokens) - 0.6, color=INK, linestyle="--")
             ax.axvline(first - 0.5, color="#888888", linewidth=0.8)
@@ -261,7 +241,7 @@ def layers_figure(
         right.set_ylim(0, 1.15 * peak)
         ax.set_ylabel("TB/s (weights bound)")
         right.set_ylabel("TFLOP/s (tensor cores bound)")
-        ax.set_xticks(range(len(tokens)), [str(t) for t in tokens], fontsize=8)
+        ax.set_xticks(range(len(tokens)), list(map(str, tokens)), fontsize=8)
         ax.set_xlabel("tokens of the workload")
         ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)
         ax.legend(fontsize=8, loc="lower left")

@@ -15,10 +15,9 @@ from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.pack.sources import changed_since
-from scripts.report import plots
 from scripts.report.generated import BLOCKS, pictures_of, relative, sources_of
-from scripts.report.report import run_figures
-from scripts.table.recorded import Recorded, read, timed
+from scripts.report.report import write_pictures
+from scripts.table.recorded import Recorded, read
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "determinism.md")
@@ -77,36 +76,19 @@ def shown(text: str, recorded: Recorded) -> list[str]:
 
 def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
     """Write these pictures of the record."""
-    figures = run_figures(recorded)
-    if (layers := recorded.gemm.get("gemm_layers")) is not None:
-        figures["gemm_layers.png"] = lambda: plots.layers_figure(
-            timed(layers), layers["floors"], layers["hardware"]
-        )
-    if (study := recorded.gemm.get("gemm_study")) is not None:
-        figures["gemm_grid.png"] = lambda: plots.grid_figure(timed(study), study["hardware"])
     source = data_hash(recorded.directory)
-    written = []
-    for name in names:
-        if name not in figures:
-            raise UsageError(f"{relative(recorded)} holds nothing to draw {name} from")
-        with plots.plain_text():
-            path = pictures_of(recorded) / name
-            plots.save_png(figures[name](), path, source)
-            written.append(path)
-    return written
+    return write_pictures(recorded, pictures_of(recorded), names, source)
 
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
     """What of a passage and its pictures is not made of the record as it is now."""
-    problems = []
-    for (_, name, _), old, new in zip(
-        BLOCK.findall(text),
-        BLOCK.finditer(text),
-        BLOCK.finditer(generate(text, recorded, page.parent)),
-        strict=True,
-    ):
-        if old[0] != new[0]:
-            problems.append(f"{page.name}, block {name}: not what {relative(recorded)} says")
+    made = generate(text, recorded, page.parent)
+    blocks = zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True)
+    problems = [
+        f"{page.name}, block {old[2]}: not what {relative(recorded)} says"
+        for old, new in blocks
+        if old[0] != new[0]
+    ]
     source = data_hash(recorded.directory).encode()
     for name in shown(text, recorded):
         picture = pictures_of(recorded) / name

@@ -5,17 +5,19 @@ Needs jinja2 and matplotlib: the extra `report`.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import short_name
-from scripts.common.text import percent, printable
+from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
+from scripts.report import plots
 from scripts.table import rank_text, tables
 from scripts.table.rankings import Ranking
 from scripts.table.recorded import Recorded, gemm_kind, read, recorded_runs, timed
@@ -23,24 +25,24 @@ from scripts.table.tables import Table
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 NEEDED = ("jinja2", "matplotlib")
-BAD_CELLS = {"unsupported", "not installed", "not run", "failed"}
-"""What a page shows as bad, beside the statuses of failures."""
-
-
-@dataclass(frozen=True)
-class Plot:
-    svg: Any
-    caption: str
 
 
 @dataclass(frozen=True)
 class Part:
+    """A figure with its caption, a table, or both.
+
+    Attributes:
+        folded: the line that unfolds the table, for one that is long.
+        ours: names of the rows that are marked.
+    """
+
     title: str = ""
     text: tuple[str, ...] = ()
-    plot: Plot | None = None
+    svg: Any = None
+    caption: str = ""
     table: Table | None = None
     folded: str = ""
-    """The line that unfolds the table, for one that is long."""
+    ours: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -48,98 +50,57 @@ class Section:
     id: str
     title: str
     text: list[str] = field(default_factory=list)
-    cards: list[tuple[str, str]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
 
 
-def svg_plot(figure: Any, name: str, caption: str) -> Plot:
+def plot_part(figure: Any, name: str, caption: str, title: str = "", *text: str) -> Part:
     """The figure inline; Markup, because it is our own and must not be escaped."""
     from markupsafe import Markup
 
-    from scripts.report.plots import inline_svg
-
-    return Plot(Markup(inline_svg(figure, name, caption)), caption)
-
-
-def cards(ranking: Ranking, floor_ms: dict[str, float]) -> list[tuple[str, str]]:
-    """The few figures that say most."""
-    ours = [s for s in ranking.summaries if not s.peer and s.passed]
-    best = (ours or ranking.summaries)[0]
-    found = [(short_name(best.solution), "our best" if ours else "the best")]
-    found.append((f"{best.passed} of {len(ranking.workloads)}", "workloads passed"))
-    if best.mean is not None:
-        found.append((f"{best.mean:.1f}x", "mean speed-up over the reference"))
-    for clock in ranking.clocks:
-        of = f" ({clock})" if len(ranking.clocks) > 1 else ""
-        mean, versus = getattr(best, f"{clock}_mean_ms"), getattr(best, f"{clock}_vs_peer")
-        if mean is not None:
-            found.append((f"{mean:.3f} ms", f"mean latency{of}"))
-        if ranking.compares_peers and versus is not None:
-            found.append((f"{versus:.2f}x", f"against each workload's best peer{of}"))
-        f = ranking.results[ranking.results.solution == best.solution]
-        share = (f.uuid.map(floor_ms) / f[clock]).mean()
-        if share == share:
-            found.append((percent(share), f"of its time is floor, on average{of}"))
-    if best.cosine is not None:
-        found.append((f"{best.cosine:.5f}", "lowest cosine to the reference"))
-    return found
+    svg = Markup(plots.inline_svg(figure, name, caption))
+    return Part(title, tuple(filter(None, text)), svg, caption)
 
 
-def latency_parts(
-    ranking: Ranking, floor_ms: dict[str, float], clock: Clock, key: str
-) -> list[Part]:
-    """The figure and the table of one clock's latencies."""
-    from scripts.report.plots import latency_figure
-
-    title = tables.latency_title(ranking, clock)
+def latency_parts(ranking: Ranking, floor_ms: dict[str, float], key: str) -> list[Part]:
+    """A figure of each clock's latencies, and the table of both."""
+    caption, text = "Workloads by their number of tokens; dashed lines and open markers: peers.", ""
+    if floor_ms:
+        caption += (
+            " Floor: weights and activations over the measured bandwidth or FLOPs over the "
+            "measured FP8 rate, whichever takes longer."
+        )
+    else:
+        text = "This record holds no rates measured on this GPU (floors.json): no floor is drawn."
     parts = []
-    if ranking.summary[f"{clock}_count"].any():
-        caption = "Workloads by their number of tokens; dashed lines and open markers: peers."
-        text: tuple[str, ...] = ()
-        if floor_ms:
-            caption += (
-                " Floor: weights and activations over the measured bandwidth or FLOPs over the "
-                "measured FP8 rate, whichever takes longer."
-            )
-        else:
-            text = (
-                "This record holds no rates measured on this GPU (floors.json), so no floor is "
-                "drawn.",
-            )
-        plot = svg_plot(latency_figure(ranking, floor_ms, clock), f"{key}{clock}", caption)
-        parts.append(Part(f"{title}, over the workloads", text, plot))
-    table = tables.latency_table(ranking, floor_ms, clock)
-    return [*parts, Part(f"{title}, the fastest marked", table=table)]
+    for clock in ranking.clocks:
+        if ranking.summary[f"{clock}_count"].any():
+            figure = plots.latency_figure(ranking, floor_ms, clock)
+            title = f"{plots.CLOCK_TITLES[clock]}, over the workloads"
+            parts.append(plot_part(figure, f"{key}{clock}", caption, title, text))
+    table = tables.latency_table(ranking, floor_ms)
+    return [*parts, Part(table.title, table=table)]
 
 
 def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Section:
     """Everything about one machine, timing method and tolerance."""
-    from scripts.report.plots import speedup_figure
-
-    floor_ms = recorded.floor_ms(ranking)
-    ours = ranking.summary.solution[~ranking.summary.peer].map(short_name)
+    floor_ms, key = recorded.floor_ms(ranking), f"r{number}"
     head, *text = rank_text.headline(ranking)
     text.append(rank_text.notes(ranking))
     text += filter(None, [changed_sources(ranking.records.values())])
-    ranked = tables.short_names(tables.summary_table(ranking))
-    parts = [Part(table=replace(ranked, ours=frozenset(ours)))]
-    key = f"r{number}"
+    ours = frozenset(ranking.summary.solution[~ranking.summary.peer].map(short_name))
+    parts = [
+        Part(table=tables.short_table(ranking, recorded.limits(ranking)), ours=ours),
+        Part("Speed-ups", table=tables.short_names(tables.summary_table(ranking)), ours=ours),
+    ]
     if ranking.summary["mean"].notna().any():
         caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
-        parts.append(Part(plot=svg_plot(speedup_figure(ranking), f"{key}speedup", caption)))
-    for clock in ranking.clocks:
-        parts += latency_parts(ranking, floor_ms, clock, key)
-    for table in tables.workload_tables(ranking)[len(ranking.clocks) :]:
+        parts.append(plot_part(plots.speedup_figure(ranking), f"{key}speedup", caption))
+    parts += latency_parts(ranking, floor_ms, key)
+    for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
-    optional = {
-        "Accuracy": tables.accuracy_table(ranking),
-        "Same bits": tables.checks_table(ranking),
-        "Failed": tables.failures_table(ranking),
-    }
-    for title, table in optional.items():
-        if table:
-            parts.append(Part(title, tuple(filter(None, [table.note])), table=table))
-    return Section(f"ranking{number}", head, text, cards(ranking, floor_ms), parts)
+    for table in rank_text.figures(ranking):
+        parts.append(Part(table.title, tuple(filter(None, [table.note])), table=table))
+    return Section(f"ranking{number}", head, text, parts)
 
 
 def correctness_section(ranking: Ranking, number: int) -> Section:
@@ -147,8 +108,8 @@ def correctness_section(ranking: Ranking, number: int) -> Section:
     head, *text = rank_text.headline(ranking)
     right, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
     parts = [Part("", (right.note,), table=right)]
-    parts += [Part("Failed", table=failures)] if failures else []
-    return Section(f"ranking{number}", head, text, parts=parts)
+    parts += [Part(failures.title, table=failures)] if failures else []
+    return Section(f"ranking{number}", head, text, parts)
 
 
 def recorded_section(recorded: Recorded, number: int) -> Section:
@@ -159,8 +120,6 @@ def recorded_section(recorded: Recorded, number: int) -> Section:
 
 
 def stages_section(recorded: Recorded) -> list[Section]:
-    from scripts.report.plots import stages_figure
-
     record = recorded.stages
     if record is None or not record["results"]:
         return []
@@ -170,36 +129,41 @@ def stages_section(recorded: Recorded) -> list[Section]:
         "The black or white line is the whole call, timed without events between the stages; where "
         "the bar is longer, the events themselves cost the difference."
     )
-    parts = [Part(plot=svg_plot(stages_figure(record), "stages", caption))]
+    parts = [plot_part(plots.stages_figure(record), "stages", caption)]
     for result in record["results"]:
         title = f"T={result['tokens']}, ms (routing: {result['routing']})"
         parts.append(Part(title, table=tables.stages_table(result)))
-    return [Section("stages", "Stages", text, parts=parts)]
+    return [Section("stages", "Stages", text, parts)]
+
+
+def gemm_figure(record: dict[str, Any]) -> Any:
+    """The figure of one gemm*.json; None where nothing of it is drawn."""
+    kind = gemm_kind(record)
+    if kind == "layers":
+        return plots.layers_figure(timed(record), record["floors"], record["hardware"])
+    return plots.grid_figure(timed(record), record["hardware"]) if kind == "even" else None
 
 
 def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
     """The figure and the table of one gemm*.json."""
-    from scripts.report import plots
-
-    rows, hardware = timed(record), record["hardware"]
-    kind = gemm_kind(record)
-    said = [f"{name}.json, {hardware}: {record['method']}.", changed_since(record)]
+    rows, kind = timed(record), gemm_kind(record)
     if not rows:
         return []
+    said = (f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record))
     text = tuple(filter(None, said))
     if kind == "ablation":
         title = "Ablation: time of the base over that of a config with one thing changed"
         return [Part(title, text, table=tables.ablation_table(rows))]
-    if kind == "layers":
-        figure = plots.layers_figure(rows, record["floors"], hardware)
-        title = "On the rows of the workloads"
-        caption = "Reached rate against what a large read and a dense product reach (dashed)."
-    else:
-        figure = plots.grid_figure(rows, hardware)
-        title, caption = "Even rows", "Best peer's time over ours: above the line ours is faster."
-    plot = svg_plot(figure, name, caption) if figure is not None else None
-    folded = f"{title}: the figures, in us"
-    return [Part(title, text, plot), Part(table=tables.gemm_table(rows), folded=folded)]
+    title, caption = {
+        "layers": (
+            "On the rows of the workloads",
+            "Reached rate against what a large read and a dense product reach (dashed).",
+        ),
+        "even": ("Even rows", "Best peer's time over ours: above the line ours is faster."),
+    }[kind]
+    figure = gemm_figure(record)
+    first = Part(title, text) if figure is None else plot_part(figure, name, caption, title, *text)
+    return [first, Part(table=tables.gemm_table(rows), folded=f"{title}: the figures, in us")]
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
@@ -208,18 +172,16 @@ def gemm_section(recorded: Recorded) -> list[Section]:
     ordered = sorted(recorded.gemm.items(), key=lambda i: order.index(gemm_kind(i[1])))
     parts = [part for name, record in ordered for part in gemm_parts(name, record)]
     text = ["The grouped GEMM alone, without the rest of the layer."]
-    return [Section("gemm", "Grouped GEMM", text, parts=parts)] if parts else []
+    return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 
 
 def render(recorded: Recorded) -> str:
     """The page."""
     import jinja2
 
-    from scripts.report.plots import plain_text
-
     on_cpu = all(r.cpu for r in recorded.rankings)
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
-    with plain_text():
+    with plots.plain_text():
         sections = [
             correctness_section(r, i) if r.cpu else ranking_section(recorded, r, i)
             for i, r in enumerate(recorded.rankings)
@@ -242,7 +204,7 @@ def render(recorded: Recorded) -> str:
     subtitle = ", ".join(filter(None, [recorded.main.hardware, started[:10], recorded.main.timing]))
     title = "MoE FP8 block scale: solutions ranked"
     ranked = [*recorded.rankings, *(found.main for found in known)]
-    bad = BAD_CELLS | {record.status for ranking in ranked for record in ranking.failures()}
+    bad = {"not run", *(record.status for r in ranked for record in r.failures())}
     return template.render(title=title, subtitle=subtitle, sections=sections, bad=bad)
 
 
@@ -261,27 +223,33 @@ def write(
 
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """By the name of its file, what draws a figure of the run: latency and speed-up, and the
-    device times where the record has them."""
-    from scripts.report.plots import latency_figure, speedup_figure
-
+    """By the name of its file, what draws a figure of the run: latency and speed-up, the device
+    times where the record has them, and the GEMMs."""
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {
-        "latency.png": lambda: latency_figure(ranking, floor_ms),
-        "speedup.png": lambda: speedup_figure(ranking),
+        "latency.png": lambda: plots.latency_figure(ranking, floor_ms),
+        "speedup.png": lambda: plots.speedup_figure(ranking),
     }
     if "device" in ranking.clocks:
-        figures["latency_device.png"] = lambda: latency_figure(ranking, floor_ms, "device")
+        figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
+    for name, record in recorded.gemm.items():
+        figures[f"{name}.png"] = partial(gemm_figure, record)
     return figures
 
 
-def write_pictures(recorded: Recorded, directory: Path) -> list[Path]:
-    """All figures of the run as PNGs."""
-    from scripts.report.plots import plain_text, save_png
-
+def write_pictures(
+    recorded: Recorded, directory: Path, names: Iterable[str] | None = None, source: str = ""
+) -> list[Path]:
+    """The named figures of the run as PNGs, or all; `source` is kept in the files."""
     figures = run_figures(recorded)
-    with plain_text():
-        for name, figure in figures.items():
-            save_png(figure(), directory / name)
-    return [directory / name for name in figures]
+    written = []
+    with plots.plain_text():
+        for name in figures if names is None else names:
+            figure = figures[name]() if name in figures else None
+            if figure is not None:
+                plots.save_png(figure, directory / name, source)
+                written.append(directory / name)
+            elif names is not None:
+                raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
+    return written

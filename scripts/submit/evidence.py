@@ -1,7 +1,7 @@
 """The traces that back a solution: passed on every workload, on one GPU, of the present sources."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from scripts.data.traces import read_evaluations, read_run
 from scripts.pack.availability import say_skipped
 
 if TYPE_CHECKING:
-    from flashinfer_bench.data import Solution, Trace
+    from flashinfer_bench.data import Solution, Trace, Workload
 
 Found = Sequence[tuple[Record, dict[str, Any]]]
 """Records, each with the JSON of its trace."""
@@ -30,7 +30,6 @@ class Evidence:
     solution: str
     hardware: str
     tolerance: str
-    timing: str
     traces: tuple[dict[str, Any], ...]
     remarks: tuple[str, ...]
     workloads: int
@@ -70,113 +69,91 @@ def back(
             lists which and why.
         UsageError: `gpu` means several GPUs, or the traces are of several tolerances or clocks.
     """
-    mine = [(r, t) for r, t in found if r.solution == solution.name]
-    hardware = _one_gpu(solution.name, [r for r, _ in mine], gpu)
-    there = sorted(
-        ((r, t) for r, t in mine if r.hardware == hardware and not r.cpu),
-        key=lambda pair: pair[0].timestamp,
-    )
-    wanted = there[-1][0].hash if other_sources else solution.hash()
+    name, packed = solution.name, solution.hash()
+    mine = [(r, t) for r, t in found if r.solution == name and not r.cpu]
+    hardware = _one_gpu(name, {r.hardware for r, _ in mine}, gpu)
+    there = [(r, t) for r, t in mine if r.hardware == hardware]
+    there.sort(key=lambda pair: pair[0].timestamp)
+    wanted = there[-1][0].hash if other_sources else packed
     chosen = {r.uuid: (r, t) for r, t in there if r.hash == wanted}
-    ours = {source for source in {r.source for r, _ in there} if _on_our_tensors(source)}
     latest = {r.uuid: r for r, _ in there}
-    against = _against(workloads, chosen, latest, wanted, set() if synthetic else ours)
-    if against and (every or len(against) == len(workloads)):
-        said = {
-            f"T={tokens(t.workload)} {t.workload.uuid[:8]}": against[t.workload.uuid]
-            for t in workloads
-            if t.workload.uuid in against
-        }
+    # Those whose run.json says that the tensors were this repository's.
+    sources = {r.source for r, _ in there}
+    ours = {source for source in sources if read_run(Path(source)).get("dataset") == "."}
+
+    def against(workload: "Workload") -> str:
+        """Why a workload is not backed; empty where it is."""
+        if workload.uuid not in latest:
+            return "no trace"
+        if workload.uuid not in chosen:
+            was = _source(latest[workload.uuid].hash)
+            return f"measured with {was}, not with {_source(wanted)}"
+        record, trace = chosen[workload.uuid]
+        if not record.passed:
+            return f"{record.status}: {record.reason}"
+        if type(workload).model_validate(trace["workload"]) != workload:
+            return "measured on other inputs than the data set's workload of this uuid"
+        if record.source in ours and not synthetic:
+            return "measured on this repository's synthetic tensors, not on those of the data set"
+        return ""
+
+    reasons = {t.workload.uuid: against(t.workload) for t in workloads}
+    said = {
+        f"T={tokens(t.workload)} {t.workload.uuid[:8]}": why
+        for t in workloads
+        if (why := reasons[t.workload.uuid])
+    }
+    if said and (every or len(said) == len(workloads)):
         raise Refused(
-            f"{solution.name} is not exported: on {hardware} {len(against)} of {len(workloads)} "
+            f"{name} is not exported: on {hardware} {len(said)} of {len(workloads)} "
             f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
         )
-    backed = [chosen[t.workload.uuid] for t in workloads if t.workload.uuid not in against]
-    records = [record for record, _ in backed]
-    ways = sorted({(r.tolerance, r.timing) for r in records})
-    if len(ways) > 1:
+    backed = [chosen[uuid] for uuid, why in reasons.items() if not why]
+    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r, _ in backed}
+    if len(set(ways.values())) > 1:
         raise UsageError(
-            f"{solution.name}: the traces are of several tolerances or clocks, name one run:\n  "
-            + "\n  ".join(sorted({f"{r.source}: {r.tolerance}; {r.timing}" for r in records}))
+            f"{name}: the traces are of several tolerances or clocks, name one run:\n  "
+            + "\n  ".join(sorted(ways))
         )
+    ((tolerance, _),) = set(ways.values())
     remarks = []
-    if wanted != solution.hash():
+    if wanted != packed:
+        remarks.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
+    if ours & {r.source for r, _ in backed}:
         remarks.append(
-            f"{solution.name}: the traces are of {_source(wanted)}, the exported one is "
-            f"{solution.hash()[:8]}"
+            "measured on this repository's synthetic routing (docs/dataset.md), not on the "
+            "captured tensors: bench --local PATH measures on those"
         )
-    if ours & {r.source for r in records}:
-        remarks.append(
-            f"{solution.name}: measured on this repository's synthetic routing (docs/dataset.md), "
-            "not on the captured tensors: bench --local PATH measures on those"
-        )
-    tolerance, timing = ways[0]
     return Evidence(
-        solution=solution.name,
+        solution=name,
         hardware=hardware,
         tolerance=tolerance,
-        timing=timing,
         traces=tuple(trace for _, trace in backed),
-        remarks=tuple(remarks),
+        remarks=tuple(f"{name}: {remark}" for remark in remarks),
         workloads=len(workloads),
     )
 
 
-def _one_gpu(solution: str, records: Sequence[Record], gpu: str) -> str:
+def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:
     """The hardware that is meant: of that very name, or the only one that has all the words."""
-    known = sorted({r.hardware for r in records if not r.cpu})
     words = _words(gpu)
     if not words:
         raise UsageError(f"--gpu {gpu!r} names no GPU")
     meant = [name for name in known if name.lower() == gpu.lower()]
-    meant = meant or [name for name in known if words <= _words(name)]
+    meant = meant or sorted(name for name in known if words <= _words(name))
     if len(meant) > 1:
         raise UsageError(f"--gpu {gpu} means {' and '.join(meant)}: give the whole name")
     if not meant:
-        there = f"there are some of {', '.join(known)}" if known else "there are none of any GPU"
-        raise Refused(f"{solution} is not exported: no traces on a GPU named {gpu}; {there}")
+        some = f"some of {', '.join(sorted(known))}" if known else "none of any GPU"
+        raise Refused(
+            f"{solution} is not exported: no traces on a GPU named {gpu}; there are {some}"
+        )
     return meant[0]
 
 
 def _words(name: str) -> set[str]:
     # Whole words: an H200 is no H20.
     return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-def _against(
-    workloads: "Sequence[Trace]",
-    chosen: Mapping[str, tuple[Record, dict[str, Any]]],
-    latest: Mapping[str, Record],
-    wanted: str,
-    other_tensors: set[str],
-) -> dict[str, str]:
-    """For each workload that is not backed, by its uuid, why."""
-    from flashinfer_bench.data import Workload
-
-    problems = {}
-    for trace in workloads:
-        workload = trace.workload
-        pair = chosen.get(workload.uuid)
-        why = ""
-        if pair is None and workload.uuid in latest:
-            was = _source(latest[workload.uuid].hash)
-            why = f"measured with {was}, not with {_source(wanted)}"
-        elif pair is None:
-            why = "no trace"
-        elif not pair[0].passed:
-            why = f"{pair[0].status}: {pair[0].reason}"
-        elif Workload.model_validate(pair[1]["workload"]) != workload:
-            why = "measured on other inputs than the data set's workload of this uuid"
-        elif pair[0].source in other_tensors:
-            why = "measured on this repository's synthetic tensors, not on those of the data set"
-        if why:
-            problems[workload.uuid] = why
-    return problems
-
-
-def _on_our_tensors(source: str) -> bool:
-    """Whether the run.json beside a trace file says so."""
-    return read_run(Path(source)).get("dataset") == "."
 
 
 def _source(digest: str) -> str:

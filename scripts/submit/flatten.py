@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 INIT = "__init__"
+FILES = ("Path(__file__)", "Path(__file__).resolve()")
+PARENTS = f"{FILES[1]}.parents"
 Parts = tuple[str, ...]
 """A module below the package: ("layer", "fused"); () is the package itself."""
 
@@ -52,10 +54,6 @@ def flat_name(parts: Parts) -> str:
 def _parts(path: str) -> Parts:
     parts = tuple(path.removesuffix(".py").split("/"))
     return parts[:-1] if parts[-1] == INIT else parts
-
-
-def _object(node: ast.AST) -> ast.expr | None:
-    return node.value if isinstance(node, ast.Attribute) else None
 
 
 Node = ast.ImportFrom | ast.Constant
@@ -119,34 +117,26 @@ class _Module:
 
     def _places(self) -> Iterator[tuple[Node, str]]:
         """Uses of `__file__`: the file itself stays one; its package's folder is the one folder."""
-        around = {
-            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
-        }
+        known = set[ast.AST]()
+        for outer in ast.walk(self.tree):
+            for node in ast.iter_child_nodes(outer):
+                handed_on = isinstance(outer, ast.Call) and node in outer.args
+                if handed_on and ast.unparse(node) in FILES:
+                    known.update(ast.walk(node))
+                if (
+                    isinstance(node, ast.Subscript)
+                    and isinstance(node.slice, ast.Constant)
+                    and ast.unparse(node.value) == PARENTS
+                    and not isinstance(outer, ast.Attribute | ast.BinOp)
+                ):
+                    if node.slice.value != len(self.parts) - 1:
+                        place = f"parents[{node.slice.value!r}]"
+                        raise self.fail(node, f"{place} is not the package's folder")
+                    known.update(ast.walk(node))
+                    yield node.slice, "0"
         for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Name):
-                continue
-            if node.id in ("__path__", "__package__", "__spec__"):
-                raise self.fail(node, f"{node.id} is another in one folder")
-            if node.id != "__file__":
-                continue
-            inner: ast.AST = node
-            outer = around[node]
-            if isinstance(outer, ast.Call) and outer.args == [node]:  # Path(__file__)
-                inner, outer = outer, around[outer]
-            while inner in (getattr(outer, "func", None), _object(outer)):  # .name or a call of it
-                inner, outer = outer, around[outer]
-            index = None
-            if isinstance(outer, ast.Subscript) and isinstance(outer.slice, ast.Constant):
-                index = outer.slice
-            said = ast.unparse(inner)
-            file = said in ("Path(__file__)", "Path(__file__).resolve()")
-            if file and isinstance(outer, ast.Call):  # handed on as it is
-                continue
-            further = isinstance(around[outer], ast.Attribute | ast.BinOp)
-            if said != "Path(__file__).resolve().parents" or index is None or further:
-                raise self.fail(
-                    node, f"'{ast.unparse(outer)}' may mean another place in one folder"
-                )
-            if index.value != len(self.parts) - 1:
-                raise self.fail(node, f"parents[{index.value!r}] is not the package's folder")
-            yield index, "0"
+            if isinstance(node, ast.Name) and node not in known:
+                if node.id in ("__path__", "__package__", "__spec__"):
+                    raise self.fail(node, f"{node.id} is another in one folder")
+                if node.id == "__file__":
+                    raise self.fail(node, "__file__ may mean another place in one folder")

@@ -13,9 +13,6 @@ from scripts.submit.export import Export, export_of, new_tree, write_all
 if TYPE_CHECKING:
     from flashinfer_bench.data import Definition, Trace
 
-Files = Mapping[str, str]
-"""Their contents by their paths."""
-
 
 @dataclass(frozen=True)
 class Form:
@@ -23,13 +20,13 @@ class Form:
 
     Attributes:
         help: what it is.
-        files: makes the files of the solutions, which are of a definition.
+        files: makes the files of the solutions, which are of a definition, by their paths.
         check: whether what was written to a directory is right; raises PackError.
         several: how many solutions it takes, as argparse says it; None: one.
     """
 
     help: str
-    files: "Callable[[Sequence[Export], Definition], Files]"
+    files: "Callable[[Sequence[Export], Definition], Mapping[str, str]]"
     check: Callable[[Path, Sequence[Export]], None] = lambda root, exports: None
     several: str | None = None
 
@@ -44,27 +41,24 @@ FORMS = {
     ),
     "kit": Form(
         "config.toml and sources for the flashinfer-bench starter kit",
-        lambda exports, _: packages.kit_files(exports[0]),
-        lambda root, exports: packages.check_kit(root, exports[0]),
+        lambda exports, _: packages.kit_files(*exports),
+        lambda root, exports: packages.check_kit(root, *exports),
     ),
     "sol": Form(
         "solution.json for NVIDIA's SOL-ExecBench",
-        lambda exports, _: packages.sol_files(exports[0]),
+        lambda exports, _: packages.sol_files(*exports),
     ),
     "kernels": Form(
         "the source of a package for Hugging Face's kernels",
-        lambda exports, _: packages.kernels_files(exports[0]),
+        lambda exports, _: packages.kernels_files(*exports),
     ),
     APPLY: Form(
-        "a data set for flashinfer_bench.apply",
-        trees.apply_files,
-        trees.check_apply,
-        several="*",
+        "a data set for flashinfer_bench.apply", trees.apply_files, trees.check_apply, several="*"
     ),
     "flashinfer": Form(
         "a folder for FlashInfer's Trace Apply",
         lambda exports, definition: trees.flashinfer_files(exports[0], definition),
-        lambda root, exports: trees.check_flashinfer(exports[0]),
+        lambda root, exports: trees.check_flashinfer(*exports),
     ),
 }
 

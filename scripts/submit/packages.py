@@ -1,23 +1,11 @@
-"""Exports with a layout of their own: the starter kit, SOL-ExecBench, Hugging Face's kernels.
+"""Exports with a layout of their own, as docs/submit.md describes them.
 
-kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit. The
-kit's scripts/pack_solution.py reads config.toml, takes the source files of the one folder that
-belongs to the language (not of folders below it), and makes a Solution of them through
-flashinfer-bench's pack_solution_from_files. It knows the languages triton and cuda, and
-flashinfer-bench builds triton as it builds python.
-
-sol: NVIDIA's SOL-ExecBench, its Solution JSON after docs/solution.md of its repository. It
-differs from flashinfer-bench's in `spec`: a list of languages, hardware that is B200 or LOCAL
-(the machine's own GPU), and a short list of libraries. The evaluator writes the sources as files
-and imports the entry file as a top-level module, which the packed entry file allows for.
-
-kernels: the source of a kernel without compiled parts. The layout is kernel-builder's:
-build.toml (edition 5, `torch-noarch`), flake.nix, a card, and the Python package in torch-
-ext/<name>/. It exports `run`; its imports are relative, as kernels wants, so that several
-versions can be loaded in one process.
+kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit, which
+packs the files of the one folder that belongs to the language, none below it.
+sol: the Solution JSON of NVIDIA's SOL-ExecBench, whose `spec` differs from flashinfer-bench's.
+kernels: the source of a kernel without compiled parts for Hugging Face's kernels.
 """
 
-import ast
 import json
 import re
 from collections.abc import Mapping
@@ -179,7 +167,6 @@ def build_toml(export: Export) -> str:
     general, cuda = ([name for where, name in depends if where == t] for t in (GENERAL, CUDA))
     capabilities = [capability_of(name) for name in export.content["spec"]["target_hardware"]]
     archs = sorted({f"{c[0]}.{c[1]}" for c in capabilities if c is not None})
-    # Strings and lists of strings are the same in JSON and in TOML.
     lines = [
         f"[{GENERAL}]",
         f"name = {json.dumps(kernel_name(export))}",
@@ -187,12 +174,11 @@ def build_toml(export: Export) -> str:
         "edition = 5",
         f"license = {json.dumps(LICENSE)}",
         'backends = ["cuda"]',
-    ]
-    if general:
-        lines.append(f"python-depends = {json.dumps(general)}")
-    if cuda:
-        lines += ["", f"[{CUDA}]", f"python-depends = {json.dumps(cuda)}"]
-    lines += ["", "[torch-noarch]"]
+        *([f"python-depends = {json.dumps(general)}"] if general else []),
+        *(["", f"[{CUDA}]", f"python-depends = {json.dumps(cuda)}"] if cuda else []),
+        "",
+        "[torch-noarch]",
+    ]  # strings and lists of strings are the same in JSON and in TOML
     if archs and None not in capabilities:
         # With an underscore: kernels 0.17.2 refuses the dash that its page of build.toml shows.
         lines.append(f"cuda_capabilities = {json.dumps(archs)}")
@@ -201,12 +187,8 @@ def build_toml(export: Export) -> str:
 
 def init(export: Export) -> str:
     """The `__init__.py` of the package: the solution's description, and its `run`."""
-    body: list[ast.stmt] = [
-        ast.Expr(ast.Constant(export.content["description"])),
-        ast.ImportFrom(f"{PACKAGE}.{export.module}", [ast.alias("run")], 1),
-        ast.Assign([ast.Name("__all__")], ast.List([ast.Constant("run")])),
-    ]
-    return ast.unparse(ast.fix_missing_locations(ast.Module(body, []))) + "\n"
+    module = f".{PACKAGE}.{export.module}"
+    return f'{export.content["description"]!r}\n\nfrom {module} import run\n\n__all__ = ["run"]\n'
 
 
 def card(export: Export) -> str:

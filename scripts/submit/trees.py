@@ -1,22 +1,12 @@
-"""Exports with the layout of a data set: for flashinfer-trace, for `apply`, and for Trace Apply.
+"""Exports with the layout of a data set, as docs/submit.md describes them.
 
 trace: what a pull request to the flashinfer-trace data set adds.
     solutions/<author>/<op_type>/<definition>/<solution>.json
     traces/<author>/<op_type>/<definition>.jsonl
-
-apply: that and the definition, for flashinfer_bench.apply, which takes for the token count of a
-call the solution whose trace has the largest speed-up; so the traces are of one GPU and of the
-sources that lie beside them. It can refuse traces by their largest absolute and relative error,
-which say nothing here: outputs reach 1e6, and an element that should be 0 has any relative
-error. All of these traces passed flashinfer-bench's own check.
-
-flashinfer: one solution in the place of FlashInfer's own function, for its Trace Apply, which
-(flashinfer-python 0.7.2) gives a call of `trtllm_fp8_block_scale_moe` the name of our
-definition, made of the routing and the shapes, looks for a solution of that name, and calls it
-before FlashInfer's function does anything, its choice of kernels for the GPU included. It calls
-by keyword, with top_k, n_group and topk_group beside the definition's inputs, and can give this
-function no output to write. So the solution gets another entry: its `run` returns the output.
-Everything else is as it was measured.
+apply: that and the definition, for flashinfer_bench.apply.
+flashinfer: a definition and a solution for FlashInfer's Trace Apply, which calls by keyword, with
+top_k, n_group and topk_group beside the definition's inputs, and gives no output to write: the
+solution gets another entry, which returns its output.
 """
 
 import json
@@ -86,10 +76,9 @@ def check_trace(root: Path, exports: Sequence[Export]) -> None:
         tree = TraceSet.from_path(str(root))
     except ValueError as error:
         raise PackError(f"flashinfer-bench does not take the tree: {error}") from None
-    if set(tree.solutions) != {DEFINITION} or set(tree.traces) != {DEFINITION}:
-        raise PackError(f"the tree holds {sorted(tree.solutions)} and {sorted(tree.traces)}")
-    if {s.name for s in tree.solutions[DEFINITION]} != {e.name for e in exports}:
-        raise PackError("the tree holds other solutions than were exported")
+    there = {definition: {s.name for s in of} for definition, of in tree.solutions.items()}
+    if there != {DEFINITION: {e.name for e in exports}} or set(tree.traces) != {DEFINITION}:
+        raise PackError(f"the tree holds other solutions: {there}; traces of {sorted(tree.traces)}")
     for export in exports:
         solution = tree.get_solution(export.name)
         if solution is None or solution.hash() != export.solution.hash():
@@ -103,12 +92,13 @@ def check_trace(root: Path, exports: Sequence[Export]) -> None:
         validate(solution.model_dump_json().encode())
 
 
+def definition_files(definition: "Definition") -> dict[str, str]:
+    return {DEFINITION_PATH: to_json(definition.model_dump(mode="json"))}
+
+
 def apply_files(exports: Sequence[Export], definition: "Definition") -> dict[str, str]:
     """The tree of some solutions, each of which has evidence."""
-    return {
-        DEFINITION_PATH: to_json(definition.model_dump(mode="json")),
-        **trace_files(exports),
-    }
+    return {**definition_files(definition), **trace_files(exports)}
 
 
 def fastest(exports: Sequence[Export]) -> dict[int, str]:
@@ -155,10 +145,8 @@ def returning_solution(export: Export) -> str:
 
 def flashinfer_files(export: Export, definition: "Definition") -> dict[str, str]:
     """The folder. FlashInfer takes one solution of a definition."""
-    return {
-        DEFINITION_PATH: to_json(definition.model_dump(mode="json")),
-        f"solutions/{export.name}.json": returning_solution(export),
-    }
+    solution = {f"solutions/{export.name}.json": returning_solution(export)}
+    return {**definition_files(definition), **solution}
 
 
 def check_flashinfer(export: Export) -> None:

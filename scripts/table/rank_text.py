@@ -5,33 +5,23 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
 from scripts.common.project import PREFIX
 from scripts.common.text import markdown, printable
-from scripts.data.records import Timed
 from scripts.data.traces import finite
 from scripts.pack import sources
+from scripts.pack.availability import say_skipped
 from scripts.table import tables
-from scripts.table.rankings import CLOCKS, TOLERANCES, Ranking, device_methods
+from scripts.table.rankings import Ranking, device_methods
 from scripts.table.tables import Table
 
 if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
 
-NOTES = (
-    "Speed-ups are over the definition's reference, averaged over the workloads that passed; "
-    "wins: workloads on which the solution is the fastest."
-)
-PEER_NOTES = (
-    " vs best peer: latency of each workload's fastest peer over the solution's, geometric mean."
-)
-CLOCK_NOTES = (
-    " harness: flashinfer-bench's time, host included, by which speed-ups are formed; device: the "
-    "time on the GPU alone ({methods}), mean over the workloads, in brackets of how many where not "
-    "of all. spread: from the 10th to the 90th percentile of the calls over their median, their "
-    "mean. {order}"
-)
+METHODS = {
+    "graph": "replay of a CUDA graph",
+    "kernel sum": "sum of its kernels' times, pauses left out",
+    "kernels": "first kernel to last, host waits included",  # in records up to 2026-11-22
+}
 
 
 def headline(ranking: Ranking) -> list[str]:
@@ -48,155 +38,91 @@ def headline(ranking: Ranking) -> list[str]:
         lines.append(f"Tolerance: {ranking.tolerance}.")
     if ranking.superseded:
         lines.append(f"{ranking.superseded} older results of the same pairs are left out.")
+    if ranking.skipped:
+        lines.append(f"Not run: {say_skipped(ranking.skipped)}.")
     return lines + ranking.remarks
 
 
 def notes(ranking: Ranking) -> str:
-    said = NOTES + (PEER_NOTES if ranking.compares_peers else "")
+    """What the columns of the summary are."""
+    said = ["Speed-ups are over the definition's reference, averaged over the passed workloads."]
+    said.append("wins: workloads on which the solution is the fastest.")
+    if ranking.compares_peers:
+        said.append("vs best peer: geometric mean of the fastest peer's time over the solution's.")
     if len(ranking.clocks) > 1:
-        order = "Ordered by the mean speed-up."
-        if ranking.by == "device":
-            order = "Ordered by the geometric mean of the device times."
-        said += CLOCK_NOTES.format(methods=say_methods(ranking), order=order)
+        said.append(f"Of two figures the first is by the harness, the second {say_device(ranking)}")
+        said.append("spread: from the 10th to the 90th percentile of the calls over their median.")
+        by_device = ranking.by == "device"
+        order = "geometric mean of the device times" if by_device else "mean speed-up"
+        said.append(f"Ordered by the {order}.")
     if ranking.summary.solution.str.startswith(PREFIX).any():
-        said += f" Columns leave out the beginning {PREFIX} of names."
-    return said
-
-
-def say_methods(ranking: Ranking) -> str:
-    """In which ways the device times were taken."""
-    return " or ".join(map(say_method, sorted(device_methods(ranking))))
+        said.append(f"Columns leave out the beginning {PREFIX} of names.")
+    return " ".join(said)
 
 
 def say_method(method: str) -> str:
-    known = {
-        "graph": "replay of a CUDA graph",
-        "kernel sum": "sum of its kernels' times, pauses left out",
-        "kernels": "first kernel to last, host waits included",  # in records up to 2026-11-22
-    }
-    return known.get(method, method or "unknown method")
+    return METHODS.get(method, method or "unknown method")
 
 
 def say_clocks(ranking: Ranking) -> str:
-    """What the columns of a ranking's clocks are."""
+    """What the times by a ranking's clocks are."""
     said = f"harness ms: {ranking.timing}, host included."
     if "device" not in ranking.clocks:
         return f"{said} Means over the workloads. The time on the GPU alone is not recorded."
+    return f"{said} device ms: {say_device(ranking)}"
+
+
+def say_device(ranking: Ranking) -> str:
+    """What the device times are, and of which solutions they were taken in another way."""
     (usual, _), *others = device_methods(ranking).items()
     methods = say_method(usual)
     methods += "".join(f"; {', '.join(names)}: {say_method(m)}" for m, names in others)
-    means = "Means over the workloads, in brackets of how many where not of all."
-    return f"{said} device ms: on the GPU alone ({methods}). {means}"
+    return f"on the GPU alone ({methods}). (n): only n workloads timed."
 
 
-def failures_lines(ranking: Ranking) -> str:
-    """A line a failure; empty where everything passed."""
-    lines = [
-        f"  {r.solution} at T={r.tokens} ({r.uuid[:8]}): {r.status}: {r.reason}"
-        for r in ranking.failures()
-    ]
-    return "Failed:\n" + "\n".join(map(printable, lines)) if lines else ""
+def print_ranking(ranking: Ranking, in_markdown: bool) -> str:
+    escape = markdown if in_markdown else printable
+    title, *rest = map(escape, headline(ranking))
+    parts = [f"### {title}", " ".join(rest)] if in_markdown else ["\n".join([title, *rest])]
+    summary = dataclasses.replace(tables.summary_table(ranking), note=notes(ranking))
+    for table in (summary, *tables.workload_tables(ranking), *figures(ranking)):
+        parts += [f"{table.title}:"] if table.title else []
+        parts += [table.markdown() if in_markdown else table.text(), escape(table.note)]
+    return "\n\n".join(filter(None, parts))
 
 
-def to_text(ranking: Ranking) -> str:
-    parts = ["\n".join(map(printable, headline(ranking)))]
-    parts.append(tables.summary_table(ranking).text() + "\n" + printable(notes(ranking)))
-    parts += [f"{table.title}:\n{table.text()}" for table in tables.workload_tables(ranking)]
-    parts += [f"{table.text()}\n{table.note}" for table in _figures(ranking)]
-    return "\n\n".join(filter(None, [*parts, failures_lines(ranking)]))
-
-
-def to_markdown(ranking: Ranking) -> str:
-    title, *rest = map(markdown, headline(ranking))
-    parts = [f"### {title}", " ".join([*rest, markdown(notes(ranking))])]
-    parts.append(tables.summary_table(ranking).markdown())
-    for table in tables.workload_tables(ranking):
-        parts += [f"{table.title}:", table.markdown()]
-    for table in _figures(ranking):
-        parts += [table.note, table.markdown()]
-    if failures := tables.failures_table(ranking):
-        parts.append(failures.markdown())
-    return "\n\n".join(parts)
-
-
-def _figures(ranking: Ranking) -> list[Table]:
-    """The tables with a note that have rows."""
-    return [t for t in (tables.accuracy_table(ranking), tables.checks_table(ranking)) if t]
+def figures(ranking: Ranking) -> list[Table]:
+    """The other tables of a ranking that have rows."""
+    made = (tables.accuracy_table, tables.checks_table, tables.failures_table)
+    return [table for table in (make(ranking) for make in made) if table]
 
 
 def to_json(ranking: Ranking) -> dict[str, Any]:
     """Everything that the tables are made of, figures as numbers."""
+    references, peers = ranking.references().dropna(), ranking.best(peer=True)
 
-    def timed(found: Timed | None) -> dict[str, Any] | None:
-        return dataclasses.asdict(found) if found is not None else None
-
-    references = ranking.references().to_dict()
-    peers = ranking.best(peer=True)
+    def result(uuid: str, solution: str) -> dict[str, Any]:
+        versus = {c: ranking.figure(uuid, solution, f"{c}_vs_peer") for c in ranking.clocks}
+        return dataclasses.asdict(ranking.records[uuid, solution]) | {"vs_best_peer": versus}
 
     def workload(length: int, uuid: str) -> dict[str, Any]:
-        found = [ranking.records.get((uuid, name)) for name in ranking.summary.solution]
+        there = [name for name in ranking.summary.solution if (uuid, name) in ranking.records]
         return {
             "tokens": length,
             "uuid": uuid,
-            "reference_ms": _figure(references.get(uuid)),
+            "reference_ms": references.get(uuid),
             "best_peer": peers[uuid][0] if uuid in peers else None,
-            "results": {
-                r.solution: {
-                    "status": r.status,
-                    "speedup": r.speedup,
-                    "latency_ms": r.latency_ms,
-                    "device": timed(r.device),
-                    "harness": timed(r.harness),
-                    "vs_best_peer": {
-                        c: ranking.figure(uuid, r.solution, f"{c}_vs_peer") for c in ranking.clocks
-                    },
-                    "reason": r.reason,
-                    "extra": r.extra,
-                    "hash": r.hash,
-                    "run": r.run,
-                    "timestamp": r.timestamp,
-                }
-                for r in found
-                if r is not None
-            },
+            "results": {name: result(uuid, name) for name in there},
         }
 
+    fields = ("hardware", "timing", "tolerance", "cpu", "by", "superseded", "sources", "against")
     return finite(
         {
-            "hardware": ranking.hardware,
-            "timing": ranking.timing,
-            "tolerance": ranking.tolerance,
-            "cpu": ranking.cpu,
-            "by": ranking.by,
-            "superseded": ranking.superseded,
-            "sources": ranking.sources,
-            "against": ranking.against,
-            "remarks": ranking.remarks,
-            "skipped": ranking.skipped,
-            "summary": list(map(_summary, ranking.summary.to_dict("records"))),
+            **{name: getattr(ranking, name) for name in (*fields, "remarks", "skipped")},
+            "summary": ranking.figures.to_dict("records"),
             "workloads": [workload(length, uuid) for length, uuid in ranking.workloads],
         }
     )
-
-
-def _figure(value: Any) -> Any:
-    """None for NaN."""
-    return None if isinstance(value, float) and pd.isna(value) else value
-
-
-def _summary(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `summary` in JSON: each clock's figures and the matched ratios apart."""
-    row = {name: _figure(value) for name, value in row.items()}
-    ratios = {name: value for name in TOLERANCES if (value := row.pop(name)) is not None}
-    clocks: dict[str, Any] = {
-        clock: {
-            name.removeprefix(f"{clock}_"): row.pop(name)
-            for name in list(row)
-            if name.startswith(f"{clock}_")
-        }
-        for clock in CLOCKS
-    }
-    return {**row, **clocks, "matched_ratios": ratios}
 
 
 def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
@@ -204,7 +130,7 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
     if style == "json":
         return json.dumps([to_json(r) for r in ranked], indent=1)
     in_markdown = style == "markdown"
-    parts = list(map(to_markdown if in_markdown else to_text, ranked))
+    parts = [print_ranking(r, in_markdown) for r in ranked]
     if len(ranked) > 1:
         legend, table = tables.side_by_side(ranked)
         title = "Side by side: geometric mean of the speed-ups, mean ms"
@@ -226,11 +152,11 @@ def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str
 def checked(ranking: Ranking) -> str:
     """The outputs of the run on the CPU against the reference."""
     tokens = ", ".join(str(length) for length, _ in ranking.workloads)
-    table = tables.correctness_table(ranking)
+    table, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
     said = f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the torch model."
     tolerance = f"Tolerance: {ranking.tolerance}. {table.note}"
-    parts = [f"{printable(said)}\n{printable(tolerance)}", table.text(), failures_lines(ranking)]
-    return "\n\n".join(filter(None, parts))
+    parts = [f"{printable(said)}\n{printable(tolerance)}", table.text()]
+    return "\n\n".join(parts + [f"{failures.title}:\n\n{failures.text()}"] * bool(failures))
 
 
 def recorded_ranking(recorded: "Recorded") -> str:
@@ -242,4 +168,5 @@ def recorded_ranking(recorded: "Recorded") -> str:
         sources.changed_sources(main.records.values()) or "The sources have not changed since.",
         say_clocks(main),
     ]
-    return "\n".join(map(printable, lines)) + "\n\n" + tables.short_table(main).text()
+    table = tables.short_table(main, recorded.limits(main))
+    return "\n".join(map(printable, lines)) + "\n\n" + table.text()

@@ -6,7 +6,6 @@ solution; what does not compare is kept apart or said. There are two clocks: the
 it. Ratios between solutions are formed of latencies of one run.
 """
 
-import fnmatch
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +17,15 @@ import pandas as pd
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX, short_name
+from scripts.data.dataset import matches
 from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number
 from scripts.data.traces import read_run
 
 TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
+ACCURACY = ("matched_ratio", "cosine", "calc_diff")
 
 Checks = Mapping[str, Mapping[str, Any]]
 """Of each check of invariance.json how many tokens were compared and how many of them differ."""
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of those that the patterns choose; all are without patterns."""
-    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
 @dataclass
@@ -58,10 +54,14 @@ class Ranking:
     remarks: list[str] = field(default_factory=list)
 
     @property
+    def figures(self) -> pd.DataFrame:
+        """`summary`, None where there is no figure."""
+        return self.summary.astype(object).where(self.summary.notna(), None)
+
+    @property
     def summaries(self) -> list[Any]:
         """The rows of `summary`, their columns as attributes, None where there is no figure."""
-        rows = self.summary.astype(object).where(self.summary.notna(), None)
-        return list(rows.itertuples(index=False))
+        return list(self.figures.itertuples(index=False))
 
     @property
     def workloads(self) -> list[tuple[int, str]]:
@@ -77,11 +77,6 @@ class Ranking:
     def clocks(self) -> tuple[Clock, ...]:
         """Those that have figures."""
         return CLOCKS if self.summary.device_count.any() else CLOCKS[:1]
-
-    @property
-    def knows_bits(self) -> bool:
-        """Whether `invariance` looked at any of the solutions."""
-        return any(self.summary.checks)
 
     @property
     def compares_peers(self) -> bool:
@@ -121,30 +116,29 @@ def results_of(
     """The frame `results` of a ranking."""
 
     def row(r: Record) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
-        for clock, timed in (("harness", r.harness), ("device", r.device)):
-            figures[f"{clock}_spread"] = timed.spread if timed and r.passed else None
         ratios = r.extra.get("matched_ratios")
-        for name in TOLERANCES:
-            figures[name] = finite_number(ratios.get(name)) if isinstance(ratios, dict) else None
-        for name in ("matched_ratio", "cosine", "calc_diff"):
-            figures[name] = finite_number(r.extra.get(name))
-        return figures | {
+        ratios = ratios if isinstance(ratios, dict) else {}
+        return {
             "tokens": r.tokens,
             "uuid": r.uuid,
             "solution": r.solution,
             "passed": r.passed,
+            "status": r.status,
             "peer": is_peer(r.solution),
             "run": r.run,
             "reference_ms": r.reference_ms,
             "speedup": r.speedup if r.passed else None,
             "harness": r.latency_ms if r.passed else None,
             "device": r.device.ms if r.passed and r.device else None,
+            "harness_spread": r.harness.spread if r.passed and r.harness else None,
+            "device_spread": r.device.spread if r.passed and r.device else None,
+            **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
+            **{name: finite_number(r.extra.get(name)) for name in ACCURACY},
         }
 
     ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
     f = pd.DataFrame([row(r) for r in ordered])
-    texts = ["tokens", "uuid", "solution", "passed", "peer", "run"]
+    texts = ["tokens", "uuid", "solution", "passed", "status", "peer", "run"]
     f = f.astype({name: float for name in f.columns if name not in texts})
     runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
     for clock in CLOCKS:
@@ -202,15 +196,6 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     if by == "harness":
         order, ascending = ["passed", "mean", "solution"], [False, False, True]
     return summary.sort_values(order, ascending=ascending, ignore_index=True)
-
-
-def _note(records: Sequence[Record]) -> str:
-    """Why the first workload failed, by tokens."""
-    failed = sorted((r for r in records if not r.passed), key=lambda r: (r.tokens, r.uuid))
-    if not failed:
-        return ""
-    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-    return f"T={failed[0].tokens}: {failed[0].reason}{more}"
 
 
 # --- whether a solution repeats its bits ----------------------------------------------------------
@@ -279,14 +264,11 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
             times = here.reference_ms.dropna()
             between = f" ({times.min():.2f} to {times.max():.2f} ms)" if len(times) else ""
             said.append(f"T={length}{between}")
-    if not said:
-        return []
     return [
-        "Results of several runs stand side by side at "
-        + ", ".join(said)
-        + " (in brackets what the reference took): each speed-up is over its own run's reference, "
-        "ratios between solutions are formed within a run; wins and the fastest's mark are not."
-    ]
+        f"Results of several runs stand side by side at {', '.join(said)} (in brackets what the "
+        "reference took): each speed-up is over its own run's reference, ratios between solutions "
+        "are formed within a run; wins and the fastest's mark are not."
+    ] * bool(said)
 
 
 def device_methods(ranking: Ranking) -> dict[str, list[str]]:
@@ -298,13 +280,6 @@ def device_methods(ranking: Ranking) -> dict[str, list[str]]:
             found.setdefault(record.device.method, set()).add(short_name(solution))
     usual_first = sorted(found, key=lambda method: (-len(found[method]), method))
     return {method: sorted(found[method]) for method in usual_first}
-
-
-def _different_methods(ranking: Ranking) -> list[str]:
-    """A remark where the device times were not all taken in the same way."""
-    usual, *others = [*device_methods(ranking).items()] or [("", [])]
-    ways = "; ".join(f"by {method} for {', '.join(names)}" for method, names in others)
-    return [f"Device times are by {usual[0]}, but {ways}."] if others else []
 
 
 # --- from records to rankings ---------------------------------------------------------------------
@@ -365,12 +340,12 @@ def rankings(
         order: Clock = by if summary[f"{by}_count"].any() else "harness"
         summary = _in_order(summary, order)
         mine = [[r for r in latest.values() if r.solution == name] for name in summary.solution]
-        summary["note"] = list(map(_note, mine))
         checks = (
             (checks_of(invariance[r.source], r.solution, r.hash, r.hardware) for r in of)
             for of in mine
         )
         summary["checks"] = pd.Series([next(filter(None, of), {}) for of in checks], dtype=object)
+        skipped = {n: why for info in infos for n, why in sorted(info.get("skipped", {}).items())}
         ranking = Ranking(
             hardware=where,
             timing=timing,
@@ -383,17 +358,15 @@ def rankings(
             against=against,
             superseded=superseded,
             skipped={
-                n: why
-                for info in infos
-                for n, why in sorted(info.get("skipped", {}).items())
-                if n not in set(summary.solution) and matches(n, solutions)
+                name: why
+                for name, why in skipped.items()
+                if name not in set(summary.solution) and matches(name, solutions)
             },
+            remarks=[
+                *remarks,
+                *_several_runs(results),
+                *_different_software(latest.values()),
+            ],
         )
-        ranking.remarks = [
-            *remarks,
-            *_several_runs(results),
-            *_different_software(latest.values()),
-            *_different_methods(ranking),
-        ]
         found.append(ranking)
     return found

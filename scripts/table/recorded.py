@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.floors import floor_ms
+from scripts.common.floors import PAIR_FLOPS, WEIGHT_BYTES, floor_ms
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.data.traces import read_records, read_run
 from scripts.table.rankings import Clock, Ranking, rankings, read_invariance
@@ -46,12 +48,22 @@ class Recorded:
         """When the run was made; empty where run.json does not say it."""
         return self.info.get("environment", {}).get("time", "")[:10]
 
+    def limits(self, ranking: Ranking) -> pd.DataFrame:
+        """The floor of every workload, by its uuid, if it was measured on the ranking's GPU: `ms`,
+        and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
+        rows = {}
+        if self.floors is not None and self.floors.get("hardware") == ranking.hardware:
+            for w in self.floors["workloads"]:
+                reading, computing = floor_ms(w, self.floors["floors"])
+                reads = {"tbytes": w["active"] * WEIGHT_BYTES / 1e12}
+                flops = {"tflop": w["pairs"] * PAIR_FLOPS / 1e12}
+                bound = reads if reading >= computing else flops
+                rows[w["uuid"]] = {"ms": max(reading, computing), **bound}
+        return pd.DataFrame(rows.values(), list(rows), ["ms", "tbytes", "tflop"], dtype=float)
+
     def floor_ms(self, ranking: Ranking) -> dict[str, float]:
-        """The floor of every workload, if it was measured on the ranking's GPU."""
-        if self.floors is None or self.floors.get("hardware") != ranking.hardware:
-            return {}
-        rates = self.floors["floors"]
-        return {w["uuid"]: max(floor_ms(w, rates)) for w in self.floors["workloads"]}
+        """The floors alone."""
+        return self.limits(ranking).ms.to_dict()
 
 
 def gemm_kind(record: dict[str, Any]) -> str:

@@ -1,11 +1,12 @@
 """Every table of a ranking or a record: the only place where figures become rows.
 
 A table is a frame of text whose columns are its header; text, Markdown and HTML are renderings of
-it. Where a ranking has device times, its tables name both clocks: `harness` is what
-flashinfer-bench measured, with the host's part; `device` is `check`'s.
+it. Where a ranking has device times, a cell holds "harness/device": the time that flashinfer-bench
+measured, with the host's part, and that of `check` on the GPU alone.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ BATCH_INVARIANT = "batch invariant"
 """The column's name."""
 ACCURACY_NOTE = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 BITS_NOTE = (
-    "Whether the same tokens give the same bits (run.py invariance); where not, the tokens that "
-    "differ of those compared."
+    "Whether the same tokens give the same bits (run.py check --only bits); where not, the tokens "
+    "that differ of those compared."
 )
 
 
@@ -33,21 +34,17 @@ class Table:
     """A table and how it is laid out.
 
     Attributes:
-        frame: of text.
+        frame: of text; a * marks what is the fastest.
         left: how many columns, from the first on, are aligned to the left.
         title, note: of the table, where it has one.
-        name: the column of the solutions' names, which a page keeps in sight.
         wrap: columns of long text, by their places.
-        ours: names of the rows that a page marks.
     """
 
     frame: pd.DataFrame
     left: int = 1
     title: str = ""
     note: str = ""
-    name: int = 0
     wrap: tuple[int, ...] = ()
-    ours: frozenset[str] = frozenset()
 
     @property
     def header(self) -> list[str]:
@@ -56,6 +53,11 @@ class Table:
     @property
     def rows(self) -> list[list[str]]:
         return self.frame.to_numpy().tolist()
+
+    @property
+    def name(self) -> int:
+        """The column that names the rows, which a page keeps in sight."""
+        return self.header.index("solution") if "solution" in self.header else 0
 
     def __bool__(self) -> bool:
         """Whether there is a row."""
@@ -73,6 +75,11 @@ def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.
     return values.map(lambda value: number(value, form, unit))
 
 
+def by_clock(ranking: Ranking, shown: "Callable[[Clock], pd.Series[str]]") -> "pd.Series[str]":
+    """A column with the text of each clock that has figures."""
+    return functools.reduce(lambda first, next: first + "/" + next, map(shown, ranking.clocks))
+
+
 # --- the solutions down ---------------------------------------------------------------------------
 
 
@@ -84,20 +91,13 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
     """A clock's means, and of how many workloads where some that passed have no time."""
     count = summary[f"{clock}_count"]
     partly = (count > 0) & (count < summary.passed)
-    return numbers(summary[f"{clock}_{mean}"], form) + (" (" + count.astype(str) + ")").where(
-        partly, ""
-    )
-
-
-def skip_status(reason: str) -> str:
-    """The beginning of the reason that says what kind it is."""
-    kinds = ("unsupported", "not installed")
-    return next((kind for kind in kinds if reason.startswith(kind)), "not run")
+    of = (" (" + count.astype(str) + ")").where(partly, "")
+    return numbers(summary[f"{clock}_{mean}"], form) + of
 
 
 def summary_table(ranking: Ranking) -> Table:
-    """The solutions in their order; a row without figures for each that could not run."""
-    s, both = ranking.summary, len(ranking.clocks) > 1
+    """The solutions in their order."""
+    s = ranking.summary
     columns: dict[str, Any] = {
         "#": [str(place) for place in range(1, len(s) + 1)],
         "solution": s.solution,
@@ -105,58 +105,75 @@ def summary_table(ranking: Ranking) -> Table:
         **{name: numbers(s[name], unit="x") for name in ("mean", "geomean", "median")},
         "min": numbers(s.lowest, unit="x"),
         "max": numbers(s.highest, unit="x"),
-        "wins": s.harness_wins.astype(str),
+        "wins": by_clock(ranking, lambda clock: s[f"{clock}_wins"].astype(str)),
+        "mean ms": by_clock(ranking, lambda clock: _means(s, clock, "mean_ms", ".4f")),
     }
-    for clock in ranking.clocks:
-        device = clock == "device"
-        columns[f"{clock} ms" if both else "mean ms"] = _means(s, clock, "mean_ms", ".4f")
-        if device:
-            columns["device geomean ms"] = _means(s, clock, "geomean_ms", ".4f")
-        if both:
-            columns[f"{clock} spread"] = s[f"{clock}_spread"].map(percent)
-        if device:
-            columns["device wins"] = s.device_wins.astype(str)
-        versus = "device vs" if device else "vs"
-        if ranking.compares_peers:
-            columns[f"{versus} best peer"] = numbers(s[f"{clock}_vs_peer"], unit="x")
-        if ranking.against:
-            columns[f"{versus} {ranking.against}"] = numbers(s[f"{clock}_against"], unit="x")
-    if ranking.knows_bits:
+    if len(ranking.clocks) > 1:
+        geomeans = by_clock(ranking, lambda clock: _means(s, clock, "geomean_ms", ".4f"))
+        columns["geomean ms"] = geomeans
+        columns["spread"] = by_clock(ranking, lambda clock: s[f"{clock}_spread"].map(percent))
+
+    def versus(ratio: str) -> "pd.Series[str]":
+        return by_clock(ranking, lambda clock: numbers(s[f"{clock}_{ratio}"], unit="x"))
+
+    if ranking.compares_peers:
+        columns["vs best peer"] = versus("vs_peer")
+    if ranking.against:
+        columns[f"vs {ranking.against}"] = versus("against")
+    if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
-    columns["why"] = s.note
+    return Table(pd.DataFrame(columns), left=2)
+
+
+def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
+    """The ranking in as few columns as say it: the mean time by each clock, and, by the clock that
+    is nearest to the kernels, the speed against the best peer and how near the limits the solution
+    comes; `limits` are those of `Recorded.limits`, which have a row below the solutions."""
+    s, clock = ranking.summary, ranking.clocks[-1]
+    columns: dict[str, pd.Series[str]] = {
+        "#": pd.Series([str(place) for place in range(1, len(s) + 1)]),
+        "solution": s.solution.map(short_name),
+        "of": s.peer.map({True: "peer", False: "ours"}),
+        "passed": _passed(s),
+        **{f"{c} ms": _means(s, c, "mean_ms", ".3f") for c in ranking.clocks},
+    }
+    floor = {"solution": "floor", "of": "limit"}
+    if not limits.empty:
+        ms = ranking.results.pivot(index="uuid", columns="solution", values=clock)
+        ms = ms[s.solution].assign(**{"the floor": limits.ms})
+        floor[f"{clock} ms"] = number(ms["the floor"].mean(), ".3f")
+        columns |= dict(reached(ms, limits).reset_index(drop=True).items())
+    if ranking.compares_peers:
+        columns["vs best peer"] = numbers(s[f"{clock}_vs_peer"], unit="x")
+    if s.checks.any():
+        columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
-    if ranking.skipped:
-        names, reasons = list(ranking.skipped), list(ranking.skipped.values())
-        statuses = list(map(skip_status, reasons))
-        absent = pd.DataFrame({"solution": names, "passed": statuses, "why": reasons})
-        frame = pd.concat([frame, absent]).astype(object).fillna("-")
-    if not frame.why.any():
-        frame = frame.drop(columns="why")
-    wrap = (len(frame.columns) - 1,) if "why" in frame else ()
-    return Table(frame, left=2, name=1, wrap=wrap)
+    frame.loc[len(s) :, list(floor)] = list(floor.values())  # the row that the limits' rates began
+    return Table(frame.astype(object).fillna("-"), left=3)
+
+
+def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
+    """Of each column of times in ms by workload: the rates over the workloads that reading or FLOPs
+    bound, and the mean share of the limit."""
+
+    def rate(work: "pd.Series[float]", form: str) -> "pd.Series[str]":
+        bound = ms.reindex(work.dropna().index)
+        done = bound.notna().mul(work.dropna(), axis=0).sum()
+        return numbers(1e3 * done / bound.sum().where(bound.sum() > 0), form)
+
+    share = ms.rdiv(limits.ms, axis=0).mean()
+    return pd.DataFrame(
+        {
+            "TB/s": rate(limits.tbytes, ".2f"),
+            "TFLOP/s": rate(limits.tflop, ".0f"),
+            "of the limit": share.map(percent),
+        }
+    )
 
 
 def short_names(table: Table) -> Table:
     """The same table, without the beginning of our names."""
     return replace(table, frame=table.frame.assign(solution=table.frame.solution.map(short_name)))
-
-
-def short_table(ranking: Ranking) -> Table:
-    """The ranking in as few columns as say it: the mean time by each clock, and the speed against
-    the best peer by the clock that is nearest to the kernels."""
-    s = ranking.summary
-    columns: dict[str, Any] = {
-        "#": [str(place) for place in range(1, len(s) + 1)],
-        "solution": s.solution.map(short_name),
-        "of": s.peer.map({True: "peer", False: "ours"}),
-        "passed": _passed(s),
-        **{f"{clock} ms": _means(s, clock, "mean_ms", ".3f") for clock in ranking.clocks},
-    }
-    if ranking.compares_peers:
-        columns["vs best peer"] = numbers(s[f"{ranking.clocks[-1]}_vs_peer"], unit="x")
-    if ranking.knows_bits:
-        columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
-    return Table(pd.DataFrame(columns), left=3)
 
 
 def accuracy_table(ranking: Ranking) -> Table:
@@ -228,130 +245,97 @@ def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], Table]:
     """
     several = len({r.tolerance for r in ranked}) > 1
     names = list(dict.fromkeys(name for r in ranked for name in r.summary.solution))
-    columns, legend = {"solution": names}, []
+    frame, legend = pd.DataFrame({"solution": names}), []
     for place, r in enumerate(ranked):
         label = chr(ord("A") + place) if place < 26 else str(place)
         where = f"CPU ({r.hardware})" if r.cpu else r.hardware
         said = [where, r.timing, r.tolerance if several else ""]
         legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
-        s = r.summary
+        s = r.summary.set_index("solution")
         partly = (" (" + s.passed.astype(str) + ")").where(s.passed < len(r.workloads), "")
-        speed = dict(zip(s.solution, numbers(s.geomean, unit="x") + partly, strict=True))
-        ms = dict(zip(s.solution, numbers(s.harness_mean_ms, ".4f"), strict=True))
-        columns[f"{label} geomean"] = [
-            speed.get(name, skip_status(r.skipped.get(name, ""))) for name in names
-        ]
-        columns[f"{label} ms"] = [ms.get(name, "-") for name in names]
-    return legend, Table(pd.DataFrame(columns))
+        speeds = numbers(s.geomean, unit="x") + partly
+        frame[f"{label} geomean"] = speeds.reindex(names).fillna("not run").to_list()
+        frame[f"{label} ms"] = numbers(s.harness_mean_ms.reindex(names), ".4f").to_list()
+    return legend, Table(frame)
 
 
 # --- the workloads down ---------------------------------------------------------------------------
 
 
-def _cells(ranking: Ranking, shown: "pd.Series[str]") -> pd.DataFrame:
-    """Text of each result, the solutions across in their order; of one that did not pass its
-    status."""
-
-    def status(uuid: str, solution: str) -> str:
-        record = ranking.records[uuid, solution]
-        if "unsupported" in record.reason.lower():
-            return "unsupported"
-        return "not installed" if record.reason.startswith("not installed") else record.status
-
+def by_workload(
+    ranking: Ranking,
+    shown: "pd.Series[str]",
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Workloads down, by tokens, the solutions across in their order: the text of each result, of
+    one that did not pass its status. `before` and `after` are columns by their names, whose texts
+    are by the workloads' uuids."""
     f = ranking.results
-    statuses = pd.Series(map(status, f.uuid, f.solution), index=f.index)
-    wide = f.assign(cell=shown.where(f.passed, statuses)).pivot(
-        index=["tokens", "uuid"], columns="solution", values="cell"
-    )
-    wide = wide.reindex(columns=ranking.summary.solution).astype(object).fillna("not run")
-    wide.columns = pd.Index(map(short_name, wide.columns))
-    return wide
-
-
-def _by_workload(wide: pd.DataFrame, *columns: tuple[str, Sequence[str]]) -> pd.DataFrame:
-    """With the workloads' tokens and names, and these columns, before the solutions'."""
+    cells = f.assign(cell=shown.where(f.passed, f.status))
+    wide = cells.pivot(index=["tokens", "uuid"], columns="solution", values="cell")
+    wide = wide[ranking.summary.solution].astype(object).fillna("not run")
     tokens, uuids = zip(*wide.index, strict=True)
-    first = [("T", list(map(str, tokens))), ("workload", [uuid[:8] for uuid in uuids]), *columns]
-    for place, (name, values) in enumerate(first):
-        wide.insert(place, name, list(values), allow_duplicates=True)
-    return wide
+    wide = wide.set_axis(list(uuids)).set_axis(list(map(short_name, wide.columns)), axis=1)
+    names = {"T": list(map(str, tokens)), "workload": [uuid[:8] for uuid in uuids]}
+    parts = [pd.DataFrame({**names, **(before or {})}, index=wide.index), wide]
+    return pd.concat([*parts, pd.DataFrame(after or {}, index=wide.index)], axis=1)
 
 
-def _of_workloads(ranking: Ranking, values: Mapping[str, Any]) -> "pd.Series[Any]":
-    """A value for each row of a table with the workloads down; NaN where there is none."""
-    return pd.Series([values.get(uuid) for _, uuid in ranking.workloads])
-
-
-def _fastest(ranking: Ranking, clock: Clock) -> "pd.Series[bool]":
-    f, best = ranking.results, ranking.best(clock)
-    return f.solution == f.uuid.map({uuid: name for uuid, (name, _) in best.items()})
-
-
-def latency_title(ranking: Ranking, clock: Clock) -> str:
-    """What a table of this clock's latencies is called."""
-    if len(ranking.clocks) == 1:
-        return "Latency in ms"
-    return {"harness": "Harness time in ms, host included", "device": "Device time in ms"}[clock]
-
-
-def workload_tables(ranking: Ranking) -> list[Table]:
-    """Workloads down: latency of each clock first, in the order of `clocks`, then speed-up, ratios
-    to the best peer and, with device times, the spread."""
-    f, both = ranking.results, len(ranking.clocks) > 1
-    reference = numbers(_of_workloads(ranking, ranking.references().to_dict()), ".3f")
-
-    def table(title: str, shown: "pd.Series[str]") -> Table:
-        frame = _by_workload(_cells(ranking, shown), ("reference ms", reference))
-        return Table(frame, left=0, title=title)
-
-    tables = []
-    for clock in ranking.clocks:
-        mark = _fastest(ranking, clock).map({True: "*", False: " "})
-        title = f"{latency_title(ranking, clock)}, * the fastest"
-        tables.append(table(title, numbers(f[clock], ".4f") + mark))
-    tables.append(table("Speed-up over the reference", numbers(f.speedup, unit="x")))
-    for clock in ranking.clocks if ranking.compares_peers else ():
-        what = f"{clock.capitalize()} time" if both else "Latency"
-        title = f"{what} of the workload's best peer over the solution's"
-        versus = table(title, numbers(f[f"{clock}_vs_peer"], unit="x"))
-        peers = {uuid: name for uuid, (name, _) in ranking.best(clock, peer=True).items()}
-        best = _of_workloads(ranking, peers).astype(object).fillna("-")
-        end = len(versus.frame.columns)
-        versus.frame.insert(end, "best peer", best.to_list(), allow_duplicates=True)
-        tables.append(versus)
-    if both:
-        spread = f.harness_spread.map(percent) + " / " + f.device_spread.map(percent)
-        tables.append(table("Spread of the calls, harness / device", spread))
-    return tables
-
-
-def latency_table(ranking: Ranking, floor_ms: dict[str, float], clock: Clock = "harness") -> Table:
-    """Workloads down, solutions across in ms, the fastest marked with *; the floor where it is
-    known and its share of the fastest time, and the best peer's time over that of our best. The
-    reference stands beside the harness's times, by which it was measured."""
+def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = ".3f") -> Table:
+    """Workloads down, solutions across in ms, the fastest marked with *; the reference as the
+    harness timed it; the floor where it is known, and its share of the fastest time; the best
+    peer's time over that of our best."""
     f = ranking.results
-    mark = _fastest(ranking, clock).map({True: "*", False: ""})
-    wide = _cells(ranking, numbers(f[clock], ".3f") + mark)
-    before: list[tuple[str, Any]] = []
+    before = {"reference": numbers(ranking.references(), form)}
     after: dict[str, Any] = {}
-    if clock == "harness":
-        references = ranking.references().to_dict()
-        before.append(("reference", numbers(_of_workloads(ranking, references), ".2f")))
+
+    def times(clock: Clock) -> "pd.Series[str]":
+        best = f.uuid.map({uuid: name for uuid, (name, _) in ranking.best(clock).items()})
+        return numbers(f[clock], form) + (f.solution == best).map({True: "*", False: ""})
+
+    def share(clock: Clock) -> "pd.Series[str]":
+        return (floor / f.groupby("uuid")[clock].min()).map(percent)
+
+    def versus(clock: Clock) -> "pd.Series[str]":
+        return numbers(
+            f[~f.peer].groupby("uuid")[f"{clock}_vs_peer"].max().reindex(uuids), unit="x"
+        )
+
+    uuids = [uuid for _, uuid in ranking.workloads]
     if floor_ms:
-        floor = _of_workloads(ranking, floor_ms).astype(float)
-        before.append(("floor", numbers(floor, ".3f")))
-        best = {uuid: ms for uuid, (_, ms) in ranking.best(clock).items()}
-        after["floor / best"] = (floor / _of_workloads(ranking, best).astype(float)).map(percent)
+        floor = pd.Series(floor_ms).reindex(uuids)
+        before["floor"] = numbers(floor, ".3f")
+        after["floor / best"] = by_clock(ranking, share)
     if ranking.compares_peers:
-        ours = {
-            uuid: ranking.figure(uuid, name, f"{clock}_vs_peer")
-            for uuid, (name, _) in ranking.best(clock, peer=False).items()
-        }
-        after["best peer / ours"] = numbers(_of_workloads(ranking, ours).astype(float), unit="x")
-    frame = _by_workload(wide, *before)
-    for name, values in after.items():
-        frame.insert(len(frame.columns), name, values.to_list(), allow_duplicates=True)
-    return Table(frame, left=0)
+        after["best peer / ours"] = by_clock(ranking, versus)
+    frame = by_workload(ranking, by_clock(ranking, times), before, after)
+    title = "Time in ms, * the fastest"
+    if len(ranking.clocks) > 1:
+        title = "Harness/device time in ms, * the fastest"
+    return Table(frame, left=0, title=title)
+
+
+def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = None) -> list[Table]:
+    """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
+    f = ranking.results
+    found = [latency_table(ranking, floor_ms or {}, ".4f")]
+    speedup = by_workload(ranking, numbers(f.speedup, unit="x"))
+    found.append(Table(speedup, left=0, title="Speed-up over the reference"))
+    if ranking.compares_peers:
+        ratios = by_clock(ranking, lambda clock: numbers(f[f"{clock}_vs_peer"], unit="x"))
+
+        def fastest(clock: Clock) -> "pd.Series[str]":
+            best = ranking.best(clock, peer=True)
+            return pd.Series({u: best[u][0] if u in best else "-" for _, u in ranking.workloads})
+
+        frame = by_workload(ranking, ratios, after={"best peer": by_clock(ranking, fastest)})
+        title = "Time of the workload's best peer over the solution's"
+        found.append(Table(frame, left=0, title=title))
+    if len(ranking.clocks) > 1:
+        spread = by_clock(ranking, lambda clock: f[f"{clock}_spread"].map(percent))
+        found.append(Table(by_workload(ranking, spread), left=0, title="Spread of the calls"))
+    return found
 
 
 # --- stages, GEMMs, environment -------------------------------------------------------------------
@@ -359,12 +343,13 @@ def latency_table(ranking: Ranking, floor_ms: dict[str, float], clock: Clock = "
 
 def stages_table(result: dict[str, Any]) -> Table:
     """Median ms of every stage, solutions across, of one token count of stages.json."""
-    medians = [of["median_ms"] for of in result["solutions"].values()]
-    stages = list(dict.fromkeys(stage for m in medians for stage in m))
+    medians = {short_name(name): of["median_ms"] for name, of in result["solutions"].items()}
+    stages = list(dict.fromkeys(stage for m in medians.values() for stage in m))
     stages.sort(key=lambda stage: stage == TOTAL)
-    rows = [[stage, *(number(m.get(stage), ".3f") for m in medians)] for stage in stages]
-    header = ["stage", *map(short_name, result["solutions"])]
-    return Table(pd.DataFrame(rows, columns=header))
+    frame = pd.DataFrame({"stage": stages})
+    for name, of in medians.items():
+        frame[name] = [number(of.get(stage), ".3f") for stage in stages]
+    return Table(frame)
 
 
 PROBLEM = ["tokens", "active", "rows", "n", "k"]
@@ -407,26 +392,20 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
     def of(rows: pd.DataFrame) -> pd.DataFrame:
         return rows.set_index(PROBLEM).reindex(problems)
 
-    us = pd.DataFrame({v: of(f[f.variant == v]).us for v in variants})
-    ours, fastest = of(f[f.variant == first]), us.idxmin(axis=1)
-    columns: list[tuple[str, Any]] = [
-        (name, problems.get_level_values(level).map(form.format))
-        for name, level, form in (
-            *(("T", "tokens", "{}"), ("experts", "active", "{}"), ("rows", "rows", "{:g}")),
-            *(("N", "n", "{}"), ("K", "k", "{}")),
-        )
-    ]
-    for v in variants:
-        columns.append((v, numbers(us[v], ".1f") + (fastest == v).map({True: "*", False: ""})))
+    ours, us = of(f[f.variant == first]), {v: of(f[f.variant == v]).us for v in variants}
+    fastest = pd.DataFrame(us).min(axis=1)
+    named = problems.to_frame().astype(str).assign(rows=[f"{r:g}" for *_, r, _, _ in problems])
+    named = named.set_axis(["T", "experts", "rows", "N", "K"], axis=1)
+    columns = {
+        v: numbers(us[v], ".1f") + (us[v] == fastest).map({True: "*", False: ""}) for v in variants
+    }
     if f.beside.any():
-        columns.append((f"{first}, best known", numbers(of(best_known(f)).us, ".1f")))
-    columns.append(("best peer / ours", numbers(ours.vs_best_peer, ".2f", "x")))
-    columns.append(("TFLOP/s", numbers(ours.tflops, ".0f")))
-    columns.append(("TB/s", numbers(ours.gbytes / 1e3, ".2f")))
-    columns = columns if f.tokens.any() else columns[1:]
-    frame = pd.DataFrame([list(values) for _, values in columns]).T
-    frame.columns = pd.Index([name for name, _ in columns])
-    return Table(frame, left=0)
+        columns[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f")
+    columns["best peer / ours"] = numbers(ours.vs_best_peer, ".2f", "x")
+    columns["TFLOP/s"] = numbers(ours.tflops, ".0f")
+    columns["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
+    named = named if f.tokens.any() else named.drop(columns="T")
+    return Table(pd.concat([named, pd.DataFrame(columns)], axis=1), left=0)
 
 
 def ablation_table(rows: list[dict[str, Any]]) -> Table:
@@ -442,40 +421,17 @@ def ablation_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def environment_table(recorded: "Recorded") -> Table:
-    """What the run was made on and with."""
-    info = recorded.info
-    captured = info.get("environment", {})
-    rows: list[tuple[str, Any]] = []
-    after = info.get("gpus_after", [])
-    for place, gpu in enumerate(captured.get("gpus", [])):
-        name = "GPU" if place == 0 else f"GPU {place + 1}"
-        rows.append((name, f"{gpu.get('name')}, {gpu.get('memory')}, driver {gpu.get('driver')}"))
-        for when, seen in (("before", gpu), ("after", after[place] if place < len(after) else {})):
-            if seen:
-                said = f"SM {seen.get('sm_clock')} of {seen.get('sm_clock_max')}, memory "
-                said += f"{seen.get('memory_clock')}, {seen.get('temperature_c')} C"
-                rows.append((f"{name} clocks {when}", said))
-        rows.append((f"{name} power limit", gpu.get("power_limit")))
-    if not captured.get("gpus"):
-        rows.append(("hardware", info.get("hardware", recorded.main.hardware)))
-    source = captured.get("source", {})
-    commit = source.get("commit")
-    facts = {
-        "commit": f"{commit}{' with changes' if source.get('modified') else ''}" if commit else "",
-        "source hash": source.get("hash"),
-        "timing": info.get("timing") or recorded.main.timing or "unknown",
-        "tolerance": recorded.main.tolerance or "unknown",
-        "started": captured.get("time"),
-        "platform": captured.get("platform"),
-        "CUDA": captured.get("cuda"),
-        "ended": info.get("ended"),
-    }
-    rows += [(name, value) for name, value in facts.items() if value]
-    for earlier in info.get("earlier", []):
-        rows.append(("resumed; begun", earlier.get("environment", {}).get("time")))
-    rows += captured.get("versions", {}).items()
-    if info.get("command") is not None:
-        rows.append(("command", " ".join(["run.py bench", *info["command"]])))
-    rows += [(f"hash of {short_name(n)}", h) for n, h in info.get("solutions", {}).items()]
-    frame = pd.DataFrame([[name, str(value)] for name, value in rows], columns=["what", "value"])
+    """What the run was made on and with: run.json, a row for each value, by where it stands."""
+    info = dict(recorded.info)
+    if "command" in info:
+        info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
+    frame = pd.DataFrame(_leaves(info), columns=["what", "value"])
     return Table(frame, wrap=(1,))
+
+
+def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
+    """Each value in nested JSON, with the keys that lead to it."""
+    if not isinstance(value, dict | list):
+        return [(place, str(value))]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [leaf for key, of in inner for leaf in _leaves(of, f"{place} {key}".strip())]

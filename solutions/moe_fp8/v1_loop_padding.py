@@ -20,19 +20,7 @@ from .layer.pipeline import HostRows, PaddedLayer, host_rows
 from .layer.rows import batched_rows
 from .problem import GroupedRows
 
-SOLUTION = {
-    "name": "cutedsl_moe_fp8_v1",
-    "author": "moe-fp8-cutedsl",
-    "target_hardware": [
-        "NVIDIA H100",
-        "NVIDIA H200",
-        "NVIDIA B200",
-        "NVIDIA GB200",
-        "NVIDIA B300",
-        "NVIDIA GB300",
-    ],
-    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
-}
+SOLUTION = {"name": "cutedsl_moe_fp8_v1"}
 
 
 class LoopPermutation:

@@ -23,19 +23,7 @@ from .layer.pipeline import Choose, PlacedLayer, PlacedRows
 from .numerics import round_up
 from .problem import GroupedRows, MoeShape
 
-SOLUTION = {
-    "name": "cutedsl_moe_fp8_v3",
-    "author": "moe-fp8-cutedsl",
-    "target_hardware": [
-        "NVIDIA H100",
-        "NVIDIA H200",
-        "NVIDIA B200",
-        "NVIDIA GB200",
-        "NVIDIA B300",
-        "NVIDIA GB300",
-    ],
-    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
-}
+SOLUTION = {"name": "cutedsl_moe_fp8_v3"}
 
 
 def place_aligned(grouped: GroupedRows, shape: MoeShape, choose: Choose) -> PlacedRows:

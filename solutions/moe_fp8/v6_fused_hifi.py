@@ -17,16 +17,6 @@ from .layer.fused import FusedLayer
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",
-    "author": "moe-fp8-cutedsl",
-    "target_hardware": [
-        "NVIDIA H100",
-        "NVIDIA H200",
-        "NVIDIA B200",
-        "NVIDIA GB200",
-        "NVIDIA B300",
-        "NVIDIA GB300",
-    ],
-    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
     "routings": ["deepseek_v3", "renormalize"],
 }
 

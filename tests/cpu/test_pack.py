@@ -212,7 +212,7 @@ def test_validation_builds_the_entry_point(package: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s.replace('["torch"]', "list()"), "literal"),
-        (lambda s: s.replace('    "author": "somebody",\n', ""), "author"),
+        (lambda s: s.replace('    "name": "sample",\n', ""), "lacks 'name'"),
         (lambda s: s.replace('"author"', '"autor"'), "autor"),
         (lambda s: s.replace('"""What it is."""', ""), "docstring"),
         (lambda s: s.replace("from .helper", "from moe_fp8.helper"), "absolute"),
@@ -222,6 +222,16 @@ def test_a_bad_generation_is_refused_with_the_reason(package, change, message) -
     (package / "gen.py").write_text(change(GENERATION))
     with pytest.raises(pack.PackError, match=message):
         write(package)
+
+
+def test_what_a_solution_does_not_say_is_that_of_our_own_kernels(package: Path) -> None:
+    lines = GENERATION.splitlines(keepends=True)
+    said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
+    (package / "gen.py").write_text("".join(said))
+    (path,) = write(package)
+    made, ours = json.loads(path.read_text()), json.loads(pack.pack(GENERATIONS[OWN[0]]))
+    assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
+    assert "nvidia-cutlass-dsl==4.8.1" in made["spec"]["dependencies"]
 
 
 def test_an_annotated_solution_is_a_generation_too(package: Path) -> None:

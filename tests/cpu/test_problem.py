@@ -374,7 +374,7 @@ def test_generation_file(name):
     }
     metadata = ast.literal_eval(literals["SOLUTION"])
     assert metadata["name"] == f"cutedsl_moe_fp8_{name[:2]}"
-    assert set(metadata) == {"name", "author", "target_hardware", "dependencies"}
+    assert set(metadata) == {"name"}, "the packer has defaults for the rest"
     assert ast.unparse(literals["run"]) == "run_of(LAYER)"
     module = importlib.import_module(f"moe_fp8.{name}")
     assert [*inspect.signature(module.run).parameters] == [*MoeInputs._fields, "output"]

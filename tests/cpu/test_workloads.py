@@ -15,7 +15,7 @@ from flashinfer_bench.bench.utils import load_safetensors
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.data import routing_numpy, synthetic_logits, workload_specs
+from scripts.data import synthetic_logits, workload_specs
 from scripts.data.synthetic_logits import LogitModel, draw_logits, routing_bias
 from scripts.data.workload_specs import WorkloadSpec, load_specs
 from scripts.programs import make_workloads as program
@@ -118,7 +118,7 @@ def test_draw_has_the_bytes_and_counts_of_the_spec(spec):
     content = workload_specs.blob_bytes(made.logits)
     assert hashlib.sha256(content).hexdigest() == spec.sha256
     assert made.redrawn == spec.redrawn
-    assert routing_numpy.count_local(made.ids, spec.local_expert_offset) == spec.counts
+    assert synthetic_logits.count_local(made.ids, spec.local_expert_offset) == spec.counts
 
 
 @by_workload
@@ -174,7 +174,7 @@ def test_redraw_replaces_the_rows_without_margin_and_no_others(monkeypatch):
     monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", -1.0)
     first = spec.draw()
     assert first.redrawn == 0 and final.redrawn > 0
-    _, margin = routing_numpy.route(first.logits, routing_bias())
+    _, margin = synthetic_logits.route(first.logits, routing_bias())
     assert np.array_equal((first.logits != final.logits).any(axis=1), margin < 1.05e-4)
 
 
@@ -234,11 +234,11 @@ def test_window_of_experts_may_stick_out(offset):
     model = LogitModel(seed=11, local=3000)
     made = draw_logits(model, 40, offset)
     plain = draw_logits(replace(model, local=0), 40, offset)
-    counts = routing_numpy.count_local(made.ids, offset)
+    counts = synthetic_logits.count_local(made.ids, offset)
     exists = len(range(max(offset, 0), min(offset + 32, 256)))
     if exists == 0:
         assert np.array_equal(made.logits, plain.logits)
-        assert counts == routing_numpy.RoutingCounts(0, 0, 0, 0)
+        assert counts == synthetic_logits.RoutingCounts(0, 0, 0, 0)
     else:
         assert counts.pairs > 2 * 40 * exists / 32  # far more than an even share
 
@@ -274,7 +274,7 @@ def test_routing_against_sorting(tokens):
     rng = np.random.default_rng(tokens)
     logits = rng.normal(-1.7, 0.7, (tokens, 256)).astype(np.float32)
     bias = rng.normal(5, 0.02, 256).astype(np.float32)
-    ids, margin = routing_numpy.route(logits, bias)
+    ids, margin = synthetic_logits.route(logits, bias)
     assert ids.shape == (tokens, 8)
     for t in range(tokens):
         expected, expected_margin = choose_by_hand(logits[t], bias)
@@ -291,20 +291,20 @@ def test_margin_sees_both_kinds_of_tie():
     logits[0, 32::32] = -np.arange(1, 8, dtype=np.float32)  # keeps the other groups apart
     for group, level in enumerate([3.0, 2.5, 2.0, 1.0, 1.0, 0.5, 0.0, -0.5]):
         logits[1, 32 * group : 32 * group + 3] = [level, level - 0.1, level - 0.5]
-    _, margin = routing_numpy.route(logits, np.zeros(256, dtype=np.float32))
+    _, margin = synthetic_logits.route(logits, np.zeros(256, dtype=np.float32))
     assert margin.tolist() == [0.0, 0.0]
     logits[0, 9] -= 0.25
     logits[1, 128] -= 0.25
-    _, margin = routing_numpy.route(logits, np.zeros(256, dtype=np.float32))
+    _, margin = synthetic_logits.route(logits, np.zeros(256, dtype=np.float32))
     assert (margin > 0.01).all()
 
 
 def test_counts_of_a_known_routing():
     ids = np.array([[0, 1, 40, 41, 63, 64, 70, 71], [33, 40, 100, 101, 102, 103, 104, 105]])
     ids = np.vstack([ids, np.arange(200, 208)])
-    counts = routing_numpy.count_local(ids, 32)
-    assert counts == routing_numpy.RoutingCounts(pairs=5, hit=2, active=4, max=2)
-    assert routing_numpy.count_local(ids, 224).pairs == 0
+    counts = synthetic_logits.count_local(ids, 32)
+    assert counts == synthetic_logits.RoutingCounts(pairs=5, hit=2, active=4, max=2)
+    assert synthetic_logits.count_local(ids, 224).pairs == 0
 
 
 # --- making the files ----------------------------------------------------------------------------

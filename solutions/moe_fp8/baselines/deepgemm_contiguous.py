@@ -20,7 +20,6 @@ from .supported import HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_contiguous",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "rows": "contiguous",

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "deepgemm_mega_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
 }

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "deepgemm_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "routings": ["deepseek_v3", "renormalize"],

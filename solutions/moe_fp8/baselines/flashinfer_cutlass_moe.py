@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "flashinfer_cutlass_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": ["torch", "triton", "flashinfer-python==0.7.2.post1"],
 }

@@ -26,7 +26,6 @@ from .supported import BLACKWELL, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA B200", "NVIDIA B300"],
     "dependencies": ["torch", "flashinfer-python>=0.5"],
 }

@@ -25,7 +25,6 @@ from .supported import BLACKWELL, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_prims_ts_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA B200", "NVIDIA B300"],
     "dependencies": ["torch", "flashinfer-python>=0.7.2"],
 }

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "hpc_ops_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
     "dependencies": [
         "torch",

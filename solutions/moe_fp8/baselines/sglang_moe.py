@@ -34,7 +34,6 @@ from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "sglang_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
 }

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "triton_fused_moe_v2",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
 }

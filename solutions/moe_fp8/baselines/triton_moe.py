@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "triton_moe",
-    "author": "moe-fp8-cutedsl",
     "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
     "dependencies": ["torch", "triton"],
     "routings": ["deepseek_v3", "renormalize"],

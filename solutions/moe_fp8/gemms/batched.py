@@ -24,16 +24,6 @@ from .validate import validate_masked
 
 SOLUTION = {
     "name": "cutedsl_gemm_fp8_batched",
-    "author": "moe-fp8-cutedsl",
-    "target_hardware": [
-        "NVIDIA H100",
-        "NVIDIA H200",
-        "NVIDIA B200",
-        "NVIDIA GB200",
-        "NVIDIA B300",
-        "NVIDIA GB300",
-    ],
-    "dependencies": ["torch", "nvidia-cutlass-dsl==4.8.1", "apache-tvm-ffi", "filelock"],
     "rows": "masked",
 }
 

@@ -1,13 +1,19 @@
-"""The parts of the references that dequantise one expert's weights at a time.
+"""Parts of which interfaces.py makes the references of all definitions but the default one.
 
-interfaces.py puts them behind what they share with moe_reference.py, whose reference
-dequantises all weights first, as the official one of its definition does. Of a definition with
-three times as many bytes of weights that would not fit into a GPU of 80 GB.
+Of the layers, they dequantise one expert's weights at a time, where moe_reference.py dequantises
+all weights first, as the official reference of its definition does: with three times as many bytes
+of weights that would not fit into a GPU of 80 GB. Everything is float32.
 """
 
 import torch
 
-from scripts.data.moe_reference import TOP_K, dequantize_activations, dequantize_weights, route
+from scripts.data.moe_reference import (
+    BLOCK,
+    TOP_K,
+    dequantize_activations,
+    dequantize_weights,
+    route,
+)
 
 
 def route_renormalize(routing_logits):
@@ -83,3 +89,38 @@ def run_renormalize(
         weights,
         0,
     )
+
+
+# --- the grouped GEMMs ----------------------------------------------------------------------------
+
+
+def scaled_product(a, a_scale, b, b_scale):
+    """a [M, K] FP8 with a_scale [K/128, M], b [N, K] FP8 with b_scale [N/128, K/128] -> a @ b^T
+    [M, N] float32, of values that are dequantised first."""
+    (m, k), n = a.shape, b.shape[0]
+    x = a.to(torch.float32).view(m, k // BLOCK, BLOCK) * a_scale.t().unsqueeze(-1)
+    w = b.to(torch.float32).view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    w = w * b_scale[:, None, :, None]
+    return x.view(m, k) @ w.view(n, k).t()
+
+
+@torch.no_grad()
+def run_contiguous(a, a_scale, b, b_scale, m_indptr):
+    boundaries = m_indptr.tolist()
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
+    for expert in range(b.shape[0]):
+        rows = slice(boundaries[expert], boundaries[expert + 1])
+        if rows.start < rows.stop:  # else its weights need not be dequantised
+            out[rows] = scaled_product(a[rows], a_scale[:, rows], b[expert], b_scale[expert])
+    return out
+
+
+@torch.no_grad()
+def run_masked(a, a_scale, b, b_scale, masked_m, expected_m):
+    # expected_m is for kernels to be chosen by.
+    out = torch.zeros(*a.shape[:2], b.shape[1], dtype=torch.bfloat16, device=a.device)
+    for expert, rows in enumerate(masked_m.tolist()):
+        if rows > 0:
+            used, scale = a[expert, :rows], a_scale[expert, :, :rows]
+            out[expert, :rows] = scaled_product(used, scale, b[expert], b_scale[expert])
+    return out
