@@ -198,6 +198,25 @@ END:
     assert found(body.replace("@%p2 bra END; // not for the copy", "")) == set()
 
 
+def test_a_cta_of_a_cluster_that_does_not_wait_for_its_own_copy():
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    wait = WAIT.format(label="W", barrier="%r20", parity="0")
+    body = MAP_ADDRESS.format("%rd1", "m") + INIT + f"""
+    @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    @%p0 {load} [%r21], [%rd1, {{0, 0}}], [%r20];
+    {wait}
+    """  # fmt: skip
+    x = zeros(32, 4)
+
+    def found(body: str) -> set[str]:
+        text, cluster = kernel("map m", body, TOP), {"ctas": 2, "cluster": (2, 1, 1)}
+        return run_with(x, text, tensor_map(x, (32, 4)), **cluster).hazard_kinds()
+
+    assert found(body) == set()
+    assert "exited-cta" in found(body.replace(wait, ""))
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
