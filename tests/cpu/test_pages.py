@@ -63,7 +63,7 @@ def test_links(page: Path) -> None:
 
 
 @cache
-def tests() -> set[str]:
+def defined_tests() -> set[str]:
     sources = [p for p in (ROOT / "tests").rglob("test_*.py")]
     defined = {n for p in sources for n in re.findall(r"^def (test_\w+)", p.read_text(), re.M)}
     return defined | {p.stem for p in sources}
@@ -72,7 +72,7 @@ def tests() -> set[str]:
 def test_names_of_tests(page: Path) -> None:
     """Of files without their ending, too; a beginning stands for all that begin so."""
     named = set(re.findall(r"\btest_\w+", page.read_text("utf-8")))
-    assert [n for n in named if not any(known.startswith(n) for known in tests())] == []
+    assert [n for n in named if not any(known.startswith(n) for known in defined_tests())] == []
 
 
 def test_programs_and_their_options(page: Path) -> None:
