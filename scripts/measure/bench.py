@@ -6,7 +6,11 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.bench import BenchmarkConfig
+from flashinfer_bench.data import Trace
 
 from scripts.common import environment
 from scripts.common.command_line import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, os_error, say
@@ -21,10 +25,6 @@ from scripts.measure.plan import Plan
 from scripts.measure.runs import NotKept, Run, find_run, new_run, settings_hash
 from scripts.pack.availability import NEEDS_GPU
 
-if TYPE_CHECKING:
-    from flashinfer_bench.bench import BenchmarkConfig
-    from flashinfer_bench.data import Trace
-
 GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 TRIALS, TRIALS_OF_LARGE = 3, 1
 
@@ -38,10 +38,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-def configuration(args: Namespace, on_gpu: bool) -> "BenchmarkConfig":
+def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
     """The options as flashinfer-bench takes them."""
-    from flashinfer_bench.bench import BenchmarkConfig
-
     trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
     return BenchmarkConfig(
         warmup_runs=args.warmup,
@@ -55,7 +53,7 @@ def configuration(args: Namespace, on_gpu: bool) -> "BenchmarkConfig":
     )
 
 
-def open_run(args: Namespace, plan: Plan, config: "BenchmarkConfig", on_gpu: bool) -> Run:
+def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool) -> Run:
     """A new run, or the one to resume, ready to take results."""
     timing = cpu_bench.TIMING
     if on_gpu:
@@ -101,11 +99,9 @@ def open_run(args: Namespace, plan: Plan, config: "BenchmarkConfig", on_gpu: boo
 
 
 def measure(
-    args: Namespace, plan: Plan, config: "BenchmarkConfig", run: Run, on_gpu: bool
+    args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool
 ) -> Outcome:
     """Measure what the run has no results of; every workload's results are kept at once."""
-    import torch
-
     done = run.done()
     pairs = [
         (t, left)
@@ -119,7 +115,7 @@ def measure(
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
 
-    def store(results: "list[Trace]") -> None:
+    def store(results: list[Trace]) -> None:
         stamped = run.store(results)
         if args.store_in_dataset and not ours(args.local):
             plan.trace_set.add_traces(stamped)

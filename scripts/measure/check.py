@@ -5,7 +5,10 @@ Each figure goes into the traces of the run (correctness.extra).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.compile import BuilderRegistry
 
 from scripts.common.command_line import UsageError
 from scripts.common.progress import Progress
@@ -30,9 +33,6 @@ from scripts.measure.timing import (
     timed,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 Figures = dict[tuple[str, str], dict[str, Any]]
 """What is known of a (workload's uuid, solution), or its `error`."""
 
@@ -41,8 +41,6 @@ def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
     """Cosine, calc_diff and matched ratios of each solution, of one workload after the other. Each
     runs once, on copies of inputs drawn from the seed. Where Ctrl-C comes, what is known of a
     workload is given before."""
-    from flashinfer_bench.compile import BuilderRegistry
-
     registry = BuilderRegistry.get_instance()
     definition = definition_of(plan.trace_set)
     inputs_of = Inputs(plan.trace_set, device, seed)
@@ -82,9 +80,7 @@ def _steps(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]
         progress.finish(weight)
 
 
-def _judge(
-    runnable: Any, inputs: list[Any], expected: "torch.Tensor", device: str
-) -> dict[str, Any]:
+def _judge(runnable: Any, inputs: list[Any], expected: torch.Tensor, device: str) -> dict[str, Any]:
     mine = fresh(inputs)
     result = metrics(run_solution(runnable, mine, device), expected)
     if names := changed(runnable.metadata.definition, mine, inputs):
@@ -116,8 +112,6 @@ def times_of(
     plan: Plan, solutions: Sequence[Any], inputs: Sequence[Any], repeats: int
 ) -> dict[str, dict[str, Any]]:
     """The `device` and `harness` figures of each solution on these inputs, or its `error`."""
-    import torch
-
     found: dict[str, dict[str, Any]] = {}
     calls: dict[str, Timed] = {}
     for solution in solutions:

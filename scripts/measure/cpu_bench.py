@@ -13,7 +13,24 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.bench import BenchmarkConfig
+from flashinfer_bench.bench.utils import compute_error_stats
+from flashinfer_bench.compile import BuilderRegistry, BuildError
+from flashinfer_bench.data import (
+    Correctness,
+    Definition,
+    Environment,
+    Evaluation,
+    EvaluationStatus,
+    Performance,
+    Solution,
+    Trace,
+    TraceSet,
+)
+from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
@@ -28,11 +45,6 @@ from scripts.measure.evaluate import (
     run_solution,
 )
 from scripts.measure.timing import FAILURES
-
-if TYPE_CHECKING:
-    import torch
-    from flashinfer_bench.bench import BenchmarkConfig
-    from flashinfer_bench.data import Definition, Evaluation, Solution, Trace, TraceSet
 
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
 CPU_MAX_TOKENS = 16
@@ -52,12 +64,10 @@ def max_size(definition: Entry) -> int:
     return CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
 
 
-def memory_needed(definition: "Definition") -> int:
+def memory_needed(definition: Definition) -> int:
     """Bytes: the weights, beside them a solution's copies of them or what the reference makes of
     them, and the rest. The first definition's reference makes float32 copies of all weights, the
     others' of one expert's at a time."""
-    from flashinfer_bench.utils import dtype_str_to_torch_dtype
-
     constant = definition.const_axes
     elements = size = 0
     for spec in definition.inputs.values():
@@ -81,22 +91,17 @@ def available_memory() -> int | None:
 
 
 def _evaluate(
-    definition: "Definition",
-    solution: "Solution",
+    definition: Definition,
+    solution: Solution,
     inputs: list[Any],
-    expected: "torch.Tensor",
+    expected: torch.Tensor,
     reference_ms: float,
-    config: "BenchmarkConfig",
+    config: BenchmarkConfig,
     evaluation: Callable[..., "Evaluation"],
     seed: int,
-) -> "Evaluation":
+) -> Evaluation:
     """What flashinfer-bench does with a solution, for CPU tensors; `evaluation` makes its record.
     The solution gets copies of the inputs and fails if it changes them."""
-    import torch
-    from flashinfer_bench.bench.utils import compute_error_stats
-    from flashinfer_bench.compile import BuilderRegistry, BuildError
-    from flashinfer_bench.data import Correctness, EvaluationStatus, Performance
-
     try:
         runnable = BuilderRegistry.get_instance().build(definition, solution)
     except (BuildError, SystemExit):
@@ -104,7 +109,7 @@ def _evaluate(
     mine = fresh(inputs)
     times: list[float] = []
 
-    def call() -> "torch.Tensor":
+    def call() -> torch.Tensor:
         start = time.perf_counter()
         output = run_solution(runnable, mine, "cpu")
         times.append(time.perf_counter() - start)
@@ -150,17 +155,14 @@ def _evaluate(
 
 
 def run(
-    trace_set: "TraceSet",
-    pairs: "Sequence[tuple[Trace, list[Solution]]]",
-    config: "BenchmarkConfig",
+    trace_set: TraceSet,
+    pairs: Sequence[tuple[Trace, list[Solution]]],
+    config: BenchmarkConfig,
     seed: int,
-    store: Callable[[list["Trace"]], None],
+    store: Callable[[list[Trace]], None],
     progress: Progress,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done."""
-    from flashinfer_bench.data import Environment, Evaluation, EvaluationStatus, Trace
-    from flashinfer_bench.utils import env_snapshot
-
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
     if memory is not None and memory < needed:
@@ -174,7 +176,7 @@ def run(
         libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
     )
 
-    def evaluation(status: "EvaluationStatus", **fields: Any) -> "Evaluation":
+    def evaluation(status: EvaluationStatus, **fields: Any) -> Evaluation:
         now = datetime.now().isoformat()
         return Evaluation(status=status, environment=environment, timestamp=now, **fields)
 

@@ -6,14 +6,16 @@ them harms no other; that it did is found by comparing the copies with what they
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition
+from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.measure.timing import FAILURES
-
-if TYPE_CHECKING:
-    import torch
-    from flashinfer_bench.data import Definition
 
 
 class ChangedInputs(Exception):
@@ -24,10 +26,8 @@ def tolerance_name(rtol: float, atol: float) -> str:
     return f"{rtol:g}/{atol:g}"
 
 
-def metrics(output: "torch.Tensor", reference: "torch.Tensor") -> dict[str, Any]:
+def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
     """The figures that go into a trace's correctness.extra."""
-    from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
-
     return {
         "cosine": float(cosine(output, reference)),
         "calc_diff": float(calc_diff(output, reference)),
@@ -40,15 +40,11 @@ def metrics(output: "torch.Tensor", reference: "torch.Tensor") -> dict[str, Any]
 
 def fresh(inputs: Sequence[Any]) -> list[Any]:
     """Copies of the tensors among the inputs; the rest as it is."""
-    import torch
-
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
-def changed(definition: "Definition", inputs: Sequence[Any], originals: Sequence[Any]) -> list[str]:
+def changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> list[str]:
     """The names of the inputs that are no longer the bytes of the originals."""
-    import torch
-
     return [
         name
         for name, x, original in zip(definition.inputs, inputs, originals, strict=True)
@@ -56,27 +52,20 @@ def changed(definition: "Definition", inputs: Sequence[Any], originals: Sequence
     ]
 
 
-def _bytes(x: "torch.Tensor") -> "torch.Tensor":
+def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Its elements as bytes: NaN equals itself, and 0 does not equal -0."""
-    import torch
-
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def refuse_changed(
-    definition: "Definition", inputs: Sequence[Any], originals: Sequence[Any]
-) -> None:
+def refuse_changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> None:
     """Raise ChangedInputs where the inputs are no longer what the originals are."""
     if names := changed(definition, inputs, originals):
         raise ChangedInputs(f"the solution changes its inputs: {', '.join(names)}")
 
 
-def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> "torch.Tensor":
+def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
     """The output of a built solution, whose memory is filled with NaN before: an element that is
     not written shows."""
-    import torch
-    from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
-
     definition = runnable.metadata.definition
     with torch.no_grad():
         if runnable.metadata.destination_passing_style:
@@ -89,14 +78,12 @@ def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> "torch.Te
     return outputs[0]
 
 
-def run_reference(definition: "Definition", inputs: Sequence[Any]) -> "tuple[torch.Tensor, float]":
+def run_reference(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.Tensor, float]:
     """The output of the definition's reference, and the seconds that it took.
 
     Raises:
         RuntimeError: it fails or calls sys.exit; one line says how.
     """
-    from flashinfer_bench.compile import BuilderRegistry
-
     try:
         reference = BuilderRegistry.get_instance().build_reference(definition)
         start = time.perf_counter()

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.floors import floor_ms
@@ -37,8 +39,6 @@ def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float
     A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
     faster of the orders that a tensor can be read in, median of the replays.
     """
-    import torch
-
     experts = len(found[0].rows)
     tensors = [
         torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(

@@ -1,57 +1,33 @@
 """What `gemm_bench` times, the configs that are named to it, and the tables of its rows."""
 
 import dataclasses
-import enum
-import statistics
 from collections.abc import Sequence
 from typing import Any
+
+import pandas as pd
+from pydantic import TypeAdapter, ValidationError
 
 from scripts.common.command_line import UsageError
 from scripts.common.text import markdown_table, text_table
 from scripts.measure import gpu
-from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem
+from scripts.measure.gemm_problems import SOLUTIONS
 from scripts.measure.gemm_timing import VERDICTS, Verdict, verdict
-from scripts.measure.gemm_variants import SOLUTIONS, Variant, ours, peer_variants, solution_variant
-
-STUDY = (2048, 4096, 7168)
-GRIDS: dict[str, dict[str, Any]] = {
-    "quick": {"experts": (8,), "rows": (128, 512), "shapes": tuple(LAYER_SHAPES.values())},
-    "study": {
-        "experts": (1, 4, 8),
-        "rows": (64, 128, 512),
-        "shapes": tuple((n, k) for n in STUDY for k in STUDY),
-    },
-}
+from scripts.measure.gemm_variants import Variant, ours, peer_variants, solution_variant
 
 
 def parse_config(text: str, cls: type) -> Any:
-    """A config dataclass from `field=value,...`; values are read as the defaults' types."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {}
-    for item in filter(None, (i.strip() for i in text.split(","))):
-        name, separator, value = item.partition("=")
-        if not separator or name not in fields:
-            raise UsageError(
-                f"--config {text}: expected FIELD=VALUE with a field of {', '.join(fields)}"
-            )
-        default = fields[name].default
-        try:
-            if isinstance(default, bool):
-                values[name] = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            elif isinstance(default, enum.Enum):
-                values[name] = type(default)[value]
-            elif isinstance(default, tuple):
-                values[name] = tuple(int(v) for v in value.split("x"))
-            elif isinstance(default, str):
-                values[name] = value
-            else:
-                values[name] = int(value)
-        except (ValueError, KeyError):
-            raise UsageError(f"--config {text}: {value!r} is no value of {name}") from None
+    """A config from `field=value,...`; the class says of what type a value is."""
+    values = dict(item.strip().partition("=")[::2] for item in text.split(",") if item.strip())
+    fields = [field.name for field in dataclasses.fields(cls)]
+    if not values.keys() <= set(fields):
+        expected = f"FIELD=VALUE with a field of {', '.join(fields)}"
+        raise UsageError(f"--config {text}: expected {expected}")
     try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--config {text}: {error}") from None
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{name}: " for name in first["loc"])
+        raise UsageError(f"--config {text}: {where}{first['msg']}") from None
 
 
 def collect_variants(
@@ -103,25 +79,24 @@ def table_row(row: dict[str, Any]) -> list[str]:
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The ratio to the best peer of each of our variants: over all problems, and a line for each
     row count (even rows) or weight shape (workloads)."""
-    groups: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        if row["peer"] or "vs_best_peer" not in row:
-            continue
-        by_tokens = row["tokens"] is not None
-        group = f"{row['n']}x{row['k']}" if by_tokens else f"{row['rows']:g} rows"
-        for name in ("all", group):
-            groups.setdefault((row["variant"], name), []).append(row["vs_best_peer"])
-    return [
-        {
-            "variant": variant,
-            "group": group,
-            "problems": len(ratios),
-            "median": statistics.median(ratios),
-            "min": min(ratios),
-            "below_1": sum(ratio < 1.0 for ratio in ratios),
-        }
-        for (variant, group), ratios in groups.items()
+    compared = [
+        {**row, "group": f"{row['rows']:g} rows" if row["tokens"] is None else shape_of(row)}
+        for row in rows
+        if not row["peer"] and "vs_best_peer" in row
     ]
+    if not compared:
+        return []
+    frame = pd.DataFrame(compared)
+    frame = pd.concat([frame.assign(group="all"), frame])
+    ratios = frame.groupby(["variant", "group"], sort=False).vs_best_peer
+    found = ratios.agg(
+        problems="count", median="median", min="min", below_1=lambda ratio: sum(ratio < 1)
+    )
+    return found.reset_index().to_dict("records")
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    return f"{row['n']}x{row['k']}"
 
 
 def worst(rows: Sequence[dict[str, Any]], count: int = 5) -> list[dict[str, Any]]:
@@ -167,27 +142,3 @@ def print_report(rows: Sequence[dict[str, Any]], markdown: bool) -> None:
     print(render(["variant", "of", "problems", "median", "min", "below 1.0"], cells, 2))
     print("\nThe worst:\n")
     print(render([*HEADER, "config"], [[*table_row(r), r["config"]] for r in worst(rows)], 0))
-
-
-def shape(text: str) -> tuple[int, int]:
-    """`4096x7168` as (N, K)."""
-    n, _, k = text.partition("x")
-    if not (n.isdigit() and k.isdigit()) or int(n) % BLOCK or int(k) % BLOCK or not int(n) * int(k):
-        raise UsageError(f"--shapes {text}: expected NxK, both multiples of {BLOCK}")
-    return int(n), int(k)
-
-
-def grid_problems(
-    grid: str,
-    experts: Sequence[int] | None = None,
-    rows: Sequence[int] | None = None,
-    shapes: Sequence[tuple[int, int]] | None = None,
-) -> list[Problem]:
-    """A grid's problems, or a part; those with the same weights side by side."""
-    axes = GRIDS[grid]
-    return [
-        Problem((m,) * e, n, k)
-        for n, k in shapes or axes["shapes"]
-        for e in experts or axes["experts"]
-        for m in rows or axes["rows"]
-    ]

@@ -1,19 +1,23 @@
-"""Timing the variants of a GEMM problem: compiled ahead, checked, then timed in turns; what the
-programs that do so share, their options and their record."""
+"""Timing the variants of a GEMM problem: compiled ahead, checked, then timed in turns."""
 
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+from moe_fp8.kernels.operations import compile_grouped_gemm
+
 from scripts.common import environment, files
 from scripts.common.progress import duration
-from scripts.measure.gemm_problems import Operands, Problem, weights
-from scripts.measure.gemm_variants import Checker, Variant, readings
+from scripts.measure.gemm_problems import Problem
+from scripts.measure.gemm_variants import Checker, Operands, Variant, readings, weights
 from scripts.measure.gpu import Rates
 from scripts.measure.timing import Call, Reading, percentile, time_variants
 
@@ -51,8 +55,6 @@ class Record:
 
 def compile_variants(collect: Callable[[], list[Variant]], problem: Problem) -> None:
     """Call every variant once, which leaves what it compiled in its cache on disk."""
-    import torch
-
     source = weights(problem.experts, problem.n, problem.k, "cuda", 0)
     operands = Operands(problem, source)
     for variant in collect():
@@ -65,8 +67,6 @@ def compile_variants(collect: Callable[[], list[Variant]], problem: Problem) -> 
 
 def compile_kernel(kernel: tuple[Any, int, int, int, str]) -> None:
     """Leave our kernel, as (config, N, K, experts, target), in its cache on disk; needs no GPU."""
-    from moe_fp8.kernels.operations import compile_grouped_gemm
-
     compile_grouped_gemm(*kernel)
 
 
@@ -76,9 +76,6 @@ def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers:
     A peer's compiler takes seconds a kernel, and there are two kernels a shape. Whatever goes
     wrong here goes wrong again, and is reported, in the timing.
     """
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
-
     jobs = list(jobs)
     workers = min(workers, len(jobs))
     if workers < 2:
@@ -134,8 +131,6 @@ def run_problem(
     problem: Problem, variants: Sequence[Variant], rates: Rates, timing: Timing
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant, or its error; those checked wrong are not timed."""
-    import torch
-
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = min(timing.launches, max(2, -(-4 * l2 // int(problem.bytes)) + 1))
     source = weights(problem.experts, problem.n, problem.k, "cuda", timing.seed)

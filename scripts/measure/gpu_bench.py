@@ -1,6 +1,5 @@
 """Driving flashinfer-bench's Benchmark: results kept workload by workload, interrupts, progress."""
 
-import json
 import logging
 import multiprocessing
 import os
@@ -11,24 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
-from typing import TYPE_CHECKING
+
+import torch
+from flashinfer_bench.bench import Benchmark, BenchmarkConfig
+from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
 from scripts.common.progress import Progress, duration
 from scripts.common.text import number
 from scripts.data.dataset import load_tensors, tokens
-from scripts.data.records import Record, parse_record
-
-if TYPE_CHECKING:
-    from flashinfer_bench.bench import Benchmark, BenchmarkConfig
-    from flashinfer_bench.data import Solution, Trace, TraceSet
+from scripts.measure.runs import record_of
 
 
 def run_on_gpu(
-    trace_set: "TraceSet",
-    pairs: "Sequence[tuple[Trace, list[Solution]]]",
-    config: "BenchmarkConfig",
-    store: "Callable[[list[Trace]], None]",
+    trace_set: TraceSet,
+    pairs: Sequence[tuple[Trace, list[Solution]]],
+    config: BenchmarkConfig,
+    store: Callable[[list[Trace]], None],
     progress: Progress,
     large: bool = False,
 ) -> list[str]:
@@ -38,9 +36,6 @@ def run_on_gpu(
     With `large` every workload has worker processes of its own: theirs, as long as they live, hold
     the inputs that they were given last, which this process then cannot free.
     """
-    from flashinfer_bench.bench import Benchmark
-    from flashinfer_bench.data import TraceSet
-
     messages: list[str] = []
 
     class Collect(logging.Handler):
@@ -55,7 +50,7 @@ def run_on_gpu(
     errors = []
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
 
-    def begin() -> "Benchmark":
+    def begin() -> Benchmark:
         with ignored_interrupts():  # which the worker processes inherit
             return Benchmark(one, config)
 
@@ -103,7 +98,7 @@ def run_on_gpu(
     return errors
 
 
-def evaluated(benchmark: "Benchmark", trace_set: "TraceSet", trace: "Trace") -> "list[Trace]":
+def evaluated(benchmark: Benchmark, trace_set: TraceSet, trace: Trace) -> list[Trace]:
     """The results of its one workload.
 
     Raises:
@@ -119,10 +114,8 @@ def evaluated(benchmark: "Benchmark", trace_set: "TraceSet", trace: "Trace") -> 
         ) from None
 
 
-def end(benchmark: "Benchmark") -> None:
+def end(benchmark: Benchmark) -> None:
     """Its worker processes, and what this one still held for them."""
-    import torch
-
     benchmark.close()
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
@@ -186,12 +179,6 @@ def announce(log_dir: Path, names: Sequence[str], progress: Progress) -> Iterato
     finally:
         over.set()
         thread.join()
-
-
-def record_of(trace: "Trace", source: str = "") -> Record:
-    record = parse_record(json.loads(trace.model_dump_json()), source)
-    assert record is not None
-    return record
 
 
 def weight(length: int) -> float:

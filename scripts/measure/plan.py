@@ -8,7 +8,10 @@ then and can run on this machine, which must be the same kind of machine.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from flashinfer_bench.data import Solution, Trace, TraceSet
+from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, say
 from scripts.common.definitions import DEFAULT, Entry
@@ -32,9 +35,6 @@ from scripts.pack.availability import (
 )
 from scripts.pack.packed import load_with_ours
 
-if TYPE_CHECKING:
-    from flashinfer_bench.data import Solution, Trace, TraceSet
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,13 +47,13 @@ class Plan:
         traces: where the figures of a run go; None without a run.
     """
 
-    trace_set: "TraceSet"
-    solutions: "list[Solution]"
-    workloads: "list[Trace]"
+    trace_set: TraceSet
+    solutions: list[Solution]
+    workloads: list[Trace]
     pairs: set[tuple[str, str]]
     hardware: str
     skipped: dict[str, str]
-    packed: "list[Solution]"
+    packed: list[Solution]
     traces: Path | None
 
     @property
@@ -105,8 +105,6 @@ def choose(
         PackError: our solutions cannot be packed.
         UsageError: nothing is left, or the machine lacks what is asked for.
     """
-    from flashinfer_bench.utils import hardware_from_device
-
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
@@ -140,7 +138,7 @@ def choose(
 
 
 def _same(
-    traces: Path, definition: Entry, solutions: "Sequence[Solution]", hardware: str
+    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
 ) -> set[tuple[str, str]]:
     """The pairs of a run that have an output and are of these sources and this hardware; what is
     not is said once a solution."""

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from scripts.common.command_line import UsageError
 from scripts.common.floors import LOGIT_BYTES, OUTPUT_BYTES, TOKEN_BYTES, bandwidth
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Histogram, Problem
@@ -209,8 +211,6 @@ def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
 
 def one_call(call: Timed) -> None:
     """A call between cudaProfilerStart and Stop, for Nsight Compute and Systems."""
-    import torch
-
     for _ in range(WARMUP):
         call()
     torch.cuda.synchronize()

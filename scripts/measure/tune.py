@@ -10,7 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from moe_fp8.layer.fused import FusedLayer
+from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+
 from scripts.common.progress import Progress
+from scripts.data import dataset
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import (
     LAYER_SHAPES,
@@ -37,7 +42,6 @@ from scripts.measure.timing import Timed, device_times
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
-    from moe_fp8.problem import MoeShape
 
 GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
 """gemm1 or gemm2 by (N, K)."""
@@ -200,7 +204,7 @@ Pair = tuple[Any, Any]
 """What the heuristic picks for the first and the second GEMM."""
 
 
-def picked(tokens: int, shape: "MoeShape", terms: int) -> Pair:
+def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
     """The heuristic's configs that the layer starts from."""
     architecture, made = gpu.architecture(), []
 
@@ -224,10 +228,10 @@ def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]], reach: int) -> list[P
     return list(dict.fromkeys([shipped, *itertools.product(firsts, seconds)]))
 
 
-def with_pair(pair: Pair) -> "Callable[[int, MoeShape, int], Pair]":
+def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:
     """The layer's configs where the heuristic would have picked these."""
 
-    def configs(tokens: int, shape: "MoeShape", terms: int) -> Pair:
+    def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
             first = (n, k) == (2 * shape.intermediate_size, shape.hidden_size)
             return pair[0] if first else pair[1]
@@ -242,10 +246,6 @@ def time_pairs(
 ) -> list[dict[str, Any]]:
     """The times of all pairs at one number of tokens, the shipped one's first. One whose output is
     not that of the shipped one, to the bit, is an error."""
-    import torch
-    from moe_fp8.layer.fused import FusedLayer
-    from moe_fp8.problem import DEEPSEEK_V3
-
     inputs, routing = problems.of(tokens)
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     calls = {}
@@ -340,8 +340,6 @@ def compile_tiles(problem: Problem) -> None:
 
 def triton_problems(root: Path, tokens: Sequence[int], seed: int) -> list[Problem]:
     """Both GEMMs at every token count: a workload's rows, or drawn ones."""
-    from scripts.data import dataset
-
     trace_set, _ = dataset.load(root)
     traces = itertools.chain.from_iterable(trace_set.workloads.values())
     there = {dataset.tokens(trace.workload) for trace in traces}

@@ -19,7 +19,7 @@ it is the torch model that is looked at.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -39,12 +39,11 @@ from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import INPUTS_CHANGED, INVARIANCE
 from scripts.data.traces import finite, read_records
-from scripts.measure import bits, check, floors, plan
-from scripts.measure.cpu_bench import CPU_MAX_TOKENS, max_size
-from scripts.measure.gpu import require_gpu
 from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
-from scripts.table.tables import bits_table
+
+if TYPE_CHECKING:
+    from scripts.measure.plan import Plan
 
 MEASURES = ("accuracy", "device", "bits", "floors")
 
@@ -54,19 +53,20 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
-    add_options(arguments, "max-tokens", "seed", "json")
+    add_options(arguments, "max-tokens", "seed", "rates", "json")
     add("--run", type=Path, metavar="DIR", help="add to this run of bench")
     add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
     add("--missing", action="store_true", help="of the run, what has no device time yet")
     add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
-    add("--calls", type=whole(1), help=f"small batches of a width, at most ({bits.CALLS})")
-    add("--rates", type=Path, metavar="JSON", help="floors: with another record's rates")
+    add("--calls", type=whole(1), help="bits: small batches of a width, at most (128)")
     add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu")
     args = arguments.parse_args()
     if args.missing and not args.run:
         raise UsageError("--missing is of a run: --run DIR")
 
     import torch
+
+    from scripts.measure.gpu import require_gpu
 
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     if args.device == "cuda" and not on_gpu:
@@ -84,6 +84,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def floors_of(args: argparse.Namespace) -> dict[str, Any]:
     """Floors of the data set's workloads, printed and kept."""
+    from scripts.measure import floors
+
     content = floors.measure(args.local, args.rates, args.repeats)
     print(floors.describe(content))
     if args.run:
@@ -91,8 +93,10 @@ def floors_of(args: argparse.Namespace) -> dict[str, Any]:
     return content
 
 
-def figures_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, list[dict[str, Any]]]:
+def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict[str, Any]]]:
     """Exit status, and accuracy and device times of every pair, kept as they are known."""
+    from scripts.measure import check
+
     sources = {
         "accuracy": lambda: check.accuracy(chosen, args.device, args.seed),
         "device": lambda: check.device(chosen, args.seed, args.repeats),
@@ -127,8 +131,12 @@ def figures_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, list[d
     return status, entries
 
 
-def bits_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, dict[str, Any]]:
+def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, Any]]:
     """Exit status, and the content of invariance.json, which is kept."""
+    from scripts.measure import bits
+    from scripts.measure.cpu_bench import CPU_MAX_TOKENS
+    from scripts.table.tables import bits_table
+
     on_gpu = args.device != "cpu"
     most = bits.MAX_TOKENS if on_gpu else CPU_MAX_TOKENS
     fitting = [t for t in chosen.workloads if args.workloads or tokens(t.workload) <= most]
@@ -192,8 +200,11 @@ def main() -> int:
     return status
 
 
-def choose(args: argparse.Namespace) -> plan.Plan:
+def choose(args: argparse.Namespace) -> "Plan":
     """The pairs that are asked for; on the CPU those of small workloads unless others are."""
+    from scripts.measure import plan
+    from scripts.measure.cpu_bench import max_size
+
     on_gpu = args.device != "cpu"
     if not on_gpu and args.max_tokens is None and not args.workloads and not args.run:
         args.max_tokens = max_size(args.definition)

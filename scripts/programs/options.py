@@ -7,6 +7,7 @@ from typing import Any
 from scripts.common.command_line import whole
 from scripts.common.definitions import DEFAULT, find
 from scripts.common.project import ROOT
+from scripts.data.records import CLOCKS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "local": dict(
@@ -38,14 +39,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "max-tokens": dict(type=whole(1), metavar="T", help="only workloads up to T tokens"),
     "seed": dict(type=whole(0), default=2026, help="of what is drawn (2026)"),
+    "against": dict(metavar="NAME", help="add the speed relative to a solution"),
+    "peers": dict(
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that count as peers, * allowed; all that are not this project's",
+    ),
+    "by": dict(choices=CLOCKS, default="harness", help="clock that orders the ranking (harness)"),
+    "rates": dict(type=Path, metavar="JSON", help="floors with another record's rates"),
     "markdown": dict(action="store_true", help="print Markdown"),
     "json": dict(type=Path, metavar="FILE", help="write all figures there"),
 }
 
 
-def add_options(arguments: argparse.ArgumentParser, *names: str) -> None:
+def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any) -> None:
+    """Options by name; `changed` has what one of them is in this program alone."""
     for name in names:
-        arguments.add_argument(f"--{name}", **OPTIONS[name])
+        arguments.add_argument(f"--{name}", **(OPTIONS[name] | changed.get(name, {})))
 
 
 def add_gemm_options(arguments: argparse.ArgumentParser, launches: int, repeats: int) -> None:

@@ -24,7 +24,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -40,12 +40,14 @@ from scripts.common.floors import floor_ms
 from scripts.common.progress import Progress
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.measure import floors, gpu, plan, profile, stages
-from scripts.measure.gemm_problems import histogram
-from scripts.measure.timing import Timed, timed
 from scripts.pack import sources
 from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
+
+if TYPE_CHECKING:
+    from scripts.measure.gpu import Rates
+    from scripts.measure.plan import Plan
+    from scripts.measure.timing import Timed
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -56,10 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     what = arguments.add_mutually_exclusive_group(required=True)
     what.add_argument("--workloads", nargs="+", metavar="T|UUID", help="kernels of these")
     what.add_argument("--stages", action="store_true", help="the stages of the layer instead")
-    add_options(arguments, "solutions", "local", "run-foreign", "seed", "markdown", "json")
+    add_options(arguments, "solutions", "local", "run-foreign", "rates", "seed", "markdown", "json")
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
-    add("--rates", type=Path, metavar="JSON", help="kernels: with another record's rates")
     add("--ncu", action="store_true", help="kernels: add what Nsight Compute counts; minutes")
     add("--only-call", action="store_true", help=argparse.SUPPRESS)  # what --ncu starts
     add("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T", help="stages")
@@ -76,15 +77,20 @@ def show(args: argparse.Namespace, title: str, header: list[str], rows: list[lis
 
 def counted(args: argparse.Namespace, uuid: str, solution: str) -> list[dict[str, Any]]:
     """What ncu counts in this program's --only-call."""
+    from scripts.measure import profile
+
     program = [sys.executable, str(Path(__file__)), "--only-call", "--local", str(args.local)]
     program += ["--workloads", uuid, "--solutions", solution, "--seed", str(args.seed)]
     return profile.count(program)
 
 
 def profile_kernels(
-    args: argparse.Namespace, chosen: plan.Plan, rates: gpu.Rates, trace: Any, inputs: list[Any]
+    args: argparse.Namespace, chosen: "Plan", rates: "Rates", trace: Any, inputs: list[Any]
 ) -> list[dict[str, Any]]:
     """The figures of every solution on a workload, printed as they are known."""
+    from scripts.measure import floors, profile
+    from scripts.measure.gemm_problems import histogram
+
     repeats = args.repeats or 20
     h = histogram(chosen.trace_set, trace.workload)
     (workload,) = floors.workloads([h])
@@ -114,7 +120,9 @@ def profile_kernels(
     return results
 
 
-def call_of(chosen: plan.Plan, solution: Any, inputs: list[Any]) -> Timed:
+def call_of(chosen: "Plan", solution: Any, inputs: list[Any]) -> "Timed":
+    from scripts.measure.timing import timed
+
     try:
         return timed(definition_of(chosen.trace_set), solution, inputs)
     except RuntimeError as error:
@@ -123,10 +131,11 @@ def call_of(chosen: plan.Plan, solution: Any, inputs: list[Any]) -> Timed:
 
 def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit status, and all figures of the kernels."""
-    hardware = gpu.require_gpu()
-
     import torch
 
+    from scripts.measure import floors, gpu, plan, profile
+
+    hardware = gpu.require_gpu()
     chosen = plan.choose(
         args.local,
         True,
@@ -167,6 +176,8 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit status, and the content of stages.json."""
     import torch
     from flashinfer_bench.utils import hardware_from_device
+
+    from scripts.measure import stages
 
     if not args.cpu and not torch.cuda.is_available():
         raise UsageError("no GPU is visible; --cpu times the torch model on the CPU instead")

@@ -13,7 +13,7 @@ Exit status 1: what ships loses more than --max-loss percent somewhere, or did n
 """
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -26,17 +26,11 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.text import markdown_table, text_table
-from scripts.measure import gpu, tune
-from scripts.measure.gemm_problems import LAYER_SHAPES
-from scripts.measure.gemm_timing import (
-    VERDICTS,
-    Record,
-    Timing,
-    Verdict,
-)
-from scripts.measure.gemm_variants import LAYOUTS, solution_hashes
-from scripts.measure.stages import Problems
+from scripts.measure.gemm_problems import LAYER_SHAPES, LAYOUTS
 from scripts.programs.options import add_gemm_options
+
+if TYPE_CHECKING:
+    from scripts.measure.gemm_timing import Record, Verdict
 
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
 OF = {
@@ -70,7 +64,11 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def search(args: argparse.Namespace, record: Record, rates: dict[str, float]) -> list[Verdict]:
+def search(args: argparse.Namespace, record: "Record", rates: dict[str, float]) -> "list[Verdict]":
+    from scripts.measure import tune
+    from scripts.measure.gemm_timing import Timing
+    from scripts.measure.stages import Problems
+
     timing = Timing(args.launches, args.repeats, args.seed)
     if args.what == "layer":
         problems = Problems(args.local, "cuda:0", args.seed, args.offset or 0)
@@ -91,10 +89,14 @@ def search(args: argparse.Namespace, record: Record, rates: dict[str, float]) ->
 
 def main() -> int:
     args = parse_arguments()
-    hardware = gpu.require_gpu()
 
     import torch
 
+    from scripts.measure import gpu
+    from scripts.measure.gemm_timing import VERDICTS, Record
+    from scripts.measure.gemm_variants import solution_hashes
+
+    hardware = gpu.require_gpu()
     with torch.no_grad():
         rates = gpu.measure_rates()
         header: dict[str, Any] = {"hardware": hardware, "what": args.what, "floors": rates}

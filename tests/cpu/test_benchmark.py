@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import flashinfer_bench.bench
 import pytest
 import small
 import torch
@@ -105,7 +104,7 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     monkeypatch.setattr(FakeBenchmark, "interrupt_at", None)
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
     monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
-    monkeypatch.setattr(flashinfer_bench.bench, "Benchmark", FakeBenchmark)
+    monkeypatch.setattr(gpu_bench, "Benchmark", FakeBenchmark)
     monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
     return FakeBenchmark
 
@@ -281,13 +280,12 @@ class Program:
 
 @pytest.fixture
 def h200(fake, monkeypatch, tmp_path: Path) -> Program:
-    import flashinfer_bench.utils
     import torch
 
     machine = availability.Machine((9, 0), availability.installed_version)
     program = Program(monkeypatch, tmp_path / "traces")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
     monkeypatch.setattr(packed, "packed_solutions", lambda packed: program.solutions)

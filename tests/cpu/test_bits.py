@@ -175,12 +175,11 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 @pytest.fixture
 def program(monkeypatch):
     """The program on a small data set with solutions of ours, on the CPU 'GPU A'."""
-    import flashinfer_bench.utils
 
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
     solutions = [small.solution(name, content) for name, content in named.items()]
     own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 

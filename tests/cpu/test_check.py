@@ -23,7 +23,7 @@ from scripts.common.command_line import (
 )
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, traces
-from scripts.measure import check, plan
+from scripts.measure import check, gpu, plan
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Timed
 from scripts.pack import pack, packed
@@ -100,13 +100,12 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
 @pytest.fixture
 def program(monkeypatch, tmp_path: Path):
     """The program on a small data set with three solutions of ours, on the CPU 'GPU A'."""
-    import flashinfer_bench.utils
 
     fails = "def run(x, w, factor, output): raise KeyError('a')\n"
     solutions = [small.solution("right"), small.solution("vandal", VANDAL)]
     solutions.append(small.solution("fails", fails))
     own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 
@@ -422,7 +421,7 @@ def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> N
 
     records = [record(u, s, None if (u, s) in missing else 1.0) for u, s in pairs]
     records += [record("d", "x", None)]
-    monkeypatch.setattr(program_of, "require_gpu", lambda: "GPU")
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "GPU")
     monkeypatch.setattr(plan, "choose", lambda *_: what)
     monkeypatch.setattr(program_of, "read_records", lambda *_: records)
     monkeypatch.setattr(Plan, "merge", lambda self, figures: merged.append(figures) or 0)

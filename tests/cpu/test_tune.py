@@ -17,17 +17,10 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
-from scripts.measure import gemm_timing, gemm_variants, gpu, tune
-from scripts.measure.gemm_problems import (
-    Operands,
-    Problem,
-    Weights,
-    histograms,
-    uneven_rows,
-    weights,
-)
+from scripts.measure import gemm_timing, gemm_variants, gpu, stages, tune
+from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
 from scripts.measure.gemm_timing import Timing
-from scripts.measure.gemm_variants import Checker, heuristic, ladder
+from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder, weights
 from scripts.measure.timing import Reading
 from scripts.programs import tune as program
 
@@ -293,7 +286,7 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
         figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
         return dict(zip(calls, figures, strict=True))
 
-    monkeypatch.setattr(program, "Problems", Problems)
+    monkeypatch.setattr(stages, "Problems", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901")
     assert found == (1 if wrong else status)
