@@ -33,7 +33,7 @@ from flashinfer_bench.data import (
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
+from scripts.common.definitions import DEFAULT
 from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.measure.evaluate import (
@@ -47,21 +47,10 @@ from scripts.measure.evaluate import (
 from scripts.measure.timing import FAILURES
 
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
-CPU_MAX_TOKENS = 16
-"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
-CPU_MAX_RESERVED = 128
-"""The same of masked rows, which are reserved 128 at a time."""
 # Further calls stop after this long; the first, whose output is judged, counts too.
 SECONDS_PER_SOLUTION = 5.0
 BESIDE_WEIGHTS = 3 * 2**30
 """Bytes that the libraries take, and what a solution allocates."""
-
-
-def max_size(definition: Entry) -> int:
-    """The size, see `size_of`, of the largest workload that runs on the CPU unless more are asked
-    for."""
-    masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
-    return CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
 
 
 def memory_needed(definition: Definition) -> int:
@@ -90,22 +79,21 @@ def available_memory() -> int | None:
     return None
 
 
-def _evaluate(
+def outcome(
     definition: Definition,
     solution: Solution,
     inputs: list[Any],
     expected: torch.Tensor,
     reference_ms: float,
     config: BenchmarkConfig,
-    evaluation: Callable[..., "Evaluation"],
     seed: int,
-) -> Evaluation:
-    """What flashinfer-bench does with a solution, for CPU tensors; `evaluation` makes its record.
-    The solution gets copies of the inputs and fails if it changes them."""
+) -> tuple[EvaluationStatus, dict[str, Any]]:
+    """What flashinfer-bench does with a solution, for CPU tensors: its status and what its record
+    says. The solution gets copies of the inputs and fails if it changes them."""
     try:
         runnable = BuilderRegistry.get_instance().build(definition, solution)
     except (BuildError, SystemExit):
-        return evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
+        return EvaluationStatus.COMPILE_ERROR, {"log": traceback.format_exc()}
     mine = fresh(inputs)
     times: list[float] = []
 
@@ -118,40 +106,37 @@ def _evaluate(
     try:
         output = call()
         refuse_changed(definition, mine, inputs)
-        if output.shape != expected.shape:
-            return evaluation(
-                EvaluationStatus.INCORRECT_SHAPE, log=f"{output.shape} is not {expected.shape}"
-            )
-        if output.dtype != expected.dtype:
-            return evaluation(
-                EvaluationStatus.INCORRECT_DTYPE, log=f"{output.dtype} is not {expected.dtype}"
-            )
+        for status, got, wanted in (
+            (EvaluationStatus.INCORRECT_SHAPE, output.shape, expected.shape),
+            (EvaluationStatus.INCORRECT_DTYPE, output.dtype, expected.dtype),
+        ):
+            if got != wanted:
+                return status, {"log": f"{got} is not {wanted}"}
         if not bool(torch.isfinite(output).all()):
             bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
             correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
-            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
         max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
+        extra = {"matched_ratio": matched, **metrics(output, expected), "seed": seed}
         correctness = Correctness(
-            max_relative_error=max_rel,
-            max_absolute_error=max_abs,
-            extra={"matched_ratio": matched, **metrics(output, expected), "seed": seed},
+            max_relative_error=max_rel, max_absolute_error=max_abs, extra=extra
         )
         if wrong:
-            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
         while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
             call()
         refuse_changed(definition, mine, inputs)
     except ChangedInputs as error:
-        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=str(error))
+        return EvaluationStatus.RUNTIME_ERROR, {"log": str(error)}
     except FAILURES:
-        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=traceback.format_exc())
+        return EvaluationStatus.RUNTIME_ERROR, {"log": traceback.format_exc()}
     latency = 1e3 * statistics.median(times)
     performance = Performance(
         latency_ms=latency,
         reference_latency_ms=reference_ms,
         speedup_factor=reference_ms / latency,
     )
-    return evaluation(EvaluationStatus.PASSED, correctness=correctness, performance=performance)
+    return EvaluationStatus.PASSED, {"correctness": correctness, "performance": performance}
 
 
 def run(
@@ -176,10 +161,6 @@ def run(
         libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
     )
 
-    def evaluation(status: EvaluationStatus, **fields: Any) -> Evaluation:
-        now = datetime.now().isoformat()
-        return Evaluation(status=status, environment=environment, timestamp=now, **fields)
-
     inputs_of = Inputs(trace_set, "cpu", seed)
     for trace, solutions in pairs:
         workload = trace.workload
@@ -195,29 +176,27 @@ def run(
         results: list[Trace] = []
         try:
             for solution in solutions:
-                result = (
-                    evaluation(EvaluationStatus.RUNTIME_ERROR, log=failed)
-                    if failed
-                    else _evaluate(
-                        definition,
-                        solution,
-                        inputs,
-                        expected,
-                        1e3 * seconds,
-                        config,
-                        evaluation,
-                        seed,
+                status, fields = EvaluationStatus.RUNTIME_ERROR, {"log": failed}
+                if not failed:
+                    reference_ms = 1e3 * seconds
+                    status, fields = outcome(
+                        definition, solution, inputs, expected, reference_ms, config, seed
                     )
+                evaluation = Evaluation(
+                    status=status,
+                    environment=environment,
+                    timestamp=datetime.now().isoformat(),
+                    **fields,
                 )
                 results.append(
                     Trace(
                         definition=definition.name,
                         workload=workload,
                         solution=solution.name,
-                        evaluation=result,
+                        evaluation=evaluation,
                     )
                 )
-                progress.note(f"{solution.name}: {result.status.value}")
+                progress.note(f"{solution.name}: {status.value}")
         finally:  # also what an interrupted workload has so far
             if results:
                 store(results)

@@ -14,7 +14,7 @@ from flashinfer_bench.data import Solution, Trace, TraceSet
 from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.definitions import DEFAULT, Entry
+from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import (
     make_missing_workloads,
@@ -34,6 +34,11 @@ from scripts.pack.availability import (
     this_machine,
 )
 from scripts.pack.packed import load_with_ours
+
+CPU_MAX_TOKENS = 16
+"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
+CPU_MAX_RESERVED = 128
+"""The same of masked rows, which are reserved 128 at a time."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,15 @@ def choose(
     definition: Entry = DEFAULT,
 ) -> Plan:
     """What is to be measured: the passed pairs of a run's directory, or, without one, all pairs of
-    the chosen solutions and workloads.
+    the chosen solutions and workloads; on the CPU the small workloads unless others are asked for.
 
     Raises:
         PackError: our solutions cannot be packed.
         UsageError: nothing is left, or the machine lacks what is asked for.
     """
+    if not (use_gpu or run or workloads or max_tokens):
+        masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
+        max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]

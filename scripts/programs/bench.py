@@ -135,13 +135,10 @@ def main() -> int:
 
 
 def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
-    """What the options choose; on the CPU the small workloads unless others are asked for."""
+    """What the options choose; which workloads they leave out is said."""
     from scripts.data.dataset import tokens
     from scripts.measure import plan
-    from scripts.measure.cpu_bench import max_size
 
-    if not on_gpu and not args.workloads and args.max_tokens is None:
-        args.max_tokens = max_size(args.definition)
     found = plan.choose(
         args.local,
         on_gpu,

@@ -134,7 +134,7 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
 def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, Any]]:
     """Exit status, and the content of invariance.json, which is kept."""
     from scripts.measure import bits
-    from scripts.measure.cpu_bench import CPU_MAX_TOKENS
+    from scripts.measure.plan import CPU_MAX_TOKENS
     from scripts.table.tables import bits_table
 
     on_gpu = args.device != "cpu"
@@ -201,16 +201,12 @@ def main() -> int:
 
 
 def choose(args: argparse.Namespace) -> "Plan":
-    """The pairs that are asked for; on the CPU those of small workloads unless others are."""
+    """The pairs that are asked for."""
     from scripts.measure import plan
-    from scripts.measure.cpu_bench import max_size
 
-    on_gpu = args.device != "cpu"
-    if not on_gpu and args.max_tokens is None and not args.workloads and not args.run:
-        args.max_tokens = max_size(args.definition)
     chosen = plan.choose(
-        args.local, on_gpu, args.run, args.solutions, args.workloads, args.max_tokens,
-        args.run_foreign, args.definition,
+        args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
+        args.max_tokens, args.run_foreign, args.definition,
     )  # fmt: skip
     if not args.missing or chosen.traces is None:
         return chosen

@@ -25,7 +25,7 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAG
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
-from scripts.measure import bench, cpu_bench, gpu_bench, plan
+from scripts.measure import bench, cpu_bench, plan
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
 
@@ -104,8 +104,8 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     monkeypatch.setattr(FakeBenchmark, "interrupt_at", None)
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
     monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
-    monkeypatch.setattr(gpu_bench, "Benchmark", FakeBenchmark)
-    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(bench, "Benchmark", FakeBenchmark)
+    monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     return FakeBenchmark
 
 
@@ -117,7 +117,7 @@ def drive(
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
     progress = Progress(len(pairs), quiet=quiet)
-    return gpu_bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
+    return bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
 
 
 def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> None:
@@ -174,11 +174,11 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
             raise UsageError("workload e05c6c03: no file")
 
     stored: list[list[Trace]] = []
-    monkeypatch.setattr(gpu_bench, "load_tensors", load)
+    monkeypatch.setattr(bench, "load_tensors", load)
     (error,) = drive(["x", "y"], stored)
     assert error.startswith("T=1 (e05c6c03") and "['x', 'y']: workload e05c6c03: no file" in error
     assert [[t.solution for t in traces] for traces in stored if traces] == [["x", "y"]]
-    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     fake.before_results = staticmethod(lambda call: sys.exit(0))
     errors = drive(["x"], stored)
     assert len(errors) == 2 and fake.instances[-1].closed
@@ -188,9 +188,9 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
 def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
     ended: list[int] = []
     workers = [subprocess.Popen(["sleep", "60"])]
-    monkeypatch.setattr(gpu_bench.multiprocessing, "active_children", lambda: workers)
-    monkeypatch.setattr(gpu_bench.os, "_exit", ended.append)
-    with gpu_bench.finish_before_interrupt() as interrupted:
+    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(bench.os, "_exit", ended.append)
+    with bench.finish_before_interrupt() as interrupted:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.is_set() and ended == []
         os.kill(os.getpid(), signal.SIGINT)
@@ -200,7 +200,7 @@ def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys)
 
 
 def test_a_workload_weighs_its_fixed_cost_and_its_tokens() -> None:
-    assert gpu_bench.weight(0) == 1 and gpu_bench.weight(4000) == 2 and gpu_bench.weight(8000) == 3
+    assert bench.weight(0) == 1 and bench.weight(4000) == 2 and bench.weight(8000) == 3
 
 
 def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
@@ -228,7 +228,7 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
 
 def test_a_solution_is_announced_when_its_worker_opens_the_log(tmp_path: Path, capfd) -> None:
     (tmp_path / f"old_{time.time() - 60}.log").touch()
-    with gpu_bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
+    with bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
         (tmp_path / f"my_x_{time.time()}.log").touch()
         (tmp_path / f"other_{time.time()}.log").touch()
         deadline = time.monotonic() + 10
