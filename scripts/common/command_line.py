@@ -89,9 +89,7 @@ def os_error(error: OSError) -> str:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        description=doc,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
@@ -126,9 +124,3 @@ def share(text: str) -> float:
     if (value := positive(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: at most 1")
     return value
-
-
-def names(text: str) -> list[str]:
-    """The type of an option: names with commas between them. Several words would take the paths
-    that follow for names."""
-    return [name for name in text.split(",") if name]

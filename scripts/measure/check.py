@@ -24,14 +24,7 @@ from scripts.measure.evaluate import (
     tolerance_name,
 )
 from scripts.measure.plan import Plan
-from scripts.measure.timing import (
-    FAILURES,
-    Timed,
-    device_times,
-    failure,
-    harness_times,
-    timed,
-)
+from scripts.measure.timing import FAILURES, Timed, device_times, failure, harness_times, timed
 
 Figures = dict[tuple[str, str], dict[str, Any]]
 """What is known of a (workload's uuid, solution), or its `error`."""

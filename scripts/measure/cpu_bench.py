@@ -132,9 +132,7 @@ def outcome(
         return EvaluationStatus.RUNTIME_ERROR, {"log": traceback.format_exc()}
     latency = 1e3 * statistics.median(times)
     performance = Performance(
-        latency_ms=latency,
-        reference_latency_ms=reference_ms,
-        speedup_factor=reference_ms / latency,
+        latency_ms=latency, reference_latency_ms=reference_ms, speedup_factor=reference_ms / latency
     )
     return EvaluationStatus.PASSED, {"correctness": correctness, "performance": performance}
 

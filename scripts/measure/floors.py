@@ -24,12 +24,7 @@ from scripts.common.floors import floor_ms
 from scripts.common.text import text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, Histogram, histograms
 from scripts.measure.gemm_variants import readings
-from scripts.measure.gpu import (
-    Rates,
-    describe_rates,
-    measure_rates,
-    require_gpu,
-)
+from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gpu
 from scripts.measure.timing import Reading, time_variants
 
 

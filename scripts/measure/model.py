@@ -22,13 +22,7 @@ from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR
 from scripts.common.text import markdown_table
-from scripts.measure.gemm_problems import (
-    BLOCK,
-    LAYER_SHAPES,
-    Problem,
-    grid_problems,
-    uneven_rows,
-)
+from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem, grid_problems, uneven_rows
 
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor, an instruction a clock each."""

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    UsageError,
-    say,
-)
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, say
 from scripts.common.progress import duration
 from scripts.common.project import ROOT
 
@@ -55,19 +49,9 @@ def program(name: str, *arguments: object) -> list[str]:
 def steps(directory: Path) -> list[Step]:
     """All there are, in order; what would be missed most comes first."""
     d = directory
-    tests = (
-        "tests/gpu",
-        "-ra",
-        "--tb=short",
-        f"--junitxml={d / 'tests.xml'}",
-    )
+    tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
     layers, study = d / "gemm_layers.json", d / "gemm_study.json"
-    kernels = (
-        "--workloads",
-        *(f"T={t}" for t in TOKENS),
-        "--json",
-        d / "profile.json",
-    )
+    kernels = ("--workloads", *(f"T={t}" for t in TOKENS), "--json", d / "profile.json")
     stages = ("--stages", "--tokens", *TOKENS, "--json", d / "stages.json")
     return [
         Step("tests", program("test", *tests)),

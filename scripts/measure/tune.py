@@ -268,12 +268,7 @@ def time_pairs(
 
 
 def tune_layer(
-    problems: Problems,
-    tokens: Sequence[int],
-    terms: int,
-    reach: int,
-    repeats: int,
-    record: Record,
+    problems: Problems, tokens: Sequence[int], terms: int, reach: int, repeats: int, record: Record
 ) -> list[Verdict]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds

@@ -74,11 +74,7 @@ class StreamWeights:
 
     @cute.kernel
     def kernel(
-        self,
-        tma: cute.CopyAtom,
-        weights: cute.Tensor,
-        experts: cute.Tensor,
-        read: cute.Tensor,
+        self, tma: cute.CopyAtom, weights: cute.Tensor, experts: cute.Tensor, read: cute.Tensor
     ):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

@@ -15,14 +15,7 @@ will do, and without a name all solutions are taken that have some.
 
 from pathlib import Path
 
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_OK,
-    UsageError,
-    parser,
-    run_main,
-    say,
-)
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
 from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
 from scripts.pack.pack import PackError
