@@ -1,10 +1,9 @@
 """The clock of every measurement on a GPU: of layers, of the grouped GEMM alone, of single kernels.
 
 A call is captured in a CUDA graph and replayed, the calls that are compared in turns, the L2 cache
-overwritten before each replay. A call whose host waits for the GPU cannot be captured. Of a layer
-the kernels are then traced through CUPTI and their times summed, without the pauses, in which the
-GPU waits for a host that the profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 by
-the harness's clock). GEMM launches are then timed by events around each.
+overwritten before each replay. A call whose host waits for the GPU cannot be captured: of a layer
+the kernels are then traced through CUPTI and their times summed, without the pauses, which the
+profiler makes longer; GEMM launches are timed by events around each.
 """
 
 import functools
@@ -46,13 +45,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
     """What is kept of samples in ms."""
-    return {
-        **more,
-        "ms": statistics.median(samples),
-        "p10": percentile(samples, 0.1),
-        "p90": percentile(samples, 0.9),
-        "calls": len(samples),
-    }
+    spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
+    return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -198,8 +192,8 @@ def time_variants(
     }
     found = {}
     for name, samples in in_turns(runs, repeats).items():
-        per_launch = 1e3 * len(runs[name]) / len(calls[name])  # a replay makes all launches
-        found[name] = [per_launch * ms for ms in samples], "graph" if graphs[name] else "events"
+        us = 1e3 * len(runs[name]) / len(calls[name])  # of a launch: a replay makes all of them
+        found[name] = [us * ms for ms in samples], "graph" if graphs[name] else "events"
     return found
 
 
@@ -273,11 +267,12 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
     """flashinfer-bench's own timing of a built solution, every call instead of the mean."""
 
-    def cloned() -> list[Any]:
-        return [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments]
-
     samples = do_bench(
-        lambda own: call.runnable(*own), warmup=WARMUP, rep=repeats, setup=cloned, return_mode="all"
+        lambda own: call.runnable(*own),
+        warmup=WARMUP,
+        rep=repeats,
+        setup=lambda: [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments],
+        return_mode="all",
     )
     return summary(samples)
 

@@ -1,12 +1,13 @@
 """What `tune` tries beside the configs that ship: of our grouped GEMM alone, of the two GEMMs in
 the fused layer, and of the Triton baseline's GEMMs.
 
-Each search times candidates and gives `Verdict`s: the fastest, what ships, and what that loses.
+Each search times candidates, problem by problem, and gives `Verdict`s: the fastest, what ships, and
+what that loses.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from scripts.measure.gemm_problems import (
     uneven_rows,
 )
 from scripts.measure.gemm_timing import (
-    Record,
     Timing,
     Verdict,
     compile_ahead,
@@ -45,12 +45,8 @@ if TYPE_CHECKING:
 
 GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
 """gemm1 or gemm2 by (N, K)."""
-
-
-def say_failed(rows: Sequence[dict[str, Any]], where: str) -> None:
-    for row in rows:
-        if "us" not in row:
-            print(f"error: {where}: {row['variant']}: {row.get('error')}", file=sys.stderr)
+Found = tuple[str, list[dict[str, Any]], list[Verdict]]
+"""A problem, its rows of figures, and what is known from them."""
 
 
 # --- our GEMM alone -------------------------------------------------------------------------------
@@ -162,9 +158,7 @@ def tune_problem(
     rows, found = judge(configs, timing)
     if (found.loss or 0.0) > max_loss:
         again = [config for config in configs if str(config) in (choice, found.best)]
-        more = Timing(timing.launches, max(timing.repeats, CONFIRM_REPEATS), timing.seed)
-        found = judge(again, more)[1]
-    say_failed(rows, str(problem))
+        found = judge(again, replace(timing, repeats=max(timing.repeats, CONFIRM_REPEATS)))[1]
     return rows, found
 
 
@@ -174,27 +168,26 @@ def tune_gemm(
     workers: int,
     layout: str,
     max_loss: float,
-    record: Record,
     rates: Rates,
-) -> list[Verdict]:
+) -> Iterator[Found]:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
     the rows (v3 does; flat knows the tokens alone: `gemm_bench --layers`)."""
     # Those with the same weights side by side: they are drawn once.
     problems = sorted(problems, key=lambda p: (p.n, -p.experts))
     arch = gpu.gpu_arch()
-    compile_ahead(
-        compile_kernel,
-        dict.fromkeys((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p)),
-        workers,
-    )
-    found, progress = [], Progress(len(problems))
+    kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
+    compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
+    for problem in with_progress(problems):
+        rows, said = tune_problem(problem, rates, timing, layout, max_loss)
+        yield str(problem), rows, [said]
+
+
+def with_progress(problems: Sequence[Problem]) -> Iterator[Problem]:
+    progress = Progress(len(problems))
     for problem in problems:
         progress.step(str(problem))
-        rows, said = tune_problem(problem, rates, timing, layout, max_loss)
-        found.append(said)
-        record.add(rows, table=[one.record() for one in found])
+        yield problem
         progress.finish()
-    return found
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
@@ -268,23 +261,19 @@ def time_pairs(
 
 
 def tune_layer(
-    problems: Problems, tokens: Sequence[int], terms: int, reach: int, repeats: int, record: Record
-) -> list[Verdict]:
+    problems: Problems, tokens: Sequence[int], terms: int, reach: int, repeats: int
+) -> Iterator[Found]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds
     to a config it adds to these. The best config of a GEMM alone need not be the layer's: the
     second GEMM begins while the first one ends."""
-    found = []
     progress = Progress(len(tokens), sum(4000 + t for t in tokens))
     for t in tokens:
         progress.step(f"T={t}")
         rows = time_pairs(problems, t, terms, reach, repeats)
         us = {row["variant"]: row["us"] for row in rows if "us" in row}
-        found.append(verdict(f"T={t}", "layer", us, rows[0]["variant"]))
-        say_failed(rows, f"T={t}")
-        record.add(rows, table=[one.record() for one in found])
+        yield f"T={t}", rows, [verdict(f"T={t}", "layer", us, rows[0]["variant"])]
         progress.finish(4000 + t)
-    return found
 
 
 # --- the Triton baseline --------------------------------------------------------------------------
@@ -358,8 +347,8 @@ def tile_pairs(timed: dict[str, dict[str, float]], tiles: "dict[str, Tile]") -> 
 
 
 def tune_triton(
-    problems: Sequence[Problem], timing: Timing, workers: int, record: Record, rates: Rates
-) -> list[Verdict]:
+    problems: Sequence[Problem], timing: Timing, workers: int, rates: Rates
+) -> Iterator[Found]:
     """The tiles of triton_moe's two GEMMs, for each number of tokens the pair with the least sum.
     What wins goes into `tiles` of solutions/moe_fp8/baselines/triton_moe.py, in the words that are
     printed."""
@@ -368,18 +357,13 @@ def tune_triton(
     compile_ahead(compile_tiles, problems, workers)
     tiles = {str(tile): tile for p in problems for tile in tiles_of(p)}
     timed: dict[int, dict[str, dict[str, float]]] = {}
-    progress = Progress(len(problems))
-    for p in problems:
-        progress.step(str(p))
+    for p in with_progress(problems):
         rows = run_problem(p, [tile_variant(tile) for tile in tiles_of(p)], rates, timing)
-        say_failed(rows, str(p))
-        of = timed.setdefault(p.tokens or 0, {})
+        tokens = p.tokens or 0
+        of = timed.setdefault(tokens, {})
         of[GEMMS[p.n, p.k]] = {row["variant"]: row["us"] for row in rows if "us" in row}
-        record.add(rows)
-        progress.finish()
-    found = []
-    for tokens, of in timed.items():
         shipped = ", ".join(map(str, current(tokens)))
-        found.append(verdict(f"T={tokens}", "both GEMMs", tile_pairs(of, tiles), shipped))
-    record.add([], table=[one.record() for one in found])
-    return found
+        both = len(of) == len(GEMMS)
+        sums = tile_pairs(of, tiles) if both else {}
+        said = [verdict(f"T={tokens}", "both GEMMs", sums, shipped)] if both else []
+        yield str(p), rows, said
