@@ -156,14 +156,6 @@ def checks(solution: Solution, calls: int) -> dict[str, Figures]:
     return found
 
 
-def look_at(runnable: Any, inputs: Sequence[Any], device: str, calls: int) -> dict[str, Figures]:
-    """The checks of a built solution, on copies of the inputs. Raises ChangedInputs."""
-    mine = Solution(runnable, fresh(inputs), device)
-    found = checks(mine, calls)
-    refuse_changed(runnable.metadata.definition, mine.inputs, inputs)
-    return found
-
-
 def measure(
     definition: Definition, solutions: Sequence[Any], inputs: list[Any], device: str, calls: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -173,7 +165,9 @@ def measure(
     for solution in solutions:
         progress.step(f"bits of {solution.name}")
         try:
-            found = look_at(registry.build(definition, solution), inputs, device, calls)
+            mine = Solution(registry.build(definition, solution), fresh(inputs), device)
+            found = checks(mine, calls)
+            refuse_changed(definition, mine.inputs, inputs)
             yield solution.name, {"checks": found}
         except FAILURES as error:
             yield solution.name, failure(error)

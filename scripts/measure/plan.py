@@ -6,7 +6,7 @@ then and can run on this machine, which must be the same kind of machine.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,6 @@ class Plan:
         ours = {s.hash() for s in self.packed}
         return any(s.hash() not in ours for s in self.solutions)
 
-    def only(self, pairs: set[tuple[str, str]]) -> "Plan":
-        """Of these pairs, and of what is needed for them."""
-        kept = self.pairs & pairs
-        uuids, names = {uuid for uuid, _ in kept}, {name for _, name in kept}
-        return replace(
-            self,
-            solutions=[s for s in self.solutions if s.name in names],
-            workloads=[t for t in self.workloads if t.workload.uuid in uuids],
-            pairs=kept,
-        )
-
     def merge(self, figures: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
         """Add the figures to the run's traces; to how many they went."""
         if self.traces is None:
@@ -102,9 +91,11 @@ def choose(
     max_tokens: int | None = None,
     run_foreign: bool = False,
     definition: Entry = DEFAULT,
+    missing: bool = False,
 ) -> Plan:
-    """What is to be measured: the passed pairs of a run's directory, or, without one, all pairs of
-    the chosen solutions and workloads; on the CPU the small workloads unless others are asked for.
+    """What is to be measured: the passed pairs of a run's directory (`missing`: those without a
+    device time), or, without one, all pairs of the chosen solutions and workloads; on the CPU the
+    small workloads unless others are asked for.
 
     Raises:
         PackError: our solutions cannot be packed.
@@ -119,7 +110,7 @@ def choose(
     traces = run / "traces.jsonl" if run is not None else None
     wanted: set[tuple[str, str]] | None = None
     if traces is not None:
-        wanted = _same(traces, definition, every, hardware)
+        wanted = _same(traces, definition, every, hardware, missing)
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not wanted:
             return Plan(trace_set, [], [], set(), hardware, {}, packed, traces)
@@ -146,16 +137,16 @@ def choose(
 
 
 def _same(
-    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
+    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str, missing: bool
 ) -> set[tuple[str, str]]:
-    """The pairs of a run that have an output and are of these sources and this hardware; what is
-    not is said once a solution."""
+    """The pairs of a run that have an output (`missing`: and no device time) and are of these
+    sources and this hardware; what is not is said once a solution."""
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
     pairs, reasons = set(), []
     for record in read_records([traces], definition.name):
-        if not record.has_output:
+        if not record.has_output or (missing and record.device is not None):
             continue
         if (why := why_not_same(record, hashes, hardware)) is None:
             pairs.add((record.uuid, record.solution))

@@ -38,7 +38,6 @@ from scripts.common.definitions import MoeDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import INPUTS_CHANGED, INVARIANCE
-from scripts.data.traces import finite, read_records
 from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
 
@@ -133,6 +132,7 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
 
 def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, Any]]:
     """Exit status, and the content of invariance.json, which is kept."""
+    from scripts.data.traces import finite
     from scripts.measure import bits
     from scripts.measure.plan import CPU_MAX_TOKENS
     from scripts.table.tables import bits_table
@@ -196,6 +196,8 @@ def main() -> int:
             of_bits, content["bits"] = bits_of(args, chosen)
             status = max(status, of_bits)
     if args.json:
+        from scripts.data.traces import finite
+
         files.write(args.json, json.dumps(finite(content), indent=1) + "\n")
     return status
 
@@ -204,14 +206,10 @@ def choose(args: argparse.Namespace) -> "Plan":
     """The pairs that are asked for."""
     from scripts.measure import plan
 
-    chosen = plan.choose(
+    return plan.choose(
         args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
-        args.max_tokens, args.run_foreign, args.definition,
+        args.max_tokens, args.run_foreign, args.definition, args.missing,
     )  # fmt: skip
-    if not args.missing or chosen.traces is None:
-        return chosen
-    records = read_records([chosen.traces], args.definition.name)
-    return chosen.only({(r.uuid, r.solution) for r in records if r.device is None})
 
 
 if __name__ == "__main__":

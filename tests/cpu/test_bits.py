@@ -53,10 +53,9 @@ def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
 
 
 def looked_at(content: str, calls: int = 128, **options: Any) -> dict[str, Any]:
-    runnable = BuilderRegistry.get_instance().build(
-        small.definition(), small.solution("x", content)
-    )
-    return measured.look_at(runnable, inputs(**options), "cpu", calls)
+    of = [small.solution("x", content)]
+    ((_, found),) = measured.measure(small.definition(), of, inputs(**options), "cpu", calls)
+    return found["checks"]
 
 
 def failing(content: str) -> list[str]:

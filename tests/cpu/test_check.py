@@ -23,7 +23,7 @@ from scripts.common.command_line import (
 )
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, traces
-from scripts.measure import check, gpu, plan
+from scripts.measure import check, plan
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Timed
 from scripts.pack import pack, packed
@@ -408,34 +408,16 @@ def test_the_table_shows_times_and_errors() -> None:
 
 
 @pytest.mark.parametrize("all_there", [False, True])
-def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> None:
-    """Nothing else is loaded: neither a workload nor a solution that has all of its times."""
-    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in "abc"]
-    solutions = [SimpleNamespace(name=name) for name in ("x", "y", "z")]
-    pairs = {(u, s) for u in "abc" for s in ("x", "y", "z")}
-    what = plan_of(None, solutions, workloads, pairs, tmp_path / "traces.jsonl")
-    missing = set() if all_there else {("a", "x"), ("c", "y"), ("c", "x")}
-
-    def record(uuid: str, solution: str, device: object) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuid, solution=solution, device=device)
-
-    records = [record(u, s, None if (u, s) in missing else 1.0) for u, s in pairs]
-    records += [record("d", "x", None)]
-    monkeypatch.setattr(gpu, "require_gpu", lambda: "GPU")
-    monkeypatch.setattr(plan, "choose", lambda *_: what)
-    monkeypatch.setattr(program_of, "read_records", lambda *_: records)
-    monkeypatch.setattr(Plan, "merge", lambda self, figures: merged.append(figures) or 0)
-    seen, merged = [], []
-
-    def device(what: Plan, seed: int, repeats: int):
-        uuids = [t.workload.uuid for t in what.workloads]
-        seen.append((uuids, [s.name for s in what.solutions], what.pairs))
-        yield {pair: {"error": "no"} for pair in what.pairs}
-
-    monkeypatch.setattr(check, "device", device)
-    argv = ["check.py", "--only", "device", "--run", str(tmp_path), "--missing"]
-    monkeypatch.setattr(sys, "argv", argv)
-    assert program_of.main() == (EXIT_OK if all_there else EXIT_FAILED)
-    assert not any(merged), "an error is no figure"
-    assert seen == ([] if all_there else [(["a", "c"], ["x", "y"], missing)])
-    assert ("or all have" in capsys.readouterr().err) == all_there
+def test_what_is_missing_of_a_run(all_there, program, tmp_path, capsys) -> None:
+    """Neither a workload nor a solution that has all of its times is measured again."""
+    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "fails")))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": 3, "method": "graph"}
+    for line in lines[: 2 if all_there else 1]:
+        line["evaluation"]["correctness"]["extra"] = {"device": times}
+    write(path, lines)
+    status = program("--run", str(tmp_path), "--missing")
+    said = capsys.readouterr()
+    assert status == (EXIT_OK if all_there else EXIT_FAILED)
+    assert ("or all have" in said.err) == all_there
+    assert list(table_of(said.out)) == ([] if all_there else [("3", "fails")])

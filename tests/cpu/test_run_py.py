@@ -340,7 +340,8 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     [
         ("pack", "--no-build"),
         ("make_workloads", "--max-tokens"),
-        ("profile", "Its options are listed after: python3 run.py setup"),
+        ("profile", "--eager"),
+        ("submit", "Its options are listed after: python3 run.py setup"),
         ("test", "run.py test [args]"),
         ("setup", "run.py setup "),
     ],
