@@ -241,9 +241,14 @@ def run_on_gpu(
                 announce(Path(config.log_dir), names, progress),
             ):
                 try:
-                    results = evaluated(benchmark, one, trace)
+                    # flashinfer-bench gives the GPU up after three workloads that cannot be read.
+                    load_tensors(one, workload)
+                    results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
                 except UsageError as error:
                     results, why = [], str(error)
+                except SystemExit as error:  # the reference runs in this process
+                    said = f"calls sys.exit({error.code})"
+                    results, why = [], f"the reference of {trace.definition} {said}"
             if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
                 results = [r for r in results if record_of(r).passed]
             store(results)
@@ -266,22 +271,6 @@ def run_on_gpu(
         logger.removeHandler(handler)
         logger.propagate = True
     return errors
-
-
-def evaluated(benchmark: Benchmark, trace_set: TraceSet, trace: Trace) -> list[Trace]:
-    """The results of its one workload.
-
-    Raises:
-        UsageError: the workload cannot be read (flashinfer-bench would give the GPU up after three
-            of them), or its reference, which runs in this process, calls sys.exit.
-    """
-    load_tensors(trace_set, trace.workload)
-    try:
-        return benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
-    except SystemExit as error:
-        raise UsageError(
-            f"the reference of {trace.definition} calls sys.exit({error.code})"
-        ) from None
 
 
 def end(benchmark: Benchmark) -> None:

@@ -21,6 +21,8 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from torch.profiler import ProfilerActivity, profile
 
+from scripts.common.command_line import UsageError
+
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU there is."""
 WARMUP = 3
@@ -220,11 +222,11 @@ def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> 
     and whatever else has one shape for all workloads.
 
     Raises:
-        RuntimeError: the solution returns its output; such a call is not timed here.
+        UsageError: the solution returns its output; such a call is not timed here.
     """
     runnable = BuilderRegistry.get_instance().build(definition, solution)
     if not runnable.metadata.destination_passing_style:
-        raise RuntimeError(f"{solution.name} returns its output: not timed here")
+        raise UsageError(f"{solution.name} returns its output: not timed here")
     of_workload = set(definition.var_axes)
     own = [
         x.clone() if isinstance(x, torch.Tensor) and set(spec.shape or ()) & of_workload else x

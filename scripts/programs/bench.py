@@ -35,7 +35,6 @@ from scripts.common.command_line import (
 from scripts.common.definitions import DEFAULT
 from scripts.common.progress import duration
 from scripts.common.project import TRACES_DIR
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
@@ -119,15 +118,11 @@ def main() -> int:
     from scripts.measure import bench, plan
 
     on_gpu = torch.cuda.is_available() and not args.cpu
-    try:
-        if args.list:
-            named = args.solutions, args.run_foreign
-            print(plan.listing(args.local, on_gpu, args.definition, *named))
-            return EXIT_OK
-        chosen = make_plan(args, on_gpu)
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    if args.list:
+        named = args.solutions, args.run_foreign
+        print(plan.listing(args.local, on_gpu, args.definition, *named))
+        return EXIT_OK
+    chosen = make_plan(args, on_gpu)
     config = bench.configuration(args, on_gpu)
     with bench.open_run(args, chosen, config, on_gpu) as run:
         outcome = bench.measure(args, chosen, config, run, on_gpu)

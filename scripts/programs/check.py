@@ -38,7 +38,6 @@ from scripts.common.definitions import MoeDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import INPUTS_CHANGED, INVARIANCE
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
@@ -182,11 +181,7 @@ def main() -> int:
     if "floors" in args.only:
         content["floors"] = floors_of(args)
     if {"accuracy", "device", "bits"} & set(args.only):
-        try:
-            chosen = choose(args)
-        except PackError as error:
-            say(f"error: {error}")
-            return EXIT_FAILED
+        chosen = choose(args)
         if not chosen.pairs:
             say("no trace of this run has an output to compare" + ", or all have" * args.missing)
             return EXIT_OK

@@ -41,13 +41,11 @@ from scripts.common.progress import Progress
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.pack import sources
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
     from scripts.measure.gpu import Rates
     from scripts.measure.plan import Plan
-    from scripts.measure.timing import Timed
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -90,6 +88,7 @@ def profile_kernels(
     """The figures of every solution on a workload, printed as they are known."""
     from scripts.measure import floors, profile
     from scripts.measure.gemm_problems import histogram
+    from scripts.measure.timing import timed
 
     repeats = args.repeats or 20
     h = histogram(chosen.trace_set, trace.workload)
@@ -98,7 +97,7 @@ def profile_kernels(
         workload["read_ms"] = floors.measure_reading([h], repeats)[h.uuid]
     results = []
     for solution in chosen.solutions:
-        call = call_of(chosen, solution, inputs)
+        call = timed(definition_of(chosen.trace_set), solution, inputs)
         result = {
             "solution": solution.name,
             "workload": workload,
@@ -120,20 +119,12 @@ def profile_kernels(
     return results
 
 
-def call_of(chosen: "Plan", solution: Any, inputs: list[Any]) -> "Timed":
-    from scripts.measure.timing import timed
-
-    try:
-        return timed(definition_of(chosen.trace_set), solution, inputs)
-    except RuntimeError as error:
-        raise UsageError(str(error)) from None
-
-
 def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit status, and all figures of the kernels."""
     import torch
 
     from scripts.measure import floors, gpu, plan, profile
+    from scripts.measure.timing import timed
 
     hardware = gpu.require_gpu()
     chosen = plan.choose(
@@ -149,7 +140,8 @@ def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         for trace in chosen.workloads:
             for solution in chosen.solutions:
                 with torch.no_grad():
-                    profile.one_call(call_of(chosen, solution, inputs_of.of(trace.workload)))
+                    inputs = inputs_of.of(trace.workload)
+                    profile.one_call(timed(definition_of(chosen.trace_set), solution, inputs))
         return EXIT_OK, {}
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
     print(f"{hardware}: {gpu.describe_rates(rates)}\n")
@@ -217,11 +209,7 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        status, record = layer_stages(args) if args.stages else kernels(args)
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    status, record = layer_stages(args) if args.stages else kernels(args)
     if args.json and record:
         files.write(args.json, json.dumps(record, indent=1) + "\n")
     return status

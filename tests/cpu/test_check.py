@@ -20,6 +20,7 @@ from scripts.common.command_line import (
     EXIT_OK,
     EXIT_USAGE,
     UsageError,
+    run_main,
 )
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, traces
@@ -284,7 +285,9 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
         raise pack.PackError("gen.py: no docstring")
 
     monkeypatch.setattr(plan, "load_with_ours", load)
-    assert program() == EXIT_FAILED
+    with pytest.raises(SystemExit) as ended:
+        run_main(program)
+    assert ended.value.code == EXIT_FAILED
     assert capsys.readouterr().err == "error: gen.py: no docstring\n"
 
 

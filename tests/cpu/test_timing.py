@@ -7,6 +7,7 @@ import small
 import torch
 from fake_cuda import Kernel
 
+from scripts.common.command_line import UsageError
 from scripts.measure import timing
 from scripts.measure.timing import Span, Timed
 
@@ -93,7 +94,7 @@ def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_p
     call()
     assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
     returns = small.solution("returns", small.REFERENCE, dps=False)
-    with pytest.raises(RuntimeError, match="returns its output: not timed here"):
+    with pytest.raises(UsageError, match="returns its output: not timed here"):
         timing.timed(small.definition(), returns, [x, w, 2.0])
 
 
