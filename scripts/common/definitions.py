@@ -249,11 +249,8 @@ def full_name(name: str) -> str:
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:
-    """By its name, or by the short one.
-
-    Raises:
-        UsageError: there is none; the message lists those that there are.
-    """
+    """By its name, or by the short one. Raises UsageError: there is none; the message lists those
+    that there are."""
     found = DEFINITIONS.get(full_name(name))
     if found is not None:
         return found

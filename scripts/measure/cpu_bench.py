@@ -1,9 +1,8 @@
 """The packed solutions on CPU tensors: their torch model against the definition's reference.
 
 For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
-the times are those of the torch model on the CPU and say nothing about a GPU. The weights are drawn
-once and shared by the workloads (see dataset.Inputs), every solution gets copies of the inputs, and
-one trial is run instead of three.
+the times say nothing about a GPU. The workloads share their weights (see dataset.Inputs), every
+solution gets copies of the inputs, and one trial is run instead of three.
 """
 
 import math

@@ -79,11 +79,8 @@ def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Ten
 
 
 def run_reference(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.Tensor, float]:
-    """The output of the definition's reference, and the seconds that it took.
-
-    Raises:
-        RuntimeError: it fails or calls sys.exit; one line says how.
-    """
+    """The output of the definition's reference, and the seconds that it took. Raises RuntimeError:
+    it fails or calls sys.exit; one line says how."""
     try:
         reference = BuilderRegistry.get_instance().build_reference(definition)
         start = time.perf_counter()

@@ -2,9 +2,8 @@
 
 Floor = the larger of the time that a kernel takes which only reads the weights of the experts that
 have rows, and FLOPs over FP8 rate. Both are measured: the reading for every workload by itself,
-after the L2 cache was overwritten as the benchmark does it (weight_stream); the rate by a dense FP8
-matrix product. Tokens, logits and output are left out: less than 2 % of the bytes up to T=901, and
-beyond that the FLOPs decide. FLOPs: both GEMMs of every pair of token and local expert.
+with a cold L2 cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits and
+output are left out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide.
 
 With the rates of another record of the same GPU nothing is measured; the reading then is bytes over
 the bandwidth of a large read or copy, which some kernels exceed.
@@ -70,11 +69,8 @@ def workloads(found: Sequence[Histogram]) -> list[dict[str, Any]]:
 
 
 def recorded_rates(path: Path) -> tuple[dict[str, Any], Rates]:
-    """What a record of gemm_bench or floors was measured on, and the rates it measured.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """What a record of gemm_bench or floors was measured on, and the rates it measured. Raises
+    UsageError: it has none."""
     try:
         measured = json.loads(path.read_text(encoding="utf-8"))
         source = {key: measured[key] for key in ("hardware", "environment")}

@@ -217,11 +217,8 @@ class Checker:
 
 
 def shipped(name: str, problem: Problem) -> Any:
-    """The config that the solution launches for one of the layer's GEMMs on a workload's rows.
-
-    Its placement is called as in a call of the layer, with the rows that the routing would give it:
-    what it may look at is its own business.
-    """
+    """The config that the solution launches for one of the layer's GEMMs on a workload's rows: its
+    placement is called as in a call of the layer, with the rows that the routing would give it."""
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     rows = torch.tensor(problem.rows)
     grouped = GroupedRows(
@@ -241,12 +238,8 @@ def solution_variant(name: str) -> Variant:
 
 
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
-    """The heuristic's configs for rows that differ from expert to expert, from few rows to many.
-
-    Args:
-        gemm: of the layer.
-        known: what else the heuristic is told.
-    """
+    """The heuristic's configs of a GEMM for rows that differ from expert to expert, from few rows
+    to many; `known` is what else the heuristic is told."""
     choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 

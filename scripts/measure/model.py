@@ -182,10 +182,7 @@ def predict(
     gpu: Gpu, config: Any, problem: Problem, constants: Constants = CONSTANTS
 ) -> Prediction:
     """The time of a problem with a config: launch, and the largest of DRAM, schedule and tail.
-
-    Raises:
-        ValueError: no expert has rows.
-    """
+    Raises ValueError: no expert has rows."""
     block_of = block_sm100 if isinstance(config, GemmConfigSm100) else block_sm90
     columns = math.ceil(problem.n / (config.tile_n * config.cluster_n))
     of_expert = [list(row_tiles(config, count)) for count in problem.rows if count]
@@ -226,11 +223,8 @@ def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
 
 
 def config_sm90(text: str) -> GemmConfigSm90:
-    """The config that a record names, from what it prints of itself.
-
-    Raises:
-        ValueError: the text is no such line.
-    """
+    """The config that a record names, from what it prints of itself. Raises ValueError: the text is
+    no such line."""
     found = re.fullmatch(r"(\d+)x(\d+)x128, cluster (\d)x(\d), (\d+) stages((?:, \w+)*)", text)
     if found is None:
         raise ValueError(f"{text!r}: expected what a GemmConfig prints")
@@ -305,11 +299,7 @@ def gpu_table() -> Table:
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The timed rows of our kernel in a record of gemm_bench.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The timed rows of our kernel in a record of gemm_bench. Raises UsageError: it is none."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
         return [row for row in rows if not row["peer"] and "us" in row]

@@ -1,5 +1,4 @@
-"""What a program measures: the solutions, the workloads, and the pairs of these; what it leaves out
-it says.
+"""What a program measures: solutions, workloads, and pairs of these; what it leaves out it says.
 
 Of a finished run these are the pairs that have an output, whose solutions have the same sources as
 then and can run on this machine, which must be the same kind of machine.
@@ -43,23 +42,16 @@ CPU_MAX_RESERVED = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
-
-    Attributes:
-        pairs: (workload's uuid, solution) of what is measured.
-        skipped: why a solution is left out, by its name.
-        packed: this checkout's own solutions.
-        traces: where the figures of a run go; None without a run.
-    """
+    """What is measured."""
 
     trace_set: TraceSet
     solutions: list[Solution]
     workloads: list[Trace]
-    pairs: set[tuple[str, str]]
+    pairs: set[tuple[str, str]]  # (workload's uuid, solution) of what is measured
     hardware: str
-    skipped: dict[str, str]
-    packed: list[Solution]
-    traces: Path | None
+    skipped: dict[str, str]  # why a solution is left out, by its name
+    packed: list[Solution]  # this checkout's own
+    traces: Path | None  # where the figures of a run go; None without a run
 
     @property
     def peers(self) -> dict[str, bool]:
@@ -95,12 +87,8 @@ def choose(
 ) -> Plan:
     """What is to be measured: the passed pairs of a run's directory (`missing`: those without a
     device time), or, without one, all pairs of the chosen solutions and workloads; on the CPU the
-    small workloads unless others are asked for.
-
-    Raises:
-        PackError: our solutions cannot be packed.
-        UsageError: nothing is left, or the machine lacks what is asked for.
-    """
+    small workloads unless others are asked for. Raises PackError: our solutions cannot be packed;
+    UsageError: nothing is left, or the machine lacks what is asked for."""
     if not (use_gpu or run or workloads or max_tokens):
         masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
         max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS

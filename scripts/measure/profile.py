@@ -234,12 +234,8 @@ METRICS = {
 
 def count(program: Sequence[str]) -> list[dict[str, Any]]:
     """What ncu counts in the kernels that a program marks by cudaProfilerStart and Stop. It runs
-    each kernel alone and several times over, with cold caches: times are not taken from it.
-
-    Raises:
-        UsageError: there is no ncu.
-        RuntimeError: it failed; the message is what it said last.
-    """
+    each kernel alone and several times over, with cold caches: times are not taken from it. Raises
+    UsageError: there is no ncu; RuntimeError: it failed; the message is what it said last."""
     if shutil.which("ncu") is None:
         raise UsageError("--ncu: Nsight Compute's ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as directory:
@@ -281,11 +277,8 @@ def parse_counts(lines: Iterable[str]) -> list[dict[str, Any]]:
 def with_counts(
     kernels: Sequence[dict[str, Any]], counts: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The kernels with what ncu counted in each: both are in the order of launch.
-
-    Raises:
-        RuntimeError: they are not the same kernels.
-    """
+    """The kernels with what ncu counted in each: both are in the order of launch. Raises
+    RuntimeError: they are not the same kernels."""
     traced = [k["short"] for k in kernels if not k["name"].startswith(COPIES)]
     seen = [short_name(counted["name"]) for counted in counts]
     if seen != traced:

@@ -66,10 +66,7 @@ def steps(directory: Path) -> list[Step]:
 
 def run_step(step: Step, log: Path, limit_s: float) -> int | str:
     """The exit status of a step, or what ended it; what it prints goes to the terminal and the log.
-
-    Raises:
-        KeyboardInterrupt: after the step was ended.
-    """
+    Raises KeyboardInterrupt: after the step was ended."""
     with log.open("wb") as written:
         written.write(f"$ {' '.join(step.command)}\n".encode())
         written.flush()
@@ -140,14 +137,10 @@ def describe_machine(directory: Path) -> None:
 
 
 def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: Any) -> int:
-    """Run the steps and pack the directory; the exit status.
+    """Run the steps, each for at most `limit_s` seconds, and pack the directory; the exit status.
 
-    steps.json says of every step its command, status and seconds, and is written after each.
-
-    Args:
-        directory: is there; takes the logs, in `logs`.
-        limit_s: seconds after which a step is ended.
-        header: written to steps.json, too.
+    steps.json says of every step its command, status and seconds, and is written after each, with
+    `header`.
     """
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
@@ -188,11 +181,8 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
 
 
 def selected(every: Sequence[Step], only: Sequence[str], skip: Sequence[str]) -> list[Step]:
-    """The steps that are asked for.
-
-    Raises:
-        UsageError: a name is that of no step, or no step is left.
-    """
+    """The steps that are asked for. Raises UsageError: a name is that of no step, or no step is
+    left."""
     known = [step.name for step in every]
     if unknown := [name for name in (*only, *skip) if name not in known]:
         raise UsageError(f"no step {', '.join(unknown)}: expected {', '.join(known)}")

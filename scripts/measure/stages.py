@@ -1,14 +1,5 @@
-"""Where the time of a call goes: routing, GEMM1, SwiGLU + requantisation, GEMM2, combine.
-
-The layer of each solution is called with CUDA events between its stages; gemm1 and gemm2 include
-the padding before and the unpadding after the kernel. A stage is the time between two events on the
-stream, so where the GPU waits for the host, that wait counts. End to end is measured by calls of
-their own, without the events in between. The L2 cache is overwritten before every call, the
-solutions take turns, and medians are reported.
-
-Routing is that of the workload with this token count, if the data set has one, otherwise that of
-independent draws from the seed.
-"""
+"""The stages of a layer's call, by CUDA events between them: see `run.py profile --help`. The L2
+cache is overwritten before every call, the solutions take turns, and medians are reported."""
 
 import importlib
 import itertools

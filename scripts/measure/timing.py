@@ -89,10 +89,7 @@ def capture(call: Run, stream: torch.cuda.Stream | None = None) -> torch.cuda.CU
 
 def captured(call: Run, output: torch.Tensor, stream: torch.cuda.Stream | None = None) -> Run:
     """A replay of the call, checked against the call itself, which was made before; see `capture`.
-
-    Raises:
-        RuntimeError: the replay does not write what the call writes.
-    """
+    Raises RuntimeError: the replay does not write what the call writes."""
     expected = output.clone()
     graph = capture(call, stream)
     output.fill_(float("nan"))
@@ -219,11 +216,8 @@ class Timed:
 
 def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> Timed:
     """A call of the solution with inputs of its own but for the weights, of which there is one set,
-    and whatever else has one shape for all workloads.
-
-    Raises:
-        UsageError: the solution returns its output; such a call is not timed here.
-    """
+    and whatever else has one shape for all workloads. Raises UsageError: the solution returns its
+    output; such a call is not timed here."""
     runnable = BuilderRegistry.get_instance().build(definition, solution)
     if not runnable.metadata.destination_passing_style:
         raise UsageError(f"{solution.name} returns its output: not timed here")
@@ -297,11 +291,7 @@ class Span(NamedTuple):
 
 def traced(run: Run) -> list[Span]:
     """What the GPU did while `run` ran and until it was idle again, in the order of beginning, as
-    torch's profiler (CUPTI) saw it.
-
-    Raises:
-        RuntimeError: nothing was seen.
-    """
+    torch's profiler (CUPTI) saw it. Raises RuntimeError: nothing was seen."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -332,11 +322,8 @@ def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
 
 
 def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
-    """The spans of each call, without the flush before it.
-
-    Raises:
-        RuntimeError: the calls did not launch the same kernels in the same order.
-    """
+    """The spans of each call, without the flush before it. Raises RuntimeError: the calls did not
+    launch the same kernels in the same order."""
     each = len(spans) // calls
     parts = [list(spans[i * each : (i + 1) * each]) for i in range(calls)]
     names = {tuple(s.name for s in part) for part in parts}

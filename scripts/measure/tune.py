@@ -1,8 +1,6 @@
 """What `tune` tries beside the configs that ship: of our grouped GEMM alone, of the two GEMMs in
-the fused layer, and of the Triton baseline's GEMMs.
-
-Each search times candidates, problem by problem, and gives `Verdict`s: the fastest, what ships, and
-what that loses.
+the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem by problem, the
+fastest candidate, what ships, and what that loses.
 """
 
 import itertools
