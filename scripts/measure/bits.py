@@ -24,7 +24,7 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 
 from scripts.common.progress import Progress
-from scripts.measure.evaluate import fresh, refuse_changed, run_solution
+from scripts.measure.check import fresh, refuse_changed, run_solution
 from scripts.measure.timing import FAILURES, capture, failure, waits
 
 MAX_TOKENS = 1024

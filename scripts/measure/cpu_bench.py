@@ -35,7 +35,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.measure.evaluate import (
+from scripts.measure.check import (
     ChangedInputs,
     fresh,
     metrics,

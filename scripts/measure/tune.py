@@ -16,15 +16,7 @@ from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 from scripts.common.progress import Progress
 from scripts.data import dataset
 from scripts.measure import gpu
-from scripts.measure.gemm_problems import (
-    LAYER_SHAPES,
-    Histogram,
-    Problem,
-    histograms,
-    layer_problems,
-    uneven_rows,
-)
-from scripts.measure.gemm_timing import (
+from scripts.measure.gemm_bench import (
     Timing,
     Verdict,
     compile_ahead,
@@ -32,6 +24,14 @@ from scripts.measure.gemm_timing import (
     compile_variants,
     run_problem,
     verdict,
+)
+from scripts.measure.gemm_problems import (
+    LAYER_SHAPES,
+    Histogram,
+    Problem,
+    histograms,
+    layer_problems,
+    uneven_rows,
 )
 from scripts.measure.gemm_variants import Variant, heuristic, ladder, ours, triton_call
 from scripts.measure.gpu import Rates

@@ -95,13 +95,6 @@ def main() -> int:
     import torch
 
     from scripts.measure import gemm_bench, gpu
-    from scripts.measure.gemm_timing import (
-        Record,
-        Timing,
-        compile_ahead,
-        compile_variants,
-        run_problem,
-    )
     from scripts.measure.gemm_variants import neighbours, solution_hashes
 
     hardware = gpu.require_gpu()
@@ -111,11 +104,13 @@ def main() -> int:
     )
     variants = collect()
     quiet = functools.partial(collect, quiet=True)
-    compile_ahead(functools.partial(compile_variants, quiet), problems, args.compile_workers)
-    timing = Timing(args.launches, args.repeats, args.seed)
+    gemm_bench.compile_ahead(
+        functools.partial(gemm_bench.compile_variants, quiet), problems, args.compile_workers
+    )
+    timing = gemm_bench.Timing(args.launches, args.repeats, args.seed)
     with torch.no_grad():
         rates = gpu.measure_rates()
-        record = Record(
+        record = gemm_bench.Record(
             args.json,
             hardware=hardware,
             method=str(timing),
@@ -126,7 +121,7 @@ def main() -> int:
         for problem in problems:
             progress.step(str(problem))
             beside = neighbours("flat", problem) if "flat" in args.config else []
-            record.add(run_problem(problem, variants + beside, rates, timing))
+            record.add(gemm_bench.run_problem(problem, variants + beside, rates, timing))
             progress.finish()
     rows = record.rows
     record.finish(summary=gemm_bench.summarise(rows))

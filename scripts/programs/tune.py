@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found]":
     """What is found, problem by problem."""
     from scripts.measure import tune
-    from scripts.measure.gemm_timing import Timing
+    from scripts.measure.gemm_bench import Timing
     from scripts.measure.stages import Problems
 
     timing = Timing(args.launches, args.repeats, args.seed)
@@ -95,7 +95,7 @@ def main() -> int:
     import torch
 
     from scripts.measure import gpu
-    from scripts.measure.gemm_timing import VERDICTS, Record, Verdict
+    from scripts.measure.gemm_bench import VERDICTS, Record, Verdict
     from scripts.measure.gemm_variants import solution_hashes
 
     hardware = gpu.require_gpu()

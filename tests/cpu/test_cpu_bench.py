@@ -155,13 +155,13 @@ def test_an_output_that_is_not_finite_fails() -> None:
 
 def test_an_element_that_is_not_written_shows(monkeypatch) -> None:
     """The memory of the output may hold what an earlier call left there: the right values."""
-    from scripts.measure import evaluate
+    from scripts.measure import check
 
     def allocated(definition, inputs, device):
         x, w, factor = inputs
         return [(x.float() @ w.float() * factor).to(torch.bfloat16)]
 
-    monkeypatch.setattr(evaluate, "allocate_outputs", allocated)
+    monkeypatch.setattr(check, "allocate_outputs", allocated)
     status, reason = outcome("def run(x, w, factor, output): pass\n")
     assert (status, reason) == ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
 

@@ -19,7 +19,8 @@ from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.data import workload_specs
-from scripts.measure import gemm_bench, gemm_timing, gemm_variants, gpu, timing
+from scripts.measure import gemm_bench, gemm_variants, gpu, timing
+from scripts.measure.gemm_bench import Timing, run_problem
 from scripts.measure.gemm_problems import (
     BLOCK,
     LAYER_SHAPES,
@@ -32,7 +33,6 @@ from scripts.measure.gemm_problems import (
     layer_problems,
     shape,
 )
-from scripts.measure.gemm_timing import Timing, run_problem
 from scripts.measure.gemm_variants import (
     Checker,
     Operands,
@@ -282,12 +282,12 @@ def test_the_summary_of_ratios(capsys) -> None:
 def test_figures_of_a_problem() -> None:
     problem = Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = gemm_timing.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
+    found = gemm_bench.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
     assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
     assert found["percent_of_floor"] == pytest.approx(35.0)
-    found = gemm_timing.figures(problem, [100.0], floors, read_us=20.0)
+    found = gemm_bench.figures(problem, [100.0], floors, read_us=20.0)
     assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
 
 
@@ -319,7 +319,7 @@ def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     path = tmp_path / "new" / "run.json"
-    record = gemm_timing.Record(path, hardware="none")
+    record = gemm_bench.Record(path, hardware="none")
     record.add([{"us": 1.0}])
     assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
     assert not json.loads(path.read_text())["finished"]
@@ -328,7 +328,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     content = json.loads(path.read_text())
     assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
     assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
-    gemm_timing.Record(None).add([{"us": 1.0}])
+    gemm_bench.Record(None).add([{"us": 1.0}])
 
 
 def clock(calls, repeats):
@@ -350,13 +350,13 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr(gemm_bench, "time_variants", clock)
     source = weights
     monkeypatch.setattr(
-        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
     reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_timing, "readings", lambda *_: [reading, reading])
+    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading, reading])
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
@@ -386,8 +386,8 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     def readings(*_):
         return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
 
-    monkeypatch.setattr(gemm_timing, "time_variants", time_variants)
-    monkeypatch.setattr(gemm_timing, "readings", readings)
+    monkeypatch.setattr(gemm_bench, "time_variants", time_variants)
+    monkeypatch.setattr(gemm_bench, "readings", readings)
     problem = Problem(UNEVEN, 256, 384)
     run_problem(problem, [ours("ours")], FLOORS, Timing(40, 3))
     assert list(seen) == ["ours", "reading 0", "reading 1"]
@@ -398,10 +398,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    gemm_timing.compile_ahead(math.factorial, [3, -1, 4], 2)
+    gemm_bench.compile_ahead(math.factorial, [3, -1, 4], 2)
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    gemm_timing.compile_ahead(math.factorial, [3, 4], 0)
+    gemm_bench.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
@@ -572,14 +572,14 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
         for number, variant in enumerate(variants):
             row = {**problem.describe(), "variant": variant.name, "peer": False}
             row |= {"config": str(variant.config(problem)), "calc_diff": 0.0, "vs_best_peer": 1.0}
-            figures = gemm_timing.figures(problem, [10.0 + number], rates, 5.0)
+            figures = gemm_bench.figures(problem, [10.0 + number], rates, 5.0)
             rows.append(row | ({"error": "wrong"} if wrong else {**figures, "method": "graph"}))
         return rows
 
-    monkeypatch.setattr(gemm_timing, "run_problem", run_problem)
+    monkeypatch.setattr(gemm_bench, "run_problem", run_problem)
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
-    monkeypatch.setattr(gemm_timing, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(gemm_bench, "compile_ahead", lambda *_: None)
     out = tmp_path / "gemm_layers.json"
     arguments = ["--layers", "--tokens", "1", "--peers", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["gemm_bench.py", *arguments])
