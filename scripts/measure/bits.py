@@ -23,7 +23,7 @@ from flashinfer_bench.bench.evaluators.utils import allocate_outputs
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.measure.check import fresh, refuse_changed, run_solution
 from scripts.measure.timing import FAILURES, capture, failure, waits
 
@@ -161,9 +161,7 @@ def measure(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each solution, by name, the `checks`, or an `error`."""
     registry = BuilderRegistry.get_instance()
-    progress = Progress(len(solutions))
-    for solution in solutions:
-        progress.step(f"bits of {solution.name}")
+    for solution in steps(solutions, lambda s: f"bits of {s.name}"):
         try:
             mine = Solution(registry.build(definition, solution), fresh(inputs), device)
             found = checks(mine, calls)
@@ -171,4 +169,3 @@ def measure(
             yield solution.name, {"checks": found}
         except FAILURES as error:
             yield solution.name, failure(error)
-        progress.finish()

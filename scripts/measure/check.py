@@ -16,7 +16,7 @@ from flashinfer_bench.data import Definition
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import UsageError
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
@@ -136,13 +136,12 @@ def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
 def _steps(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]]:
     """Every workload with the solutions that are to be measured on it; its weight is `base` and a
     unit a token."""
-    weights = [base + tokens(t.workload) for t in plan.workloads]
-    progress = Progress(len(weights), sum(weights))
-    for trace, weight in zip(plan.workloads, weights, strict=True):
-        workload = trace.workload
-        progress.step(f"{what} of T={tokens(workload)} ({workload.uuid[:8]})")
+    for workload in steps(
+        [trace.workload for trace in plan.workloads],
+        lambda w: f"{what} of T={tokens(w)} ({w.uuid[:8]})",
+        lambda w: base + tokens(w),
+    ):
         yield workload, [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
-        progress.finish(weight)
 
 
 def _judge(runnable: Any, inputs: list[Any], expected: torch.Tensor, device: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.data import dataset
 from scripts.measure import gpu
 from scripts.measure.gemm_bench import (
@@ -175,17 +175,9 @@ def tune_gemm(
     arch = gpu.gpu_arch()
     kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
     compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
-    for problem in with_progress(problems):
+    for problem in steps(problems):
         rows, said = tune_problem(problem, rates, timing, layout, max_loss)
         yield str(problem), rows, [said]
-
-
-def with_progress(problems: Sequence[Problem]) -> Iterator[Problem]:
-    progress = Progress(len(problems))
-    for problem in problems:
-        progress.step(str(problem))
-        yield problem
-        progress.finish()
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
@@ -265,13 +257,10 @@ def tune_layer(
     heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds
     to a config it adds to these. The best config of a GEMM alone need not be the layer's: the
     second GEMM begins while the first one ends."""
-    progress = Progress(len(tokens), sum(4000 + t for t in tokens))
-    for t in tokens:
-        progress.step(f"T={t}")
+    for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
         rows = time_pairs(problems, t, terms, reach, repeats)
         us = {row["variant"]: row["us"] for row in rows if "us" in row}
         yield f"T={t}", rows, [verdict(f"T={t}", "layer", us, rows[0]["variant"])]
-        progress.finish(4000 + t)
 
 
 # --- the Triton baseline --------------------------------------------------------------------------
@@ -355,7 +344,7 @@ def tune_triton(
     compile_ahead(compile_tiles, problems, workers)
     tiles = {str(tile): tile for p in problems for tile in tiles_of(p)}
     timed: dict[int, dict[str, dict[str, float]]] = {}
-    for p in with_progress(problems):
+    for p in steps(problems):
         rows = run_problem(p, [tile_variant(tile) for tile in tiles_of(p)], rates, timing)
         tokens = p.tokens or 0
         of = timed.setdefault(tokens, {})

@@ -27,7 +27,7 @@ import functools
 import sys
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, whole
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.measure.gemm_problems import (
     GRIDS,
     LAYOUTS,
@@ -117,12 +117,9 @@ def main() -> int:
             floors=rates,
             solutions=solution_hashes(),
         )
-        progress = Progress(len(problems))
-        for problem in problems:
-            progress.step(str(problem))
+        for problem in steps(problems):
             beside = neighbours("flat", problem) if "flat" in args.config else []
             record.add(gemm_bench.run_problem(problem, variants + beside, rates, timing))
-            progress.finish()
     rows = record.rows
     record.finish(summary=gemm_bench.summarise(rows))
     print(f"{'### ' if args.markdown else ''}{hardware}: grouped FP8 GEMM, kernel only\n")

@@ -37,7 +37,7 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.floors import floor_ms
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.pack import sources
@@ -145,12 +145,11 @@ def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         return EXIT_OK, {}
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
     print(f"{hardware}: {gpu.describe_rates(rates)}\n")
-    progress = Progress(len(chosen.workloads))
-    for trace in chosen.workloads:
-        progress.step(f"T={tokens(trace.workload)} ({trace.workload.uuid[:8]})")
+    for trace in steps(
+        chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
+    ):
         with torch.no_grad():
             results += profile_kernels(args, chosen, rates, trace, inputs_of.of(trace.workload))
-        progress.finish()
     failed = any("ncu_error" in r for r in results)
     return EXIT_FAILED if failed else EXIT_OK, {
         "hardware": hardware,
@@ -179,12 +178,11 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     layers = stages.load_layers(args.solutions, use_gpu=not args.cpu)
     hashes = sources.current()
     problems = stages.Problems(args.local, device, args.seed, args.offset)
-    progress = Progress(len(args.tokens), sum(4000 + t for t in args.tokens))
-    results = []
-    for length in args.tokens:
-        progress.step(f"T={length}: {', '.join(layers)}")
-        results.append(stages.measure(layers, problems, length, iterations, args.warmup))
-        progress.finish(4000 + length)
+    names = ", ".join(layers)
+    results = [
+        stages.measure(layers, problems, length, iterations, args.warmup)
+        for length in steps(args.tokens, lambda t: f"T={t}: {names}", lambda t: 4000 + t)
+    ]
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
     for result in results:
         how = f"median ms of {iterations} calls ({timing}; routing: {result['routing']})"

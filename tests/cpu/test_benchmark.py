@@ -109,14 +109,12 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     return FakeBenchmark
 
 
-def drive(
-    names: list[str], stored: list[list[Trace]], quiet: bool = True, large: bool = False
-) -> list[str]:
+def drive(names: list[str], stored: list[list[Trace]], large: bool = False) -> list[str]:
     trace_set, _ = dataset.load(ROOT)
     workloads = dataset.select_workloads(trace_set.workloads[DEFINITION], ["1", "7"])
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
-    progress = Progress(len(pairs), quiet=quiet)
+    progress = Progress(len(pairs))
     return bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
 
 
@@ -154,7 +152,7 @@ def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
 def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) -> None:
     logger = logging.getLogger("flashinfer_bench")
     before = (list(logger.handlers), logger.propagate)
-    errors = drive(["lost 1", "silent", "x"], [], quiet=False)
+    errors = drive(["lost 1", "silent", "x"], [])
     assert [e.split(": ", 1)[1] for e in errors] == [
         "['lost 1', 'silent']: worker died: out of memory",
         "['silent']: no result",

@@ -40,7 +40,7 @@ def run(
     (workloads,) = trace_set.workloads.values()
     stored: list[list[Trace]] = []
     pairs = [(w, solutions) for w in workloads]
-    progress = Progress(len(pairs), quiet=True)
+    progress = Progress(len(pairs))
     cpu_bench.run(trace_set, pairs, config, 5, stored.append, progress)
     assert [len(traces) for traces in stored] == [len(solutions)] * len(workloads)
     return {(t.workload.uuid, str(t.solution)): t.evaluation for s in stored for t in s}
@@ -274,11 +274,11 @@ def test_an_interrupted_workload_keeps_what_it_has(monkeypatch) -> None:
     stops = small.solution("stops", "def run(*a): raise KeyboardInterrupt\n")
     pairs = [(workloads[0], [small.solution("right"), stops])]
     with pytest.raises(KeyboardInterrupt):
-        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1, quiet=True))
+        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1))
     assert [[t.solution for t in traces] for traces in stored] == [["right"]]
     with pytest.raises(KeyboardInterrupt):
         only = [(workloads[0], [stops])]
-        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1, quiet=True))
+        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1))
     assert len(stored) == 1, "nothing is no result"
 
 
