@@ -262,7 +262,6 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
     """flashinfer-bench's own timing of a built solution, every call instead of the mean."""
-
     samples = do_bench(
         lambda own: call.runnable(*own),
         warmup=WARMUP,

@@ -53,11 +53,7 @@ def test_help(program: str) -> None:
         ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
         ("check", ["--only", "floors", "--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
-        (
-            "profile",
-            ["--stages", "--tokens", "0"],
-            "--tokens: '0' is no whole number",
-        ),
+        ("profile", ["--stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
         ("profile", ["--stages", "--repeats", "0"], "--repeats: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
         ("record", ["--only", "absent"], "no step absent: expected tests, bench"),

@@ -145,10 +145,7 @@ def test_an_output_that_is_not_finite_fails() -> None:
     for value, said in (("nan", "nan"), ("inf", "inf")):
         content = small.RIGHT + f"    output[-1, -1] = float('{value}')\n"
         status, reason = outcome(content)
-        assert (status, reason) == (
-            "INCORRECT_NUMERICAL",
-            "NaN or infinite values in the output",
-        )
+        assert (status, reason) == ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
         (e, _) = run([small.solution("it", content), small.solution("right")]).values()
         assert str(e.correctness.max_absolute_error) == said
 
@@ -316,10 +313,7 @@ EXITS = "import sys; sys.exit(0)"
 
 @pytest.mark.parametrize(
     ("content", "status"),
-    [
-        (small.RIGHT + f"    {EXITS}\n", "RUNTIME_ERROR"),
-        (EXITS + small.RIGHT, "COMPILE_ERROR"),
-    ],
+    [(small.RIGHT + f"    {EXITS}\n", "RUNTIME_ERROR"), (EXITS + small.RIGHT, "COMPILE_ERROR")],
 )
 def test_a_solution_that_exits_has_failed(content: str, status: str) -> None:
     assert outcome(content) == (status, "SystemExit: 0")

@@ -496,10 +496,7 @@ def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours(
     around = [variant.config(problem) for variant in beside(problem)]
     assert [
         rungs.index(c) - rungs.index(gemm_variants.shipped("flat", problem)) for c in around
-    ] == [
-        -1,
-        1,
-    ]
+    ] == [-1, 1]
     rows = [row_of(1.0, tokens=7) for _ in range(4)]
     names = ("flat", "flat, next smaller", "flat, next larger", "v3")
     for row, name, us in zip(rows, names, (10.0, 11.0, 8.0, 1.0), strict=True):

@@ -178,9 +178,7 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
         def events(self):
             return [
                 SimpleNamespace(
-                    device_type=device,
-                    name=name,
-                    time_range=SimpleNamespace(start=start, end=end),
+                    device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end)
                 )
                 for device, name, start, end in seen
             ]
