@@ -69,41 +69,23 @@ def parse_arguments() -> argparse.Namespace:
     add("--list", action="store_true", help="list solutions and workloads and stop")
     add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
-    add(
-        "--trials",
-        type=whole(1),
-        help="trials, each with new random inputs (3; of a definition that is large 1)",
-    )
+    add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
     add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
     add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
     add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
     add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
     add("--isolated", action="store_true", help="a new process for each solution and workload")
-    add(
-        "--contest",
-        action=Contest,
-        default=argparse.SUPPRESS,
-        help="the contest's settings: --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated "
-        "--timeout 300",
-    )
+    said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
+    add("--contest", action=Contest, default=argparse.SUPPRESS, help=said)
     add("--cpu", action="store_true", help="run the torch model on the CPU though a GPU is there")
     add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
     add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
     add("--no-invariance", action="store_true", help="skip the pass that compares bits")
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
-    add(
-        "--store-in-dataset",
-        action="store_true",
-        help="also append the traces to the data set's own, as flashinfer-bench run does",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        type=Path,
-        const=True,
-        metavar="RUN",
-        help="go on with this run's directory, or with the latest run",
-    )
+    said = "also append the traces to the data set's own, as flashinfer-bench run does"
+    add("--store-in-dataset", action="store_true", help=said)
+    said = "go on with this run's directory, or with the latest run"
+    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=said)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
     return arguments.parse_args()
 

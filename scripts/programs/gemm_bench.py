@@ -53,21 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--rows", nargs="+", type=whole(1), metavar="M", help="instead of the grid's")
     add("--shapes", nargs="+", metavar="NxK", help="instead of the grid's")
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="with --layers")
-    add(
-        "--config",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE,...",
-        help="configurations of our kernel to compare; 'default' is the heuristic's, and with "
-        "--layers 'flat' and 'v3' are what these solutions ship",
-    )
+    said = "of our kernel; 'default': the heuristic's; with --layers 'flat' and 'v3' as they ship"
+    add("--config", nargs="+", default=[], metavar="FIELD=VALUE,...", help=said)
     add("--layout", choices=LAYOUTS, help="of our kernel's rows (batched; flat with --layers)")
     add("--peers", nargs="*", default=PEERS, choices=PEERS)
-    add(
-        "--compiled-dims",
-        metavar="DIMS",
-        help="dimensions that DeepGEMM compiles in, '' for none (its own default)",
-    )
+    said = "dimensions that DeepGEMM compiles in, '' for none (its own default)"
+    add("--compiled-dims", metavar="DIMS", help=said)
     add_gemm_options(arguments, launches=8, repeats=20)
     args = arguments.parse_args()
     args.shapes = [shape(text) for text in args.shapes or ()]
@@ -110,13 +101,8 @@ def main() -> int:
     timing = gemm_bench.Timing(args.launches, args.repeats, args.seed)
     with torch.no_grad():
         rates = gpu.measure_rates()
-        record = gemm_bench.Record(
-            args.json,
-            hardware=hardware,
-            method=str(timing),
-            floors=rates,
-            solutions=solution_hashes(),
-        )
+        header = {"hardware": hardware, "method": str(timing), "floors": rates}
+        record = gemm_bench.Record(args.json, **header, solutions=solution_hashes())
         for problem in steps(problems):
             beside = neighbours("flat", problem) if "flat" in args.config else []
             record.add(gemm_bench.run_problem(problem, variants + beside, rates, timing))

@@ -9,6 +9,7 @@ from scripts.common.definitions import DEFAULT, find
 from scripts.common.project import ROOT
 from scripts.data.records import CLOCKS
 
+NAMES = dict(nargs="+", default=[], metavar="NAME")
 OPTIONS: dict[str, dict[str, Any]] = {
     "local": dict(
         type=Path,
@@ -18,11 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "is run; nothing is written to it",
     ),
     "solutions": dict(
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names, * allowed; all of ours. One that is the data set's own runs where its whole "
-        "name is given",
+        NAMES, help="* allowed; all of ours. The data set's own run where the whole name is given"
     ),
     "run-foreign": dict(action="store_true", help="run all solutions of the data set, too"),
     "definition": dict(
@@ -40,12 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max-tokens": dict(type=whole(1), metavar="T", help="only workloads up to T tokens"),
     "seed": dict(type=whole(0), default=2026, help="of what is drawn (2026)"),
     "against": dict(metavar="NAME", help="add the speed relative to a solution"),
-    "peers": dict(
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that count as peers, * allowed; all that are not this project's",
-    ),
+    "peers": dict(NAMES, help="that count as peers, * allowed; all but this project's"),
     "by": dict(choices=CLOCKS, default="harness", help="clock that orders the ranking (harness)"),
     "rates": dict(type=Path, metavar="JSON", help="floors with another record's rates"),
     "markdown": dict(action="store_true", help="print Markdown"),
