@@ -2,7 +2,6 @@
 best of them, and tables of all."""
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -60,7 +59,7 @@ class Record:
         self.rows.extend(rows)
         self.content.update(more)
         if self.path is not None:
-            files.write(self.path, json.dumps(self.content, indent=1) + "\n")
+            files.write_json(self.path, self.content)
 
     def finish(self, **more: Any) -> None:
         self.add([], finished=True, **more)

@@ -1,7 +1,6 @@
 """The steps of a record, each a program of this project, and the archive that they end in."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -125,8 +124,7 @@ def collect(directory: Path) -> None:
 
 def describe_machine(directory: Path) -> None:
     """Write what the record is measured on: environment.json and what the tools say."""
-    captured = json.dumps(environment.capture(), indent=1)
-    files.write(directory / "environment.json", captured + "\n")
+    files.write_json(directory / "environment.json", environment.capture())
     for name, command in TOOLS.items():
         try:
             said = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -149,7 +147,7 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
 
     def save() -> None:
         content = {**header, "interrupted": status == EXIT_INTERRUPTED, "steps": done}
-        files.write(directory / "steps.json", json.dumps(content, indent=1) + "\n")
+        files.write_json(directory / "steps.json", content)
 
     for number, step in enumerate(chosen, 1):
         say(f"=== {number}/{len(chosen)} {step.name}")

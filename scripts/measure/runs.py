@@ -55,7 +55,7 @@ class Run:
 
     def save_info(self, **fields: Any) -> None:
         self.info.update(fields)
-        files.write(self.directory / "run.json", json.dumps(self.info, indent=1) + "\n")
+        files.write_json(self.directory / "run.json", self.info)
 
     def check_same(self, **now: Any) -> None:
         """Refuse to go on with a run of another machine, other packages or other settings: its

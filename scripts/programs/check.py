@@ -17,7 +17,6 @@ it is the torch model that is looked at.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,7 @@ def floors_of(args: argparse.Namespace) -> dict[str, Any]:
     content = floors.measure(args.local, args.rates, args.repeats)
     print(floors.describe(content))
     if args.run:
-        files.write(args.run / "floors.json", json.dumps(content, indent=1) + "\n")
+        files.write_json(args.run / "floors.json", content)
     return content
 
 
@@ -166,7 +165,7 @@ def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, An
     }
     print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
     if args.run:
-        files.write(args.run / INVARIANCE, json.dumps(record, indent=1) + "\n")
+        files.write_json(args.run / INVARIANCE, record)
     for name, result in results.items():
         if "error" in result:
             say(f"error: {name}: {result['error']}")
@@ -176,12 +175,19 @@ def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, An
 
 def main() -> int:
     args = parse_arguments()
+
+    from scripts.data.traces import finite
+    from scripts.measure import plan
+
     content: dict[str, Any] = {}
     status = EXIT_OK
     if "floors" in args.only:
         content["floors"] = floors_of(args)
     if {"accuracy", "device", "bits"} & set(args.only):
-        chosen = choose(args)
+        chosen = plan.choose(
+            args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
+            args.max_tokens, args.run_foreign, args.definition, args.missing,
+        )  # fmt: skip
         if not chosen.pairs:
             say("no trace of this run has an output to compare" + ", or all have" * args.missing)
             return EXIT_OK
@@ -191,20 +197,8 @@ def main() -> int:
             of_bits, content["bits"] = bits_of(args, chosen)
             status = max(status, of_bits)
     if args.json:
-        from scripts.data.traces import finite
-
-        files.write(args.json, json.dumps(finite(content), indent=1) + "\n")
+        files.write_json(args.json, finite(content))
     return status
-
-
-def choose(args: argparse.Namespace) -> "Plan":
-    """The pairs that are asked for."""
-    from scripts.measure import plan
-
-    return plan.choose(
-        args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
-        args.max_tokens, args.run_foreign, args.definition, args.missing,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Routing is that of the workload with this token count, if there is one, else dra
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +208,7 @@ def main() -> int:
     args = parse_arguments()
     status, record = layer_stages(args) if args.stages else kernels(args)
     if args.json and record:
-        files.write(args.json, json.dumps(record, indent=1) + "\n")
+        files.write_json(args.json, record)
     return status
 
 
