@@ -223,7 +223,7 @@ def verdict(where: str, what: str, us: dict[str, float], shipped: str) -> Verdic
     return Verdict(where, what, best, us.get(best), shipped, us.get(shipped))
 
 
-# --- tables ---------------------------------------------------------------------------------------
+# --- what gemm_bench is asked for, and its tables -------------------------------------------------
 
 
 def parse_config(text: str, cls: type) -> Any:
