@@ -30,7 +30,14 @@ SCHEDULERS = 4
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says, the same for every shape, config and GPU."""
+    """What no data sheet says, the same for every shape, config and GPU.
+
+    Measured on an H200: launch_us (gemm_study.json of 2026-11-22: reading few weights took 4.2 us,
+    less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
+    other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
+    against the records: handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed:
+    latency_us.
+    """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
     tile_end_us: float = 0.95  # a tile without its K blocks: first fill, last promotion, store
@@ -249,7 +256,8 @@ H200 = Gpu(
     dram_per_s=4.8e12,
 )
 H200_MEASURED = replace(
-    # Clock: the upper end of what ncu saw in long GEMMs; most of the records' kernels are short.
+    # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of
+    # the records' kernels are short. Bandwidth: floors.json at b1af57c.
     H200,
     name="H200, as measured",
     clock_hz=1.55e9,
