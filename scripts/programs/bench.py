@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     add = arguments.add_argument
     add_options(
         arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
-        "seed", "against", "peers", "by", "markdown", "json",
+        "seed", "cpu", "against", "peers", "by", "markdown", "json",
         json={"help": "also write the ranking there"},
     )  # fmt: skip
     add("--list", action="store_true", help="list solutions and workloads and stop")
@@ -77,7 +77,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--isolated", action="store_true", help="a new process for each solution and workload")
     said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
     add("--contest", action=Contest, default=argparse.SUPPRESS, help=said)
-    add("--cpu", action="store_true", help="run the torch model on the CPU though a GPU is there")
     add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
     add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
     add("--no-invariance", action="store_true", help="skip the pass that compares bits")

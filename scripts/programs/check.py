@@ -46,17 +46,16 @@ MEASURES = ("accuracy", "device", "bits", "floors")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The options, `only` with its default filled in and `device` as torch calls it."""
+    """The options, `only` with its default filled in, and `device` as torch calls it."""
     arguments = parser(__doc__)
     add = arguments.add_argument
     add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
-    add_options(arguments, "max-tokens", "seed", "rates", "json")
+    add_options(arguments, "max-tokens", "seed", "rates", "cpu", "json")
     add("--run", type=Path, metavar="DIR", help="add to this run of bench")
     add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
     add("--missing", action="store_true", help="of the run, what has no device time yet")
     add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
     add("--calls", type=whole(1), help="bits: small batches of a width, at most (128)")
-    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu")
     args = arguments.parse_args()
     if args.missing and not args.run:
         raise UsageError("--missing is of a run: --run DIR")
@@ -65,9 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 
     from scripts.measure.gpu import require_gpu
 
-    on_gpu = torch.cuda.is_available() and args.device != "cpu"
-    if args.device == "cuda" and not on_gpu:
-        raise UsageError("--device cuda: no GPU is visible")
+    on_gpu = torch.cuda.is_available() and not args.cpu
     args.device = "cuda:0" if on_gpu else "cpu"
     layer = isinstance(args.definition, MoeDefinition)
     if args.only is None:

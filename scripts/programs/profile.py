@@ -55,7 +55,10 @@ def parse_arguments() -> argparse.Namespace:
     what = arguments.add_mutually_exclusive_group(required=True)
     what.add_argument("--workloads", nargs="+", metavar="T|UUID", help="kernels of these")
     what.add_argument("--stages", action="store_true", help="the stages of the layer instead")
-    add_options(arguments, "solutions", "local", "run-foreign", "rates", "seed", "markdown", "json")
+    add_options(
+        arguments, "solutions", "local", "run-foreign", "rates", "seed", "cpu", "markdown", "json",
+        cpu={"help": "stages: time the torch model on the CPU"},
+    )  # fmt: skip
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
     add("--ncu", action="store_true", help="kernels: add what Nsight Compute counts; minutes")
@@ -63,7 +66,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T", help="stages")
     add("--warmup", type=whole(0), default=5, help="stages: calls that do not count (5)")
     add("--offset", type=int, default=0, help="stages: first local expert of draws (0)")
-    add("--cpu", action="store_true", help="stages: time the torch model on the CPU")
     return arguments.parse_args()
 
 

@@ -190,7 +190,7 @@ def program(monkeypatch):
     monkeypatch.setattr(plan, "load_with_ours", load)
 
     def run(*arguments: str) -> int:
-        only = ["--only", "bits", "--device", "cpu"]
+        only = ["--only", "bits", "--cpu"]
         monkeypatch.setattr(sys, "argv", ["check.py", *only, *arguments])
         return check.main()
 
