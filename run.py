@@ -222,35 +222,24 @@ def environment() -> dict[str, str]:
 
 
 def programs() -> dict[str, Path]:
-    """The scripts that do something when they are started, by name; the others are libraries."""
+    """What can be started, by name; the other scripts are libraries."""
     return {
         path.stem: path
-        for path in sorted((ROOT / "scripts").glob("*/*.py"))
+        for path in sorted((ROOT / "scripts" / "programs").glob("*.py"))
         if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
     }
 
 
 def docstring(path: Path) -> str:
-    """Of a module or, with its directory, of a package."""
-    path = path / "__init__.py" if path.is_dir() else path
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "\n"
 
 
-def first_line(path: Path) -> str:
-    return docstring(path).splitlines()[0]
-
-
 def listing() -> str:
-    """The programs with what each is for, folder by folder."""
+    """The programs with what each is for."""
     known = programs()
     width = max(map(len, known))
-    lines, folder = [], None
-    for name, path in known.items():
-        if path.parent != folder:
-            folder = path.parent
-            lines.append(f"\n{folder.name}: {first_line(folder)}")
-        lines.append(f"    {name:<{width}}  {first_line(path)}")
-    return "\n".join(lines)
+    lines = [f"    {n:<{width}}  {docstring(path).splitlines()[0]}" for n, path in known.items()]
+    return "\n".join(["", *lines])
 
 
 def run_script(name: str, arguments: list[str]) -> int:

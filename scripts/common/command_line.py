@@ -30,20 +30,24 @@ class UsageError(Exception):
     """Something the user can put right: reported as one line, exit status 2."""
 
 
+class Failure(Exception):
+    """Something failed that no other call would put right: reported as one line, exit status 1."""
+
+
 def say(text: str) -> None:
     """Lines for the user beside the results: on stderr, printable."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def run_main(main: Callable[[], int]) -> None:
-    """Call `main` and exit with its status; a UsageError, or a file or directory that cannot be
-    read or written, becomes one line and status 2."""
+    """Call `main` and exit with its status; a Failure becomes one line and status 1, a UsageError
+    or a file that cannot be read or written one line and status 2."""
     try:
         status = main()
         sys.stdout.flush()  # here, where a reader that is gone is no error
-    except UsageError as error:
+    except (Failure, UsageError) as error:
         say(f"error: {error}")
-        status = EXIT_USAGE
+        status = EXIT_FAILED if isinstance(error, Failure) else EXIT_USAGE
     except KeyboardInterrupt:
         say("interrupted")
         status = EXIT_INTERRUPTED
@@ -89,9 +93,7 @@ def os_error(error: OSError) -> str:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        description=doc,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
@@ -126,9 +128,3 @@ def share(text: str) -> float:
     if (value := positive(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: at most 1")
     return value
-
-
-def names(text: str) -> list[str]:
-    """The type of an option: names with commas between them. Several words would take the paths
-    that follow for names."""
-    return [name for name in text.split(",") if name]

@@ -31,31 +31,29 @@ LARGE = 8 * 2**30
 
 @dataclass(frozen=True)
 class Entry:
-    """What all definitions have.
+    """What all definitions have."""
 
-    Attributes:
-        model: whose layer it is, in words.
-        tags: of flashinfer-bench.
-        short: what names of packed solutions end with; empty for the definition that they are
-            named without.
-    """
-
-    model: str
-    tags: tuple[str, ...]
-    short: str
+    model: str  # whose layer it is, in words
+    tags: tuple[str, ...]  # of flashinfer-bench
+    short: str  # what names of packed solutions end with; empty for the default definition
 
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
 
     @property
-    def name(self) -> str:
-        """Of the definition."""
-        raise NotImplementedError
-
-    @property
     def large(self) -> bool:
         """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial."""
         return False
+
+    @property
+    def packed_shape(self) -> dict[str, Any] | None:
+        """What a packed solution's layer is made for, where `run` needs to be told."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """Of the definition."""
+        raise NotImplementedError
 
     @property
     def path(self) -> Path:
@@ -66,12 +64,6 @@ class Entry:
         """Whether a solution with these literals is packed for the definition."""
         raise NotImplementedError
 
-    @property
-    def packed_shape(self) -> dict[str, Any] | None:
-        """What a packed solution's layer is made for; None where `run` takes all from its
-        arguments, or is of the one shape already."""
-        return None
-
     def packed_name(self, solution: str) -> str:
         """Of a solution packed for this definition: no two of a data set share a name."""
         return f"{solution}_{self.short}" if self.short else solution
@@ -79,30 +71,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class MoeDefinition(Entry):
-    """An FP8 block-scale mixture-of-experts layer.
+    """An FP8 block-scale mixture-of-experts layer."""
 
-    Attributes:
-        num_experts: of the whole layer.
-        num_local_experts: held by this rank.
-        hidden_size, intermediate_size: multiples of 128.
-        n_group, topk_group, top_k: of the routing.
-        routed_scaling_factor: of its workloads.
-        routing: of `moe_fp8.problem.ROUTINGS`.
-        tokens: of the workloads that are of our own; empty where they stand for captured ones.
-        logits_mean, logits_std: moments of the workloads' router logits.
-    """
-
-    num_experts: int
-    num_local_experts: int
-    hidden_size: int
+    num_experts: int  # of the whole layer
+    num_local_experts: int  # held by this rank
+    hidden_size: int  # a multiple of 128, as the next
     intermediate_size: int
-    n_group: int
-    topk_group: int
     top_k: int
-    routed_scaling_factor: float
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0  # of its workloads
     routing: str = DEEPSEEK_V3
-    tokens: tuple[int, ...] = ()
-    logits_mean: float = -1.6706
+    tokens: tuple[int, ...] = ()  # of our own workloads; empty where they stand for captured ones
+    logits_mean: float = -1.6706  # moments of the workloads' router logits
     logits_std: float = 0.6560
 
     op_type = OP_TYPE
@@ -120,17 +101,14 @@ class MoeDefinition(Entry):
     def large(self) -> bool:
         """By its FP8 weights, of which flashinfer-bench holds up to five copies for one trial and
         what it draws them in as float32."""
-        weights = self.num_local_experts * 3 * self.intermediate_size * self.hidden_size
-        return weights > LARGE
+        return self.num_local_experts * 3 * self.intermediate_size * self.hidden_size > LARGE
 
     @property
     def shape(self) -> dict[str, Any]:
         """The arguments of `moe_fp8.problem.MoeShape`."""
-        names = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
-        return {
-            name: getattr(self, name)
-            for name in (*names, "n_group", "topk_group", "top_k", "routing")
-        }
+        sizes = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
+        routing = ("n_group", "topk_group", "top_k", "routing")
+        return {name: getattr(self, name) for name in sizes + routing}
 
     @property
     def packed_shape(self) -> dict[str, Any] | None:
@@ -147,20 +125,13 @@ class MoeDefinition(Entry):
 
 @dataclass(frozen=True)
 class GemmDefinition(Entry):
-    """One of the two grouped GEMMs of the first layer of the table, alone.
+    """One of the two grouped GEMMs of the first layer of the table, alone."""
 
-    Attributes:
-        experts: that have weights.
-        n, k: of an expert's weights, multiples of 128.
-        rows: `CONTIGUOUS` or `MASKED`.
-        tokens: of the layer's workloads whose rows its own have.
-    """
-
-    experts: int
-    n: int
+    experts: int  # that have weights
+    n: int  # of an expert's weights [n, k], multiples of 128
     k: int
-    rows: str
-    tokens: tuple[int, ...]
+    rows: str  # `CONTIGUOUS` or `MASKED`
+    tokens: tuple[int, ...]  # of the layer's workloads whose rows its own have
 
     op_type = "grouped_gemm"
 
@@ -189,8 +160,6 @@ def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
         num_local_experts=num_local_experts,
         hidden_size=7168,
         intermediate_size=2048,
-        n_group=1,
-        topk_group=1,
         top_k=8,
         routed_scaling_factor=2.827,
         tokens=OWN_TOKENS,
@@ -209,10 +178,7 @@ def qwen3(
         num_local_experts=128,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        n_group=1,
-        topk_group=1,
         top_k=top_k,
-        routed_scaling_factor=1.0,
         routing=RENORMALIZE,
         tokens=OWN_TOKENS,
         logits_mean=0.0,
@@ -229,9 +195,9 @@ MOE = (
         num_local_experts=32,
         hidden_size=7168,
         intermediate_size=2048,
+        top_k=8,
         n_group=8,
         topk_group=4,
-        top_k=8,
         routed_scaling_factor=2.5,
     ),
     kimi_k2("Kimi-K2 on one rank of eight-way expert parallelism", "kimi_k2", 48),
@@ -240,45 +206,41 @@ MOE = (
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
 )
-GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
-MASKED_TOKENS = 901
-"""Up to here a grouped GEMM has masked workloads: that is the layout of few rows."""
-
-
-def grouped_gemms() -> tuple[GemmDefinition, ...]:
-    """Of the default layer, both GEMMs in both layouts."""
-    h, i = MOE[0].hidden_size, MOE[0].intermediate_size
-    return tuple(
-        GemmDefinition(
-            model=MOE[0].model,
-            tags=MOE[0].tags,
-            short=short + ("_masked" if rows == MASKED else ""),
-            experts=MOE[0].num_local_experts,
-            n=n,
-            k=k,
-            rows=rows,
-            tokens=tuple(t for t in GEMM_TOKENS if rows == CONTIGUOUS or t <= MASKED_TOKENS),
-        )
-        for rows in (CONTIGUOUS, MASKED)
-        for short, n, k in (("gemm1", 2 * i, h), ("gemm2", h, i))
-    )
-
-
-GEMMS = grouped_gemms()
-TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)
-DEFINITIONS = {definition.name: definition for definition in TABLE}
 DEFAULT = MOE[0]
 """The one that programs take without --definition."""
 assert DEFAULT.name == DEFINITION
 
-SIZE_AXES = ("seq_len", "total_rows", "max_rows")
+GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
+MASKED_TOKENS = 901
+"""Up to here a grouped GEMM has masked workloads: that is the layout of few rows."""
+GEMMS = tuple(
+    GemmDefinition(
+        model=DEFAULT.model,
+        tags=DEFAULT.tags,
+        short=short + ("_masked" if rows == MASKED else ""),
+        experts=DEFAULT.num_local_experts,
+        n=n,
+        k=k,
+        rows=rows,
+        tokens=tuple(t for t in GEMM_TOKENS if rows == CONTIGUOUS or t <= MASKED_TOKENS),
+    )
+    for rows in (CONTIGUOUS, MASKED)
+    for short, n, k in (
+        ("gemm1", 2 * DEFAULT.intermediate_size, DEFAULT.hidden_size),
+        ("gemm2", DEFAULT.hidden_size, DEFAULT.intermediate_size),
+    )
+)
+"""Both GEMMs of the default layer in both layouts."""
+TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)
+DEFINITIONS = {definition.name: definition for definition in TABLE}
 
 
 def size_of(axes: Mapping[str, Any]) -> int:
     """The number that a workload with these axes is chosen and listed by, the T of the tables: its
     tokens, or the rows of a grouped GEMM (masked: those reserved for an expert); 0 where it has
     none of them."""
-    return next((int(axes[axis]) for axis in SIZE_AXES if axis in axes), 0)
+    sizes = ("seq_len", "total_rows", "max_rows")
+    return next((int(axes[axis]) for axis in sizes if axis in axes), 0)
 
 
 def full_name(name: str) -> str:
@@ -287,11 +249,8 @@ def full_name(name: str) -> str:
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:
-    """By its name, or by the short one.
-
-    Raises:
-        UsageError: there is none; the message lists those that there are.
-    """
+    """By its name, or by the short one. Raises UsageError: there is none; the message lists those
+    that there are."""
     found = DEFINITIONS.get(full_name(name))
     if found is not None:
         return found

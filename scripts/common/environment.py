@@ -61,11 +61,7 @@ def source() -> dict[str, Any]:
     their hash."""
     commit = _output(["git", "rev-parse", "HEAD"])
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
-    return {
-        "commit": commit,
-        "modified": bool(changed) if commit else None,
-        "hash": source_hash(),
-    }
+    return {"commit": commit, "modified": bool(changed) if commit else None, "hash": source_hash()}
 
 
 def gpus() -> list[dict[str, str]]:

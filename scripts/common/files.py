@@ -1,9 +1,11 @@
 """Writing a file whole or not at all: a full disk or a crash leaves the one that was there."""
 
 import contextlib
+import json
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -28,3 +30,7 @@ def write(path: Path, content: str | bytes) -> None:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,8 @@
 """Progress of long work, with the time that remains."""
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from scripts.common.command_line import say
 
@@ -22,10 +24,9 @@ class Progress:
     14107 tokens takes far longer than one of 7.
     """
 
-    def __init__(self, total: int, weight: float = 0.0, quiet: bool = False):
+    def __init__(self, total: int, weight: float = 0.0):
         self.total = total
         self.weight = weight or float(total)
-        self.quiet = quiet
         self.done = 0
         self.done_weight = 0.0
         self.start = time.monotonic()
@@ -35,8 +36,6 @@ class Progress:
 
     def step(self, text: str) -> None:
         """Announce the step that begins now."""
-        if self.quiet:
-            return
         elapsed = self.elapsed()
         line = f"[{self.done + 1:>{len(str(self.total))}}/{self.total}] {text}"
         line += f"   elapsed {duration(elapsed)}"
@@ -47,10 +46,25 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line about the step under way."""
-        if not self.quiet:
-            say(" " * (2 * len(str(self.total)) + 4) + text)
+        say(" " * (2 * len(str(self.total)) + 4) + text)
 
     def finish(self, weight: float = 1.0) -> None:
         """The step announced last is over."""
         self.done += 1
         self.done_weight += weight
+
+
+T = TypeVar("T")
+
+
+def steps(
+    items: Sequence[T],
+    text: Callable[[T], str] = str,
+    weight: Callable[[T], float] = lambda item: 1.0,
+) -> Iterator[T]:
+    """The items one after the other, each announced as a step of its weight."""
+    progress = Progress(len(items), sum(map(weight, items)))
+    for item in items:
+        progress.step(text(item))
+        yield item
+        progress.finish(weight(item))

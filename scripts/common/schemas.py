@@ -9,14 +9,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    Discriminator,
-    Field,
-    FiniteFloat,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Discriminator, Field, FiniteFloat, Tag, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
@@ -140,8 +133,7 @@ def _kind(row: Any) -> str:
 
 
 GemmRow = Annotated[
-    Annotated[TimedRow, Tag("timed")] | Annotated[GemmProblem, Tag("failed")],
-    Discriminator(_kind),
+    Annotated[TimedRow, Tag("timed")] | Annotated[GemmProblem, Tag("failed")], Discriminator(_kind)
 ]
 
 

@@ -1,29 +1,48 @@
-"""A run of flashinfer-bench's benchmark, and the measurements that follow it on a GPU."""
+"""A run of flashinfer-bench's Benchmark: its settings, results kept workload by workload,
+interrupts, progress; and the measurements that follow it on a GPU."""
 
+import logging
+import logging.handlers
+import multiprocessing
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from threading import Event, Thread
+from types import FrameType
+from typing import Any
+
+import torch
+from flashinfer_bench.bench import Benchmark, BenchmarkConfig
+from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment
-from scripts.common.command_line import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, os_error, say
+from scripts.common.command_line import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    UsageError,
+    os_error,
+    say,
+)
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.progress import Progress
+from scripts.common.progress import Progress, duration
 from scripts.common.project import ROOT
-from scripts.data.dataset import ours, tokens
+from scripts.common.text import number
+from scripts.data.dataset import load_tensors, ours, tokens
 from scripts.data.records import TIMING, TOLERANCE
 from scripts.measure import cpu_bench
-from scripts.measure.gpu_bench import run_on_gpu, weight
 from scripts.measure.plan import Plan
-from scripts.measure.runs import NotKept, Run, find_run, new_run, settings_hash
+from scripts.measure.runs import NotKept, Run, find_run, new_run, record_of, settings_hash
 from scripts.pack.availability import NEEDS_GPU
-
-if TYPE_CHECKING:
-    from flashinfer_bench.bench import BenchmarkConfig
-    from flashinfer_bench.data import Trace
 
 GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 TRIALS, TRIALS_OF_LARGE = 3, 1
@@ -38,10 +57,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-def configuration(args: Namespace, on_gpu: bool) -> "BenchmarkConfig":
+def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
     """The options as flashinfer-bench takes them."""
-    from flashinfer_bench.bench import BenchmarkConfig
-
     trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
     return BenchmarkConfig(
         warmup_runs=args.warmup,
@@ -55,7 +72,7 @@ def configuration(args: Namespace, on_gpu: bool) -> "BenchmarkConfig":
     )
 
 
-def open_run(args: Namespace, plan: Plan, config: "BenchmarkConfig", on_gpu: bool) -> Run:
+def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool) -> Run:
     """A new run, or the one to resume, ready to take results."""
     timing = cpu_bench.TIMING
     if on_gpu:
@@ -101,11 +118,9 @@ def open_run(args: Namespace, plan: Plan, config: "BenchmarkConfig", on_gpu: boo
 
 
 def measure(
-    args: Namespace, plan: Plan, config: "BenchmarkConfig", run: Run, on_gpu: bool
+    args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool
 ) -> Outcome:
     """Measure what the run has no results of; every workload's results are kept at once."""
-    import torch
-
     done = run.done()
     pairs = [
         (t, left)
@@ -119,7 +134,7 @@ def measure(
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
 
-    def store(results: "list[Trace]") -> None:
+    def store(results: list[Trace]) -> None:
         stamped = run.store(results)
         if args.store_in_dataset and not ours(args.local):
             plan.trace_set.add_traces(stamped)
@@ -176,3 +191,155 @@ def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
             missing = [*arguments, *(["--missing"] if name == "device" else [])]
             again = f"run.py check {shlex.join(missing)}"
             say(f"check --only {name} failed; its figures are incomplete: {again}")
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def run_on_gpu(
+    trace_set: TraceSet,
+    pairs: Sequence[tuple[Trace, list[Solution]]],
+    config: BenchmarkConfig,
+    store: Callable[[list[Trace]], None],
+    progress: Progress,
+    large: bool = False,
+) -> list[str]:
+    """flashinfer-bench's Benchmark, one workload at a time on one set of worker processes, so that
+    every workload's results are kept as soon as they are there. Returns what went wrong.
+
+    With `large` every workload has worker processes of its own: theirs, as long as they live, hold
+    the inputs that they were given last, which this process then cannot free.
+    """
+    logger = logging.getLogger("flashinfer_bench")
+    handler = logging.handlers.BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    logger.propagate = False
+
+    errors = []
+    one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
+
+    def begin() -> Benchmark:
+        with ignored_interrupts():  # which the worker processes inherit
+            return Benchmark(one, config)
+
+    benchmark = begin()
+    try:
+        for i, (trace, solutions) in enumerate(pairs):
+            if large and i:
+                end(benchmark)
+                benchmark = begin()
+            workload = trace.workload
+            names = [s.name for s in solutions]
+            progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
+            one.workloads = {trace.definition: [trace]}
+            one.solutions = {trace.definition: solutions}
+            handler.flush()  # forgets what was said of the workload before
+            why = ""
+            with (
+                finish_before_interrupt() as interrupted,
+                announce(Path(config.log_dir), names, progress),
+            ):
+                try:
+                    # flashinfer-bench gives the GPU up after three workloads that cannot be read.
+                    load_tensors(one, workload)
+                    results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+                except UsageError as error:
+                    results, why = [], str(error)
+                except SystemExit as error:  # the reference runs in this process
+                    said = f"calls sys.exit({error.code})"
+                    results, why = [], f"the reference of {trace.definition} {said}"
+            if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
+                results = [r for r in results if record_of(r).passed]
+            store(results)
+            for record in map(record_of, results):
+                said = f": {record.reason}" if record.reason else ""
+                if record.passed:
+                    said = f" {number(record.speedup)}x {number(record.latency_ms, '.4f')} ms"
+                progress.note(f"{record.solution}: {record.status}{said}")
+            missing = {s.name for s in solutions} - {r.solution for r in results}
+            if missing and not interrupted.is_set():
+                logged = [line.getMessage() for line in handler.buffer]
+                why = why or (logged[-1] if logged else "no result")
+                errors.append(f"T={tokens(workload)} ({workload.uuid}): {sorted(missing)}: {why}")
+                progress.note(errors[-1])
+            progress.finish(weight(tokens(workload)))
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+    finally:
+        end(benchmark)
+        logger.removeHandler(handler)
+        logger.propagate = True
+    return errors
+
+
+def end(benchmark: Benchmark) -> None:
+    """Its worker processes, and what this one still held for them."""
+    benchmark.close()
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches every process of the terminal; those started here leave it to this one."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def finish_before_interrupt() -> Iterator[Event]:
+    """The first Ctrl-C sets the event and nothing else, so that the workload under way is finished
+    and kept; flashinfer-bench would evaluate its remaining solutions anyway and then drop them all.
+    The second one ends the process."""
+    interrupted = Event()
+
+    def handle(signal_number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            for child in multiprocessing.active_children():
+                child.terminate()
+            say("stopped; `run.py rank` shows what was kept")
+            os._exit(EXIT_INTERRUPTED)
+        interrupted.set()
+        say("finishing this workload; Ctrl-C again stops at once")
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def announce(log_dir: Path, names: Sequence[str], progress: Progress) -> Iterator[None]:
+    """A line for each solution when its evaluation begins. flashinfer-bench hands over the results
+    of a workload all at once, but its worker opens the log file `<solution>_<time>.log` before
+    each."""
+    begin, over = time.time(), Event()
+
+    def watch() -> None:
+        seen: set[str] = set()
+        while not over.wait(0.25):
+            for path in log_dir.glob("*.log"):
+                name, _, stamp = path.stem.rpartition("_")
+                if name in names and name not in seen and float(stamp) >= begin:
+                    seen.add(name)
+                    spent = duration(progress.elapsed())
+                    progress.note(f"running {name} ({len(seen)} of {len(names)}), elapsed {spent}")
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def weight(length: int) -> float:
+    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
+    return 1 + length / 4000

@@ -16,15 +16,16 @@ tokens of those compared, and the largest relative difference of a token (Euclid
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scripts.common.progress import Progress
-from scripts.measure.evaluate import fresh, refuse_changed, run_solution
+import torch
+from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition
+
+from scripts.common.progress import steps
+from scripts.measure.check import fresh, refuse_changed, run_solution
 from scripts.measure.timing import FAILURES, capture, failure, waits
-
-if TYPE_CHECKING:
-    import torch
-    from flashinfer_bench.data import Definition
 
 MAX_TOKENS = 1024
 """Of the whole on a GPU: many more take longer and show nothing else."""
@@ -38,9 +39,8 @@ Figures = dict[str, Any]
 """Of one check: `compared` and `differ` (tokens) and `largest`; or why it was `not_tried`."""
 
 
-def part(definition: "Definition", inputs: Sequence[Any], index: "torch.Tensor") -> list[Any]:
+def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> list[Any]:
     """The inputs of these tokens, in this order; what has no tokens is shared."""
-    import torch
 
     def take(x: Any, shape: Sequence[str] | None) -> Any:
         if not isinstance(x, torch.Tensor) or TOKEN_AXIS not in (shape or ()):
@@ -54,9 +54,8 @@ def part(definition: "Definition", inputs: Sequence[Any], index: "torch.Tensor")
     return [take(x, spec.shape) for x, spec in zip(inputs, specs, strict=True)]
 
 
-def compare(got: "torch.Tensor", wanted: "torch.Tensor") -> Figures:
+def compare(got: torch.Tensor, wanted: torch.Tensor) -> Figures:
     """Figures of two outputs, token by token."""
-    import torch
 
     def bits(x: torch.Tensor) -> torch.Tensor:  # NaN equals itself, and 0 does not equal -0
         return x.contiguous().view(torch.uint8).flatten(1)
@@ -76,16 +75,14 @@ class Solution:
     inputs: list[Any]
     device: str
 
-    def __call__(self, index: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def __call__(self, index: torch.Tensor | None = None) -> torch.Tensor:
         """The output of these tokens, or of all."""
         definition, mine = self.runnable.metadata.definition, self.inputs
         mine = mine if index is None else part(definition, mine, index)
         return run_solution(self.runnable, mine, self.device)
 
 
-def on_another_stream(solution: Solution) -> "torch.Tensor":
-    import torch
-
+def on_another_stream(solution: Solution) -> torch.Tensor:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -94,11 +91,8 @@ def on_another_stream(solution: Solution) -> "torch.Tensor":
     return output
 
 
-def replayed(solution: Solution, between: Callable[[], object]) -> "torch.Tensor | str":
+def replayed(solution: Solution, between: Callable[[], object]) -> torch.Tensor | str:
     """The output of a replay of the captured call, after other calls; or why it is not captured."""
-    import torch
-    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
-
     metadata = solution.runnable.metadata
     if not metadata.destination_passing_style:
         return "returns its output"
@@ -116,10 +110,8 @@ def replayed(solution: Solution, between: Callable[[], object]) -> "torch.Tensor
     return output
 
 
-def batches(output: "torch.Tensor", width: int, calls: int) -> "list[torch.Tensor]":
+def batches(output: torch.Tensor, width: int, calls: int) -> list[torch.Tensor]:
     """Indices of neighbouring tokens, `width` at a time, as far as one of them has an output."""
-    import torch
-
     alive = output.ne(0).flatten(1).any(dim=1)
     every = torch.arange(len(output), device=output.device).split(width)
     useful = [index for index in every if bool(alive[index].any())]
@@ -131,14 +123,12 @@ def batches(output: "torch.Tensor", width: int, calls: int) -> "list[torch.Tenso
 
 def checks(solution: Solution, calls: int) -> dict[str, Figures]:
     """All that is looked at, by the check's name."""
-    import torch
-
     first = solution()
     count = len(first)
     all_tokens = torch.arange(count, device=first.device)
     twice = all_tokens.repeat(2)
 
-    def other_sizes() -> "torch.Tensor":
+    def other_sizes() -> torch.Tensor:
         doubled = solution(twice)
         solution(all_tokens[: WIDTHS[1]])
         return doubled
@@ -166,27 +156,16 @@ def checks(solution: Solution, calls: int) -> dict[str, Figures]:
     return found
 
 
-def look_at(runnable: Any, inputs: Sequence[Any], device: str, calls: int) -> dict[str, Figures]:
-    """The checks of a built solution, on copies of the inputs. Raises ChangedInputs."""
-    mine = Solution(runnable, fresh(inputs), device)
-    found = checks(mine, calls)
-    refuse_changed(runnable.metadata.definition, mine.inputs, inputs)
-    return found
-
-
 def measure(
-    definition: "Definition", solutions: Sequence[Any], inputs: list[Any], device: str, calls: int
+    definition: Definition, solutions: Sequence[Any], inputs: list[Any], device: str, calls: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each solution, by name, the `checks`, or an `error`."""
-    from flashinfer_bench.compile import BuilderRegistry
-
     registry = BuilderRegistry.get_instance()
-    progress = Progress(len(solutions))
-    for solution in solutions:
-        progress.step(f"bits of {solution.name}")
+    for solution in steps(solutions, lambda s: f"bits of {s.name}"):
         try:
-            found = look_at(registry.build(definition, solution), inputs, device, calls)
+            mine = Solution(registry.build(definition, solution), fresh(inputs), device)
+            found = checks(mine, calls)
+            refuse_changed(definition, mine.inputs, inputs)
             yield solution.name, {"checks": found}
         except FAILURES as error:
             yield solution.name, failure(error)
-        progress.finish()

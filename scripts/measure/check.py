@@ -1,37 +1,102 @@
-"""What is measured of a finished run beside flashinfer-bench's own figures, or without a run: the
-accuracy of every solution on every workload, and the time that its calls take on the GPU.
+"""Calls of built solutions outside of flashinfer-bench's Benchmark: checked outputs, accuracy, and
+the time on the GPU, of a finished run or without one.
 
-Each figure goes into the traces of the run (correctness.extra).
+As in flashinfer-bench's timing, a solution gets copies of the inputs, so that one that writes into
+them harms no other; that it did is found by comparing the copies with what they were made of.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition
+from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import UsageError
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
-from scripts.measure.evaluate import (
-    changed,
-    fresh,
-    metrics,
-    run_reference,
-    run_solution,
-    tolerance_name,
-)
 from scripts.measure.plan import Plan
-from scripts.measure.timing import (
-    FAILURES,
-    Timed,
-    device_times,
-    failure,
-    harness_times,
-    timed,
-)
+from scripts.measure.timing import FAILURES, Timed, device_times, failure, harness_times, timed
 
-if TYPE_CHECKING:
-    import torch
+
+class ChangedInputs(Exception):
+    """A solution wrote into its inputs; the message says into which."""
+
+
+def tolerance_name(rtol: float, atol: float) -> str:
+    return f"{rtol:g}/{atol:g}"
+
+
+def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+    """The figures that go into a trace's correctness.extra."""
+    return {
+        "cosine": float(cosine(output, reference)),
+        "calc_diff": float(calc_diff(output, reference)),
+        "matched_ratios": {
+            tolerance_name(rtol, atol): float(matched_ratio(output, reference, rtol, atol))
+            for rtol, atol in ACCURACY_TOLERANCES
+        },
+    }
+
+
+def fresh(inputs: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors among the inputs; the rest as it is."""
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> list[str]:
+    """The names of the inputs that are no longer the bytes of the originals."""
+    return [
+        name
+        for name, x, original in zip(definition.inputs, inputs, originals, strict=True)
+        if isinstance(original, torch.Tensor) and not torch.equal(_bytes(x), _bytes(original))
+    ]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: NaN equals itself, and 0 does not equal -0."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def refuse_changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> None:
+    """Raise ChangedInputs where the inputs are no longer what the originals are."""
+    if names := changed(definition, inputs, originals):
+        raise ChangedInputs(f"the solution changes its inputs: {', '.join(names)}")
+
+
+def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
+    """The output of a built solution, whose memory is filled with NaN before: an element that is
+    not written shows."""
+    definition = runnable.metadata.definition
+    with torch.no_grad():
+        if runnable.metadata.destination_passing_style:
+            outputs = allocate_outputs(definition, list(inputs), device)
+            for output in outputs:
+                output.fill_(float("nan"))
+            runnable(*inputs, *outputs)
+        else:
+            outputs = normalize_result(definition, runnable(*inputs), device)
+    return outputs[0]
+
+
+def run_reference(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.Tensor, float]:
+    """The output of the definition's reference, and the seconds that it took. Raises RuntimeError:
+    it fails or calls sys.exit; one line says how."""
+    try:
+        reference = BuilderRegistry.get_instance().build_reference(definition)
+        start = time.perf_counter()
+        return reference(*inputs), time.perf_counter() - start
+    except FAILURES as error:
+        said = f"the reference of {definition.name} fails: {type(error).__name__}: {error}"
+        raise RuntimeError(said.splitlines()[0]) from error
+
+
+# --- accuracy and device times of a plan ----------------------------------------------------------
 
 Figures = dict[tuple[str, str], dict[str, Any]]
 """What is known of a (workload's uuid, solution), or its `error`."""
@@ -41,8 +106,6 @@ def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
     """Cosine, calc_diff and matched ratios of each solution, of one workload after the other. Each
     runs once, on copies of inputs drawn from the seed. Where Ctrl-C comes, what is known of a
     workload is given before."""
-    from flashinfer_bench.compile import BuilderRegistry
-
     registry = BuilderRegistry.get_instance()
     definition = definition_of(plan.trace_set)
     inputs_of = Inputs(plan.trace_set, device, seed)
@@ -73,18 +136,15 @@ def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
 def _steps(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]]:
     """Every workload with the solutions that are to be measured on it; its weight is `base` and a
     unit a token."""
-    weights = [base + tokens(t.workload) for t in plan.workloads]
-    progress = Progress(len(weights), sum(weights))
-    for trace, weight in zip(plan.workloads, weights, strict=True):
-        workload = trace.workload
-        progress.step(f"{what} of T={tokens(workload)} ({workload.uuid[:8]})")
+    for workload in steps(
+        [trace.workload for trace in plan.workloads],
+        lambda w: f"{what} of T={tokens(w)} ({w.uuid[:8]})",
+        lambda w: base + tokens(w),
+    ):
         yield workload, [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
-        progress.finish(weight)
 
 
-def _judge(
-    runnable: Any, inputs: list[Any], expected: "torch.Tensor", device: str
-) -> dict[str, Any]:
+def _judge(runnable: Any, inputs: list[Any], expected: torch.Tensor, device: str) -> dict[str, Any]:
     mine = fresh(inputs)
     result = metrics(run_solution(runnable, mine, device), expected)
     if names := changed(runnable.metadata.definition, mine, inputs):
@@ -116,8 +176,6 @@ def times_of(
     plan: Plan, solutions: Sequence[Any], inputs: Sequence[Any], repeats: int
 ) -> dict[str, dict[str, Any]]:
     """The `device` and `harness` figures of each solution on these inputs, or its `error`."""
-    import torch
-
     found: dict[str, dict[str, Any]] = {}
     calls: dict[str, Timed] = {}
     for solution in solutions:

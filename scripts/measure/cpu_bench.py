@@ -1,9 +1,8 @@
 """The packed solutions on CPU tensors: their torch model against the definition's reference.
 
 For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
-the times are those of the torch model on the CPU and say nothing about a GPU. The weights are drawn
-once and shared by the workloads (see dataset.Inputs), every solution gets copies of the inputs, and
-one trial is run instead of three.
+the times say nothing about a GPU. The workloads share their weights (see dataset.Inputs), every
+solution gets copies of the inputs, and one trial is run instead of three.
 """
 
 import math
@@ -13,13 +12,30 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.bench import BenchmarkConfig
+from flashinfer_bench.bench.utils import compute_error_stats
+from flashinfer_bench.compile import BuilderRegistry, BuildError
+from flashinfer_bench.data import (
+    Correctness,
+    Definition,
+    Environment,
+    Evaluation,
+    EvaluationStatus,
+    Performance,
+    Solution,
+    Trace,
+    TraceSet,
+)
+from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
+from scripts.common.definitions import DEFAULT
 from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.measure.evaluate import (
+from scripts.measure.check import (
     ChangedInputs,
     fresh,
     metrics,
@@ -29,35 +45,17 @@ from scripts.measure.evaluate import (
 )
 from scripts.measure.timing import FAILURES
 
-if TYPE_CHECKING:
-    import torch
-    from flashinfer_bench.bench import BenchmarkConfig
-    from flashinfer_bench.data import Definition, Evaluation, Solution, Trace, TraceSet
-
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
-CPU_MAX_TOKENS = 16
-"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
-CPU_MAX_RESERVED = 128
-"""The same of masked rows, which are reserved 128 at a time."""
 # Further calls stop after this long; the first, whose output is judged, counts too.
 SECONDS_PER_SOLUTION = 5.0
 BESIDE_WEIGHTS = 3 * 2**30
 """Bytes that the libraries take, and what a solution allocates."""
 
 
-def max_size(definition: Entry) -> int:
-    """The size, see `size_of`, of the largest workload that runs on the CPU unless more are asked
-    for."""
-    masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
-    return CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
-
-
-def memory_needed(definition: "Definition") -> int:
+def memory_needed(definition: Definition) -> int:
     """Bytes: the weights, beside them a solution's copies of them or what the reference makes of
     them, and the rest. The first definition's reference makes float32 copies of all weights, the
     others' of one expert's at a time."""
-    from flashinfer_bench.utils import dtype_str_to_torch_dtype
-
     constant = definition.const_axes
     elements = size = 0
     for spec in definition.inputs.values():
@@ -80,31 +78,25 @@ def available_memory() -> int | None:
     return None
 
 
-def _evaluate(
-    definition: "Definition",
-    solution: "Solution",
+def outcome(
+    definition: Definition,
+    solution: Solution,
     inputs: list[Any],
-    expected: "torch.Tensor",
+    expected: torch.Tensor,
     reference_ms: float,
-    config: "BenchmarkConfig",
-    evaluation: Callable[..., "Evaluation"],
+    config: BenchmarkConfig,
     seed: int,
-) -> "Evaluation":
-    """What flashinfer-bench does with a solution, for CPU tensors; `evaluation` makes its record.
-    The solution gets copies of the inputs and fails if it changes them."""
-    import torch
-    from flashinfer_bench.bench.utils import compute_error_stats
-    from flashinfer_bench.compile import BuilderRegistry, BuildError
-    from flashinfer_bench.data import Correctness, EvaluationStatus, Performance
-
+) -> tuple[EvaluationStatus, dict[str, Any]]:
+    """What flashinfer-bench does with a solution, for CPU tensors: its status and what its record
+    says. The solution gets copies of the inputs and fails if it changes them."""
     try:
         runnable = BuilderRegistry.get_instance().build(definition, solution)
     except (BuildError, SystemExit):
-        return evaluation(EvaluationStatus.COMPILE_ERROR, log=traceback.format_exc())
+        return EvaluationStatus.COMPILE_ERROR, {"log": traceback.format_exc()}
     mine = fresh(inputs)
     times: list[float] = []
 
-    def call() -> "torch.Tensor":
+    def call() -> torch.Tensor:
         start = time.perf_counter()
         output = run_solution(runnable, mine, "cpu")
         times.append(time.perf_counter() - start)
@@ -113,54 +105,46 @@ def _evaluate(
     try:
         output = call()
         refuse_changed(definition, mine, inputs)
-        if output.shape != expected.shape:
-            return evaluation(
-                EvaluationStatus.INCORRECT_SHAPE, log=f"{output.shape} is not {expected.shape}"
-            )
-        if output.dtype != expected.dtype:
-            return evaluation(
-                EvaluationStatus.INCORRECT_DTYPE, log=f"{output.dtype} is not {expected.dtype}"
-            )
+        for status, got, wanted in (
+            (EvaluationStatus.INCORRECT_SHAPE, output.shape, expected.shape),
+            (EvaluationStatus.INCORRECT_DTYPE, output.dtype, expected.dtype),
+        ):
+            if got != wanted:
+                return status, {"log": f"{got} is not {wanted}"}
         if not bool(torch.isfinite(output).all()):
             bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
             correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
-            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
         max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
+        extra = {"matched_ratio": matched, **metrics(output, expected), "seed": seed}
         correctness = Correctness(
-            max_relative_error=max_rel,
-            max_absolute_error=max_abs,
-            extra={"matched_ratio": matched, **metrics(output, expected), "seed": seed},
+            max_relative_error=max_rel, max_absolute_error=max_abs, extra=extra
         )
         if wrong:
-            return evaluation(EvaluationStatus.INCORRECT_NUMERICAL, correctness=correctness)
+            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
         while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
             call()
         refuse_changed(definition, mine, inputs)
     except ChangedInputs as error:
-        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=str(error))
+        return EvaluationStatus.RUNTIME_ERROR, {"log": str(error)}
     except FAILURES:
-        return evaluation(EvaluationStatus.RUNTIME_ERROR, log=traceback.format_exc())
+        return EvaluationStatus.RUNTIME_ERROR, {"log": traceback.format_exc()}
     latency = 1e3 * statistics.median(times)
     performance = Performance(
-        latency_ms=latency,
-        reference_latency_ms=reference_ms,
-        speedup_factor=reference_ms / latency,
+        latency_ms=latency, reference_latency_ms=reference_ms, speedup_factor=reference_ms / latency
     )
-    return evaluation(EvaluationStatus.PASSED, correctness=correctness, performance=performance)
+    return EvaluationStatus.PASSED, {"correctness": correctness, "performance": performance}
 
 
 def run(
-    trace_set: "TraceSet",
-    pairs: "Sequence[tuple[Trace, list[Solution]]]",
-    config: "BenchmarkConfig",
+    trace_set: TraceSet,
+    pairs: Sequence[tuple[Trace, list[Solution]]],
+    config: BenchmarkConfig,
     seed: int,
-    store: Callable[[list["Trace"]], None],
+    store: Callable[[list[Trace]], None],
     progress: Progress,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done."""
-    from flashinfer_bench.data import Environment, Evaluation, EvaluationStatus, Trace
-    from flashinfer_bench.utils import env_snapshot
-
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
     if memory is not None and memory < needed:
@@ -173,10 +157,6 @@ def run(
         hardware=snapshot.hardware,
         libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
     )
-
-    def evaluation(status: "EvaluationStatus", **fields: Any) -> "Evaluation":
-        now = datetime.now().isoformat()
-        return Evaluation(status=status, environment=environment, timestamp=now, **fields)
 
     inputs_of = Inputs(trace_set, "cpu", seed)
     for trace, solutions in pairs:
@@ -193,29 +173,27 @@ def run(
         results: list[Trace] = []
         try:
             for solution in solutions:
-                result = (
-                    evaluation(EvaluationStatus.RUNTIME_ERROR, log=failed)
-                    if failed
-                    else _evaluate(
-                        definition,
-                        solution,
-                        inputs,
-                        expected,
-                        1e3 * seconds,
-                        config,
-                        evaluation,
-                        seed,
+                status, fields = EvaluationStatus.RUNTIME_ERROR, {"log": failed}
+                if not failed:
+                    reference_ms = 1e3 * seconds
+                    status, fields = outcome(
+                        definition, solution, inputs, expected, reference_ms, config, seed
                     )
+                evaluation = Evaluation(
+                    status=status,
+                    environment=environment,
+                    timestamp=datetime.now().isoformat(),
+                    **fields,
                 )
                 results.append(
                     Trace(
                         definition=definition.name,
                         workload=workload,
                         solution=solution.name,
-                        evaluation=result,
+                        evaluation=evaluation,
                     )
                 )
-                progress.note(f"{solution.name}: {result.status.value}")
+                progress.note(f"{solution.name}: {status.value}")
         finally:  # also what an interrupted workload has so far
             if results:
                 store(results)

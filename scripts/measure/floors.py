@@ -2,9 +2,8 @@
 
 Floor = the larger of the time that a kernel takes which only reads the weights of the experts that
 have rows, and FLOPs over FP8 rate. Both are measured: the reading for every workload by itself,
-after the L2 cache was overwritten as the benchmark does it (weight_stream); the rate by a dense FP8
-matrix product. Tokens, logits and output are left out: less than 2 % of the bytes up to T=901, and
-beyond that the FLOPs decide. FLOPs: both GEMMs of every pair of token and local expert.
+with a cold L2 cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits and
+output are left out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide.
 
 With the rates of another record of the same GPU nothing is measured; the reading then is bytes over
 the bandwidth of a large read or copy, which some kernels exceed.
@@ -16,18 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.floors import floor_ms
 from scripts.common.text import text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, Histogram, histograms
 from scripts.measure.gemm_variants import readings
-from scripts.measure.gpu import (
-    Rates,
-    describe_rates,
-    measure_rates,
-    require_gpu,
-)
+from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gpu
 from scripts.measure.timing import Reading, time_variants
 
 
@@ -37,8 +33,6 @@ def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float
     A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
     faster of the orders that a tensor can be read in, median of the replays.
     """
-    import torch
-
     experts = len(found[0].rows)
     tensors = [
         torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
@@ -75,11 +69,8 @@ def workloads(found: Sequence[Histogram]) -> list[dict[str, Any]]:
 
 
 def recorded_rates(path: Path) -> tuple[dict[str, Any], Rates]:
-    """What a record of gemm_bench or floors was measured on, and the rates it measured.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """What a record of gemm_bench or floors was measured on, and the rates it measured. Raises
+    UsageError: it has none."""
     try:
         measured = json.loads(path.read_text(encoding="utf-8"))
         source = {key: measured[key] for key in ("hardware", "environment")}

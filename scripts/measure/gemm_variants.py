@@ -9,30 +9,129 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from flashinfer_bench.data import Solution
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
+
 from scripts.measure import gpu
-from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Operands, Placed, Problem, padded
+from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
 from scripts.measure.timing import Call, Reading
+from scripts.measure.weight_stream import readers
 
 if TYPE_CHECKING:
-    import torch
     from moe_fp8.baselines.triton_gemm import Tile
     from moe_fp8.baselines.triton_stages import Rows
 
-LAYOUTS = ("batched", "aligned", "flat")
-SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
-"""Module and row layout of those that choose their configs."""
-
+TMA_ROWS = 4
 MOST_ROWS = 1024
 """Of an expert: the heuristics' last bounds are below."""
 
 
-def readings(weights: "torch.Tensor", rows: Sequence[int]) -> list[Reading]:
+class Weights:
+    """Sets of weights of one shape, drawn when they are asked for."""
+
+    def __init__(self, experts: int, n: int, k: int, device: torch.device, seed: int):
+        self.shape = (experts, n, k)
+        self.generator = torch.Generator(device=device)
+        self.generator.manual_seed(seed)
+        self.sets: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.generator.device)
+
+    def fp8(self, rows: int, k: int) -> torch.Tensor:
+        return self.normal(rows, k).clamp_(-2.0, 2.0).to(torch.float8_e4m3fn)
+
+    def get(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(b [E, n, k], b_scale [E, n / 128, k / 128]) of set `index`."""
+        experts, n, k = self.shape
+        while len(self.sets) <= index:
+            b = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device=self.generator.device)
+            for e in range(experts):
+                b[e].copy_(self.fp8(n, k))
+            self.sets.append((b, self.normal(experts, n // BLOCK, k // BLOCK)))
+        return self.sets[index]
+
+
+@functools.lru_cache(maxsize=1)
+def weights(experts: int, n: int, k: int, device: str, seed: int) -> Weights:
+    """The weights of a shape, kept until another shape is asked for."""
+    return Weights(experts, n, k, torch.device(device), seed)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The rows of a problem at other places: operands, output, and where each row now lies."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    out: torch.Tensor
+    index: torch.Tensor
+
+
+class Operands:
+    """One set of operands. The values are those that flashinfer-bench draws; layouts other than
+    the flat one are made, when asked for, outside the timing."""
+
+    def __init__(self, problem: Problem, source: Weights, index: int = 0):
+        self.problem = problem
+        self.b, self.b_scale = source.get(index)
+        device = self.b.device
+        blocks = problem.k // BLOCK
+        total = max(TMA_ROWS, padded(problem.pairs, TMA_ROWS))
+        self.a = source.fp8(total, problem.k)
+        self.a_scale = source.normal(blocks, total)
+        self.out = torch.empty((total, problem.n), dtype=torch.bfloat16, device=device)
+        self.rows_per_expert = torch.tensor(problem.rows, dtype=torch.int32, device=device)
+        ends = self.rows_per_expert.cumsum(0, dtype=torch.int32)
+        self.m_indptr = torch.cat([ends.new_zeros(1), ends])
+        self.index = torch.arange(problem.pairs, device=device)
+
+    def placed(self, starts: Sequence[int], total: int) -> Placed:
+        """Expert e's rows from row `starts[e]` on, of `total`; the other rows are zero."""
+        counts = self.rows_per_expert.long()
+        shift = torch.tensor(starts, device=self.a.device) - self.m_indptr[:-1]
+        index = self.index + shift.repeat_interleave(counts)
+        p, pairs = self.problem, self.problem.pairs
+        a = torch.zeros((total, p.k), dtype=torch.uint8, device=self.a.device)
+        a[index] = self.a[:pairs].view(torch.uint8)  # indexing knows no FP8
+        a_scale = self.a_scale.new_zeros((self.a_scale.shape[0], total))
+        a_scale[:, index] = self.a_scale[:, :pairs]
+        out = self.out.new_empty((total, p.n))
+        return Placed(a.view(self.a.dtype), a_scale, out, index)
+
+    @functools.cached_property
+    def batched(self) -> Placed:
+        """Expert e owns rows from `e * max_rows` on."""
+        p = self.problem
+        return self.placed([e * p.max_rows for e in range(p.experts)], p.experts * p.max_rows)
+
+    @functools.cached_property
+    def aligned(self) -> Placed:
+        """Every expert begins at a multiple of 128 rows, with no room for those without rows."""
+        starts = self.aligned_rows[0].tolist()
+        total = sum(padded(rows, BLOCK) for rows in self.problem.rows)
+        return self.placed(starts, max(BLOCK, total))
+
+    @functools.cached_property
+    def aligned_rows(self) -> torch.Tensor:
+        """[2, E] int32: first row and end of every expert in `aligned`."""
+        padded_rows = [padded(rows, BLOCK) for rows in self.problem.rows]
+        starts = list(itertools.accumulate([0, *padded_rows[:-1]]))
+        ends = [start + rows for start, rows in zip(starts, self.problem.rows, strict=True)]
+        return torch.tensor([starts, ends], dtype=torch.int32).to(self.a.device)
+
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
     """Launches that only read the weights [E, N, K] of the experts that have rows, each in another
     order."""
-    import torch
-
-    from scripts.measure.weight_stream import readers
-
     device = weights.device
     active = [e for e, count in enumerate(rows) if count]
     experts = torch.tensor(active, dtype=torch.int32, device=device)
@@ -61,8 +160,6 @@ def heuristic(problem: Problem) -> Any:
 def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
     """Our kernel with a config, with that which a function gives for the problem, or, without
     either, the heuristic's."""
-    from moe_fp8.kernels import operations as kernels
-    from moe_fp8.layer.rows import batched_rows, flat_rows
 
     def chosen(problem: Problem) -> Any:
         if config is None:
@@ -70,16 +167,13 @@ def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
         return config(problem) if callable(config) else config
 
     def prepare(x: Operands) -> Call:
-        p, picked = x.problem, chosen(x.problem)
+        picked = chosen(x.problem)
         if layout == "batched":
-            placed = x.batched
-            rows = batched_rows(x.rows_per_expert, p.max_rows)
+            placed, rows = x.batched, batched_rows(x.rows_per_expert, x.problem.max_rows)
         elif layout == "aligned":
-            placed = x.aligned
-            rows = x.aligned_rows
+            placed, rows = x.aligned, x.aligned_rows
         else:
-            placed = Placed(x.a, x.a_scale, x.out, x.index)
-            rows = flat_rows(x.m_indptr)
+            placed, rows = Placed(x.a, x.a_scale, x.out, x.index), flat_rows(x.m_indptr)
         arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
 
         def launch() -> None:
@@ -94,9 +188,6 @@ class Checker:
     """Outputs against the torch model's, on the fullest, the first and the last active expert."""
 
     def __init__(self, operands: Operands):
-        import torch
-        from moe_fp8.layer import model
-
         x, p = operands, operands.problem
         active = [e for e, rows in enumerate(p.rows) if rows]
         experts = sorted({active[0], active[-1], max(active, key=lambda e: p.rows[e])})
@@ -113,9 +204,6 @@ class Checker:
 
     def calc_diff(self, variant: Variant) -> float:
         """The largest over these experts; infinite where any row was not written."""
-        import torch
-        from moe_fp8.layer.metrics import calc_diff
-
         call = variant.prepare(self.operands)
         call.poison()
         call.launch()
@@ -129,14 +217,8 @@ class Checker:
 
 
 def shipped(name: str, problem: Problem) -> Any:
-    """The config that the solution launches for one of the layer's GEMMs on a workload's rows.
-
-    Its placement is called as in a call of the layer, with the rows that the routing would give it:
-    what it may look at is its own business.
-    """
-    import torch
-    from moe_fp8.problem import GroupedRows
-
+    """The config that the solution launches for one of the layer's GEMMs on a workload's rows: its
+    placement is called as in a call of the layer, with the rows that the routing would give it."""
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     rows = torch.tensor(problem.rows)
     grouped = GroupedRows(
@@ -156,39 +238,28 @@ def solution_variant(name: str) -> Variant:
 
 
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
-    """The heuristic's configs for rows that differ from expert to expert, from few rows to many.
-
-    Args:
-        gemm: of the layer.
-        known: what else the heuristic is told.
-    """
+    """The heuristic's configs of a GEMM for rows that differ from expert to expert, from few rows
+    to many; `known` is what else the heuristic is told."""
     choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
-def neighbours(name: str) -> Callable[[Problem], list[Variant]]:
-    """For a problem, the solution's kernel with the configs beside the one that it launches.
+def neighbours(name: str, problem: Problem) -> list[Variant]:
+    """The solution's kernel with the configs beside the one that it launches.
 
     What the tables call best known is the fastest of these and of the shipped one.
     """
-
-    def variants(problem: Problem) -> list[Variant]:
-        rungs = ladder()
-        at = rungs.index(shipped(name, problem))
-        beside = {"smaller": at - 1, "larger": at + 1}
-        return [
-            ours(f"{name}, next {side}", rungs[i], SOLUTIONS[name][1])
-            for side, i in beside.items()
-            if 0 <= i < len(rungs)
-        ]
-
-    return variants
+    rungs = ladder()
+    at = rungs.index(shipped(name, problem))
+    return [
+        ours(f"{name}, next {side}", rungs[i], SOLUTIONS[name][1])
+        for side, i in (("smaller", at - 1), ("larger", at + 1))
+        if 0 <= i < len(rungs)
+    ]
 
 
 def solution_hashes() -> dict[str, str]:
     """The hashes of the solutions whose kernel is timed, as flashinfer-bench counts them."""
-    from flashinfer_bench.data import Solution
-
     from scripts.pack.pack import generations, pack
 
     modules = {module for module, _ in SOLUTIONS.values()}
@@ -204,7 +275,6 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
     """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
     run along the rows, which the block-major ones already do."""
     import deep_gemm
-    import torch
 
     options: dict[str, Any] = {"recipe": (1, BLOCK, BLOCK)}
     if compiled_dims is not None:
@@ -238,16 +308,13 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
 
         return Call(launch, rows.out, rows.index)
 
-    return [
-        Variant("deepgemm contiguous", contiguous, peer=True),
-        Variant("deepgemm masked", masked, peer=True),
-    ]
+    both = {"deepgemm contiguous": contiguous, "deepgemm masked": masked}
+    return [Variant(name, prepare, peer=True) for name, prepare in both.items()]
 
 
-def sgl_variants(compiled_dims: str | None = None) -> list[Variant]:
+def sgl_variants() -> list[Variant]:
     """sgl_kernel's CUTLASS grouped GEMM on flat rows, scales of A row by row, called as the
     baselines on it do."""
-    import torch
     from moe_fp8.baselines.requirement import require
     from moe_fp8.baselines.sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
 
@@ -269,7 +336,7 @@ def sgl_variants(compiled_dims: str | None = None) -> list[Variant]:
     return [Variant("sgl_kernel", flat, peer=True)]
 
 
-def triton_variants(compiled_dims: str | None = None) -> list[Variant]:
+def triton_variants() -> list[Variant]:
     """triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
     from moe_fp8.baselines.requirement import require
 
@@ -285,7 +352,6 @@ def shipped_tile(problem: Problem) -> "Tile":
     """What triton_moe takes for the workload; for even rows, for the tokens that would give every
     expert so many. Its first tile is for the GEMM that is deeper than wide."""
     from moe_fp8.baselines.triton_moe import tiles
-    from moe_fp8.problem import DEEPSEEK_V3
 
     each = problem.mean_rows * DEEPSEEK_V3.num_experts / DEEPSEEK_V3.top_k
     return tiles(problem.tokens or round(each))[problem.n > problem.k]
@@ -297,9 +363,7 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
 
     The tables are as long as for any routing of the problem's tokens: what a grid is made for.
     """
-    import torch
     from moe_fp8.baselines.triton_stages import Rows, row_bound
-    from moe_fp8.problem import DEEPSEEK_V3
 
     problem = x.problem
     ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))
@@ -331,17 +395,19 @@ def triton_call(x: Operands, tile: "Tile") -> Call:
     return Call(launch, placed.out, placed.index)
 
 
-PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
-
-
 def peer_variants(
     names: Sequence[str], compiled_dims: str | None = None, quiet: bool = False
 ) -> list[Variant]:
     """The variants of these peers; one that is not there is said, and left out."""
+    peers: dict[str, Callable[[], list[Variant]]] = {
+        "deepgemm": lambda: deepgemm_variants(compiled_dims),
+        "sgl": sgl_variants,
+        "triton": triton_variants,
+    }
     variants = []
     for name in names:
         try:
-            variants += PEERS[name](compiled_dims)
+            variants += peers[name]()
         except Exception as error:  # a peer's import compiles and loads its own libraries
             if not quiet:
                 print(f"{name}: not measured, {type(error).__name__}: {error}", file=sys.stderr)

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
+
 from scripts.common.command_line import UsageError
 
 Rates = dict[str, float]
@@ -14,8 +17,6 @@ Rates = dict[str, float]
 
 def require_gpu() -> str:
     """The GPU's name, or a usage error."""
-    import torch
-
     if not torch.cuda.is_available():
         raise UsageError("no GPU is visible")
     return torch.cuda.get_device_name(0)
@@ -23,17 +24,11 @@ def require_gpu() -> str:
 
 def architecture() -> Any:
     """What the package knows of this GPU: its `Architecture`; without a GPU, Hopper's."""
-    import torch
-    from moe_fp8.kernels.architectures import of_device
-
     return of_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def gpu_arch() -> str:
     """The compilation target of this GPU."""
-    import torch
-    from moe_fp8.kernels.architectures import ARCHITECTURES
-
     capability = torch.cuda.get_device_capability()
     if capability not in ARCHITECTURES:
         names = ", ".join(architecture.target for architecture in ARCHITECTURES.values())
@@ -45,7 +40,6 @@ def gpu_arch() -> str:
 def measure_rates() -> Rates:
     """Bytes a second of a large copy (read + write) and of a large read, and FLOPs a second of a
     dense FP8 product, each the median of ten."""
-    import torch
 
     def seconds(run: Callable[[], Any], repeats: int = 10) -> float:
         times = []

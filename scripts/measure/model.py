@@ -1,9 +1,5 @@
-"""The grouped GEMM on paper: how long it takes, from what a GPU is known to do a clock, and the
-tables of that in docs/gemm-model.md.
-
-Clocks of each resource for a K block of a tile, tiles and waves of the persistent schedule, and the
-time that the slowest of them gives. For Hopper the same arithmetic is checked against recorded
-times. Needs no GPU.
+"""The grouped GEMM on paper: how long it takes, from what a GPU is known to do a clock. Derivation,
+sources of all figures and tables: docs/gemm-model.md. Needs no GPU.
 """
 
 import heapq
@@ -26,8 +22,7 @@ from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR
 from scripts.common.text import markdown_table
-from scripts.measure.gemm_bench import grid_problems
-from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem, uneven_rows
+from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem, grid_problems, uneven_rows
 
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor, an instruction a clock each."""
@@ -37,27 +32,19 @@ SCHEDULERS = 4
 class Constants:
     """What no data sheet says, the same for every shape, config and GPU.
 
-    Attributes:
-        launch_us: from launch to launch in a graph without the work. Measured on an H200: what
-            reading few weights took, less their bytes over the bandwidth (gemm_study.json of
-            2026-11-22: 4.2 us of 4.2 MB).
-        tile_end_us: of a tile, its K blocks left out: the pipeline's first fill, the last
-            promotion, the store. Measured on an H200, DeepGEMM's (docs/notes/gemm_sm90.md).
-        other_instructions: a K block and warp, beside the multiply-adds. Counted (the same page:
-            100, of which 64 are).
-        handoff_clocks: from an MMA's end to the first multiply-add of its promotion. Chosen for the
-            check against the records, of 60, 120 and 200.
-        latency_us: from asking for a stage until it is free again, DRAM included. Assumed.
-        writes: share of what TMA writes that keeps shared memory from being read. Chosen, of 1 and
-            0.
+    Measured on an H200: launch_us (gemm_study.json of 2026-11-22: reading few weights took 4.2 us,
+    less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
+    other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
+    against the records: handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed:
+    latency_us.
     """
 
-    launch_us: float = 3.2
-    tile_end_us: float = 0.95
-    other_instructions: int = 36
-    handoff_clocks: float = 60
-    latency_us: float = 1.0
-    writes: float = 1.0
+    launch_us: float = 3.2  # from launch to launch in a graph, without the work
+    tile_end_us: float = 0.95  # a tile without its K blocks: first fill, last promotion, store
+    other_instructions: int = 36  # of a K block and warp, beside the multiply-adds
+    handoff_clocks: float = 60  # from an MMA's end to the first multiply-add of its promotion
+    latency_us: float = 1.0  # from asking for a stage until it is free again, DRAM included
+    writes: float = 1.0  # share of TMA's writes that keeps shared memory from being read
 
 
 CONSTANTS = Constants()
@@ -65,29 +52,18 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU does at best; `_per_clock` are of one multiprocessor.
-
-    Attributes:
-        clock_hz: of the multiprocessors.
-        mma_per_clock: FP8 FLOPs of the tensor cores.
-        fma_per_clock: float32 multiply-adds.
-        fma_per_instruction: of a lane; two where there is a packed one.
-        smem_per_clock: bytes of shared memory, read and written.
-        l2_per_clock: bytes that come from L2.
-        tmem_per_clock: bytes read from tensor memory; 0 where there is none.
-        dram_per_s: bytes a second.
-    """
+    """What a GPU does at best; `_per_clock` are of one multiprocessor."""
 
     name: str
     multiprocessors: int
     clock_hz: float
-    mma_per_clock: int
-    fma_per_clock: int
-    fma_per_instruction: int
-    smem_per_clock: int
-    l2_per_clock: int
-    tmem_per_clock: int
-    dram_per_s: float
+    mma_per_clock: int  # FP8 FLOPs of the tensor cores
+    fma_per_clock: int  # float32 multiply-adds
+    fma_per_instruction: int  # of a lane; two where there is a packed one
+    smem_per_clock: int  # bytes of shared memory, read and written
+    l2_per_clock: int  # bytes that come from L2
+    tmem_per_clock: int  # bytes read from tensor memory; 0 where there is none
+    dram_per_s: float  # bytes
 
     @property
     def flops_per_s(self) -> float:
@@ -97,27 +73,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Block:
-    """Clocks that a multiprocessor's resources need for one K block of a tile.
-
-    Attributes:
-        mma: tensor cores.
-        read, write: shared memory, operand reads of the MMA and what TMA writes; one after the
-            other on the same banks.
-        l2: bytes from L2.
-        tmem: reads of tensor memory.
-        promote: multiply-adds, or the issue of all instructions where that takes longer.
-        chain: what has to follow each other where too few accumulators or warpgroups overlap it.
-        latency: a turn of the pipeline's stages over their number.
-    """
+    """Clocks that a multiprocessor's resources need for one K block of a tile."""
 
     mma: float
-    read: float
-    write: float
+    read: float  # of the MMA's operands from shared memory
+    write: float  # TMA's, to the same banks: after the reads
     l2: float
     tmem: float
-    promote: float
-    chain: float
-    latency: float
+    promote: float  # multiply-adds, or the issue of all instructions where that takes longer
+    chain: float  # what is serial where too few accumulators or warpgroups overlap it
+    latency: float  # a round of the pipeline's stages over their number
 
     @property
     def resources(self) -> dict[str, float]:
@@ -164,16 +129,10 @@ def block_sm90(
 
 
 def block_sm100(
-    gpu: Gpu,
-    config: GemmConfigSm100,
-    rows: int = 0,
-    constants: Constants = CONSTANTS,
+    gpu: Gpu, config: GemmConfigSm100, rows: int = 0, constants: Constants = CONSTANTS
 ) -> Block:
-    """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows of a CTA.
-
-    Where two multiprocessors share an MMA, each has half of the columns' operand in its own shared
-    memory, reads it and hands it to the other one.
-    """
+    """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows of a CTA. Where two
+    multiprocessors share an MMA, each reads half of the columns' operand for both."""
     columns = config.mma_columns
     mma = 2 * MMA_ROWS * columns * BLOCK * config.terms / gpu.mma_per_clock
     read = (MMA_ROWS + columns // config.mma_ctas) * BLOCK * config.terms
@@ -216,36 +175,21 @@ def row_tiles(config: Any, count: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of a GEMM, in us.
+    """What the model says of a GEMM."""
 
-    Attributes:
-        us: from launch to launch.
-        dram_us: its bytes over the bandwidth.
-        schedule_us: of the CTA that has most to do, if DRAM gave everything at once.
-        tiles, waves: of clusters; waves as tiles over the clusters at work at a time.
-        limit: `DRAM`, or of the schedule the slowest resource.
-    """
-
-    us: float
-    dram_us: float
-    schedule_us: float
-    tiles: int
+    us: float  # from launch to launch
+    dram_us: float  # bytes over the bandwidth
+    schedule_us: float  # of the busiest cluster, if DRAM gave everything at once
+    tiles: int  # of clusters
     waves: float
-    limit: str
+    limit: str  # `DRAM`, or the slowest resource of the schedule
 
 
 def predict(
     gpu: Gpu, config: Any, problem: Problem, constants: Constants = CONSTANTS
 ) -> Prediction:
-    """The time of a problem with a config: launch, and the largest of three.
-
-    DRAM: bytes over bandwidth. Schedule: tiles, each K blocks of the slowest resource and an end,
-    dealt to clusters in turns or on demand. Tail: DRAM for the full waves, then one tile alone,
-    because the few CTAs of a last wave cannot draw the whole bandwidth.
-
-    Raises:
-        ValueError: no expert has rows.
-    """
+    """The time of a problem with a config: launch, and the largest of DRAM, schedule and tail.
+    Raises ValueError: no expert has rows."""
     block_of = block_sm100 if isinstance(config, GemmConfigSm100) else block_sm90
     columns = math.ceil(problem.n / (config.tile_n * config.cluster_n))
     of_expert = [list(row_tiles(config, count)) for count in problem.rows if count]
@@ -253,10 +197,10 @@ def predict(
     if not tiles:
         raise ValueError("no expert has rows")
     clusters = gpu.multiprocessors // config.cluster_size
-    us, end = 1e6 / gpu.clock_hz, constants.tile_end_us
+    end = constants.tile_end_us
     blocks = {rows: block_of(gpu, config, rows, constants) for rows in set(tiles)}
-    k_blocks = problem.k // BLOCK
-    of_tile = {rows: block.clocks * us * k_blocks + end for rows, block in blocks.items()}
+    us = 1e6 / gpu.clock_hz * (problem.k // BLOCK)  # of a clock in every K block
+    of_tile = {rows: block.clocks * us + end for rows, block in blocks.items()}
     schedule = _busiest([of_tile[rows] for rows in tiles], clusters, config.dynamic)
     dram = 1e6 * problem.bytes / gpu.dram_per_s
     last = len(tiles) % clusters
@@ -276,22 +220,18 @@ def predict(
 
 def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
     """When the last of the clusters is done with tiles of these times."""
-    busy = [0.0] * min(clusters, len(times))
+    clusters = min(clusters, len(times))
     if not dynamic:
-        for i, time in enumerate(times):
-            busy[i % len(busy)] += time
-        return max(busy)
+        return max(sum(times[i::clusters]) for i in range(clusters))
+    busy = [0.0] * clusters
     for time in times:
         heapq.heapreplace(busy, busy[0] + time)
     return max(busy)
 
 
 def config_sm90(text: str) -> GemmConfigSm90:
-    """The config that a record names, from what it prints of itself.
-
-    Raises:
-        ValueError: the text is no such line.
-    """
+    """The config that a record names, from what it prints of itself. Raises ValueError: the text is
+    no such line."""
     found = re.fullmatch(r"(\d+)x(\d+)x128, cluster (\d)x(\d), (\d+) stages((?:, \w+)*)", text)
     if found is None:
         raise ValueError(f"{text!r}: expected what a GemmConfig prints")
@@ -303,13 +243,6 @@ def config_sm90(text: str) -> GemmConfigSm90:
 # --- the GPUs -------------------------------------------------------------------------------------
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-23"
-MEASURED_READ = 4.30e12
-"""Bytes a second of a large read: floors.json at b1af57c, the record that the constants were chosen
-by; later ones, of other cards, have 4.34e12 and 4.42e12."""
-MEASURED_CLOCK = 1.55e9
-"""Of an H200's multiprocessors in a long GEMM: ncu saw 1.397 to 1.55 GHz (docs/notes/gemm_sm90.md);
-the upper end, because most of the records' kernels are short and leave power to spare."""
-
 H200 = Gpu(
     name="H200, nominal",
     multiprocessors=132,
@@ -323,7 +256,12 @@ H200 = Gpu(
     dram_per_s=4.8e12,
 )
 H200_MEASURED = replace(
-    H200, name="H200, as measured", clock_hz=MEASURED_CLOCK, dram_per_s=MEASURED_READ
+    # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of
+    # the records' kernels are short. Bandwidth: floors.json at b1af57c.
+    H200,
+    name="H200, as measured",
+    clock_hz=1.55e9,
+    dram_per_s=4.30e12,
 )
 B200 = Gpu(
     name="B200, nominal",
@@ -369,11 +307,7 @@ def gpu_table() -> Table:
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The timed rows of our kernel in a record of gemm_bench.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The timed rows of our kernel in a record of gemm_bench. Raises UsageError: it is none."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
         return [row for row in rows if not row["peer"] and "us" in row]
@@ -494,8 +428,7 @@ def chosen_sm100(problem: Problem) -> Any:
 def best_sm100(gpu: Gpu, problem: Problem) -> tuple[Any, Prediction]:
     """The config with the least predicted time, of all tiles, dealt in turns or on demand."""
     configs = [replace(c, dynamic=dynamic) for c in shapes_sm100() for dynamic in (False, True)]
-    made = [(config, predict(gpu, config, problem)) for config in configs]
-    return min(made, key=lambda one: one[1].us)
+    return min(((c, predict(gpu, c, problem)) for c in configs), key=lambda made: made[1].us)
 
 
 def short(config: Any) -> str:
@@ -526,23 +459,23 @@ def workload_table(problems: Sequence[Problem]) -> Table:
 
 def study_table(gpu: Gpu, every: bool) -> Table:
     """The 81 configurations as predicted, all of them or one line for E and rows."""
-    problems = grid_problems("study", None, None, None)
-    rows = []
+    problems, rows = grid_problems("study"), []
     groups: dict[tuple[int, ...], list[Problem]] = {}
     for p in problems:
         key = (p.experts, p.rows[0], *((p.n, p.k) if every else ()))
         groups.setdefault(key, []).append(p)
     for key, group in sorted(groups.items()):
         made = [predict(gpu, chosen_sm100(p), p) for p in group]
+        best = [best_sm100(gpu, p) for p in group]
         rate = [p.flops / m.us / 1e6 for p, m in zip(group, made, strict=True)]
-        over = [m.us / best_sm100(gpu, p)[1].us for p, m in zip(group, made, strict=True)]
-        best = dict.fromkeys(short(best_sm100(gpu, p)[0]) for p in group)
+        over = [m.us / least.us for m, (_, least) in zip(made, best, strict=True)]
         rows.append(
             [
                 *map(str, key), short(chosen_sm100(group[0])),
                 " to ".join(dict.fromkeys(f"{f(m.us for m in made):.1f}" for f in (min, max))),
                 f"{statistics.median(rate):.0f}", f"{statistics.median(over):.2f}",
-                ", ".join(best), ", ".join(dict.fromkeys(m.limit for m in made)),
+                ", ".join(dict.fromkeys(short(c) for c, _ in best)),
+                ", ".join(dict.fromkeys(m.limit for m in made)),
             ]
         )  # fmt: skip
     header = ["experts", "rows", *(("N", "K") if every else ()), "config", "us", "TFLOP/s"]

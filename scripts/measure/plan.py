@@ -1,17 +1,19 @@
-"""What a program measures: the solutions, the workloads, and the pairs of these; what it leaves out
-it says.
+"""What a program measures: solutions, workloads, and pairs of these; what it leaves out it says.
 
 Of a finished run these are the pairs that have an output, whose solutions have the same sources as
 then and can run on this machine, which must be the same kind of machine.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from flashinfer_bench.data import Solution, Trace, TraceSet
+from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.definitions import DEFAULT, Entry
+from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import (
     make_missing_workloads,
@@ -32,29 +34,24 @@ from scripts.pack.availability import (
 )
 from scripts.pack.packed import load_with_ours
 
-if TYPE_CHECKING:
-    from flashinfer_bench.data import Solution, Trace, TraceSet
+CPU_MAX_TOKENS = 16
+"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
+CPU_MAX_RESERVED = 128
+"""The same of masked rows, which are reserved 128 at a time."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        pairs: (workload's uuid, solution) of what is measured.
-        skipped: why a solution is left out, by its name.
-        packed: this checkout's own solutions.
-        traces: where the figures of a run go; None without a run.
-    """
-
-    trace_set: "TraceSet"
-    solutions: "list[Solution]"
-    workloads: "list[Trace]"
-    pairs: set[tuple[str, str]]
+    trace_set: TraceSet
+    solutions: list[Solution]
+    workloads: list[Trace]
+    pairs: set[tuple[str, str]]  # (workload's uuid, solution) of what is measured
     hardware: str
-    skipped: dict[str, str]
-    packed: "list[Solution]"
-    traces: Path | None
+    skipped: dict[str, str]  # why a solution is left out, by its name
+    packed: list[Solution]  # this checkout's own
+    traces: Path | None  # where the figures of a run go; None without a run
 
     @property
     def peers(self) -> dict[str, bool]:
@@ -68,17 +65,6 @@ class Plan:
         """Whether code of the data set's own solutions is run."""
         ours = {s.hash() for s in self.packed}
         return any(s.hash() not in ours for s in self.solutions)
-
-    def only(self, pairs: set[tuple[str, str]]) -> "Plan":
-        """Of these pairs, and of what is needed for them."""
-        kept = self.pairs & pairs
-        uuids, names = {uuid for uuid, _ in kept}, {name for _, name in kept}
-        return replace(
-            self,
-            solutions=[s for s in self.solutions if s.name in names],
-            workloads=[t for t in self.workloads if t.workload.uuid in uuids],
-            pairs=kept,
-        )
 
     def merge(self, figures: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
         """Add the figures to the run's traces; to how many they went."""
@@ -97,23 +83,22 @@ def choose(
     max_tokens: int | None = None,
     run_foreign: bool = False,
     definition: Entry = DEFAULT,
+    missing: bool = False,
 ) -> Plan:
-    """What is to be measured: the passed pairs of a run's directory, or, without one, all pairs of
-    the chosen solutions and workloads.
-
-    Raises:
-        PackError: our solutions cannot be packed.
-        UsageError: nothing is left, or the machine lacks what is asked for.
-    """
-    from flashinfer_bench.utils import hardware_from_device
-
+    """What is to be measured: the passed pairs of a run's directory (`missing`: those without a
+    device time), or, without one, all pairs of the chosen solutions and workloads; on the CPU the
+    small workloads unless others are asked for. Raises PackError: our solutions cannot be packed;
+    UsageError: nothing is left, or the machine lacks what is asked for."""
+    if not (use_gpu or run or workloads or max_tokens):
+        masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
+        max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
     traces = run / "traces.jsonl" if run is not None else None
     wanted: set[tuple[str, str]] | None = None
     if traces is not None:
-        wanted = _same(traces, definition, every, hardware)
+        wanted = _same(traces, definition, every, hardware, missing)
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not wanted:
             return Plan(trace_set, [], [], set(), hardware, {}, packed, traces)
@@ -140,16 +125,16 @@ def choose(
 
 
 def _same(
-    traces: Path, definition: Entry, solutions: "Sequence[Solution]", hardware: str
+    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str, missing: bool
 ) -> set[tuple[str, str]]:
-    """The pairs of a run that have an output and are of these sources and this hardware; what is
-    not is said once a solution."""
+    """The pairs of a run that have an output (`missing`: and no device time) and are of these
+    sources and this hardware; what is not is said once a solution."""
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
     pairs, reasons = set(), []
     for record in read_records([traces], definition.name):
-        if not record.has_output:
+        if not record.has_output or (missing and record.device is not None):
             continue
         if (why := why_not_same(record, hashes, hardware)) is None:
             pairs.add((record.uuid, record.solution))

@@ -3,8 +3,8 @@ Nsight Compute counts.
 
 A kernel's work is what it has to move and to compute on a workload. Bytes: every operand once, the
 weights of the experts that have rows, the rows of the pairs there are; no padding, nothing read
-twice, no table that only one implementation keeps. FLOPs: those of the GEMMs. The kernel is told by
-its name; one that is not known has no such figures.
+twice, no table that only one implementation keeps. FLOPs: those of the GEMMs. A kernel is known by
+its name.
 """
 
 import csv
@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from scripts.common.command_line import UsageError
 from scripts.common.floors import LOGIT_BYTES, OUTPUT_BYTES, TOKEN_BYTES, bandwidth
@@ -124,15 +126,13 @@ def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[s
 
 def rates_of(done: Work, us: float, rates: Rates) -> dict[str, float]:
     """The rates that work of this time reached, beside the least time that it can take."""
-    seconds = 1e-6 * us
-    floor = max(done.bytes / bandwidth(rates), done.flops / rates["fp8_flops_per_s"])
+    floor_us = 1e6 * max(done.bytes / bandwidth(rates), done.flops / rates["fp8_flops_per_s"])
     return {
-        "bytes": done.bytes,
-        "flops": done.flops,
-        "gbytes": done.bytes / seconds / 1e9,
-        "tflops": done.flops / seconds / 1e12,
-        "floor_us": 1e6 * floor,
-        "percent_of_floor": 100 * floor / seconds,
+        **done._asdict(),
+        "gbytes": done.bytes / us / 1e3,
+        "tflops": done.flops / us / 1e6,
+        "floor_us": floor_us,
+        "percent_of_floor": 100 * floor_us / us,
     }
 
 
@@ -209,8 +209,6 @@ def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
 
 def one_call(call: Timed) -> None:
     """A call between cudaProfilerStart and Stop, for Nsight Compute and Systems."""
-    import torch
-
     for _ in range(WARMUP):
         call()
     torch.cuda.synchronize()
@@ -236,12 +234,8 @@ METRICS = {
 
 def count(program: Sequence[str]) -> list[dict[str, Any]]:
     """What ncu counts in the kernels that a program marks by cudaProfilerStart and Stop. It runs
-    each kernel alone and several times over, with cold caches: times are not taken from it.
-
-    Raises:
-        UsageError: there is no ncu.
-        RuntimeError: it failed; the message is what it said last.
-    """
+    each kernel alone and several times over, with cold caches: times are not taken from it. Raises
+    UsageError: there is no ncu; RuntimeError: it failed; the message is what it said last."""
     if shutil.which("ncu") is None:
         raise UsageError("--ncu: Nsight Compute's ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as directory:
@@ -283,26 +277,18 @@ def parse_counts(lines: Iterable[str]) -> list[dict[str, Any]]:
 def with_counts(
     kernels: Sequence[dict[str, Any]], counts: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The kernels with what ncu counted in each: both are in the order of launch.
-
-    Raises:
-        RuntimeError: they are not the same kernels.
-    """
-    left = iter(counts)
-    found = []
-    for kernel in kernels:
-        if kernel["name"].startswith(COPIES):
-            found.append(kernel)
-            continue
-        counted = next(left, None)
-        if counted is None or short_name(counted["name"]) != kernel["short"]:
-            raise RuntimeError(
-                f"ncu saw other kernels than the profiler, from {kernel['short']} on"
-            )
-        found.append({**kernel, "ncu": {k: v for k, v in counted.items() if k != "name"}})
-    if (more := next(left, None)) is not None:
-        raise RuntimeError(f"ncu saw a kernel that the profiler did not: {more['name']}")
-    return found
+    """The kernels with what ncu counted in each: both are in the order of launch. Raises
+    RuntimeError: they are not the same kernels."""
+    traced = [k["short"] for k in kernels if not k["name"].startswith(COPIES)]
+    seen = [short_name(counted["name"]) for counted in counts]
+    if seen != traced:
+        said = f"ncu saw {', '.join(seen)}; the profiler {', '.join(traced)}"
+        raise RuntimeError(f"ncu saw other kernels than the profiler: {said}")
+    left = iter({k: v for k, v in counted.items() if k != "name"} for counted in counts)
+    return [
+        k if k["name"].startswith(COPIES) else {**k, "ncu": next(left)}  # copies: not ncu's
+        for k in kernels
+    ]
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The steps of a record, each a program of this project, and the archive that they end in."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    UsageError,
-    say,
-)
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError, say
 from scripts.common.progress import duration
 from scripts.common.project import ROOT
 
@@ -55,19 +48,9 @@ def program(name: str, *arguments: object) -> list[str]:
 def steps(directory: Path) -> list[Step]:
     """All there are, in order; what would be missed most comes first."""
     d = directory
-    tests = (
-        "tests/gpu",
-        "-ra",
-        "--tb=short",
-        f"--junitxml={d / 'tests.xml'}",
-    )
+    tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
     layers, study = d / "gemm_layers.json", d / "gemm_study.json"
-    kernels = (
-        "--workloads",
-        *(f"T={t}" for t in TOKENS),
-        "--json",
-        d / "profile.json",
-    )
+    kernels = ("--workloads", *(f"T={t}" for t in TOKENS), "--json", d / "profile.json")
     stages = ("--stages", "--tokens", *TOKENS, "--json", d / "stages.json")
     return [
         Step("tests", program("test", *tests)),
@@ -82,10 +65,7 @@ def steps(directory: Path) -> list[Step]:
 
 def run_step(step: Step, log: Path, limit_s: float) -> int | str:
     """The exit status of a step, or what ended it; what it prints goes to the terminal and the log.
-
-    Raises:
-        KeyboardInterrupt: after the step was ended.
-    """
+    Raises KeyboardInterrupt: after the step was ended."""
     with log.open("wb") as written:
         written.write(f"$ {' '.join(step.command)}\n".encode())
         written.flush()
@@ -144,8 +124,7 @@ def collect(directory: Path) -> None:
 
 def describe_machine(directory: Path) -> None:
     """Write what the record is measured on: environment.json and what the tools say."""
-    captured = json.dumps(environment.capture(), indent=1)
-    files.write(directory / "environment.json", captured + "\n")
+    files.write_json(directory / "environment.json", environment.capture())
     for name, command in TOOLS.items():
         try:
             said = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -156,14 +135,10 @@ def describe_machine(directory: Path) -> None:
 
 
 def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: Any) -> int:
-    """Run the steps and pack the directory; the exit status.
+    """Run the steps, each for at most `limit_s` seconds, and pack the directory; the exit status.
 
-    steps.json says of every step its command, status and seconds, and is written after each.
-
-    Args:
-        directory: is there; takes the logs, in `logs`.
-        limit_s: seconds after which a step is ended.
-        header: written to steps.json, too.
+    steps.json says of every step its command, status and seconds, and is written after each, with
+    `header`.
     """
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
@@ -172,7 +147,7 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
 
     def save() -> None:
         content = {**header, "interrupted": status == EXIT_INTERRUPTED, "steps": done}
-        files.write(directory / "steps.json", json.dumps(content, indent=1) + "\n")
+        files.write_json(directory / "steps.json", content)
 
     for number, step in enumerate(chosen, 1):
         say(f"=== {number}/{len(chosen)} {step.name}")
@@ -204,11 +179,8 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
 
 
 def selected(every: Sequence[Step], only: Sequence[str], skip: Sequence[str]) -> list[Step]:
-    """The steps that are asked for.
-
-    Raises:
-        UsageError: a name is that of no step, or no step is left.
-    """
+    """The steps that are asked for. Raises UsageError: a name is that of no step, or no step is
+    left."""
     known = [step.name for step in every]
     if unknown := [name for name in (*only, *skip) if name not in known]:
         raise UsageError(f"no step {', '.join(unknown)}: expected {', '.join(known)}")

@@ -11,18 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
+from flashinfer_bench.data import Trace
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import UsageError, os_error
 from scripts.common.definitions import size_of
 from scripts.common.project import DEFINITION
 from scripts.data import records, traces
-
-if TYPE_CHECKING:
-    from flashinfer_bench.data import Trace
 
 
 class NotKept(UsageError):
@@ -57,7 +55,7 @@ class Run:
 
     def save_info(self, **fields: Any) -> None:
         self.info.update(fields)
-        files.write(self.directory / "run.json", json.dumps(self.info, indent=1) + "\n")
+        files.write_json(self.directory / "run.json", self.info)
 
     def check_same(self, **now: Any) -> None:
         """Refuse to go on with a run of another machine, other packages or other settings: its
@@ -89,18 +87,21 @@ class Run:
 
     def done(self) -> set[tuple[str, str]]:
         """(uuid, solution) of the results that are of the present sources and settings."""
-        if not self.traces.is_file():
-            return set()
-        definition = self.info.get("definition", DEFINITION)
         return {
             (r.uuid, r.solution)
-            for r in traces.read_records([self.traces], definition)
+            for r in self.results()
             if r.status != records.INVALID
             and r.hash == self.hashes.get(r.solution)
             and r.settings == self.libs[records.SETTINGS]
         }
 
-    def _stamped(self, trace: "Trace") -> "Trace":
+    def results(self) -> list[records.Record]:
+        """Of all results, kept or not."""
+        definition = self.info.get("definition", DEFINITION)
+        kept = traces.read_records([self.traces], definition) if self.traces.is_file() else []
+        return kept + [record_of(t, str(self.traces)) for t in self.unsaved]
+
+    def _stamped(self, trace: Trace) -> Trace:
         """The trace with what it is of. flashinfer-bench's objects may share their parts, so none
         is changed."""
         evaluation = trace.evaluation
@@ -111,7 +112,7 @@ class Run:
         stamped = evaluation.model_copy(update={"environment": environment})
         return trace.model_copy(update={"evaluation": stamped})
 
-    def store(self, results: "Sequence[Trace]") -> "list[Trace]":
+    def store(self, results: Sequence[Trace]) -> list[Trace]:
         """Keep results of a workload, stamped; raises NotKept where the disk does not take them."""
         stamped = [self._stamped(t) for t in results]
         try:
@@ -129,6 +130,12 @@ class Run:
         except OSError as error:
             raise NotKept(f"{os_error(error)}; the results are kept in {self.traces}") from None
         return stamped
+
+
+def record_of(trace: Trace, source: str = "") -> records.Record:
+    record = records.parse_record(json.loads(trace.model_dump_json()), source)
+    assert record is not None
+    return record
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

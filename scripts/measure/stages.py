@@ -1,14 +1,5 @@
-"""Where the time of a call goes: routing, GEMM1, SwiGLU + requantisation, GEMM2, combine.
-
-The layer of each solution is called with CUDA events between its stages; gemm1 and gemm2 include
-the padding before and the unpadding after the kernel. A stage is the time between two events on the
-stream, so where the GPU waits for the host, that wait counts. End to end is measured by calls of
-their own, without the events in between. The L2 cache is overwritten before every call, the
-solutions take turns, and medians are reported.
-
-Routing is that of the workload with this token count, if the data set has one, otherwise that of
-independent draws from the seed.
-"""
+"""The stages of a layer's call, by CUDA events between them: see `run.py profile --help`. The L2
+cache is overwritten before every call, the solutions take turns, and medians are reported."""
 
 import importlib
 import itertools
@@ -16,7 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from flashinfer_bench.data import Solution
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import MoeInputs
 
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import DEFINITION
@@ -33,10 +29,6 @@ from scripts.pack.availability import (
 )
 from scripts.pack.pack import generations, pack, select
 
-if TYPE_CHECKING:
-    import torch
-    from moe_fp8.problem import MoeInputs
-
 
 class Clock:
     """Times the stages of one call, on the GPU's stream or, for the torch model, on the host."""
@@ -48,8 +40,6 @@ class Clock:
 
     def begin(self) -> None:
         """Nothing under way and nothing in the cache, then the first mark."""
-        import torch
-
         self.marks = []
         if self.on_gpu:  # the events beforehand: the stages must not wait for them
             new = torch.cuda.Event
@@ -59,8 +49,6 @@ class Clock:
         self.mark("")
 
     def mark(self, stage: str) -> None:
-        import torch
-
         now: Any = time.perf_counter()
         if self.on_gpu:
             now = self.events.pop() if self.events else torch.cuda.Event(enable_timing=True)
@@ -69,8 +57,6 @@ class Clock:
 
     def milliseconds(self) -> dict[str, float]:
         """Of every stage."""
-        import torch
-
         if self.on_gpu:
             torch.cuda.synchronize()
         times: dict[str, float] = {}
@@ -81,9 +67,9 @@ class Clock:
 
 
 def time_layers(
-    layers: "dict[str, Callable[..., None]]",
-    inputs: "MoeInputs",
-    output: "torch.Tensor",
+    layers: dict[str, Callable[..., None]],
+    inputs: MoeInputs,
+    output: torch.Tensor,
     iterations: int,
     warmup: int,
 ) -> dict[str, dict[str, list[float]]]:
@@ -106,12 +92,9 @@ def time_layers(
 
 
 def compare_outputs(
-    layers: "dict[str, Callable[..., None]]", inputs: "MoeInputs", output: "torch.Tensor"
+    layers: dict[str, Callable[..., None]], inputs: MoeInputs, output: torch.Tensor
 ) -> dict[str, str]:
     """How each layer's output differs from the first one's: a timing of wrong results is none."""
-    import torch
-    from moe_fp8.layer.metrics import calc_diff
-
     said, first = {}, None
     for name, layer in layers.items():
         output.fill_(float("nan"))
@@ -137,11 +120,8 @@ class Problems:
         self.workloads = {tokens(t.workload): t for t in self.trace_set.workloads[DEFINITION]}
         self.inputs = Inputs(self.trace_set, device, seed)
 
-    def of(self, length: int) -> "tuple[MoeInputs, str]":
+    def of(self, length: int) -> tuple[MoeInputs, str]:
         """The inputs and where their routing comes from."""
-        import torch
-        from moe_fp8.problem import MoeInputs
-
         trace = self.workloads.get(length)
         if trace is not None:
             make_missing_workloads(self.root, [trace])
@@ -170,11 +150,9 @@ class Problems:
         return MoeInputs(*(named[name] for name in self.inputs.definition.inputs)), said
 
 
-def load_layers(names: Sequence[str], use_gpu: bool = True) -> "dict[str, Callable[..., None]]":
+def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callable[..., None]]:
     """The LAYER objects of the named solutions, of all that have one without names; ours first.
     What cannot run here is left out with a remark."""
-    from flashinfer_bench.data import Solution
-
     found = {g.name: g for g in select(generations(), names)}
     solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
     own = own_hashes(solutions)
@@ -213,15 +191,13 @@ def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def measure(
-    layers: "dict[str, Callable[..., None]]",
+    layers: dict[str, Callable[..., None]],
     problems: Problems,
     length: int,
     iterations: int,
     warmup: int,
 ) -> dict[str, Any]:
     """What is recorded of one token count."""
-    import torch
-
     inputs, routing = problems.of(length)
     shape = (length, inputs.hidden_states.shape[1])
     output = torch.empty(shape, dtype=torch.bfloat16, device=inputs.hidden_states.device)

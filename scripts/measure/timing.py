@@ -1,10 +1,9 @@
 """The clock of every measurement on a GPU: of layers, of the grouped GEMM alone, of single kernels.
 
 A call is captured in a CUDA graph and replayed, the calls that are compared in turns, the L2 cache
-overwritten before each replay. A call whose host waits for the GPU cannot be captured. Of a layer
-the kernels are then traced through CUPTI and their times summed, without the pauses, in which the
-GPU waits for a host that the profiler slows down (v3 at T=1: 1.10 ms from first to last, 0.72 by
-the harness's clock). GEMM launches are then timed by events around each.
+overwritten before each replay. A call whose host waits for the GPU cannot be captured: of a layer
+the kernels are then traced through CUPTI and their times summed, without the pauses, which the
+profiler makes longer; GEMM launches are timed by events around each.
 """
 
 import functools
@@ -13,11 +12,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
-    from flashinfer_bench.data import Definition, Solution
+import torch
+from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+from flashinfer_bench.bench.timing import do_bench
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition, Solution
+from torch.profiler import ProfilerActivity, profile
+
+from scripts.common.command_line import UsageError
 
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU there is."""
@@ -31,10 +35,8 @@ Run = Callable[[], Any]
 
 
 @functools.cache
-def flush_buffer() -> "torch.Tensor":
+def flush_buffer() -> torch.Tensor:
     """What is overwritten before a timing."""
-    import torch
-
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
@@ -45,13 +47,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
     """What is kept of samples in ms."""
-    return {
-        **more,
-        "ms": statistics.median(samples),
-        "p10": percentile(samples, 0.1),
-        "p90": percentile(samples, 0.9),
-        "calls": len(samples),
-    }
+    spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
+    return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -65,8 +62,6 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def waits(call: Run) -> bool:
     """Whether the host waits for the GPU in a call, by torch's own check of its operations."""
-    import torch
-
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -79,10 +74,8 @@ def waits(call: Run) -> bool:
     return False
 
 
-def capture(call: Run, stream: "torch.cuda.Stream | None" = None) -> "torch.cuda.CUDAGraph":
+def capture(call: Run, stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
     """The call as a graph. It is made once before, on this stream or one of its own."""
-    import torch
-
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -94,14 +87,9 @@ def capture(call: Run, stream: "torch.cuda.Stream | None" = None) -> "torch.cuda
     return graph
 
 
-def captured(call: Run, output: "torch.Tensor", stream: "torch.cuda.Stream | None" = None) -> Run:
+def captured(call: Run, output: torch.Tensor, stream: torch.cuda.Stream | None = None) -> Run:
     """A replay of the call, checked against the call itself, which was made before; see `capture`.
-
-    Raises:
-        RuntimeError: the replay does not write what the call writes.
-    """
-    import torch
-
+    Raises RuntimeError: the replay does not write what the call writes."""
     expected = output.clone()
     graph = capture(call, stream)
     output.fill_(float("nan"))
@@ -118,8 +106,6 @@ def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[
     The names take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
     before each launch. Two rounds of warm-up do not count.
     """
-    import torch
-
     flush = flush_buffer()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(-2, repeats):
@@ -146,19 +132,17 @@ class Call:
     """A launch that is ready to be made, its output and the rows there, in the flat order."""
 
     launch: Run
-    out: "torch.Tensor"
-    rows: "torch.Tensor"
+    out: torch.Tensor
+    rows: torch.Tensor
 
     def poison(self) -> None:
         self.out.fill_(float("nan"))
 
-    def result(self) -> "torch.Tensor":
+    def result(self) -> torch.Tensor:
         return self.out[self.rows]
 
     def written(self) -> bool:
         """Whether the launch has written its result, poisoned before."""
-        import torch
-
         return bool(torch.isfinite(self.result()).all())
 
 
@@ -167,7 +151,7 @@ class Reading:
     """A launch that only reads, and says how much."""
 
     launch: Run
-    read: "torch.Tensor"  # [CTAs] int64
+    read: torch.Tensor  # [CTAs] int64
 
     def poison(self) -> None:
         self.read.fill_(-1)
@@ -176,9 +160,8 @@ class Reading:
         return int(self.read.min()) >= 0
 
 
-def capture_launches(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph | None":
+def capture_launches(calls: Sequence[Call | Reading]) -> torch.cuda.CUDAGraph | None:
     """A graph of the launches, or None where one cannot be captured or was not recorded."""
-    import torch
 
     def launch_all() -> None:
         for call in calls:
@@ -198,7 +181,7 @@ def capture_launches(calls: "Sequence[Call | Reading]") -> "torch.cuda.CUDAGraph
 
 
 def time_variants(
-    calls: "Mapping[str, Sequence[Call | Reading]]", repeats: int
+    calls: Mapping[str, Sequence[Call | Reading]], repeats: int
 ) -> dict[str, tuple[list[float], str]]:
     """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
     graphs = {name: capture_launches(prepared) for name, prepared in calls.items()}
@@ -208,8 +191,8 @@ def time_variants(
     }
     found = {}
     for name, samples in in_turns(runs, repeats).items():
-        per_launch = 1e3 * len(runs[name]) / len(calls[name])  # a replay makes all launches
-        found[name] = [per_launch * ms for ms in samples], "graph" if graphs[name] else "events"
+        us = 1e3 * len(runs[name]) / len(calls[name])  # of a launch: a replay makes all of them
+        found[name] = [us * ms for ms in samples], "graph" if graphs[name] else "events"
     return found
 
 
@@ -227,24 +210,17 @@ class Timed:
         self.runnable(*self.arguments)
 
     @property
-    def output(self) -> "torch.Tensor":
+    def output(self) -> torch.Tensor:
         return self.arguments[-1]
 
 
-def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any]) -> Timed:
+def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> Timed:
     """A call of the solution with inputs of its own but for the weights, of which there is one set,
-    and whatever else has one shape for all workloads.
-
-    Raises:
-        RuntimeError: the solution returns its output; such a call is not timed here.
-    """
-    import torch
-    from flashinfer_bench.bench.evaluators.utils import allocate_outputs
-    from flashinfer_bench.compile import BuilderRegistry
-
+    and whatever else has one shape for all workloads. Raises UsageError: the solution returns its
+    output; such a call is not timed here."""
     runnable = BuilderRegistry.get_instance().build(definition, solution)
     if not runnable.metadata.destination_passing_style:
-        raise RuntimeError(f"{solution.name} returns its output: not timed here")
+        raise UsageError(f"{solution.name} returns its output: not timed here")
     of_workload = set(definition.var_axes)
     own = [
         x.clone() if isinstance(x, torch.Tensor) and set(spec.shape or ()) & of_workload else x
@@ -255,8 +231,6 @@ def timed(definition: "Definition", solution: "Solution", inputs: Sequence[Any])
 
 def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
     """The device time of each call in ms, or the `error` for which there is none."""
-    import torch
-
     flush = flush_buffer()
     # One for all that is not replayed: a solution may keep its buffers for each stream, and those
     # of a dozen, in graphs and twice beside them, were more than 80 GB at T=14107.
@@ -288,14 +262,12 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
     """flashinfer-bench's own timing of a built solution, every call instead of the mean."""
-    import torch
-    from flashinfer_bench.bench.timing import do_bench
-
-    def cloned() -> list[Any]:
-        return [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments]
-
     samples = do_bench(
-        lambda own: call.runnable(*own), warmup=WARMUP, rep=repeats, setup=cloned, return_mode="all"
+        lambda own: call.runnable(*own),
+        warmup=WARMUP,
+        rep=repeats,
+        setup=lambda: [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments],
+        return_mode="all",
     )
     return summary(samples)
 
@@ -318,14 +290,7 @@ class Span(NamedTuple):
 
 def traced(run: Run) -> list[Span]:
     """What the GPU did while `run` ran and until it was idle again, in the order of beginning, as
-    torch's profiler (CUPTI) saw it.
-
-    Raises:
-        RuntimeError: nothing was seen.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
+    torch's profiler (CUPTI) saw it. Raises RuntimeError: nothing was seen."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -343,8 +308,6 @@ def traced(run: Run) -> list[Span]:
 def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
     """The kernels of `repeats` calls, the L2 cache overwritten by `flush` (one launch) before each,
     with nothing else under way."""
-    import torch
-
     calls = TRACE_WARMUP + repeats
 
     def run() -> None:
@@ -358,11 +321,8 @@ def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
 
 
 def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
-    """The spans of each call, without the flush before it.
-
-    Raises:
-        RuntimeError: the calls did not launch the same kernels in the same order.
-    """
+    """The spans of each call, without the flush before it. Raises RuntimeError: the calls did not
+    launch the same kernels in the same order."""
     each = len(spans) // calls
     parts = [list(spans[i * each : (i + 1) * each]) for i in range(calls)]
     names = {tuple(s.name for s in part) for part in parts}

@@ -1,27 +1,22 @@
 """What `tune` tries beside the configs that ship: of our grouped GEMM alone, of the two GEMMs in
-the fused layer, and of the Triton baseline's GEMMs.
-
-Each search times candidates and gives `Verdict`s: the fastest, what ships, and what that loses.
+the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem by problem, the
+fastest candidate, what ships, and what that loses.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common.progress import Progress
+import torch
+from moe_fp8.layer.fused import FusedLayer
+from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+
+from scripts.common.progress import steps
+from scripts.data import dataset
 from scripts.measure import gpu
-from scripts.measure.gemm_problems import (
-    LAYER_SHAPES,
-    Histogram,
-    Problem,
-    histograms,
-    layer_problems,
-    uneven_rows,
-)
-from scripts.measure.gemm_timing import (
-    Record,
+from scripts.measure.gemm_bench import (
     Timing,
     Verdict,
     compile_ahead,
@@ -30,6 +25,14 @@ from scripts.measure.gemm_timing import (
     run_problem,
     verdict,
 )
+from scripts.measure.gemm_problems import (
+    LAYER_SHAPES,
+    Histogram,
+    Problem,
+    histograms,
+    layer_problems,
+    uneven_rows,
+)
 from scripts.measure.gemm_variants import Variant, heuristic, ladder, ours, triton_call
 from scripts.measure.gpu import Rates
 from scripts.measure.stages import Problems
@@ -37,16 +40,11 @@ from scripts.measure.timing import Timed, device_times
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
-    from moe_fp8.problem import MoeShape
 
 GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
 """gemm1 or gemm2 by (N, K)."""
-
-
-def say_failed(rows: Sequence[dict[str, Any]], where: str) -> None:
-    for row in rows:
-        if "us" not in row:
-            print(f"error: {where}: {row['variant']}: {row.get('error')}", file=sys.stderr)
+Found = tuple[str, list[dict[str, Any]], list[Verdict]]
+"""A problem, its rows of figures, and what is known from them."""
 
 
 # --- our GEMM alone -------------------------------------------------------------------------------
@@ -158,9 +156,7 @@ def tune_problem(
     rows, found = judge(configs, timing)
     if (found.loss or 0.0) > max_loss:
         again = [config for config in configs if str(config) in (choice, found.best)]
-        more = Timing(timing.launches, max(timing.repeats, CONFIRM_REPEATS), timing.seed)
-        found = judge(again, more)[1]
-    say_failed(rows, str(problem))
+        found = judge(again, replace(timing, repeats=max(timing.repeats, CONFIRM_REPEATS)))[1]
     return rows, found
 
 
@@ -170,27 +166,18 @@ def tune_gemm(
     workers: int,
     layout: str,
     max_loss: float,
-    record: Record,
     rates: Rates,
-) -> list[Verdict]:
+) -> Iterator[Found]:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
     the rows (v3 does; flat knows the tokens alone: `gemm_bench --layers`)."""
     # Those with the same weights side by side: they are drawn once.
     problems = sorted(problems, key=lambda p: (p.n, -p.experts))
     arch = gpu.gpu_arch()
-    compile_ahead(
-        compile_kernel,
-        dict.fromkeys((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p)),
-        workers,
-    )
-    found, progress = [], Progress(len(problems))
-    for problem in problems:
-        progress.step(str(problem))
+    kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
+    compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
+    for problem in steps(problems):
         rows, said = tune_problem(problem, rates, timing, layout, max_loss)
-        found.append(said)
-        record.add(rows, table=[one.record() for one in found])
-        progress.finish()
-    return found
+        yield str(problem), rows, [said]
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
@@ -200,7 +187,7 @@ Pair = tuple[Any, Any]
 """What the heuristic picks for the first and the second GEMM."""
 
 
-def picked(tokens: int, shape: "MoeShape", terms: int) -> Pair:
+def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
     """The heuristic's configs that the layer starts from."""
     architecture, made = gpu.architecture(), []
 
@@ -224,10 +211,10 @@ def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]], reach: int) -> list[P
     return list(dict.fromkeys([shipped, *itertools.product(firsts, seconds)]))
 
 
-def with_pair(pair: Pair) -> "Callable[[int, MoeShape, int], Pair]":
+def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:
     """The layer's configs where the heuristic would have picked these."""
 
-    def configs(tokens: int, shape: "MoeShape", terms: int) -> Pair:
+    def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
             first = (n, k) == (2 * shape.intermediate_size, shape.hidden_size)
             return pair[0] if first else pair[1]
@@ -242,10 +229,6 @@ def time_pairs(
 ) -> list[dict[str, Any]]:
     """The times of all pairs at one number of tokens, the shipped one's first. One whose output is
     not that of the shipped one, to the bit, is an error."""
-    import torch
-    from moe_fp8.layer.fused import FusedLayer
-    from moe_fp8.problem import DEEPSEEK_V3
-
     inputs, routing = problems.of(tokens)
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     calls = {}
@@ -268,28 +251,16 @@ def time_pairs(
 
 
 def tune_layer(
-    problems: Problems,
-    tokens: Sequence[int],
-    terms: int,
-    reach: int,
-    repeats: int,
-    record: Record,
-) -> list[Verdict]:
+    problems: Problems, tokens: Sequence[int], terms: int, reach: int, repeats: int
+) -> Iterator[Found]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds
     to a config it adds to these. The best config of a GEMM alone need not be the layer's: the
     second GEMM begins while the first one ends."""
-    found = []
-    progress = Progress(len(tokens), sum(4000 + t for t in tokens))
-    for t in tokens:
-        progress.step(f"T={t}")
+    for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
         rows = time_pairs(problems, t, terms, reach, repeats)
         us = {row["variant"]: row["us"] for row in rows if "us" in row}
-        found.append(verdict(f"T={t}", "layer", us, rows[0]["variant"]))
-        say_failed(rows, f"T={t}")
-        record.add(rows, table=[one.record() for one in found])
-        progress.finish(4000 + t)
-    return found
+        yield f"T={t}", rows, [verdict(f"T={t}", "layer", us, rows[0]["variant"])]
 
 
 # --- the Triton baseline --------------------------------------------------------------------------
@@ -340,8 +311,6 @@ def compile_tiles(problem: Problem) -> None:
 
 def triton_problems(root: Path, tokens: Sequence[int], seed: int) -> list[Problem]:
     """Both GEMMs at every token count: a workload's rows, or drawn ones."""
-    from scripts.data import dataset
-
     trace_set, _ = dataset.load(root)
     traces = itertools.chain.from_iterable(trace_set.workloads.values())
     there = {dataset.tokens(trace.workload) for trace in traces}
@@ -365,8 +334,8 @@ def tile_pairs(timed: dict[str, dict[str, float]], tiles: "dict[str, Tile]") -> 
 
 
 def tune_triton(
-    problems: Sequence[Problem], timing: Timing, workers: int, record: Record, rates: Rates
-) -> list[Verdict]:
+    problems: Sequence[Problem], timing: Timing, workers: int, rates: Rates
+) -> Iterator[Found]:
     """The tiles of triton_moe's two GEMMs, for each number of tokens the pair with the least sum.
     What wins goes into `tiles` of solutions/moe_fp8/baselines/triton_moe.py, in the words that are
     printed."""
@@ -375,18 +344,13 @@ def tune_triton(
     compile_ahead(compile_tiles, problems, workers)
     tiles = {str(tile): tile for p in problems for tile in tiles_of(p)}
     timed: dict[int, dict[str, dict[str, float]]] = {}
-    progress = Progress(len(problems))
-    for p in problems:
-        progress.step(str(p))
+    for p in steps(problems):
         rows = run_problem(p, [tile_variant(tile) for tile in tiles_of(p)], rates, timing)
-        say_failed(rows, str(p))
-        of = timed.setdefault(p.tokens or 0, {})
+        tokens = p.tokens or 0
+        of = timed.setdefault(tokens, {})
         of[GEMMS[p.n, p.k]] = {row["variant"]: row["us"] for row in rows if "us" in row}
-        record.add(rows)
-        progress.finish()
-    found = []
-    for tokens, of in timed.items():
         shipped = ", ".join(map(str, current(tokens)))
-        found.append(verdict(f"T={tokens}", "both GEMMs", tile_pairs(of, tiles), shipped))
-    record.add([], table=[one.record() for one in found])
-    return found
+        both = len(of) == len(GEMMS)
+        sums = tile_pairs(of, tiles) if both else {}
+        said = [verdict(f"T={tokens}", "both GEMMs", sums, shipped)] if both else []
+        yield str(p), rows, said

@@ -74,11 +74,7 @@ class StreamWeights:
 
     @cute.kernel
     def kernel(
-        self,
-        tma: cute.CopyAtom,
-        weights: cute.Tensor,
-        experts: cute.Tensor,
-        read: cute.Tensor,
+        self, tma: cute.CopyAtom, weights: cute.Tensor, experts: cute.Tensor, read: cute.Tensor
     ):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -161,11 +157,8 @@ def readers(
     arch: str,
     add_up: bool = False,
 ) -> list[Callable[[], None]]:
-    """Launches, one an order, that read all weights of these experts once.
-
-    Raises:
-        ValueError: an expert's weights are not whole chunks.
-    """
+    """Launches, one an order, that read all weights of these experts once. Raises ValueError: an
+    expert's weights are not whole chunks."""
     chunks, rest = divmod(weights[0].numel(), CHUNK)
     if rest:
         raise ValueError(f"weights {tuple(weights.shape)}: expected whole chunks of {CHUNK} bytes")

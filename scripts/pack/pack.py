@@ -19,7 +19,7 @@ from typing import Any
 from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Failure, UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
@@ -92,7 +92,7 @@ MANIFEST = ".moe_fp8_packed"
 flashinfer-bench would take for a solution."""
 
 
-class PackError(Exception):
+class PackError(Failure):
     """A generation that cannot be packed, with the file and the reason."""
 
 

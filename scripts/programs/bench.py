@@ -17,7 +17,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common import files
 from scripts.common.command_line import (
@@ -35,17 +35,14 @@ from scripts.common.command_line import (
 from scripts.common.definitions import DEFAULT
 from scripts.common.progress import duration
 from scripts.common.project import TRACES_DIR
-from scripts.data.dataset import tokens
-from scripts.data.records import CLOCKS, Clock
-from scripts.data.traces import read_records
-from scripts.measure import bench, plan
-from scripts.measure.cpu_bench import max_size
-from scripts.measure.gpu_bench import record_of
-from scripts.measure.runs import Run
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
-from scripts.table.rank_text import print_rankings
-from scripts.table.rankings import Ranking, rankings
+
+if TYPE_CHECKING:
+    from scripts.measure.bench import Outcome
+    from scripts.measure.plan import Plan
+    from scripts.measure.runs import Run
+    from scripts.table.rankings import Ranking
+
 
 # What the contest of MLSys 2026 runs flashinfer-bench with (the starter kit's EVALUATION.md).
 CONTEST = dict(rtol=0.3, atol=1.0, matched_ratio=0.9, isolated=True, timeout=300)
@@ -64,52 +61,31 @@ class Contest(argparse.Action):
 def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
-    add_options(arguments, "max-tokens", "seed")
+    add_options(
+        arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
+        "seed", "cpu", "against", "peers", "by", "markdown", "json",
+        json={"help": "also write the ranking there"},
+    )  # fmt: skip
     add("--list", action="store_true", help="list solutions and workloads and stop")
     add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
-    add(
-        "--trials",
-        type=whole(1),
-        help="trials, each with new random inputs (3; of a definition that is large 1)",
-    )
+    add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
     add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
     add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
     add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
     add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
     add("--isolated", action="store_true", help="a new process for each solution and workload")
-    add(
-        "--contest",
-        action=Contest,
-        default=argparse.SUPPRESS,
-        help="the contest's settings: --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated "
-        "--timeout 300",
-    )
-    add("--cpu", action="store_true", help="run the torch model on the CPU though a GPU is there")
+    said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
+    add("--contest", action=Contest, default=argparse.SUPPRESS, help=said)
     add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
     add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
     add("--no-invariance", action="store_true", help="skip the pass that compares bits")
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
-    add(
-        "--store-in-dataset",
-        action="store_true",
-        help="also append the traces to the data set's own, as flashinfer-bench run does",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        type=Path,
-        const=True,
-        metavar="RUN",
-        help="go on with this run's directory, or with the latest run",
-    )
-    add("--against", metavar="NAME", help="add the speed relative to a solution to the ranking")
-    add("--peers", nargs="+", default=[], metavar="PATTERN", help="names that count as peers")
-    add("--by", choices=CLOCKS, default="harness", help="clock by which the ranking is ordered")
+    said = "also append the traces to the data set's own, as flashinfer-bench run does"
+    add("--store-in-dataset", action="store_true", help=said)
+    said = "go on with this run's directory, or with the latest run"
+    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=said)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
-    add("--markdown", type=Path, metavar="FILE", help="also write the ranking as Markdown")
-    add("--json", type=Path, metavar="FILE", help="also write the ranking as JSON")
     return arguments.parse_args()
 
 
@@ -120,26 +96,25 @@ def main() -> int:
 
     import torch
 
+    from scripts.measure import bench, plan
+
     on_gpu = torch.cuda.is_available() and not args.cpu
-    try:
-        if args.list:
-            named = args.solutions, args.run_foreign
-            print(plan.listing(args.local, on_gpu, args.definition, *named))
-            return EXIT_OK
-        chosen = make_plan(args, on_gpu)
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    if args.list:
+        named = args.solutions, args.run_foreign
+        print(plan.listing(args.local, on_gpu, args.definition, *named))
+        return EXIT_OK
+    chosen = make_plan(args, on_gpu)
     config = bench.configuration(args, on_gpu)
     with bench.open_run(args, chosen, config, on_gpu) as run:
         outcome = bench.measure(args, chosen, config, run, on_gpu)
         return conclude(args, run, outcome)
 
 
-def make_plan(args: argparse.Namespace, on_gpu: bool) -> plan.Plan:
-    """What the options choose; on the CPU the small workloads unless others are asked for."""
-    if not on_gpu and not args.workloads and args.max_tokens is None:
-        args.max_tokens = max_size(args.definition)
+def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
+    """What the options choose; which workloads they leave out is said."""
+    from scripts.data.dataset import tokens
+    from scripts.measure import plan
+
     found = plan.choose(
         args.local,
         on_gpu,
@@ -156,34 +131,35 @@ def make_plan(args: argparse.Namespace, on_gpu: bool) -> plan.Plan:
     return found
 
 
-def conclude(args: argparse.Namespace, run: Run, outcome: bench.Outcome) -> int:
+def conclude(args: argparse.Namespace, run: "Run", outcome: "Outcome") -> int:
     """Rank what was measured, kept or not; the exit status."""
-    records = read_records([run.traces], args.definition.name) if run.traces.is_file() else []
-    records += [record_of(t, str(run.traces)) for t in run.unsaved]
+    from scripts.table.rank_text import print_rankings
+    from scripts.table.rankings import rankings
+
+    records = run.results()
     if not records:
         say("nothing was measured")
-    by: Clock = args.by if any(r.device for r in records) else "harness"
+    by: Any = args.by if any(r.device for r in records) else "harness"
     ranked = rankings(records, against=args.against, peers=args.peers, by=by)
-    on_cpu = all(r.cpu for r in ranked)
-    if ranked:
-        name = args.definition.name
-        print("\n" + (what_is_known(ranked, name) if on_cpu else print_rankings(ranked)))
+    if ranked and all(r.cpu for r in ranked) and not args.markdown:
+        print("\n" + what_is_known(ranked, args.definition.name))
+    elif ranked:
+        print("\n" + print_rankings(ranked, "markdown" if args.markdown else "text"))
     for error in outcome.errors:
         say(f"error: {error}")
     failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
     status = outcome.status or (EXIT_FAILED if failed else EXIT_OK)
     if not ranked:
         return status
-    for path, style in ((args.markdown, "markdown"), (args.json, "json")):
-        if path:
-            files.write(path, print_rankings(ranked, style) + "\n")
+    if args.json:
+        files.write(args.json, print_rankings(ranked, "json") + "\n")
     say(f"\n{duration(outcome.seconds)}; traces: {run.traces}")
     if not args.no_report and not run.unsaved:
         write_report(run, args.peers)
     return status
 
 
-def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> str:
+def what_is_known(ranked: "Sequence[Ranking]", definition: str = DEFAULT.name) -> str:
     """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
     from scripts.table.rank_text import without_gpu
     from scripts.table.recorded import recorded_runs
@@ -191,7 +167,7 @@ def what_is_known(ranked: Sequence[Ranking], definition: str = DEFAULT.name) -> 
     return without_gpu(ranked, recorded_runs(definition=definition))
 
 
-def write_report(run: Run, peers: list[str]) -> None:
+def write_report(run: "Run", peers: list[str]) -> None:
     """The HTML page of the run, or one line that says why there is none."""
     from scripts.report import report
 

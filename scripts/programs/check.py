@@ -17,9 +17,8 @@ it is the torch model that is looked at.
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -38,39 +37,34 @@ from scripts.common.definitions import MoeDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import INPUTS_CHANGED, INVARIANCE
-from scripts.data.traces import finite, read_records
-from scripts.measure import bits, check, floors, plan
-from scripts.measure.cpu_bench import CPU_MAX_TOKENS, max_size
-from scripts.measure.gpu import require_gpu
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
-from scripts.table.tables import bits_table
+
+if TYPE_CHECKING:
+    from scripts.measure.plan import Plan
 
 MEASURES = ("accuracy", "device", "bits", "floors")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The options, `only` with its default filled in and `device` as torch calls it."""
+    """The options, `only` with its default filled in, and `device` as torch calls it."""
     arguments = parser(__doc__)
     add = arguments.add_argument
     add_options(arguments, "local", "solutions", "definition", "run-foreign", "workloads")
-    add_options(arguments, "max-tokens", "seed", "json")
+    add_options(arguments, "max-tokens", "seed", "rates", "cpu", "json")
     add("--run", type=Path, metavar="DIR", help="add to this run of bench")
     add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
     add("--missing", action="store_true", help="of the run, what has no device time yet")
     add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
-    add("--calls", type=whole(1), help=f"small batches of a width, at most ({bits.CALLS})")
-    add("--rates", type=Path, metavar="JSON", help="floors: with another record's rates")
-    add("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU, else cpu")
+    add("--calls", type=whole(1), help="bits: small batches of a width, at most (128)")
     args = arguments.parse_args()
     if args.missing and not args.run:
         raise UsageError("--missing is of a run: --run DIR")
 
     import torch
 
-    on_gpu = torch.cuda.is_available() and args.device != "cpu"
-    if args.device == "cuda" and not on_gpu:
-        raise UsageError("--device cuda: no GPU is visible")
+    from scripts.measure.gpu import require_gpu
+
+    on_gpu = torch.cuda.is_available() and not args.cpu
     args.device = "cuda:0" if on_gpu else "cpu"
     layer = isinstance(args.definition, MoeDefinition)
     if args.only is None:
@@ -84,15 +78,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def floors_of(args: argparse.Namespace) -> dict[str, Any]:
     """Floors of the data set's workloads, printed and kept."""
+    from scripts.measure import floors
+
     content = floors.measure(args.local, args.rates, args.repeats)
     print(floors.describe(content))
     if args.run:
-        files.write(args.run / "floors.json", json.dumps(content, indent=1) + "\n")
+        files.write_json(args.run / "floors.json", content)
     return content
 
 
-def figures_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, list[dict[str, Any]]]:
+def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict[str, Any]]]:
     """Exit status, and accuracy and device times of every pair, kept as they are known."""
+    from scripts.measure import check
+
     sources = {
         "accuracy": lambda: check.accuracy(chosen, args.device, args.seed),
         "device": lambda: check.device(chosen, args.seed, args.repeats),
@@ -127,8 +125,13 @@ def figures_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, list[d
     return status, entries
 
 
-def bits_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, dict[str, Any]]:
+def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, Any]]:
     """Exit status, and the content of invariance.json, which is kept."""
+    from scripts.data.traces import finite
+    from scripts.measure import bits
+    from scripts.measure.plan import CPU_MAX_TOKENS
+    from scripts.table.tables import bits_table
+
     on_gpu = args.device != "cpu"
     most = bits.MAX_TOKENS if on_gpu else CPU_MAX_TOKENS
     fitting = [t for t in chosen.workloads if args.workloads or tokens(t.workload) <= most]
@@ -159,7 +162,7 @@ def bits_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, dict[str,
     }
     print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
     if args.run:
-        files.write(args.run / INVARIANCE, json.dumps(record, indent=1) + "\n")
+        files.write_json(args.run / INVARIANCE, record)
     for name, result in results.items():
         if "error" in result:
             say(f"error: {name}: {result['error']}")
@@ -169,16 +172,19 @@ def bits_of(args: argparse.Namespace, chosen: plan.Plan) -> tuple[int, dict[str,
 
 def main() -> int:
     args = parse_arguments()
+
+    from scripts.data.traces import finite
+    from scripts.measure import plan
+
     content: dict[str, Any] = {}
     status = EXIT_OK
     if "floors" in args.only:
         content["floors"] = floors_of(args)
     if {"accuracy", "device", "bits"} & set(args.only):
-        try:
-            chosen = choose(args)
-        except PackError as error:
-            say(f"error: {error}")
-            return EXIT_FAILED
+        chosen = plan.choose(
+            args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
+            args.max_tokens, args.run_foreign, args.definition, args.missing,
+        )  # fmt: skip
         if not chosen.pairs:
             say("no trace of this run has an output to compare" + ", or all have" * args.missing)
             return EXIT_OK
@@ -188,23 +194,8 @@ def main() -> int:
             of_bits, content["bits"] = bits_of(args, chosen)
             status = max(status, of_bits)
     if args.json:
-        files.write(args.json, json.dumps(finite(content), indent=1) + "\n")
+        files.write_json(args.json, finite(content))
     return status
-
-
-def choose(args: argparse.Namespace) -> plan.Plan:
-    """The pairs that are asked for; on the CPU those of small workloads unless others are."""
-    on_gpu = args.device != "cpu"
-    if not on_gpu and args.max_tokens is None and not args.workloads and not args.run:
-        args.max_tokens = max_size(args.definition)
-    chosen = plan.choose(
-        args.local, on_gpu, args.run, args.solutions, args.workloads, args.max_tokens,
-        args.run_foreign, args.definition,
-    )  # fmt: skip
-    if not args.missing or chosen.traces is None:
-        return chosen
-    records = read_records([chosen.traces], args.definition.name)
-    return chosen.only({(r.uuid, r.solution) for r in records if r.device is None})
 
 
 if __name__ == "__main__":

@@ -27,49 +27,41 @@ import functools
 import sys
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, whole
-from scripts.common.progress import Progress
-from scripts.measure import gemm_bench, gpu
-from scripts.measure.gemm_problems import Problem, histograms, layer_problems
-from scripts.measure.gemm_timing import (
-    Record,
-    Timing,
-    compile_ahead,
-    compile_variants,
-    run_problem,
+from scripts.common.progress import steps
+from scripts.measure.gemm_problems import (
+    GRIDS,
+    LAYOUTS,
+    PEERS,
+    SOLUTIONS,
+    Problem,
+    grid_problems,
+    histograms,
+    layer_problems,
+    shape,
 )
-from scripts.measure.gemm_variants import LAYOUTS, PEERS, SOLUTIONS, neighbours, solution_hashes
 from scripts.programs.options import add_gemm_options
 
 
 def parse_arguments() -> argparse.Namespace:
     """The options, `shapes` as pairs and `config` and `layout` with their defaults filled in."""
     arguments = parser(__doc__)
-    add, grids = arguments.add_argument, list(gemm_bench.GRIDS)
+    add = arguments.add_argument
     what = arguments.add_mutually_exclusive_group()
-    what.add_argument("--grid", choices=grids, default="quick", help="even rows (quick)")
+    what.add_argument("--grid", choices=list(GRIDS), default="quick", help="even rows (quick)")
     what.add_argument("--layers", action="store_true", help="the layer's GEMMs, workloads' rows")
     add("--experts", nargs="+", type=whole(1), metavar="E", help="instead of the grid's")
     add("--rows", nargs="+", type=whole(1), metavar="M", help="instead of the grid's")
     add("--shapes", nargs="+", metavar="NxK", help="instead of the grid's")
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="with --layers")
-    add(
-        "--config",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE,...",
-        help="configurations of our kernel to compare; 'default' is the heuristic's, and with "
-        "--layers 'flat' and 'v3' are what these solutions ship",
-    )
+    said = "of our kernel; 'default': the heuristic's; with --layers 'flat' and 'v3' as they ship"
+    add("--config", nargs="+", default=[], metavar="FIELD=VALUE,...", help=said)
     add("--layout", choices=LAYOUTS, help="of our kernel's rows (batched; flat with --layers)")
-    add("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
-    add(
-        "--compiled-dims",
-        metavar="DIMS",
-        help="dimensions that DeepGEMM compiles in, '' for none (its own default)",
-    )
+    add("--peers", nargs="*", default=PEERS, choices=PEERS)
+    said = "dimensions that DeepGEMM compiles in, '' for none (its own default)"
+    add("--compiled-dims", metavar="DIMS", help=said)
     add_gemm_options(arguments, launches=8, repeats=20)
     args = arguments.parse_args()
-    args.shapes = [gemm_bench.shape(text) for text in args.shapes or ()]
+    args.shapes = [shape(text) for text in args.shapes or ()]
     if args.layers and (args.experts or args.rows):
         raise UsageError("--experts and --rows are those of the workloads with --layers")
     if args.tokens and not args.layers:
@@ -83,40 +75,37 @@ def parse_arguments() -> argparse.Namespace:
 
 def chosen_problems(args: argparse.Namespace) -> list[Problem]:
     if not args.layers:
-        return gemm_bench.grid_problems(args.grid, args.experts, args.rows, args.shapes)
+        return grid_problems(args.grid, args.experts, args.rows, args.shapes)
     problems = layer_problems(histograms(args.local, args.tokens))
     return [p for p in problems if not args.shapes or (p.n, p.k) in args.shapes]
 
 
 def main() -> int:
     args = parse_arguments()
-    hardware = gpu.require_gpu()
 
     import torch
 
+    from scripts.measure import gemm_bench, gpu
+    from scripts.measure.gemm_variants import neighbours, solution_hashes
+
+    hardware = gpu.require_gpu()
     problems = chosen_problems(args)
     collect = functools.partial(
         gemm_bench.collect_variants, args.config, args.peers, args.layout, args.compiled_dims
     )
     variants = collect()
     quiet = functools.partial(collect, quiet=True)
-    compile_ahead(functools.partial(compile_variants, quiet), problems, args.compile_workers)
-    timing = Timing(args.launches, args.repeats, args.seed)
+    gemm_bench.compile_ahead(
+        functools.partial(gemm_bench.compile_variants, quiet), problems, args.compile_workers
+    )
+    timing = gemm_bench.Timing(args.launches, args.repeats, args.seed)
     with torch.no_grad():
         rates = gpu.measure_rates()
-        record = Record(
-            args.json,
-            hardware=hardware,
-            method=str(timing),
-            floors=rates,
-            solutions=solution_hashes(),
-        )
-        progress = Progress(len(problems))
-        for problem in problems:
-            progress.step(str(problem))
-            beside = neighbours("flat")(problem) if "flat" in args.config else []
-            record.add(run_problem(problem, variants + beside, rates, timing))
-            progress.finish()
+        header = {"hardware": hardware, "method": str(timing), "floors": rates}
+        record = gemm_bench.Record(args.json, **header, solutions=solution_hashes())
+        for problem in steps(problems):
+            beside = neighbours("flat", problem) if "flat" in args.config else []
+            record.add(gemm_bench.run_problem(problem, variants + beside, rates, timing))
     rows = record.rows
     record.finish(summary=gemm_bench.summarise(rows))
     print(f"{'### ' if args.markdown else ''}{hardware}: grouped FP8 GEMM, kernel only\n")

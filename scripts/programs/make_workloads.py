@@ -14,26 +14,27 @@ whose workloads stand for no captured ones.
 from pathlib import Path
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
-from scripts.common.definitions import DEFAULT, MoeDefinition, find
+from scripts.common.definitions import MoeDefinition
 from scripts.common.project import ROOT
+from scripts.programs.options import add_options
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--root", type=Path, default=ROOT, metavar="DIR", help="data set root")
-    add("--definition", default=DEFAULT.name, metavar="NAME", help="of which")
-    add("--workloads", nargs="+", metavar="UUID", help="only these (or prefixes)")
-    add("--max-tokens", type=int, metavar="N", help="only up to N tokens")
+    add_options(
+        arguments, "definition", "workloads", "max-tokens", "markdown",
+        workloads={"default": None, "metavar": "UUID", "help": "only these (or prefixes)"},
+    )  # fmt: skip
     add("--quiet", action="store_true", help="show no progress")
     add("--table", action="store_true", help="compare instead of making files")
-    add("--markdown", action="store_true", help="the table in Markdown")
     add("--specs", action="store_true", help="write the spec and the workload file anew")
     args = arguments.parse_args(argv)
 
     from scripts.data import workload_specs
 
-    definition = find(args.definition)
+    definition = args.definition
     try:
         if args.specs:
             if not definition.tokens:

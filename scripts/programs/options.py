@@ -7,7 +7,9 @@ from typing import Any
 from scripts.common.command_line import whole
 from scripts.common.definitions import DEFAULT, find
 from scripts.common.project import ROOT
+from scripts.data.records import CLOCKS
 
+NAMES = dict(nargs="+", default=[], metavar="NAME")
 OPTIONS: dict[str, dict[str, Any]] = {
     "local": dict(
         type=Path,
@@ -17,11 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "is run; nothing is written to it",
     ),
     "solutions": dict(
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names, * allowed; all of ours. One that is the data set's own runs where its whole "
-        "name is given",
+        NAMES, help="* allowed; all of ours. The data set's own run where the whole name is given"
     ),
     "run-foreign": dict(action="store_true", help="run all solutions of the data set, too"),
     "definition": dict(
@@ -37,15 +35,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help="token counts or beginnings of uuids; all (on the CPU: the small ones)",
     ),
     "max-tokens": dict(type=whole(1), metavar="T", help="only workloads up to T tokens"),
+    "cpu": dict(action="store_true", help="the torch model on the CPU though a GPU is there"),
     "seed": dict(type=whole(0), default=2026, help="of what is drawn (2026)"),
+    "against": dict(metavar="NAME", help="add the speed relative to a solution"),
+    "peers": dict(NAMES, help="that count as peers, * allowed; all but this project's"),
+    "by": dict(choices=CLOCKS, default="harness", help="clock that orders the ranking (harness)"),
+    "rates": dict(type=Path, metavar="JSON", help="floors with another record's rates"),
     "markdown": dict(action="store_true", help="print Markdown"),
     "json": dict(type=Path, metavar="FILE", help="write all figures there"),
 }
 
 
-def add_options(arguments: argparse.ArgumentParser, *names: str) -> None:
+def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any) -> None:
+    """Options by name; `changed` has what one of them is in this program alone."""
     for name in names:
-        arguments.add_argument(f"--{name}", **OPTIONS[name])
+        arguments.add_argument(f"--{name}", **(OPTIONS[name] | changed.get(name, {})))
 
 
 def add_gemm_options(arguments: argparse.ArgumentParser, launches: int, repeats: int) -> None:

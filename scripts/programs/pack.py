@@ -13,14 +13,14 @@ whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with t
 from pathlib import Path
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main, say
-from scripts.common.definitions import DEFAULT, Entry, find
+from scripts.programs.options import add_options
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("names", nargs="*", help="solutions (or their files) to pack; all")
-    add("--definition", type=find, default=DEFAULT, metavar="NAME", help="another definition")
+    add_options(arguments, "definition")
     add("--output", type=Path, metavar="DIR", help="directory of the JSON files")
     add("--check", action="store_true", help="write nothing; fail if a file is missing or stale")
     add("--no-build", action="store_true", help="do not build the result as flashinfer-bench does")
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from scripts.pack import pack
 
-    definition: Entry = args.definition
+    definition = args.definition
     output = args.output or pack.packed_dir(definition)
     try:
         if args.list:

@@ -21,10 +21,9 @@ Routing is that of the workload with this token count, if there is one, else dra
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import (
@@ -37,15 +36,15 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.floors import floor_ms
-from scripts.common.progress import Progress
+from scripts.common.progress import steps
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.measure import floors, gpu, plan, profile, stages
-from scripts.measure.gemm_problems import histogram
-from scripts.measure.timing import Timed, timed
 from scripts.pack import sources
-from scripts.pack.pack import PackError
 from scripts.programs.options import add_options
+
+if TYPE_CHECKING:
+    from scripts.measure.gpu import Rates
+    from scripts.measure.plan import Plan
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -56,16 +55,17 @@ def parse_arguments() -> argparse.Namespace:
     what = arguments.add_mutually_exclusive_group(required=True)
     what.add_argument("--workloads", nargs="+", metavar="T|UUID", help="kernels of these")
     what.add_argument("--stages", action="store_true", help="the stages of the layer instead")
-    add_options(arguments, "solutions", "local", "run-foreign", "seed", "markdown", "json")
+    add_options(
+        arguments, "solutions", "local", "run-foreign", "rates", "seed", "cpu", "markdown", "json",
+        cpu={"help": "stages: time the torch model on the CPU"},
+    )  # fmt: skip
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
-    add("--rates", type=Path, metavar="JSON", help="kernels: with another record's rates")
     add("--ncu", action="store_true", help="kernels: add what Nsight Compute counts; minutes")
     add("--only-call", action="store_true", help=argparse.SUPPRESS)  # what --ncu starts
     add("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T", help="stages")
     add("--warmup", type=whole(0), default=5, help="stages: calls that do not count (5)")
     add("--offset", type=int, default=0, help="stages: first local expert of draws (0)")
-    add("--cpu", action="store_true", help="stages: time the torch model on the CPU")
     return arguments.parse_args()
 
 
@@ -76,15 +76,21 @@ def show(args: argparse.Namespace, title: str, header: list[str], rows: list[lis
 
 def counted(args: argparse.Namespace, uuid: str, solution: str) -> list[dict[str, Any]]:
     """What ncu counts in this program's --only-call."""
+    from scripts.measure import profile
+
     program = [sys.executable, str(Path(__file__)), "--only-call", "--local", str(args.local)]
     program += ["--workloads", uuid, "--solutions", solution, "--seed", str(args.seed)]
     return profile.count(program)
 
 
 def profile_kernels(
-    args: argparse.Namespace, chosen: plan.Plan, rates: gpu.Rates, trace: Any, inputs: list[Any]
+    args: argparse.Namespace, chosen: "Plan", rates: "Rates", trace: Any, inputs: list[Any]
 ) -> list[dict[str, Any]]:
     """The figures of every solution on a workload, printed as they are known."""
+    from scripts.measure import floors, profile
+    from scripts.measure.gemm_problems import histogram
+    from scripts.measure.timing import timed
+
     repeats = args.repeats or 20
     h = histogram(chosen.trace_set, trace.workload)
     (workload,) = floors.workloads([h])
@@ -92,7 +98,7 @@ def profile_kernels(
         workload["read_ms"] = floors.measure_reading([h], repeats)[h.uuid]
     results = []
     for solution in chosen.solutions:
-        call = call_of(chosen, solution, inputs)
+        call = timed(definition_of(chosen.trace_set), solution, inputs)
         result = {
             "solution": solution.name,
             "workload": workload,
@@ -114,19 +120,14 @@ def profile_kernels(
     return results
 
 
-def call_of(chosen: plan.Plan, solution: Any, inputs: list[Any]) -> Timed:
-    try:
-        return timed(definition_of(chosen.trace_set), solution, inputs)
-    except RuntimeError as error:
-        raise UsageError(str(error)) from None
-
-
 def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit status, and all figures of the kernels."""
-    hardware = gpu.require_gpu()
-
     import torch
 
+    from scripts.measure import floors, gpu, plan, profile
+    from scripts.measure.timing import timed
+
+    hardware = gpu.require_gpu()
     chosen = plan.choose(
         args.local,
         True,
@@ -140,16 +141,16 @@ def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         for trace in chosen.workloads:
             for solution in chosen.solutions:
                 with torch.no_grad():
-                    profile.one_call(call_of(chosen, solution, inputs_of.of(trace.workload)))
+                    inputs = inputs_of.of(trace.workload)
+                    profile.one_call(timed(definition_of(chosen.trace_set), solution, inputs))
         return EXIT_OK, {}
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
     print(f"{hardware}: {gpu.describe_rates(rates)}\n")
-    progress = Progress(len(chosen.workloads))
-    for trace in chosen.workloads:
-        progress.step(f"T={tokens(trace.workload)} ({trace.workload.uuid[:8]})")
+    for trace in steps(
+        chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
+    ):
         with torch.no_grad():
             results += profile_kernels(args, chosen, rates, trace, inputs_of.of(trace.workload))
-        progress.finish()
     failed = any("ncu_error" in r for r in results)
     return EXIT_FAILED if failed else EXIT_OK, {
         "hardware": hardware,
@@ -168,6 +169,8 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     import torch
     from flashinfer_bench.utils import hardware_from_device
 
+    from scripts.measure import stages
+
     if not args.cpu and not torch.cuda.is_available():
         raise UsageError("no GPU is visible; --cpu times the torch model on the CPU instead")
     device, iterations = "cpu" if args.cpu else "cuda:0", args.repeats or 50
@@ -176,12 +179,11 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     layers = stages.load_layers(args.solutions, use_gpu=not args.cpu)
     hashes = sources.current()
     problems = stages.Problems(args.local, device, args.seed, args.offset)
-    progress = Progress(len(args.tokens), sum(4000 + t for t in args.tokens))
-    results = []
-    for length in args.tokens:
-        progress.step(f"T={length}: {', '.join(layers)}")
-        results.append(stages.measure(layers, problems, length, iterations, args.warmup))
-        progress.finish(4000 + length)
+    names = ", ".join(layers)
+    results = [
+        stages.measure(layers, problems, length, iterations, args.warmup)
+        for length in steps(args.tokens, lambda t: f"T={t}: {names}", lambda t: 4000 + t)
+    ]
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
     for result in results:
         how = f"median ms of {iterations} calls ({timing}; routing: {result['routing']})"
@@ -206,13 +208,9 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        status, record = layer_stages(args) if args.stages else kernels(args)
-    except PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    status, record = layer_stages(args) if args.stages else kernels(args)
     if args.json and record:
-        files.write(args.json, json.dumps(record, indent=1) + "\n")
+        files.write_json(args.json, record)
     return status
 
 

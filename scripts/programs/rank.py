@@ -17,7 +17,7 @@ from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.definitions import full_name
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
-from scripts.data.records import CLOCKS
+from scripts.programs.options import add_options
 
 
 def own_runs() -> list[Path]:
@@ -40,37 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="trace files, directories of them, or data sets; the runs of bench",
     )
-    add(
-        "--solutions",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names, * allowed; all. Paths stand before it, or after --",
-    )
+    add_options(
+        arguments, "solutions", "definition", "against", "peers", "by", "markdown", "json",
+        solutions={"help": "names, * allowed; all. Paths stand before it, or after --"},
+        definition={"type": full_name, "default": DEFINITION},  # anyone's, not only ours
+    )  # fmt: skip
     add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
-    add("--against", metavar="NAME", help="add the speed relative to a solution")
-    add(
-        "--peers",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that count as peers, * allowed; all that are not this project's",
-    )
-    add(
-        "--by",
-        choices=CLOCKS,
-        default="harness",
-        help="order by the speed-up of the harness's times (default) or by the device's times",
-    )
-    add(
-        "--definition",
-        type=full_name,
-        default=DEFINITION,
-        metavar="NAME",
-        help="definition to rank, whether it is one of ours or not",
-    )
-    add("--markdown", action="store_true", help="print Markdown")
-    add("--json", type=Path, metavar="FILE", help="also write everything there as JSON")
     add("--output", type=Path, metavar="FILE", help="write the text or Markdown there instead")
     args = arguments.parse_args(argv)
 

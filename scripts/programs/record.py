@@ -21,7 +21,6 @@ from pathlib import Path
 from scripts.common.command_line import parser, positive, run_main, say
 from scripts.common.project import TRACES_DIR
 from scripts.measure import record
-from scripts.measure.gpu import gpu_arch, require_gpu
 
 
 def main() -> int:
@@ -34,9 +33,10 @@ def main() -> int:
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
     args = arguments.parse_args()
-    record.selected(
-        record.steps(args.out), args.only, args.skip
-    )  # before anything is asked of the GPU
+    record.selected(record.steps(args.out), args.only, args.skip)  # refuses before asking the GPU
+
+    from scripts.measure.gpu import gpu_arch, require_gpu
+
     hardware, target = require_gpu(), gpu_arch()
     now = datetime.now(timezone.utc)
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")

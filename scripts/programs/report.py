@@ -10,7 +10,7 @@ where they are) and writes report.html there.
 from pathlib import Path
 
 from scripts.common.command_line import EXIT_OK, parser, run_main
-from scripts.data.records import CLOCKS
+from scripts.programs.options import add_options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,10 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("run", nargs="?", type=Path, help="directory of a run; the latest run")
     arguments.add_argument("--out", type=Path, metavar="FILE", help="report.html of the directory")
     arguments.add_argument("--png", type=Path, metavar="DIR", help="also write PNGs there")
-    arguments.add_argument(
-        "--peers", nargs="+", default=[], metavar="NAME", help="names of the peers, * allowed"
-    )
-    arguments.add_argument("--by", choices=CLOCKS, default="harness", help="clock that orders")
+    add_options(arguments, "peers", "by")
     args = arguments.parse_args(argv)
 
     from scripts.report import report

@@ -15,14 +15,7 @@ will do, and without a name all solutions are taken that have some.
 
 from pathlib import Path
 
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_OK,
-    UsageError,
-    parser,
-    run_main,
-    say,
-)
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
 from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
 from scripts.pack.pack import PackError
@@ -41,27 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         add("solutions", nargs=form.several or 1, metavar="SOLUTION", help=which)
         add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
         add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
-        add(
-            "--results",
-            nargs="+",
-            type=Path,
-            default=[TRACES_DIR],
-            metavar="PATH",
-            help="trace files, runs, records or data sets; this repository's traces/",
-        )
+        said = "trace files, runs, records or data sets; this repository's traces/"
+        add("--results", nargs="+", type=Path, default=[TRACES_DIR], metavar="PATH", help=said)
         add("--author", metavar="NAME", help="submit under this name instead of the solution's")
-        add(
-            "--local",
-            type=Path,
-            default=ROOT,
-            metavar="PATH",
-            help="the data set whose workloads must have passed; this repository",
-        )
-        add(
-            "--other-sources",
-            action="store_true",
-            help="take traces that were measured with other sources than are exported",
-        )
+        said = "the data set whose workloads must have passed; this repository"
+        add("--local", type=Path, default=ROOT, metavar="PATH", help=said)
+        said = "take traces that were measured with other sources than are exported"
+        add("--other-sources", action="store_true", help=said)
     args = arguments.parse_args(argv)
     try:
         data_set = load(args.local)[0]

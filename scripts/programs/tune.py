@@ -13,7 +13,8 @@ Exit status 1: what ships loses more than --max-loss percent somewhere, or did n
 """
 
 import argparse
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -26,17 +27,11 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.text import markdown_table, text_table
-from scripts.measure import gpu, tune
-from scripts.measure.gemm_problems import LAYER_SHAPES
-from scripts.measure.gemm_timing import (
-    VERDICTS,
-    Record,
-    Timing,
-    Verdict,
-)
-from scripts.measure.gemm_variants import LAYOUTS, solution_hashes
-from scripts.measure.stages import Problems
+from scripts.measure.gemm_problems import LAYER_SHAPES, LAYOUTS
 from scripts.programs.options import add_gemm_options
+
+if TYPE_CHECKING:
+    from scripts.measure.tune import Found
 
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
 OF = {
@@ -70,15 +65,20 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def search(args: argparse.Namespace, record: Record, rates: dict[str, float]) -> list[Verdict]:
+def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found]":
+    """What is found, problem by problem."""
+    from scripts.measure import tune
+    from scripts.measure.gemm_bench import Timing
+    from scripts.measure.stages import Problems
+
     timing = Timing(args.launches, args.repeats, args.seed)
     if args.what == "layer":
         problems = Problems(args.local, "cuda:0", args.seed, args.offset or 0)
         tokens, terms = args.tokens or tune.LAYER_TOKENS, 2 if args.accurate else 1
-        return tune.tune_layer(problems, tokens, terms, args.reach or 1, args.repeats, record)
+        return tune.tune_layer(problems, tokens, terms, args.reach or 1, args.repeats)
     if args.what == "triton":
         of = tune.triton_problems(args.local, args.tokens or tune.TRITON_TOKENS, args.seed)
-        return tune.tune_triton(of, timing, args.compile_workers, record, rates)
+        return tune.tune_triton(of, timing, args.compile_workers, rates)
     shapes = [LAYER_SHAPES[args.gemm]] if args.gemm else list(LAYER_SHAPES.values())
     of = [
         tune.gemm_problem(m, n, k, args.experts, not args.uneven, args.seed)
@@ -86,20 +86,29 @@ def search(args: argparse.Namespace, record: Record, rates: dict[str, float]) ->
         for m in args.rows or tune.ROWS
     ]
     layout, workers = args.layout or "flat", args.compile_workers
-    return tune.tune_gemm(of, timing, workers, layout, args.max_loss, record, rates)
+    return tune.tune_gemm(of, timing, workers, layout, args.max_loss, rates)
 
 
 def main() -> int:
     args = parse_arguments()
-    hardware = gpu.require_gpu()
 
     import torch
 
+    from scripts.measure import gpu
+    from scripts.measure.gemm_bench import VERDICTS, Record, Verdict
+    from scripts.measure.gemm_variants import solution_hashes
+
+    hardware = gpu.require_gpu()
     with torch.no_grad():
         rates = gpu.measure_rates()
         header: dict[str, Any] = {"hardware": hardware, "what": args.what, "floors": rates}
         record = Record(args.json, **header, solutions=solution_hashes(), max_loss=args.max_loss)
-        found = search(args, record, rates)
+        found: list[Verdict] = []
+        for where, rows, said in search(args, rates):
+            found += said
+            record.add(rows, table=[one.record() for one in found])
+            for row in (row for row in rows if "us" not in row):
+                say(f"error: {where}: {row['variant']}: {row.get('error')}")
     record.finish()
     print(f"{'### ' if args.markdown else ''}{hardware}: tune --what {args.what}\n")
     print(f"{gpu.describe_rates(rates)}\n")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import flashinfer_bench.bench
 import pytest
 import small
 import torch
@@ -26,7 +25,7 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAG
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
-from scripts.measure import bench, cpu_bench, gpu_bench, plan
+from scripts.measure import bench, cpu_bench, plan
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
 
@@ -105,20 +104,18 @@ def fake(monkeypatch) -> type[FakeBenchmark]:
     monkeypatch.setattr(FakeBenchmark, "interrupt_at", None)
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
     monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
-    monkeypatch.setattr(flashinfer_bench.bench, "Benchmark", FakeBenchmark)
-    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(bench, "Benchmark", FakeBenchmark)
+    monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     return FakeBenchmark
 
 
-def drive(
-    names: list[str], stored: list[list[Trace]], quiet: bool = True, large: bool = False
-) -> list[str]:
+def drive(names: list[str], stored: list[list[Trace]], large: bool = False) -> list[str]:
     trace_set, _ = dataset.load(ROOT)
     workloads = dataset.select_workloads(trace_set.workloads[DEFINITION], ["1", "7"])
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
-    progress = Progress(len(pairs), quiet=quiet)
-    return gpu_bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
+    progress = Progress(len(pairs))
+    return bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
 
 
 def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> None:
@@ -155,7 +152,7 @@ def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
 def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) -> None:
     logger = logging.getLogger("flashinfer_bench")
     before = (list(logger.handlers), logger.propagate)
-    errors = drive(["lost 1", "silent", "x"], [], quiet=False)
+    errors = drive(["lost 1", "silent", "x"], [])
     assert [e.split(": ", 1)[1] for e in errors] == [
         "['lost 1', 'silent']: worker died: out of memory",
         "['silent']: no result",
@@ -175,11 +172,11 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
             raise UsageError("workload e05c6c03: no file")
 
     stored: list[list[Trace]] = []
-    monkeypatch.setattr(gpu_bench, "load_tensors", load)
+    monkeypatch.setattr(bench, "load_tensors", load)
     (error,) = drive(["x", "y"], stored)
     assert error.startswith("T=1 (e05c6c03") and "['x', 'y']: workload e05c6c03: no file" in error
     assert [[t.solution for t in traces] for traces in stored if traces] == [["x", "y"]]
-    monkeypatch.setattr(gpu_bench, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     fake.before_results = staticmethod(lambda call: sys.exit(0))
     errors = drive(["x"], stored)
     assert len(errors) == 2 and fake.instances[-1].closed
@@ -189,9 +186,9 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
 def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
     ended: list[int] = []
     workers = [subprocess.Popen(["sleep", "60"])]
-    monkeypatch.setattr(gpu_bench.multiprocessing, "active_children", lambda: workers)
-    monkeypatch.setattr(gpu_bench.os, "_exit", ended.append)
-    with gpu_bench.finish_before_interrupt() as interrupted:
+    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(bench.os, "_exit", ended.append)
+    with bench.finish_before_interrupt() as interrupted:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.is_set() and ended == []
         os.kill(os.getpid(), signal.SIGINT)
@@ -201,7 +198,7 @@ def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys)
 
 
 def test_a_workload_weighs_its_fixed_cost_and_its_tokens() -> None:
-    assert gpu_bench.weight(0) == 1 and gpu_bench.weight(4000) == 2 and gpu_bench.weight(8000) == 3
+    assert bench.weight(0) == 1 and bench.weight(4000) == 2 and bench.weight(8000) == 3
 
 
 def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
@@ -229,7 +226,7 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
 
 def test_a_solution_is_announced_when_its_worker_opens_the_log(tmp_path: Path, capfd) -> None:
     (tmp_path / f"old_{time.time() - 60}.log").touch()
-    with gpu_bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
+    with bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
         (tmp_path / f"my_x_{time.time()}.log").touch()
         (tmp_path / f"other_{time.time()}.log").touch()
         deadline = time.monotonic() + 10
@@ -281,13 +278,12 @@ class Program:
 
 @pytest.fixture
 def h200(fake, monkeypatch, tmp_path: Path) -> Program:
-    import flashinfer_bench.utils
     import torch
 
     machine = availability.Machine((9, 0), availability.installed_version)
     program = Program(monkeypatch, tmp_path / "traces")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
     monkeypatch.setattr(packed, "packed_solutions", lambda packed: program.solutions)

@@ -54,10 +54,9 @@ def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
 
 
 def looked_at(content: str, calls: int = 128, **options: Any) -> dict[str, Any]:
-    runnable = BuilderRegistry.get_instance().build(
-        small.definition(), small.solution("x", content)
-    )
-    return measured.look_at(runnable, inputs(**options), "cpu", calls)
+    of = [small.solution("x", content)]
+    ((_, found),) = measured.measure(small.definition(), of, inputs(**options), "cpu", calls)
+    return found["checks"]
 
 
 def failing(content: str) -> list[str]:
@@ -176,12 +175,11 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 @pytest.fixture
 def program(monkeypatch):
     """The program on a small data set with solutions of ours, on the CPU 'GPU A'."""
-    import flashinfer_bench.utils
 
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
     solutions = [small.solution(name, content) for name, content in named.items()]
     own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 
@@ -193,7 +191,7 @@ def program(monkeypatch):
     monkeypatch.setattr(plan, "load_with_ours", load)
 
     def run(*arguments: str) -> int:
-        only = ["--only", "bits", "--device", "cpu"]
+        only = ["--only", "bits", "--cpu"]
         monkeypatch.setattr(sys, "argv", ["check.py", *only, *arguments])
         return check.main()
 

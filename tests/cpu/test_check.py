@@ -20,6 +20,7 @@ from scripts.common.command_line import (
     EXIT_OK,
     EXIT_USAGE,
     UsageError,
+    run_main,
 )
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, traces
@@ -100,13 +101,12 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
 @pytest.fixture
 def program(monkeypatch, tmp_path: Path):
     """The program on a small data set with three solutions of ours, on the CPU 'GPU A'."""
-    import flashinfer_bench.utils
 
     fails = "def run(x, w, factor, output): raise KeyError('a')\n"
     solutions = [small.solution("right"), small.solution("vandal", VANDAL)]
     solutions.append(small.solution("fails", fails))
     own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(flashinfer_bench.utils, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
 
@@ -118,7 +118,7 @@ def program(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(plan, "load_with_ours", load)
 
     def run(*arguments: str) -> int:
-        device = ["--device", "cpu", "--only", "accuracy"]
+        device = ["--cpu", "--only", "accuracy"]
         monkeypatch.setattr(sys, "argv", ["check.py", *device, *arguments])
         return program_of.main()
 
@@ -285,7 +285,9 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
         raise pack.PackError("gen.py: no docstring")
 
     monkeypatch.setattr(plan, "load_with_ours", load)
-    assert program() == EXIT_FAILED
+    with pytest.raises(SystemExit) as ended:
+        run_main(program)
+    assert ended.value.code == EXIT_FAILED
     assert capsys.readouterr().err == "error: gen.py: no docstring\n"
 
 
@@ -314,10 +316,9 @@ def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
 
 def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments in (["--device", "cuda"], ["--only", "device"]):
-        monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
-        with pytest.raises(UsageError, match="no GPU is visible"):
-            program_of.main()
+    monkeypatch.setattr(sys, "argv", ["check.py", "--only", "device"])
+    with pytest.raises(UsageError, match="no GPU is visible"):
+        program_of.main()
     monkeypatch.setattr(sys, "argv", ["check.py", "--missing"])
     with pytest.raises(UsageError, match="--missing is of a run"):
         program_of.main()
@@ -409,34 +410,16 @@ def test_the_table_shows_times_and_errors() -> None:
 
 
 @pytest.mark.parametrize("all_there", [False, True])
-def test_what_is_missing_of_a_run(all_there, monkeypatch, tmp_path, capsys) -> None:
-    """Nothing else is loaded: neither a workload nor a solution that has all of its times."""
-    workloads = [SimpleNamespace(workload=SimpleNamespace(uuid=u, axes={})) for u in "abc"]
-    solutions = [SimpleNamespace(name=name) for name in ("x", "y", "z")]
-    pairs = {(u, s) for u in "abc" for s in ("x", "y", "z")}
-    what = plan_of(None, solutions, workloads, pairs, tmp_path / "traces.jsonl")
-    missing = set() if all_there else {("a", "x"), ("c", "y"), ("c", "x")}
-
-    def record(uuid: str, solution: str, device: object) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuid, solution=solution, device=device)
-
-    records = [record(u, s, None if (u, s) in missing else 1.0) for u, s in pairs]
-    records += [record("d", "x", None)]
-    monkeypatch.setattr(program_of, "require_gpu", lambda: "GPU")
-    monkeypatch.setattr(plan, "choose", lambda *_: what)
-    monkeypatch.setattr(program_of, "read_records", lambda *_: records)
-    monkeypatch.setattr(Plan, "merge", lambda self, figures: merged.append(figures) or 0)
-    seen, merged = [], []
-
-    def device(what: Plan, seed: int, repeats: int):
-        uuids = [t.workload.uuid for t in what.workloads]
-        seen.append((uuids, [s.name for s in what.solutions], what.pairs))
-        yield {pair: {"error": "no"} for pair in what.pairs}
-
-    monkeypatch.setattr(check, "device", device)
-    argv = ["check.py", "--only", "device", "--run", str(tmp_path), "--missing"]
-    monkeypatch.setattr(sys, "argv", argv)
-    assert program_of.main() == (EXIT_OK if all_there else EXIT_FAILED)
-    assert not any(merged), "an error is no figure"
-    assert seen == ([] if all_there else [(["a", "c"], ["x", "y"], missing)])
-    assert ("or all have" in capsys.readouterr().err) == all_there
+def test_what_is_missing_of_a_run(all_there, program, tmp_path, capsys) -> None:
+    """Neither a workload nor a solution that has all of its times is measured again."""
+    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "fails")))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": 3, "method": "graph"}
+    for line in lines[: 2 if all_there else 1]:
+        line["evaluation"]["correctness"]["extra"] = {"device": times}
+    write(path, lines)
+    status = program("--run", str(tmp_path), "--missing")
+    said = capsys.readouterr()
+    assert status == (EXIT_OK if all_there else EXIT_FAILED)
+    assert ("or all have" in said.err) == all_there
+    assert list(table_of(said.out)) == ([] if all_there else [("3", "fails")])

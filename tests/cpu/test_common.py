@@ -72,10 +72,6 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
             kind(text)
 
 
-def test_names_are_separated_by_commas() -> None:
-    assert command_line.names("a,b*,,c") == ["a", "b*", "c"] and command_line.names("") == []
-
-
 def failing(error: BaseException):
     def main() -> int:
         raise error

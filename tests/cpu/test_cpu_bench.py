@@ -40,7 +40,7 @@ def run(
     (workloads,) = trace_set.workloads.values()
     stored: list[list[Trace]] = []
     pairs = [(w, solutions) for w in workloads]
-    progress = Progress(len(pairs), quiet=True)
+    progress = Progress(len(pairs))
     cpu_bench.run(trace_set, pairs, config, 5, stored.append, progress)
     assert [len(traces) for traces in stored] == [len(solutions)] * len(workloads)
     return {(t.workload.uuid, str(t.solution)): t.evaluation for s in stored for t in s}
@@ -145,23 +145,20 @@ def test_an_output_that_is_not_finite_fails() -> None:
     for value, said in (("nan", "nan"), ("inf", "inf")):
         content = small.RIGHT + f"    output[-1, -1] = float('{value}')\n"
         status, reason = outcome(content)
-        assert (status, reason) == (
-            "INCORRECT_NUMERICAL",
-            "NaN or infinite values in the output",
-        )
+        assert (status, reason) == ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
         (e, _) = run([small.solution("it", content), small.solution("right")]).values()
         assert str(e.correctness.max_absolute_error) == said
 
 
 def test_an_element_that_is_not_written_shows(monkeypatch) -> None:
     """The memory of the output may hold what an earlier call left there: the right values."""
-    import flashinfer_bench.bench.evaluators.utils as utils
+    from scripts.measure import check
 
     def allocated(definition, inputs, device):
         x, w, factor = inputs
         return [(x.float() @ w.float() * factor).to(torch.bfloat16)]
 
-    monkeypatch.setattr(utils, "allocate_outputs", allocated)
+    monkeypatch.setattr(check, "allocate_outputs", allocated)
     status, reason = outcome("def run(x, w, factor, output): pass\n")
     assert (status, reason) == ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
 
@@ -274,11 +271,11 @@ def test_an_interrupted_workload_keeps_what_it_has(monkeypatch) -> None:
     stops = small.solution("stops", "def run(*a): raise KeyboardInterrupt\n")
     pairs = [(workloads[0], [small.solution("right"), stops])]
     with pytest.raises(KeyboardInterrupt):
-        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1, quiet=True))
+        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1))
     assert [[t.solution for t in traces] for traces in stored] == [["right"]]
     with pytest.raises(KeyboardInterrupt):
         only = [(workloads[0], [stops])]
-        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1, quiet=True))
+        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1))
     assert len(stored) == 1, "nothing is no result"
 
 
@@ -316,10 +313,7 @@ EXITS = "import sys; sys.exit(0)"
 
 @pytest.mark.parametrize(
     ("content", "status"),
-    [
-        (small.RIGHT + f"    {EXITS}\n", "RUNTIME_ERROR"),
-        (EXITS + small.RIGHT, "COMPILE_ERROR"),
-    ],
+    [(small.RIGHT + f"    {EXITS}\n", "RUNTIME_ERROR"), (EXITS + small.RIGHT, "COMPILE_ERROR")],
 )
 def test_a_solution_that_exits_has_failed(content: str, status: str) -> None:
     assert outcome(content) == (status, "SystemExit: 0")

@@ -49,7 +49,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     """Either tensor once a replay: the time of one launch counts twice."""
     import torch
 
-    from scripts.measure import weight_stream
+    from scripts.measure import gemm_variants
 
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
     monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})
@@ -64,7 +64,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         asked.append((tuple(weights.shape), experts.tolist()))
         return [lambda: None, lambda: None]
 
-    monkeypatch.setattr(weight_stream, "readers", readers)
+    monkeypatch.setattr(gemm_variants, "readers", readers)
     spans = {"a 0": 30.0, "a 1": 20.0, "b 0": 50.0, "b 1": 60.0}
 
     def clock(calls, repeats):

@@ -1,7 +1,7 @@
 """The GEMM comparison off the GPU: what it parses, and that every peer gets the same problem."""
 
 import dataclasses
-import enum
+import functools
 import json
 import math
 import sys
@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from fake_cuda import Kernel
+from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
@@ -18,75 +19,69 @@ from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.data import workload_specs
-from scripts.measure import gemm_bench, gemm_timing, gemm_variants, timing
+from scripts.measure import gemm_bench, gemm_variants, gpu, timing
+from scripts.measure.gemm_bench import Timing, run_problem
 from scripts.measure.gemm_problems import (
+    BLOCK,
     LAYER_SHAPES,
+    LAYOUTS,
+    SOLUTIONS,
     Histogram,
-    Operands,
-    Weights,
+    Problem,
+    grid_problems,
     histograms,
     layer_problems,
+    shape,
+)
+from scripts.measure.gemm_variants import (
+    Checker,
+    Operands,
+    Variant,
+    Weights,
+    heuristic,
+    ours,
     weights,
 )
-from scripts.measure.gemm_timing import Timing, run_problem
-from scripts.measure.gemm_variants import LAYOUTS, Checker, Variant, heuristic, ours
 from scripts.measure.timing import Call, Reading
 from scripts.programs import gemm_bench as program
 
 CPU = torch.device("cpu")
-BLOCK = gemm_bench.BLOCK
-
-
-class Order(enum.Enum):
-    ROWS = 1
-    COLUMNS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    tile_m: int = 128
-    swap: bool = False
-    cluster: tuple = (1, 1)
-    order: Order = Order.ROWS
-
-    def __post_init__(self) -> None:
-        if self.tile_m > 256:
-            raise ValueError("tile_m too large")
 
 
 def test_configs_are_parsed_by_the_fields_of_the_dataclass() -> None:
-    parsed = gemm_bench.parse_config("tile_m=64, swap=true,cluster=2x1,order=COLUMNS", Config)
-    assert parsed == Config(64, True, (2, 1), Order.COLUMNS)
-    assert gemm_bench.parse_config("", Config) == Config()
+    parsed = gemm_bench.parse_config("tile_m=64, stages=4,swap_ab=true,dynamic=0", GemmConfig)
+    assert parsed == GemmConfig(tile_m=64, stages=4, swap_ab=True)
+    assert gemm_bench.parse_config("", GemmConfig) == GemmConfig()
 
 
-@pytest.mark.parametrize("text", ["tile_k=1", "tile_m", "tile_m=x", "swap=2", "tile_m=512"])
-def test_a_bad_config_is_a_usage_error(text: str) -> None:
-    with pytest.raises(UsageError, match="--config"):
-        gemm_bench.parse_config(text, Config)
-
-
-def test_the_kernels_own_config_is_accepted() -> None:
-    from moe_fp8.kernels.sm90.config import GemmConfig
-
-    assert gemm_bench.parse_config("tile_m=64,stages=4", GemmConfig) == GemmConfig(
-        tile_m=64, stages=4
-    )
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tile_k=1", "expected FIELD=VALUE with a field of tile_m"),
+        ("tile_m", "tile_m"),
+        ("tile_m=x", "tile_m"),
+        ("swap_ab=2", "swap_ab"),
+        ("tile_m=512", "tile_m=512: expected one of"),
+    ],
+)
+def test_a_bad_config_is_a_usage_error(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"--config {text}: .*{message}"):
+        gemm_bench.parse_config(text, GemmConfig)
 
 
 def test_work_of_a_problem() -> None:
-    problem = gemm_bench.Problem((128,) * 8, n=4096, k=7168)
+    problem = Problem((128,) * 8, n=4096, k=7168)
     assert problem.flops == 2 * 8 * 128 * 4096 * 7168
     weights, tokens, out = 8 * 4096 * 7168, 8 * 128 * 7168, 8 * 128 * 4096 * 2
     scales = 4 * (weights / BLOCK**2 + tokens / BLOCK)
     assert problem.bytes == weights + tokens + out + scales
-    assert gemm_bench.Problem((130,) * 8, 128, 128).max_rows == 256
+    assert Problem((130,) * 8, 128, 128).max_rows == 256
     # An expert without rows is not read.
-    uneven = gemm_bench.Problem((256, 0, 512, 0, 256), n=4096, k=7168)
+    uneven = Problem((256, 0, 512, 0, 256), n=4096, k=7168)
     assert (uneven.experts, uneven.active, uneven.pairs, uneven.even) == (5, 3, 1024, False)
     assert uneven.flops == problem.flops
     assert uneven.bytes == problem.bytes * 1.0 - 5 * (4096 * 7168 + 4 * 4096 * 7168 / BLOCK**2)
-    assert gemm_bench.Problem((0, 7, 7), 128, 128).even
+    assert Problem((0, 7, 7), 128, 128).even
 
 
 def dequantised(a, a_scale, b, b_scale):
@@ -151,7 +146,7 @@ UNEVEN = (5, 0, 130, 1, 0)
 
 def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
     weights = Weights(len(rows), n, k, CPU, seed=1)
-    return Operands(gemm_bench.Problem(rows, n, k), weights)
+    return Operands(Problem(rows, n, k), weights)
 
 
 def expected(x: Operands) -> torch.Tensor:
@@ -222,12 +217,12 @@ def test_weights_are_drawn_once_a_shape() -> None:
     b, scale = first.get(1)
     assert len(first.sets) == 2 and b.shape == (2, 128, 256) and scale.shape == (2, 1, 2)
     assert weights(2, 128, 256, "cpu", 3) is first
-    x = Operands(gemm_bench.Problem((3, 2), 128, 256), first, 1)
+    x = Operands(Problem((3, 2), 128, 256), first, 1)
     assert x.b is b and x.a.shape == (8, 256)  # rows of a multiple of four
 
 
 def test_the_study_is_81_configurations() -> None:
-    problems = gemm_bench.grid_problems("study")
+    problems = grid_problems("study")
     assert len(set(problems)) == len(problems) == 81
     assert {p.experts for p in problems} == {1, 4, 8}
     assert {p.mean_rows for p in problems} == {64, 128, 512}
@@ -235,7 +230,7 @@ def test_the_study_is_81_configurations() -> None:
     shapes = [(p.experts, p.n, p.k) for p in problems]
     changes = sum(a != b for a, b in zip(shapes, shapes[1:], strict=False))
     assert changes == 26  # problems with the same weights lie side by side
-    part = gemm_bench.grid_problems("study", rows=[64], shapes=[(2048, 4096)])
+    part = grid_problems("study", rows=[64], shapes=[(2048, 4096)])
     assert len(part) == 3 and {(p.n, p.k) for p in part} == {(2048, 4096)}
 
 
@@ -255,7 +250,7 @@ def test_histograms_are_those_of_the_spec() -> None:
 
 
 def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **more) -> dict:
-    row = {**gemm_bench.Problem((int(rows),) * 8, 256, 256, tokens).describe()}
+    row = {**Problem((int(rows),) * 8, 256, 256, tokens).describe()}
     row.update(variant="ours default", peer=False, config="128x128", calc_diff=0.0)
     if ratio is not None:
         row.update(us=10.0 / ratio, us_p10=1.0, us_p90=2.0, tflops=1.0, gbytes=2.0)
@@ -285,14 +280,14 @@ def test_the_summary_of_ratios(capsys) -> None:
 
 
 def test_figures_of_a_problem() -> None:
-    problem = gemm_bench.Problem((128,) * 8, 4096, 7168)
+    problem = Problem((128,) * 8, 4096, 7168)
     floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = gemm_timing.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
+    found = gemm_bench.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
     assert found["us"] == pytest.approx(200.0)
     assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
     assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
     assert found["percent_of_floor"] == pytest.approx(35.0)
-    found = gemm_timing.figures(problem, [100.0], floors, read_us=20.0)
+    found = gemm_bench.figures(problem, [100.0], floors, read_us=20.0)
     assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
 
 
@@ -324,7 +319,7 @@ def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
 
 def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     path = tmp_path / "new" / "run.json"
-    record = gemm_timing.Record(path, hardware="none")
+    record = gemm_bench.Record(path, hardware="none")
     record.add([{"us": 1.0}])
     assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
     assert not json.loads(path.read_text())["finished"]
@@ -333,7 +328,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
     content = json.loads(path.read_text())
     assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
     assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
-    gemm_timing.Record(None).add([{"us": 1.0}])
+    gemm_bench.Record(None).add([{"us": 1.0}])
 
 
 def clock(calls, repeats):
@@ -355,18 +350,18 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr(gemm_bench, "time_variants", clock)
     source = weights
     monkeypatch.setattr(
-        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
     reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_timing, "readings", lambda *_: [reading, reading])
+    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading, reading])
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.index))
-    problem = gemm_bench.Problem(UNEVEN, 256, 384, tokens=7)
+    problem = Problem(UNEVEN, 256, 384, tokens=7)
     variants = [ours("ours"), *peers, wrong]
     rows = run_problem(problem, variants, FLOORS, Timing(2, 3))
     assert [r["variant"] for r in rows] == [v.name for v in variants]
@@ -391,9 +386,9 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     def readings(*_):
         return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
 
-    monkeypatch.setattr(gemm_timing, "time_variants", time_variants)
-    monkeypatch.setattr(gemm_timing, "readings", readings)
-    problem = gemm_bench.Problem(UNEVEN, 256, 384)
+    monkeypatch.setattr(gemm_bench, "time_variants", time_variants)
+    monkeypatch.setattr(gemm_bench, "readings", readings)
+    problem = Problem(UNEVEN, 256, 384)
     run_problem(problem, [ours("ours")], FLOORS, Timing(40, 3))
     assert list(seen) == ["ours", "reading 0", "reading 1"]
     for launches in seen.values():
@@ -403,10 +398,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    gemm_timing.compile_ahead(math.factorial, [3, -1, 4], 2)
+    gemm_bench.compile_ahead(math.factorial, [3, -1, 4], 2)
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    gemm_timing.compile_ahead(math.factorial, [3, 4], 0)
+    gemm_bench.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
@@ -417,17 +412,17 @@ def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> No
 
 
 def test_a_wrong_or_failed_variant_is_a_row_with_the_reason() -> None:
-    row = {**gemm_bench.Problem((128,) * 8, 256, 256).describe()}
+    row = {**Problem((128,) * 8, 256, 256).describe()}
     row.update(variant="x", error="wrong: ...")
     cells = gemm_bench.table_row(row)
     assert len(cells) == len(gemm_bench.HEADER) and "wrong: ..." in cells
 
 
 def test_shapes() -> None:
-    assert gemm_bench.shape("4096x7168") == (4096, 7168)
+    assert shape("4096x7168") == (4096, 7168)
     for text in ("4096", "100x128", "0x128", "axb"):
         with pytest.raises(UsageError):
-            gemm_bench.shape(text)
+            shape(text)
 
 
 WORKLOADS = [  # tokens, and rows that the routing could give
@@ -440,7 +435,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 
 
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
-@pytest.mark.parametrize("name", gemm_variants.SOLUTIONS)
+@pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     import importlib
@@ -463,7 +458,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     for expert, count in enumerate(rows):
         table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    layer = importlib.import_module(f"moe_fp8.{gemm_variants.SOLUTIONS[name][0]}").LAYER
+    layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
@@ -476,14 +471,14 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
     layer.finish(inputs, output, grouped, lambda stage: None)
     shapes = LAYER_SHAPES.values()
-    found = [gemm_variants.shipped(name, gemm_bench.Problem(rows, n, k, tokens)) for n, k in shapes]
+    found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
 
 
 def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() -> None:
     few, many = (1,) * 32, (60,) * 32
     n, k = LAYER_SHAPES["gemm1"]
-    problems = [gemm_bench.Problem(rows, n, k, tokens=32) for rows in (few, many)]
+    problems = [Problem(rows, n, k, tokens=32) for rows in (few, many)]
     flat = [gemm_variants.shipped("flat", p) for p in problems]
     v3 = [gemm_variants.shipped("v3", p) for p in problems]
     assert flat[0] == flat[1] and flat[0].tile_m == 8
@@ -493,18 +488,15 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
 
 def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours() -> None:
     n, k = LAYER_SHAPES["gemm1"]
-    beside = gemm_variants.neighbours("flat")
-    names = {t: [v.name for v in beside(gemm_bench.Problem((1,) * 32, n, k, t))] for t in (1, 80)}
+    beside = functools.partial(gemm_variants.neighbours, "flat")
+    names = {t: [v.name for v in beside(Problem((1,) * 32, n, k, t))] for t in (1, 80)}
     assert names == {1: ["flat, next larger"], 80: ["flat, next smaller", "flat, next larger"]}
     rungs = gemm_variants.ladder()
-    problem = gemm_bench.Problem((1,) * 32, n, k, 80)
+    problem = Problem((1,) * 32, n, k, 80)
     around = [variant.config(problem) for variant in beside(problem)]
     assert [
         rungs.index(c) - rungs.index(gemm_variants.shipped("flat", problem)) for c in around
-    ] == [
-        -1,
-        1,
-    ]
+    ] == [-1, 1]
     rows = [row_of(1.0, tokens=7) for _ in range(4)]
     names = ("flat", "flat, next smaller", "flat, next larger", "v3")
     for row, name, us in zip(rows, names, (10.0, 11.0, 8.0, 1.0), strict=True):
@@ -527,9 +519,9 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     n, k = LAYER_SHAPES["gemm1"]
     for tokens in (1, 80, 14107):
         pair = triton_moe.tiles(tokens)
-        assert gemm_variants.shipped_tile(gemm_bench.Problem((1,) * 32, n, k, tokens)) == pair[0]
-        assert gemm_variants.shipped_tile(gemm_bench.Problem((1,) * 32, k, n, tokens)) == pair[1]
-    even = gemm_bench.Problem((64,) * 8, n, k)
+        assert gemm_variants.shipped_tile(Problem((1,) * 32, n, k, tokens)) == pair[0]
+        assert gemm_variants.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
+    even = Problem((64,) * 8, n, k)
     assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
     assert [v.name for v in gemm_variants.peer_variants(["triton"])] == ["triton_moe"]
 
@@ -537,8 +529,6 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
 @pytest.fixture
 def on_blackwell(monkeypatch):
     from moe_fp8.kernels.architectures import BLACKWELL
-
-    from scripts.measure import gpu
 
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 
@@ -552,9 +542,9 @@ def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
     rungs = gemm_variants.ladder()
     assert rungs == [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
     for tokens in (1, 80, 901, 14107):
-        problem = gemm_bench.Problem((tokens,) * 32, n, k, tokens)
-        chosen = [gemm_variants.shipped(name, problem) for name in gemm_variants.SOLUTIONS]
-        chosen += [v.config(problem) for v in gemm_variants.neighbours("flat")(problem)]
+        problem = Problem((tokens,) * 32, n, k, tokens)
+        chosen = [gemm_variants.shipped(name, problem) for name in SOLUTIONS]
+        chosen += [v.config(problem) for v in gemm_variants.neighbours("flat", problem)]
         chosen.append(heuristic(problem))
         assert all(isinstance(config, GemmConfig) for config in chosen)
     (variant,) = gemm_bench.collect_variants(["tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1"], [])
@@ -579,14 +569,14 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
         for number, variant in enumerate(variants):
             row = {**problem.describe(), "variant": variant.name, "peer": False}
             row |= {"config": str(variant.config(problem)), "calc_diff": 0.0, "vs_best_peer": 1.0}
-            figures = gemm_timing.figures(problem, [10.0 + number], rates, 5.0)
+            figures = gemm_bench.figures(problem, [10.0 + number], rates, 5.0)
             rows.append(row | ({"error": "wrong"} if wrong else {**figures, "method": "graph"}))
         return rows
 
-    monkeypatch.setattr(program, "run_problem", run_problem)
-    monkeypatch.setattr(program.gpu, "require_gpu", lambda: "a GPU")
-    monkeypatch.setattr(program.gpu, "measure_rates", lambda: FLOORS)
-    monkeypatch.setattr(program, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(gemm_bench, "run_problem", run_problem)
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
+    monkeypatch.setattr(gemm_bench, "compile_ahead", lambda *_: None)
     out = tmp_path / "gemm_layers.json"
     arguments = ["--layers", "--tokens", "1", "--peers", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["gemm_bench.py", *arguments])

@@ -327,7 +327,7 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
     monkeypatch.setattr(floors, "measure_reading", lambda found, repeats: {found[0].uuid: 0.04})
-    monkeypatch.setattr(program, "timed", lambda definition, solution, inputs: "call")
+    monkeypatch.setattr(timing, "timed", lambda definition, solution, inputs: "call")
     monkeypatch.setattr(profile, "measure", lambda call, repeats, eager: measured)
     monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
     monkeypatch.setattr(plan, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))

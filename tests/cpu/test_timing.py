@@ -7,6 +7,7 @@ import small
 import torch
 from fake_cuda import Kernel
 
+from scripts.common.command_line import UsageError
 from scripts.measure import timing
 from scripts.measure.timing import Span, Timed
 
@@ -59,7 +60,6 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
 
 
 def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
-    import flashinfer_bench.bench.timing
 
     seen = []
 
@@ -73,18 +73,16 @@ def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
         seen.append((int(x), factor))
         x.zero_()
 
-    monkeypatch.setattr(flashinfer_bench.bench.timing, "do_bench", do_bench)
+    monkeypatch.setattr(timing, "do_bench", do_bench)
     call = Timed(vandal, [torch.tensor(7), 2, torch.zeros(1)])
     assert timing.harness_times(call, 4) == timing.summary([1.0, 5.0, 2.0])
     assert seen == [(7, 2)] * (timing.WARMUP + 4)
 
 
 def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_path) -> None:
-    import flashinfer_bench.bench.evaluators.utils as utils
-
-    real = utils.allocate_outputs
+    real = timing.allocate_outputs
     monkeypatch.setattr(
-        utils,
+        timing,
         "allocate_outputs",
         lambda definition, inputs, device: real(definition, inputs, "cpu"),
     )
@@ -96,7 +94,7 @@ def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_p
     call()
     assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
     returns = small.solution("returns", small.REFERENCE, dps=False)
-    with pytest.raises(RuntimeError, match="returns its output: not timed here"):
+    with pytest.raises(UsageError, match="returns its output: not timed here"):
         timing.timed(small.definition(), returns, [x, w, 2.0])
 
 
@@ -180,14 +178,12 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
         def events(self):
             return [
                 SimpleNamespace(
-                    device_type=device,
-                    name=name,
-                    time_range=SimpleNamespace(start=start, end=end),
+                    device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end)
                 )
                 for device, name, start, end in seen
             ]
 
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(timing, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert timing.traced(lambda: None) == [Span("early", 100, 150), Span("late", 300, 420)]
     seen[:] = seen[1:2]

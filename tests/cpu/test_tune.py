@@ -17,17 +17,10 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
-from scripts.measure import gemm_timing, gemm_variants, gpu, tune
-from scripts.measure.gemm_problems import (
-    Operands,
-    Problem,
-    Weights,
-    histograms,
-    uneven_rows,
-    weights,
-)
-from scripts.measure.gemm_timing import Timing
-from scripts.measure.gemm_variants import Checker, heuristic, ladder
+from scripts.measure import gemm_bench, gemm_variants, gpu, stages, tune
+from scripts.measure.gemm_bench import Timing
+from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
+from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder, weights
 from scripts.measure.timing import Reading
 from scripts.programs import tune as program
 
@@ -144,13 +137,13 @@ def timed(monkeypatch):
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     source = weights
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_timing, "time_variants", clock)
+    monkeypatch.setattr(gemm_bench, "time_variants", clock)
     monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", model.grouped_gemm)
     monkeypatch.setattr(
-        gemm_timing, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
+        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
     reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_timing, "readings", lambda *_: [reading])
+    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading])
     return spans
 
 
@@ -162,7 +155,7 @@ def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> No
     assert (found.best, found.shipped) == (other, choice)
     assert found.loss == pytest.approx(4.0)
     assert len(rows) == len(tune.configs_of(problem))
-    assert len(found.cells()) == len(gemm_timing.VERDICTS) and found.record()["loss"] == found.loss
+    assert len(found.cells()) == len(gemm_bench.VERDICTS) and found.record()["loss"] == found.loss
     lost = tune.verdict("here", "x", {other: 10.0}, choice)
     assert lost.loss is None and lost.cells()[-1] == "not run"
     assert tune.verdict("here", "x", {}, choice).best == "none ran"
@@ -293,7 +286,7 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
         figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
         return dict(zip(calls, figures, strict=True))
 
-    monkeypatch.setattr(program, "Problems", Problems)
+    monkeypatch.setattr(stages, "Problems", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901")
     assert found == (1 if wrong else status)
