@@ -125,15 +125,7 @@ class FusedMoe:
         self.multiprocessors = multiprocessors
         self.terms = config2.terms
         self.gathers = gather is not None
-        self.route = Route(
-            shape.num_experts,
-            local,
-            shape.n_group,
-            shape.topk_group,
-            top_k,
-            self.gathers,
-            shape.routing,
-        )
+        self.route = Route(shape, self.gathers)
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         # Where the permute lies between it and the routing, it knows the experts' rows while that

@@ -220,8 +220,7 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
     Raises:
         ValueError: the geometry does not fit a warp; see `ChooseExperts`.
     """
-    experts, local, top_k = shape.num_experts, shape.num_local_experts, shape.top_k
-    tokens = Extent("tokens")
+    local, top_k, tokens = shape.num_local_experts, shape.top_k, Extent("tokens")
     slots = Tensor(Int32, (tokens, top_k), align=4)
     arguments = (
         *_routed(shape, tokens),
@@ -233,9 +232,7 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
         Tensor(Int32, (Extent("rows"),), align=4),
         Tensor(Int32, (Extent("counters"),), align=4),
     )
-    groups = shape.n_group, shape.topk_group
-    parameters = (experts, local, *groups, top_k, names_tokens, shape.routing)
-    return compiled(Route, parameters, arguments, target)
+    return compiled(Route, (shape, names_tokens), arguments, target)
 
 
 def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:

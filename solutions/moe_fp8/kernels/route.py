@@ -14,6 +14,7 @@ What a token's scores and weights are made of is a strategy: `SigmoidScores`, `S
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +23,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
+from ..problem import MoeShape
 from .dependent import wait_for_previous
 from .tiles import WARP, inclusive_sum
 from .vectors import load
@@ -72,55 +74,60 @@ SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
 """By `MoeShape.routing`."""
 
 
+class Given(NamedTuple):
+    """What the experts are chosen from."""
+
+    logits: cute.Tensor  # (tokens, experts) f32 or bf16
+    bias: cute.Tensor | None  # (experts,) bf16
+    offset: Int32  # first local expert
+    scaling: Float32
+
+
+class Numbered(NamedTuple):
+    """What numbering the pairs writes."""
+
+    m_indptr: cute.Tensor  # (local + 1,) i32
+    pair_row: cute.Tensor  # (tokens, top_k) i32: -1 where the expert is not local
+    token_of_row: cute.Tensor  # (any) i32, written up to the last row with `names_tokens`
+    counters: cute.Tensor  # (any) i32, zeroed: what follows counts in them
+
+
 class Route:
     """All kernels, from one host function.
 
     Args:
-        experts, groups, kept_groups, top_k: of the whole model.
-        local: experts here.
-        names_tokens: whether `token_of_row` is written.
-        routing: of `SCORES`.
+        shape: of the layer.
+        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        names_tokens: bool = False,
-        routing: str = "deepseek_v3",
-    ):
-        geometry = (experts, local, groups, kept_groups, top_k, routing)
-        self.word = RouteWord(*geometry, names_tokens)
-        self.choose = ChooseExperts(*geometry)
-        self.number = NumberRows(local, top_k, names_tokens)
+    def __init__(self, shape: MoeShape, names_tokens: bool = False):
+        self.word = RouteWord(shape, names_tokens)
+        self.choose = ChooseExperts(shape)
+        self.number = NumberRows(shape.num_local_experts, shape.top_k, names_tokens)
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
+        logits: cute.Tensor,
+        bias: cute.Tensor | None,
+        offset: Int32,
         scaling: Float32,
         expert: cute.Tensor,  # (tokens, top_k) i32, scratch
         marks: cute.Tensor,  # (ceil(tokens / 32), local) i32, scratch
         weights: cute.Tensor,  # (tokens, top_k) f32, written
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row with `names_tokens`
-        counters: cute.Tensor,  # (any) i32, zeroed: what follows counts in them
+        m_indptr: cute.Tensor,
+        pair_row: cute.Tensor,
+        token_of_row: cute.Tensor,
+        counters: cute.Tensor,
         stream: cuda.CUstream,
     ):
+        given = Given(logits, bias, offset, scaling)
+        numbered = Numbered(m_indptr, pair_row, token_of_row, counters)
         if cute.size(marks, mode=[0]) == 1:
-            self.word(
-                logits, bias, offset, scaling,
-                weights, m_indptr, pair_row, token_of_row, counters, stream,
-            )  # fmt: skip
+            self.word(given, weights, numbered, stream)
         else:
-            self.choose(logits, bias, offset, scaling, expert, weights, marks, stream)
-            self.number(expert, marks, m_indptr, pair_row, token_of_row, counters, stream)
+            self.choose(given, expert, weights, marks, stream)
+            self.number(expert, marks, numbered, stream)
 
 
 class ChooseExperts:
@@ -139,24 +146,18 @@ class ChooseExperts:
         ValueError: the geometry does not fit a warp.
     """
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        routing: str = "deepseek_v3",
-    ):
-        self.scores = SCORES[routing]()
-        self.experts, self.local, self.groups = experts, local, groups
-        self.kept_groups, self.top_k = kept_groups, top_k
-        self.tokens = BYTE
+    tokens = BYTE  # of a CTA
+
+    def __init__(self, shape: MoeShape):
+        self.scores = SCORES[shape.routing]()
+        self.experts, self.local = shape.num_experts, shape.num_local_experts
+        self.groups, self.kept_groups, self.top_k = shape.n_group, shape.topk_group, shape.top_k
+        experts, groups, top_k = self.experts, self.groups, self.top_k
         self.own = -(-experts // WARP)
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
         fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
-        if not fits and kept_groups < groups or experts > WARP * WARP or top_k > WARP:
+        if not fits and self.kept_groups < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
                 f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
                 f" in groups of a power of two of lanes with {self.own} experts each, and top_k up "
@@ -166,16 +167,13 @@ class ChooseExperts:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
-        scaling: Float32,
+        given: Given,
         expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
         weights: cute.Tensor,  # (tokens, top_k) f32, written
         marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
         stream: cuda.CUstream,
     ):
-        self.kernel(logits, bias, offset, scaling, expert, weights, marks).launch(
+        self.kernel(given, expert, weights, marks).launch(
             grid=[cute.size(marks, mode=[0]) * (WORD // BYTE), 1, 1],
             block=[BYTE * WARP, 1, 1],
             stream=stream,
@@ -183,16 +181,7 @@ class ChooseExperts:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
-        expert: cute.Tensor,
-        weights: cute.Tensor,
-        marks: cute.Tensor,
-    ):
+    def kernel(self, given: Given, expert: cute.Tensor, weights: cute.Tensor, marks: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -200,9 +189,9 @@ class ChooseExperts:
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
         first = block * BYTE
-        local = self._mark(logits, bias, offset, scaling, weights, first, memory, marked)
+        local = self._mark(given, weights, first, memory, marked)
         token = first + warp
-        if token < cute.size(logits, mode=[0]) and lane < self.top_k:
+        if token < cute.size(given.logits, mode=[0]) and lane < self.top_k:
             expert[token, lane] = local
         # Its own bytes of the words, the lowest first.
         word = block // (WORD // BYTE)
@@ -215,10 +204,7 @@ class ChooseExperts:
     @cute.jit
     def _mark(
         self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
+        given: Given,
         weights: cute.Tensor,
         first: Int32,
         memory: SmemAllocator,
@@ -241,8 +227,8 @@ class ChooseExperts:
 
         token = first + warp
         local = Int32(-1)
-        if token < cute.size(logits, mode=[0]):
-            self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
+        if token < cute.size(given.logits, mode=[0]):
+            self._choose(given, token, chosen_id[warp, None], chosen[warp, None])
             cute.arch.sync_warp()
             score = Float32(0.0)
             if lane < self.top_k:
@@ -250,8 +236,8 @@ class ChooseExperts:
             share = self.scores.share(score, Boolean(lane < self.top_k))
             total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
-                weights[token, lane] = share / total * scaling
-                local = chosen_id[warp, lane] - offset
+                weights[token, lane] = share / total * given.scaling
+                local = chosen_id[warp, lane] - given.offset
                 if local < 0 or local >= self.local:
                     local = Int32(-1)
                 else:
@@ -261,15 +247,9 @@ class ChooseExperts:
         return local
 
     @cute.jit
-    def _choose(
-        self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        token: Int32,
-        chosen_id: cute.Tensor,
-        chosen: cute.Tensor,
-    ):
+    def _choose(self, given: Given, token: Int32, chosen_id: cute.Tensor, chosen: cute.Tensor):
         """Write the ids of the token's experts, ascending, and their scores."""
+        logits, bias = given.logits, given.bias
         first = cute.arch.lane_idx() * self.own
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
@@ -387,58 +367,28 @@ class ChooseExperts:
 
 
 class RouteWord(ChooseExperts):
-    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`.
+    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`."""
 
-    Args:
-        experts, local, groups, kept_groups, top_k, routing: as `ChooseExperts` has them.
-        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
-    """
+    tokens = WORD
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        routing: str,
-        names_tokens: bool,
-    ):
-        super().__init__(experts, local, groups, kept_groups, top_k, routing)
-        self.tokens = WORD
+    def __init__(self, shape: MoeShape, names_tokens: bool):
+        super().__init__(shape)
         self.names_tokens = names_tokens
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
-        scaling: Float32,
+        given: Given,
         weights: cute.Tensor,  # (tokens, top_k) f32, written
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
-        counters: cute.Tensor,  # (any) i32, zeroed
+        numbered: Numbered,
         stream: cuda.CUstream,
     ):
-        self.kernel(
-            logits, bias, offset, scaling, weights, m_indptr, pair_row, token_of_row, counters
-        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
+        self.kernel(given, weights, numbered).launch(
+            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
-        weights: cute.Tensor,
-        m_indptr: cute.Tensor,
-        pair_row: cute.Tensor,
-        token_of_row: cute.Tensor,
-        counters: cute.Tensor,
-    ):
+    def kernel(self, given: Given, weights: cute.Tensor, numbered: Numbered):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -447,22 +397,21 @@ class RouteWord(ChooseExperts):
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
-        local = self._mark(logits, bias, offset, scaling, weights, Int32(0), memory, marked)
-        for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
-            counters[i] = Int32(0)
+        local = self._mark(given, weights, Int32(0), memory, marked)
+        zero(numbered.counters, thread)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
         cute.arch.barrier()
         if warp == 0:
-            add_begins(begins, total, m_indptr, Boolean(True))
+            add_begins(begins, total, numbered.m_indptr, Boolean(True))
         cute.arch.barrier()
-        if warp < cute.size(logits, mode=[0]) and lane < self.top_k:
+        if warp < cute.size(given.logits, mode=[0]) and lane < self.top_k:
             row = Int32(-1)
             if local >= 0:
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
                 if cutlass.const_expr(self.names_tokens):
-                    token_of_row[row] = warp
-            pair_row[warp, lane] = row
+                    numbered.token_of_row[row] = warp
+            numbered.pair_row[warp, lane] = row
 
 
 class NumberRows:
@@ -470,11 +419,6 @@ class NumberRows:
 
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
     words before its own. `grid = ceil(words / WORDS)`; CTA 0 writes `m_indptr`.
-
-    Args:
-        local: experts here.
-        top_k: experts of a token.
-        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
     def __init__(self, local: int, top_k: int, names_tokens: bool):
@@ -487,13 +431,10 @@ class NumberRows:
         self,
         expert: cute.Tensor,  # (tokens, top_k) i32: the local expert or -1
         marks: cute.Tensor,  # (words, local) i32
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
-        counters: cute.Tensor,  # (any) i32, zeroed
+        numbered: Numbered,
         stream: cuda.CUstream,
     ):
-        self.kernel(expert, marks, m_indptr, pair_row, token_of_row, counters).launch(
+        self.kernel(expert, marks, numbered).launch(
             grid=[cute.ceil_div(cute.size(marks, mode=[0]), WORDS), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -501,15 +442,7 @@ class NumberRows:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        expert: cute.Tensor,
-        marks: cute.Tensor,
-        m_indptr: cute.Tensor,
-        pair_row: cute.Tensor,
-        token_of_row: cute.Tensor,
-        counters: cute.Tensor,
-    ):
+    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: Numbered):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -524,9 +457,8 @@ class NumberRows:
         cute.arch.barrier()
         wait_for_previous()
         if block == 0:
-            for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
-                counters[i] = Int32(0)
-        # As many threads an expert as there are, each every so-and-so-many-th word.
+            zero(numbered.counters, thread)
+        # Each expert has as many threads; they take its words round robin.
         readers = THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
@@ -540,7 +472,7 @@ class NumberRows:
         cute.arch.barrier()
 
         if warp == 0:
-            add_begins(before, total, m_indptr, block == 0)
+            add_begins(before, total, numbered.m_indptr, block == 0)
         cute.arch.barrier()
 
         for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
@@ -558,8 +490,15 @@ class NumberRows:
                                 mark = mark & ((Int32(1) << (within % WORD)) - 1)
                             row += cute.arch.popc(mark)
                     if cutlass.const_expr(self.names_tokens):
-                        token_of_row[row] = token
-                pair_row[token, i % self.top_k] = row
+                        numbered.token_of_row[row] = token
+                numbered.pair_row[token, i % self.top_k] = row
+
+
+@cute.jit
+def zero(counters: cute.Tensor, thread: Int32):
+    """By all threads of a CTA."""
+    for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
+        counters[i] = Int32(0)
 
 
 @cute.jit
