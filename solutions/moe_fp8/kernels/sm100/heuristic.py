@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...problem import MoeShape, expected_rows
+from ...problem import MoeShape
+from ..tile_config import LayerRules
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used. No Blackwell GPU was at hand: the bounds are
@@ -60,27 +61,15 @@ def choose(
     return replace(config, terms=terms)
 
 
+# As for Hopper (`sm90.heuristic`), by figures of an H200: to be measured.
+LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
+
+
 def choose_layer(
     tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
 ) -> tuple[GemmConfig, GemmConfig]:
-    """The configs of the fused layer's two GEMMs for T tokens, at least one.
-
-    Tiles and clusters are `pick`'s; what the layer adds is decided here.
-
-    Stages, tiles on demand and waves are decided as for Hopper (`sm90.heuristic.choose_layer`), by
-    figures of an H200: to be measured.
-    """
-    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
-    h, i = shape.hidden_size, shape.intermediate_size
-    first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
-    local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
-    early = not second.swap_ab or local > 4
-    second = replace(second, stages=8 if second.swap_ab else second.stages, dynamic=early)
-    if first.swap_ab:
-        first = replace(first, stages=8, whole_waves=early and first.tile_m <= 16)
-    else:
-        first = replace(first, dynamic=True)
-    return first.with_swiglu(terms), second
+    """The configs of the fused layer's two GEMMs for T tokens, at least one; see `LayerRules`."""
+    return LAYER.configs(tokens, shape, terms, pick)
 
 
 def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:

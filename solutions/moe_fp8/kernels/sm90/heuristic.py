@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...problem import MoeShape, expected_rows
+from ...problem import MoeShape
+from ..tile_config import LayerRules
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used; docs/notes/gemm_sm90.md has the runs
@@ -81,39 +82,16 @@ def choose(
     return _fill(config, math.ceil(rows_per_expert), n, experts, even)
 
 
-ONE_WAVE = 4
-"""Rows on this rank up to which the first GEMM's tiles make one wave: of DeepSeek-V3 an expert has
-16 clusters' tiles for 66 clusters."""
+# An H200's, docs/notes/fused.md. Tiles of 32 rows would spill with `whole_waves`. Of DeepSeek-V3 an
+# expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make one wave.
+LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
 
 
 def choose_layer(
     tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
 ) -> tuple[GemmConfig, GemmConfig]:
-    """The configs of the fused layer's two GEMMs for T tokens, at least one.
-
-    Tiles and clusters are `pick`'s; what the layer adds is decided here.
-
-    The first one makes `terms` FP8 terms of up and gate, which the second one takes. Measured on an
-    H200, docs/notes/fused.md:
-
-    - With few rows a deeper ring of stages keeps the second GEMM's CTAs out until one of the first
-      leaves.
-    - The second GEMM's tiles are on demand where it begins while the first one is at work: its CTAs
-      begin at different times. It does not pay where the first GEMM is one wave.
-    - Where it does, and tiles of the first are small, CTAs that would have a tile less than others
-      are left out, and the second GEMM begins there. Tiles of 32 rows would spill with it.
-    """
-    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
-    h, i = shape.hidden_size, shape.intermediate_size
-    first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
-    local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
-    early = not second.swap_ab or local > ONE_WAVE
-    second = replace(second, stages=8 if second.swap_ab else second.stages, dynamic=early)
-    if first.swap_ab:
-        first = replace(first, stages=8, whole_waves=early and first.tile_m <= 16)
-    else:
-        first = replace(first, dynamic=True)
-    return first.with_swiglu(terms), second
+    """The configs of the fused layer's two GEMMs for T tokens, at least one; see `LayerRules`."""
+    return LAYER.configs(tokens, shape, terms, pick)
 
 
 def _fill(config: GemmConfig, rows: int, n: int, experts: int, even: bool) -> GemmConfig:
