@@ -15,6 +15,7 @@ from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .dependent import wait_for_previous
 from .tiles import WARP, most_ctas
 from .vectors import BYTES
+from .zero import ZeroPadding
 
 SCALES = BYTES // 4
 """float32 scales of a 16-byte access."""
@@ -22,8 +23,6 @@ WARPS = 8
 """Of a CTA that copies scales."""
 ROWS = WARP * SCALES
 """Rows whose scales a CTA copies."""
-COLUMNS = BYTES // 2
-"""bfloat16 elements of an access."""
 
 
 class PlaceBatched:
@@ -91,36 +90,6 @@ class PlaceBatched:
 def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
     """The scales from the `at`-th on, a multiple of 4."""
     return cute.make_tensor((scales.iterator + at).align(BYTES), cute.make_layout(SCALES))
-
-
-class ZeroPadding:
-    """Side job of the GEMM: `out[e, r] = 0` for `r >= masked_m[e]`, while it waits for weights."""
-
-    def __init__(self, n: int):
-        self.n = n
-
-    @cute.jit
-    def run(
-        self,
-        masked_m: cute.Tensor,  # (experts,) i32
-        out: cute.Tensor,  # (experts, max_rows, n) bf16
-        warp: Int32,
-        warps: Int32,
-    ):
-        """The part of the `warp`-th of `warps` warps; by all of its lanes."""
-        max_rows = Int32(cute.size(out, mode=[1]))
-        rows = cute.size(out, mode=[0]) * max_rows
-        lane = cute.arch.lane_idx()
-        vector = cute.make_layout(COLUMNS)
-        zeros = cute.make_rmem_tensor(vector, BFloat16)
-        zeros.fill(0.0)
-        for row in cutlass.range(warp, rows, warps, unroll=1):
-            expert = row // max_rows
-            if row - expert * max_rows >= masked_m[expert]:
-                start = out.iterator + Int64(row) * self.n
-                for column in cutlass.range(lane * COLUMNS, self.n, WARP * COLUMNS, unroll=4):
-                    target = (start + column).align(BYTES)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, vector))
 
 
 class BatchedGemm:

@@ -38,6 +38,19 @@ class Staging(NamedTuple):
     rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
 
 
+class Share(NamedTuple):
+    """What a consumer thread has of which tile.
+
+    `thread` is handed on rather than read again: with the latter ptxas spilled 144 bytes of 192x128
+    tiles' sums.
+    """
+
+    tile: Tile  # with at least one row in the warpgroup's part
+    warpgroup: Int32  # index among the consumer warpgroups
+    thread: Int32  # index among the consumer threads
+    stored: Int32  # tiles that this warpgroup has stored before
+
+
 class StoreRows:
     """What storing the sums as they are needs to know of the weights."""
 
@@ -109,10 +122,7 @@ class StoreBFloat16(StoreRows):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: Share,
     ):
         """Write the valid rows of this warpgroup's part of a tile.
 
@@ -121,12 +131,9 @@ class StoreBFloat16(StoreRows):
             staging: of `staging`.
             tiled_mma: whose accumulator the sums are.
             acc: this thread's float32 sums.
-            tile: with at least one row in the warpgroup's part.
-            warpgroup: index among the consumer warpgroups.
-            thread: index among the consumer threads. Handed on rather than read again: with the
-                latter ptxas spilled 144 bytes of 192x128 tiles' sums.
-            stored: tiles that this warpgroup has stored before.
+            share: of the tile.
         """
+        tile, warpgroup, thread, _ = share
         local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(
             barrier_id=Barriers.STAGING + warpgroup, num_threads=WARPGROUP
@@ -240,12 +247,10 @@ class StoreFloat32(StoreRows):
         staging: None,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: Share,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
+        tile, thread = share.tile, share.thread
         width = self.operands.columns_side_by_side
         vector = cute.make_layout(width)
         # 64-bit offset: rows * n can pass 2^31.

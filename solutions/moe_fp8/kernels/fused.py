@@ -104,7 +104,7 @@ class FusedMoe:
             one takes.
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
-        swiglu: its epilogue that makes FP8 of up and gate.
+        swiglu: its epilogue class that makes FP8 of up and gate.
         gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
             rows are brought together first.
     """
@@ -137,7 +137,8 @@ class FusedMoe:
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.
         self.overlaps_gemms = config2.dynamic
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
+        epilogue = functools.partial(swiglu, terms=self.terms)
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 

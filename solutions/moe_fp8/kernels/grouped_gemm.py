@@ -3,6 +3,8 @@
 An architecture's kernel class derives from `GroupedGemm` and adds the roles that compute.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
-from .a_load import SharedRows, rows_layout, scales_layout
+from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
-from .epilogue import STORE
+from .epilogue import STORE, Share
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
@@ -42,6 +44,18 @@ class Weights(NamedTuple):
     tma: cute.CopyAtom
     tma_tensor: cute.Tensor  # (n, k, experts)
     scales: cute.Tensor  # (experts, n / 128, k / 128) f32
+
+
+class Given(NamedTuple):
+    """What a kernel is given."""
+
+    a: Any  # what `a_load` made of A and its scales
+    b: Weights
+    output: Any  # what the epilogue made of out
+    expert_rows: cute.Tensor
+    counter: cute.Tensor
+    side_job_tensors: tuple
+    ready: Ready | None
 
 
 class Work(NamedTuple):
@@ -90,7 +104,6 @@ class GroupedGemm:
         config: what can be tuned, the architecture's.
         n, k: of the weights, multiples of 128.
         experts: up to `MAX_EXPERTS`.
-        operands: which operand takes the MMA's rows, the architecture's.
         a_load: strategy for A, made of the config.
         epilogue: strategy for the sums, made of the config, the operand order and n; without one
             they are stored, see `epilogue.STORE`.
@@ -103,6 +116,8 @@ class GroupedGemm:
 
     own_words = 0
     """8-byte words of shared memory that an architecture's kernel needs for itself."""
+    operands_of: Callable[[Any], Any]
+    """The architecture's: which operand of a config takes the MMA's rows."""
 
     def __init__(
         self,
@@ -110,11 +125,10 @@ class GroupedGemm:
         n: int,
         k: int,
         experts: int,
-        operands: Any,
-        a_load: type,
-        epilogue: type | None,
-        rows_known: bool,
-        side_job: Any,
+        a_load: type = ContiguousRows,
+        epilogue: Callable[..., Any] | None = None,
+        rows_known: bool = False,
+        side_job: Any = None,
     ):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
@@ -126,9 +140,9 @@ class GroupedGemm:
         self.n, self.k, self.experts = n, k, experts
         self.rows_known = rows_known
         self.side_job = side_job
-        self.operands = operands
+        self.operands = self.operands_of(config)
         self.a_load = a_load(config)
-        self.epilogue = (epilogue or STORE[config.terms])(config, operands, n)
+        self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
@@ -218,7 +232,7 @@ class GroupedGemm:
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
-        self.kernel(
+        given = Given(
             self.a_load.operand(a, a_scale),
             Weights(*tma_b, b_scale),
             self.epilogue.output(out),
@@ -226,7 +240,8 @@ class GroupedGemm:
             counter,
             side_job_tensors,
             ready,
-        ).launch(
+        )
+        self.kernel(given).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_size, 1, 1],
@@ -235,18 +250,17 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, a, b: Weights, output, expert_rows, counter, side_job_tensors, ready):
-        """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
-        epilogue made of out."""
+    def kernel(self, given: Given):
+        """The architecture's."""
         raise NotImplementedError
 
     # --- the kernel's beginning -------------------------------------------------------------------
 
-    def _prefetch(self, a, b: Weights, output) -> None:
+    def _prefetch(self, given: Given) -> None:
         """The descriptors; by one warp."""
-        self.a_load.prefetch(a)
-        cpasync.prefetch_descriptor(b.tma)
-        self.epilogue.prefetch(output)
+        self.a_load.prefetch(given.a)
+        cpasync.prefetch_descriptor(given.b.tma)
+        self.epilogue.prefetch(given.output)
 
     def _shared(self, storage) -> Shared:
         """The views of the operands' shared memory."""
@@ -326,43 +340,41 @@ class GroupedGemm:
         load,
         work: Work,
         queue: TileQueue | None,  # the one of `work`, whose constants a tuple would not keep
-        a,
-        b: Weights,
+        given: Given,
         shared: Shared,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
     ):
         """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
-                self._rows_warp(load, work, a, shared, i, ready)
+                copies = partial(self.a_load.tile_copies, given.a, shared.a, warp=i)
+                copy = partial(self.a_load.copy, given.a, load=load, warp=i)
+                self._load_rows(load, self.config.num_stages, work, given, copies, copy)
         if warp_idx == WEIGHTS_WARP:
-            self._weights_warp(load, work, b, shared)
+            self._weights_warp(load, work, given.b, shared)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
-                self.side_job.run(*side_job_tensors, block, blocks)
+                self.side_job.run(*given.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 total = work.tiles.total()
                 first, clusters = self._first_tile(total)
-                queue.serve(counter.iterator, first, clusters, total)
+                queue.serve(given.counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int, ready: Ready | None):
-        """Load A: its rows and scales of every K block of every tile of this CTA.
+    def _load_rows(self, pipe, stages: int, work: Work, given: Given, tile_copies, copy):
+        """Load what `a_load` brings of every K block of every tile of this CTA.
 
         Args:
-            warp: which of the strategy's.
-            ready: which rows are complete, by expert; None if all are.
+            pipe: to fill.
+            stages: of it.
+            tile_copies: what `copy` needs of a tile, given the tile and this CTA in its cluster.
+            copy: starts the copies of a K block into a free stage.
         """
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.config.num_stages
-        )
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = self._cta_in_cluster()
-        tiles = work.tiles
+        tiles, ready = work.tiles, given.ready
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -370,10 +382,10 @@ class GroupedGemm:
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
             self._await_rows(tiles.expert_rows, tile, ready)
-            copies = self.a_load.tile_copies(a, shared.a, tile, cta, warp)
+            copies = tile_copies(tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                load.sync_object_empty.wait(state.index, state.phase)
-                self.a_load.copy(a, copies, kb, load, state, warp)
+                pipe.sync_object_empty.wait(state.index, state.phase)
+                copy(copies, kb, state=state)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
         self._end_rows(ready)
@@ -491,15 +503,16 @@ class GroupedGemm:
         work: Work,
         source,  # what `_sum_tile` reads, the architecture's
         state,  # of its pipelines
-        cached_b_scale: cute.Tensor,  # (k_blocks, n_halves) in shared memory: this warp's
-        b_scale: cute.Tensor,
+        shared: Shared,
+        given: Given,
         total_acc: cute.Tensor,
         staging,  # the epilogue's
-        output,
         consumer: Int32,
         thread: Int32,
     ):
         """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA."""
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
+        b_scale, output = given.b.scales, given.output
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
@@ -524,9 +537,8 @@ class GroupedGemm:
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
             self._load_b_scale(next_b_scale, b_scale, following, consumer)
             if valid:
-                self.epilogue.store(
-                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored
-                )
+                share = Share(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
                 stored += 1
             self._cache_b_scale(cached_b_scale, next_b_scale)
             tile = following

@@ -43,11 +43,11 @@ class SwigluEpilogue:
     """
 
     n_halves = 2
-    terms = 1
     staging_type = Float8E4M3FN
 
-    def __init__(self, config: Any, operands: Any, n: int, columns: int):
-        """`columns`: of the result that a tile makes."""
+    def __init__(self, config: Any, operands: Any, n: int, columns: int, terms: int):
+        """`columns`: of the result that a tile makes; `terms`: FP8 values of each."""
+        self.terms = terms
         self.config, self.operands, self.n = config, operands, n
         self.intermediate = n // 2
         self.warps = config.consumer_warps

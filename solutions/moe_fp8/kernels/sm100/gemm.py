@@ -4,6 +4,7 @@ Owns what computes: the rest of the kernel is `grouped_gemm`'s. What becomes of 
 `epilogue`, which operand takes the MMA's rows from `operands`, what can be tuned from `config`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -16,12 +17,11 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
-from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
-from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
-from ..handoff import Ready
+from ..epilogue import StoreRows
+from ..grouped_gemm import Given, GroupedGemm, Shared, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
-from ..tiles import WARP, Tile, rows_of_lane
+from ..tiles import Tile, rows_of_lane
 from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
 from .operands import operands_of
 
@@ -74,21 +74,12 @@ class GroupedGemmSm100(GroupedGemm):
                  of all CTAs that share the MMA.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        n: int,
-        k: int,
-        experts: int,
-        a_load: type = ContiguousRows,
-        epilogue: type | None = None,
-        rows_known: bool = False,
-        side_job: Any = None,
-    ):
-        if config.quantises and epilogue is None:
+    operands_of = staticmethod(operands_of)
+
+    def __init__(self, config: GemmConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        if config.quantises and isinstance(self.epilogue, StoreRows):
             raise ValueError(f"{config}: expected an epilogue that quantises")
-        operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
 
@@ -109,25 +100,16 @@ class GroupedGemmSm100(GroupedGemm):
         assert cute.cosize(of_weights) == cute.cosize(self.b_smem)
 
     @cute.kernel
-    def kernel(
-        self,
-        a,
-        b: Weights,
-        output,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
-    ):
+    def kernel(self, given: Given):
         self._setup_attributes()
-        c = self.config
+        c, expert_rows = self.config, given.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // WARPS)
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(a, b, output)
+            self._prefetch(given)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -155,17 +137,17 @@ class GroupedGemmSm100(GroupedGemm):
 
         if group < PRODUCER_WARPGROUPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(
-                warp_idx, pipes.load, work, queue, a, b, shared, counter, side_job_tensors, ready
-            )
+            self._producers(warp_idx, pipes.load, work, queue, given, shared)
             if warp_idx == SCALES_WARP:
-                self._scales_warp(pipes.scales, work, a, shared, ready)
+                copies = partial(self.a_load.scale_copies, given.a, shared.a)
+                copy = partial(self.a_load.copy_scales, given.a, pipe=pipes.scales)
+                self._load_rows(pipes.scales, c.scale_stages, work, given, copies, copy)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._update_warpgroup(
-                pipes, work, group - PRODUCER_WARPGROUPS, shared, b, tmem, staging, output
+                pipes, work, group - PRODUCER_WARPGROUPS, shared, given, tmem, staging
             )
         # The tensor memory is given back when all consumers have read what is theirs. Of a pair
         # neither goes as long as the other one may still read its memory or arrive at its barriers.
@@ -210,29 +192,6 @@ class GroupedGemmSm100(GroupedGemm):
             cta_layout_vmnk=cluster,
         )
         return Pipelines(load, scales, sums)
-
-    @cute.jit
-    def _scales_warp(self, scales, work: Work, a, shared: Shared, ready: Ready | None):
-        """Load the A scales of every K block of every tile of this CTA."""
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.config.scale_stages
-        )
-        cta = self._cta_in_cluster()
-        tiles = work.tiles
-        total = tiles.total()
-        linear, clusters = self._first_tile(total)
-        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(tiles.expert_rows, ready)
-        while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
-            self._await_rows(tiles.expert_rows, tile, ready)
-            copies = self.a_load.scale_copies(a, shared.a, tile, cta)
-            for kb in cutlass.range(self.k_blocks, unroll=1):
-                scales.sync_object_empty.wait(state.index, state.phase)
-                self.a_load.copy_scales(a, copies, kb, scales, state)
-                state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-        self._end_rows(ready)
 
     @cute.jit
     def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
@@ -286,10 +245,9 @@ class GroupedGemmSm100(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        b: Weights,
+        given: Given,
         tmem: cute.Pointer,
         staging,  # the epilogue's
-        output,
     ):
         """Sums and epilogue of this warpgroup's columns of every tile of this CTA."""
         c = self.config
@@ -302,19 +260,7 @@ class GroupedGemmSm100(GroupedGemm):
         )
         start = tmem + consumer * c.consumer_columns
         source = Source(pipes.scales, pipes.sums, start, shared.a.scales)
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]
-        self._consume(
-            work,
-            source,
-            state,
-            cached_b_scale,
-            b.scales,
-            total_acc,
-            staging,
-            output,
-            consumer,
-            thread,
-        )
+        self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
 
     @cute.jit
     def _sum_tile(

@@ -15,10 +15,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
-from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
-from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
-from ..handoff import Ready
+from ..grouped_gemm import Given, GroupedGemm, Shared, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, Tile, rows_of_lane
 from .config import WGMMA_M, GemmConfig
@@ -54,19 +52,10 @@ class GroupedGemmSm90(GroupedGemm):
                  while its next one runs. At the tile's end the sums go to the `epilogue`.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        n: int,
-        k: int,
-        experts: int,
-        a_load: type = ContiguousRows,
-        epilogue: type | None = None,
-        rows_known: bool = False,
-        side_job: Any = None,
-    ):
-        operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
+    operands_of = staticmethod(operands_of)
+
+    def __init__(self, config: GemmConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
         # K blocks of an iteration of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.unroll = config.num_stages
@@ -81,25 +70,16 @@ class GroupedGemmSm90(GroupedGemm):
         self.tiled_mma = self.operands.tiled_mma()
 
     @cute.kernel
-    def kernel(
-        self,
-        a,
-        b: Weights,
-        output,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
-    ):
+    def kernel(self, given: Given):
         self._setup_attributes()
-        c = self.config
+        c, expert_rows = self.config, given.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(a, b, output)
+            self._prefetch(given)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -125,12 +105,10 @@ class GroupedGemmSm90(GroupedGemm):
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(
-                warp_idx, load, work, queue, a, b, shared, counter, side_job_tensors, ready
-            )
+            self._producers(warp_idx, load, work, queue, given, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._mma_warpgroup(load, work, group - 1, shared, b, staging, output)
+            self._mma_warpgroup(load, work, group - 1, shared, given, staging)
 
     @cute.jit
     def _mma_warpgroup(
@@ -139,9 +117,8 @@ class GroupedGemmSm90(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        b: Weights,
+        given: Given,
         staging,  # the epilogue's
-        output,
     ):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
         c = self.config
@@ -159,19 +136,7 @@ class GroupedGemmSm90(GroupedGemm):
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         source = Source(load, fragments, shared.a.scales)
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]
-        self._consume(
-            work,
-            source,
-            state,
-            cached_b_scale,
-            b.scales,
-            total_acc,
-            staging,
-            output,
-            consumer,
-            thread,
-        )
+        self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
 
     @cute.jit
     def _sum_tile(
