@@ -14,7 +14,7 @@ from .architectures import of_target
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .dependent import wait_for_previous
 from .tiles import WARP, most_ctas
-from .vectors import BYTES
+from .vectors import BYTES, vector
 from .zero import ZeroPadding
 
 SCALES = BYTES // 4
@@ -79,17 +79,12 @@ class PlaceBatched:
                 block = i * WARPS + thread // WARP
                 if block < self.blocks:
                     at = (Int64(expert) * self.blocks + block) * max_rows + row
-                    cute.autovec_copy(_four(a_scale, at), taken[None, i])
+                    cute.autovec_copy(vector(a_scale.iterator + at, SCALES), taken[None, i])
             for i in cutlass.range_constexpr(self.blocks_per_warp):
                 block = i * WARPS + thread // WARP
                 if block < self.blocks:
                     at = Int64(block) * cute.size(scales, mode=[1]) + first + row
-                    cute.autovec_copy(taken[None, i], _four(scales, at))
-
-
-def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
-    """The scales from the `at`-th on, a multiple of 4."""
-    return cute.make_tensor((scales.iterator + at).align(BYTES), cute.make_layout(SCALES))
+                    cute.autovec_copy(taken[None, i], vector(scales.iterator + at, SCALES))
 
 
 class BatchedGemm:
@@ -136,25 +131,15 @@ class BatchedGemm:
 
 
 def batched_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    masked_m: torch.Tensor,
-    out: torch.Tensor,
+    a: torch.Tensor,  # [experts, max_rows, k] e4m3, max_rows a multiple of 128
+    a_scale: torch.Tensor,  # [experts, k / 128, max_rows] float32
+    b: torch.Tensor,  # [experts, n, k] e4m3
+    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
+    masked_m: torch.Tensor,  # [experts] int32
+    out: torch.Tensor,  # [experts, max_rows, n] bfloat16, written
     config: Any,
 ) -> None:
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
-
-    Args:
-        a: `[experts, max_rows, k]` e4m3, `max_rows` a multiple of 128.
-        a_scale: `[experts, k / 128, max_rows]` float32.
-        b: `[experts, n, k]` e4m3.
-        b_scale: `[experts, n / 128, k / 128]` float32.
-        masked_m: `[experts]` int32.
-        out: `[experts, max_rows, n]` bfloat16, written.
-        config: tile shape and schedule.
-    """
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0."""
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
     function = compile_batched_gemm(config, n, k, experts, operations.target_of(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 
 from .tiles import WARP
-from .vectors import BYTES
+from .vectors import BYTES, vector
 
 VECTOR = BYTES // 2
 """bfloat16 elements of a 16-byte store."""
@@ -28,15 +28,13 @@ class ZeroRows:
             out: (..., width) bf16, its rows one after the other.
         """
         lane = cute.arch.lane_idx()
-        vector = cute.make_layout(VECTOR)
-        zeros = cute.make_rmem_tensor(vector, BFloat16)
+        zeros = cute.make_rmem_tensor(VECTOR, BFloat16)
         zeros.fill(0.0)
         for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
             if self.is_zero(known, out, Int32(row)):
                 start = out.iterator + Int64(row) * self.width
                 for column in cutlass.range(lane * VECTOR, self.width, WARP * VECTOR, unroll=4):
-                    target = (start + column).align(BYTES)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, vector))
+                    cute.autovec_copy(zeros, vector(start + column, VECTOR))
 
     def rows(self, out: cute.Tensor) -> Int32:
         """Of the output."""
