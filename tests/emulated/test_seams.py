@@ -172,7 +172,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         choose=lambda rows, n, k, **known: SimtConfig(),
         choose_layer=lambda tokens, shape, terms: (SimtConfig(), SimtConfig()),
         gemm=lambda: GroupedGemmSimt,
-        swiglu=lambda terms: None,
+        swiglu=lambda: None,
         gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})

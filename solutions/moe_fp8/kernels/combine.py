@@ -17,8 +17,7 @@ from .vectors import BYTES, load, vector
 MAX_THREADS = 128
 """That sum; a thread owns 16 bytes of a row."""
 STAGES = 16
-"""Parts of rows that are on their way or at hand: the whole fused layer on an H200, T=14107, 16
-1461 us, 12 1462, 8 1515; T=80 within 1 us."""
+"""Parts of rows that are on their way or at hand; docs/notes/fused.md compares their number."""
 LAST = 1
 """In a stage's note: the row is its token's last one."""
 EMPTY = 2

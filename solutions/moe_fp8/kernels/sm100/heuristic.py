@@ -16,13 +16,11 @@ FEW_ROWS = (
     (10, GemmConfig(tile_m=16, swap_ab=True)),
     (20, GemmConfig(tile_m=32, swap_ab=True)),
 )
-# By the model of docs/gemm-model.md: shared memory gives and takes the operands of a 128x128 tile
+# By the model of docs/gemm-model.md, shared memory gives and takes the operands of a 128x128 tile
 # in 512 clocks a K block whose MMA take 256, those of 128x256 in 768 of 512, those of 256x256 by
-# two CTAs, each with half of B, in 512 of 512. So the larger tile is the faster one as soon as its
-# MMA have enough rows to do (32 experts of 96 on average: 219 us with 128x256, not 246; of 152: 240
-# by two CTAs, not 282; of 512: 536, not 700). If TMA's writes cost nothing and L2 gives twice as
-# much, all are bound by their MMA, and two CTAs lose up to 14 % to rows that a tile has too many;
-# that is risked for the 1.2 to 1.3x, because the records of Hopper speak for the writes' cost.
+# two CTAs, each with half of B, in 512 of 512: the larger tile is the faster one as soon as its MMA
+# have enough rows to do, predicted 1.2 to 1.3x. If TMA's writes cost nothing and L2 gives twice as
+# much, two CTAs lose up to 14 % to rows that a tile has too many.
 UNEVEN = (
     (95, GemmConfig()),
     (150, GemmConfig(tile_n=256, dynamic=True)),
