@@ -35,32 +35,14 @@ class PlaceBatched:
         self.blocks = k // BLOCK
         self.blocks_per_warp = -(-self.blocks // WARPS)
 
-    @cute.jit
-    def __call__(
+    @cute.kernel
+    def kernel(
         self,
         a_scale: cute.Tensor,  # (experts, k / 128, max_rows) f32
         masked_m: cute.Tensor,  # (experts,) i32
         scales: cute.Tensor,  # (k / 128, experts * max_rows) f32, written for the rows there are
         expert_rows: cute.Tensor,  # (2, experts) i32, written
         counter: cute.Tensor,  # (1,) i32, zeroed
-        stream: cuda.CUstream,
-    ):
-        experts, max_rows = cute.size(a_scale, mode=[0]), cute.size(a_scale, mode=[2])
-        self.kernel(a_scale, masked_m, scales, expert_rows, counter).launch(
-            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
-            block=[WARPS * WARP, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        a_scale: cute.Tensor,
-        masked_m: cute.Tensor,
-        scales: cute.Tensor,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         part, expert, _ = cute.arch.block_idx()
@@ -123,7 +105,13 @@ class BatchedGemm:
         of_experts = cute.make_layout((2, experts), stride=(experts, 1))
         expert_rows = cute.make_tensor(tables.iterator, of_experts)
         counter = cute.make_tensor(tables.iterator + 2 * experts, cute.make_layout(1))
-        self.place(a_scale, masked_m, flat_scales, expert_rows, counter, stream)
+        max_rows = cute.size(a_scale, mode=[2])
+        self.place.kernel(a_scale, masked_m, flat_scales, expert_rows, counter).launch(
+            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
+            block=[WARPS * WARP, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
         self.gemm.launch(
             flat_a, flat_scales, b, b_scale, flat_out,
             expert_rows, counter, num_ctas, stream, side_job_tensors=(masked_m, out),

@@ -73,6 +73,14 @@ class Shared(NamedTuple):
     b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
 
 
+class TileScales(NamedTuple):
+    """Where a consumer thread finds a tile's scales, in shared memory."""
+
+    a: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
+    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
+    thread: Int32
+
+
 class GroupedGemm:
     """`out[r, :] = sum_kb (a_scale[kb, r] * b_scale[e, :, kb]) * (a[r, kb] @ b[e, :, kb]^T)`.
 
@@ -479,21 +487,13 @@ class GroupedGemm:
         return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
 
     @cute.jit
-    def _load_scales(
-        self,
-        scales: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        cached_b_scale: cute.Tensor,
-        kb: Int32,
-        stage: Int32,
-        thread: Int32,
-    ):
+    def _load_scales(self, scales: cute.Tensor, of: TileScales, kb: Int32, stage: Int32):
         """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
-            scale_b = cached_b_scale[kb, half]
+            scale_b = of.b[kb, half]
             for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, thread)
-                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
+                token = self.operands.scale_token(i, of.thread)
+                scales[i, half] = of.a[token, 0, stage] * scale_b
 
     # --- the consumers ----------------------------------------------------------------------------
 
@@ -529,7 +529,9 @@ class GroupedGemm:
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
             if valid:
-                state = self._sum_tile(source, state, cached_b_scale, total_acc, tile, thread)
+                a_scale = self.a_load.first_scale(tile, shared.a.scales)
+                scales = TileScales(a_scale, cached_b_scale, thread)
+                state = self._sum_tile(source, state, total_acc, scales)
             else:
                 state = self._skip_tile(source, state)
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
@@ -545,7 +547,7 @@ class GroupedGemm:
         if thread % WARPGROUP == 0:
             self.epilogue.finish()
 
-    def _sum_tile(self, source, state, cached_b_scale, total_acc, tile: Tile, thread: Int32):
+    def _sum_tile(self, source, state, total_acc: cute.Tensor, of: TileScales):
         """The architecture's: fill `total_acc` with a tile's sums; returns the state after it."""
         raise NotImplementedError
 

@@ -123,11 +123,19 @@ class Route:
     ):
         given = Given(logits, bias, offset, scaling)
         numbered = Numbered(m_indptr, pair_row, token_of_row, counters)
-        if cute.size(marks, mode=[0]) == 1:
-            self.word(given, weights, numbered, stream)
+        words = cute.size(marks, mode=[0])
+        launch = {"stream": stream, "use_pdl": True}
+        if words == 1:
+            self.word.kernel(given, weights, numbered).launch(
+                grid=[1, 1, 1], block=[THREADS, 1, 1], **launch
+            )
         else:
-            self.choose(given, expert, weights, marks, stream)
-            self.number(expert, marks, numbered, stream)
+            self.choose.kernel(given, expert, weights, marks).launch(
+                grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
+            )
+            self.number.kernel(expert, marks, numbered).launch(
+                grid=[cute.ceil_div(words, WORDS), 1, 1], block=[THREADS, 1, 1], **launch
+            )
 
 
 class ChooseExperts:
@@ -164,24 +172,14 @@ class ChooseExperts:
                 f"to {WARP}"
             )
 
-    @cute.jit
-    def __call__(
+    @cute.kernel
+    def kernel(
         self,
         given: Given,
         expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
         weights: cute.Tensor,  # (tokens, top_k) f32, written
         marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
-        stream: cuda.CUstream,
     ):
-        self.kernel(given, expert, weights, marks).launch(
-            grid=[cute.size(marks, mode=[0]) * (WORD // BYTE), 1, 1],
-            block=[BYTE * WARP, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(self, given: Given, expert: cute.Tensor, weights: cute.Tensor, marks: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -375,18 +373,6 @@ class RouteWord(ChooseExperts):
         super().__init__(shape)
         self.names_tokens = names_tokens
 
-    @cute.jit
-    def __call__(
-        self,
-        given: Given,
-        weights: cute.Tensor,  # (tokens, top_k) f32, written
-        numbered: Numbered,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(given, weights, numbered).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
-        )
-
     @cute.kernel
     def kernel(self, given: Given, weights: cute.Tensor, numbered: Numbered):
         thread, _, _ = cute.arch.thread_idx()
@@ -425,21 +411,6 @@ class NumberRows:
         if not 1 <= local <= THREADS:
             raise ValueError(f"local={local}: expected 1..{THREADS}")
         self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
-
-    @cute.jit
-    def __call__(
-        self,
-        expert: cute.Tensor,  # (tokens, top_k) i32: the local expert or -1
-        marks: cute.Tensor,  # (words, local) i32
-        numbered: Numbered,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(expert, marks, numbered).launch(
-            grid=[cute.ceil_div(cute.size(marks, mode=[0]), WORDS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
 
     @cute.kernel
     def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: Numbered):

@@ -19,9 +19,9 @@ from cutlass.memory import SmemAllocator
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
 from ..epilogue import StoreRows
-from ..grouped_gemm import Given, GroupedGemm, Shared, Work
+from ..grouped_gemm import Given, GroupedGemm, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
-from ..tiles import Tile, rows_of_lane
+from ..tiles import rows_of_lane
 from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
 from .operands import operands_of
 
@@ -50,7 +50,6 @@ class Source(NamedTuple):
     scales: pipeline.PipelineTmaAsync
     sums: pipeline.PipelineUmmaAsync
     tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
-    a_scale: cute.Tensor  # (scale_rows, 1, scale stages) f32 in shared memory
 
 
 class GroupedGemmSm100(GroupedGemm):
@@ -259,34 +258,25 @@ class GroupedGemmSm100(GroupedGemm):
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.scale_stages),
         )
         start = tmem + consumer * c.consumer_columns
-        source = Source(pipes.scales, pipes.sums, start, shared.a.scales)
+        source = Source(pipes.scales, pipes.sums, start)
         self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
 
     @cute.jit
-    def _sum_tile(
-        self,
-        source: Source,
-        state,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-    ):
+    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         sums_state, scales_state = state
         sums, scales_pipe = source.sums, source.scales
-        s_a_scale = self.a_load.first_scale(tile, source.a_scale)
         scales = self._make_scales()
         total_acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Read before the accumulator is waited for, so that their latency hides behind it.
             scales_pipe.consumer_wait(scales_state)
-            self._load_scales(scales, s_a_scale, cached_b_scale, kb, scales_state.index, thread)
+            self._load_scales(scales, of, kb, scales_state.index)
             cute.arch.sync_warp()  # one lane gives back what all have read
             scales_pipe.consumer_release(scales_state)
             scales_state.advance()
             sums.consumer_wait(sums_state)
-            self._promote(sums, sums_state, source.tmem, total_acc, scales, thread)
+            self._promote(sums, sums_state, source.tmem, total_acc, scales, of.thread)
             sums_state.advance()
         return sums_state, scales_state
 

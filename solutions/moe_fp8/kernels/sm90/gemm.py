@@ -16,9 +16,9 @@ from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
-from ..grouped_gemm import Given, GroupedGemm, Shared, Work
+from ..grouped_gemm import Given, GroupedGemm, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
-from ..tiles import WARP, Tile, rows_of_lane
+from ..tiles import WARP, rows_of_lane
 from .config import WGMMA_M, GemmConfig
 from .operands import operands_of
 
@@ -37,7 +37,6 @@ class Source(NamedTuple):
 
     load: pipeline.PipelineTmaAsync
     fragments: Fragments
-    a_scale: cute.Tensor  # (scale_rows, 1, stages) f32 in shared memory
 
 
 class GroupedGemmSm90(GroupedGemm):
@@ -135,26 +134,15 @@ class GroupedGemmSm90(GroupedGemm):
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        source = Source(load, fragments, shared.a.scales)
+        source = Source(load, fragments)
         self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
 
     @cute.jit
-    def _sum_tile(
-        self,
-        source: Source,
-        state,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-    ):
+    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         overlap = cutlass.const_expr(self.config.overlap)
         mainloop = self._overlapped_mainloop if overlap else self._mainloop
-        scales = self.a_load.first_scale(tile, source.a_scale)
-        return mainloop(
-            source.load, state, source.fragments, cached_b_scale, total_acc, scales, thread
-        )
+        return mainloop(source.load, state, source.fragments, total_acc, of)
 
     @cute.jit
     def _skip_tile(self, source: Source, state):
@@ -166,17 +154,7 @@ class GroupedGemmSm90(GroupedGemm):
         return state
 
     @cute.jit
-    def _mainloop(
-        self,
-        load,
-        state,
-        fragments: Fragments,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        thread: Int32,
-    ):
-        """total_acc = the tile's sum over K; returns the state after its last block."""
+    def _mainloop(self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales):
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -187,7 +165,7 @@ class GroupedGemmSm90(GroupedGemm):
                 load.consumer_wait(now, arrived)
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, cached_b_scale, first + i, now.index, thread)
+                self._load_scales(scales, of, first + i, now.index)
                 self._issue_wgmma(acc, fragments, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
@@ -216,14 +194,7 @@ class GroupedGemmSm90(GroupedGemm):
 
     @cute.jit
     def _overlapped_mainloop(
-        self,
-        load,
-        state,
-        fragments: Fragments,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        thread: Int32,
+        self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales
     ):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
@@ -239,9 +210,7 @@ class GroupedGemmSm90(GroupedGemm):
                     now = self._stage(state, i)
                     load.consumer_wait(now)
                     self.a_load.arrived()
-                    self._load_scales(
-                        scales[i % 2], s_a_scale, cached_b_scale, first + i, now.index, thread
-                    )
+                    self._load_scales(scales[i % 2], of, first + i, now.index)
                     self._issue_wgmma(accs[i % 2], fragments, now.index)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < self.unroll else 0)
