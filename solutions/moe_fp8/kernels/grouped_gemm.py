@@ -386,41 +386,27 @@ class GroupedGemm:
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(tiles.expert_rows, ready)
+        if cutlass.const_expr(ready is not None):
+            cute.arch.griddepcontrol_launch_dependents()
+            if cutlass.const_expr(ready.writable_rows is not None):
+                if tiles.expert_rows[1, self.experts - 1] > ready.writable_rows:
+                    cute.arch.griddepcontrol_wait()
+        elif cutlass.const_expr(self.rows_known):
+            wait_for_previous()
         while linear < total:
             tile = self._tile_of_cta(tiles.locate(linear), cta)
-            self._await_rows(tiles.expert_rows, tile, ready)
+            if cutlass.const_expr(ready is not None):
+                expert_rows = tiles.expert_rows
+                rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
+                wait_for_rows(ready.counts, tile.expert, rows * self.k)
             copies = tile_copies(tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 pipe.sync_object_empty.wait(state.index, state.phase)
                 copy(copies, kb, state=state)
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-        self._end_rows(ready)
-
-    @cute.jit
-    def _begin_rows(self, expert_rows: cute.Tensor, ready: Ready | None):
-        """Before the first tile, by the warps that load what the previous kernel made."""
         if cutlass.const_expr(ready is not None):
-            cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(ready.writable_rows is not None):
-                if expert_rows[1, self.experts - 1] > ready.writable_rows:
-                    cute.arch.griddepcontrol_wait()
-        elif cutlass.const_expr(self.rows_known):
-            wait_for_previous()
-
-    @cute.jit
-    def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: Ready | None):
-        """Wait for the rows of the tile's expert."""
-        if cutlass.const_expr(ready is not None):
-            count = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
-            wait_for_rows(ready.counts, tile.expert, count * self.k)
-
-    @cute.jit
-    def _end_rows(self, ready: Ready | None):
-        """After the last tile: every kernel waits for the previous one before it ends."""
-        if cutlass.const_expr(ready is not None):
-            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()  # before its end, as every kernel
 
     @cute.jit
     def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
