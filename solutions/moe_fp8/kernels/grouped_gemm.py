@@ -298,9 +298,8 @@ class GroupedGemm:
     def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor) -> ExpertTiles:
         """The tiles of all experts; `rows` is what `rows_of_lane` gave."""
         c = self.config
-        return ExpertTiles.create(
-            rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
-        )
+        tile_m = c.tile_m * c.cluster_m
+        return ExpertTiles(rows, expert_rows, tile_m, self.n_tiles, self.row_step)
 
     # --- which tile -------------------------------------------------------------------------
 
