@@ -39,7 +39,7 @@ class Staging(NamedTuple):
     rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
 
 
-class Share(NamedTuple):
+class TileShare(NamedTuple):
     """What a consumer thread has of which tile.
 
     `thread` is handed on rather than read again: with the latter ptxas spilled 144 bytes of 192x128
@@ -135,7 +135,7 @@ class StoreBFloat16(StoreRows):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        share: Share,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile.
 
@@ -251,7 +251,7 @@ class StoreFloat32(StoreRows):
         staging: None,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        share: Share,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         tile, thread = share.tile, share.thread

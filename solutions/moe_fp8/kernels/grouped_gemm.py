@@ -20,7 +20,7 @@ from ..numerics import BLOCK
 from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
-from .epilogue import STORE, Share
+from .epilogue import STORE, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
@@ -46,8 +46,8 @@ class Weights(NamedTuple):
     scales: cute.Tensor  # (experts, n / 128, k / 128) f32
 
 
-class Given(NamedTuple):
-    """What a kernel is given."""
+class KernelArguments(NamedTuple):
+    """What the host function hands to the kernel."""
 
     a: Any  # what `a_load` made of A and its scales
     b: Weights
@@ -240,7 +240,7 @@ class GroupedGemm:
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
-        given = Given(
+        args = KernelArguments(
             self.a_load.operand(a, a_scale),
             Weights(*tma_b, b_scale),
             self.epilogue.output(out),
@@ -249,7 +249,7 @@ class GroupedGemm:
             side_job_tensors,
             ready,
         )
-        self.kernel(given).launch(
+        self.kernel(args).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_size, 1, 1],
@@ -258,17 +258,17 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, given: Given):
+    def kernel(self, args: KernelArguments):
         """The architecture's."""
         raise NotImplementedError
 
     # --- the kernel's beginning -------------------------------------------------------------------
 
-    def _prefetch(self, given: Given) -> None:
+    def _prefetch(self, args: KernelArguments) -> None:
         """The descriptors; by one warp."""
-        self.a_load.prefetch(given.a)
-        cpasync.prefetch_descriptor(given.b.tma)
-        self.epilogue.prefetch(given.output)
+        self.a_load.prefetch(args.a)
+        cpasync.prefetch_descriptor(args.b.tma)
+        self.epilogue.prefetch(args.output)
 
     def _shared(self, storage) -> Shared:
         """The views of the operands' shared memory."""
@@ -347,41 +347,41 @@ class GroupedGemm:
         load,
         work: Work,
         queue: TileQueue | None,  # the one of `work`, whose constants a tuple would not keep
-        given: Given,
+        args: KernelArguments,
         shared: Shared,
     ):
         """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
-                copies = partial(self.a_load.tile_copies, given.a, shared.a, warp=i)
-                copy = partial(self.a_load.copy, given.a, load=load, warp=i)
-                self._load_rows(load, self.config.num_stages, work, given, copies, copy)
+                copies = partial(self.a_load.tile_copies, args.a, shared.a, warp=i)
+                copy = partial(self.a_load.copy, args.a, load=load, warp=i)
+                self._load_rows(load, self.config.num_stages, work, args, copies, copy)
         if warp_idx == WEIGHTS_WARP:
-            self._weights_warp(load, work, given.b, shared)
+            self._weights_warp(load, work, args.b, shared)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
-                self.side_job.run(*given.side_job_tensors, block, blocks)
+                self.side_job.run(*args.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 total = work.tiles.total()
                 first, clusters = self._first_tile(total)
-                queue.serve(given.counter.iterator, first, clusters, total)
+                queue.serve(args.counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _load_rows(self, pipe, stages: int, work: Work, given: Given, tile_copies, copy):
+    def _load_rows(self, pipe, stages: int, work: Work, args: KernelArguments, tile_copies, copy):
         """Load what `a_load` brings of every K block of every tile of this CTA.
 
         Args:
             pipe: to fill.
             stages: of it.
-            tile_copies: what `copy` needs of a tile, given the tile and this CTA in its cluster.
+            tile_copies: what `copy` needs of a tile, from the tile and this CTA in its cluster.
             copy: starts the copies of a K block into a free stage.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = self._cta_in_cluster()
-        tiles, ready = work.tiles, given.ready
+        tiles, ready = work.tiles, args.ready
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -489,7 +489,7 @@ class GroupedGemm:
         source,  # what `_sum_tile` reads, the architecture's
         state,  # of its pipelines
         shared: Shared,
-        given: Given,
+        args: KernelArguments,
         total_acc: cute.Tensor,
         staging,  # the epilogue's
         consumer: Int32,
@@ -497,7 +497,7 @@ class GroupedGemm:
     ):
         """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA."""
         cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
-        b_scale, output = given.b.scales, given.output
+        b_scale, output = args.b.scales, args.output
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
@@ -524,7 +524,7 @@ class GroupedGemm:
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
             self._load_b_scale(next_b_scale, b_scale, following, consumer)
             if valid:
-                share = Share(tile, consumer, thread, stored)
+                share = TileShare(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
                 stored += 1
             self._cache_b_scale(cached_b_scale, next_b_scale)

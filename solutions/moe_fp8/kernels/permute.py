@@ -45,10 +45,7 @@ class Permute:
         stream: cuda.CUstream,
     ):
         self.kernel(x, x_scale, pair_row, a, a_scale).launch(
-            grid=[cute.size(x, mode=[0]), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
+            grid=[cute.size(x, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel

@@ -74,7 +74,7 @@ SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
 """By `MoeShape.routing`."""
 
 
-class Given(NamedTuple):
+class RouterInputs(NamedTuple):
     """What the experts are chosen from."""
 
     logits: cute.Tensor  # (tokens, experts) f32 or bf16
@@ -83,7 +83,7 @@ class Given(NamedTuple):
     scaling: Float32
 
 
-class Numbered(NamedTuple):
+class RowNumbers(NamedTuple):
     """What numbering the pairs writes."""
 
     m_indptr: cute.Tensor  # (local + 1,) i32
@@ -121,16 +121,16 @@ class Route:
         counters: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        given = Given(logits, bias, offset, scaling)
-        numbered = Numbered(m_indptr, pair_row, token_of_row, counters)
+        inputs = RouterInputs(logits, bias, offset, scaling)
+        numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)
         words = cute.size(marks, mode=[0])
         launch = {"stream": stream, "use_pdl": True}
         if words == 1:
-            self.word.kernel(given, weights, numbered).launch(
+            self.word.kernel(inputs, weights, numbered).launch(
                 grid=[1, 1, 1], block=[THREADS, 1, 1], **launch
             )
         else:
-            self.choose.kernel(given, expert, weights, marks).launch(
+            self.choose.kernel(inputs, expert, weights, marks).launch(
                 grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
             )
             self.number.kernel(expert, marks, numbered).launch(
@@ -147,7 +147,7 @@ class ChooseExperts:
     of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
     experts below, so ids are ascending. Shares are added in a tree over the slots.
 
-    A multiprocessor is given few tokens at a time, because their warps have much to compute and
+    A multiprocessor is inputs few tokens at a time, because their warps have much to compute and
     take turns: `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
 
     Raises:
@@ -175,7 +175,7 @@ class ChooseExperts:
     @cute.kernel
     def kernel(
         self,
-        given: Given,
+        inputs: RouterInputs,
         expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
         weights: cute.Tensor,  # (tokens, top_k) f32, written
         marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
@@ -187,9 +187,9 @@ class ChooseExperts:
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
         first = block * BYTE
-        local = self._mark(given, weights, first, memory, marked)
+        local = self._mark(inputs, weights, first, memory, marked)
         token = first + warp
-        if token < cute.size(given.logits, mode=[0]) and lane < self.top_k:
+        if token < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             expert[token, lane] = local
         # Its own bytes of the words, the lowest first.
         word = block // (WORD // BYTE)
@@ -202,7 +202,7 @@ class ChooseExperts:
     @cute.jit
     def _mark(
         self,
-        given: Given,
+        inputs: RouterInputs,
         weights: cute.Tensor,
         first: Int32,
         memory: SmemAllocator,
@@ -225,8 +225,8 @@ class ChooseExperts:
 
         token = first + warp
         local = Int32(-1)
-        if token < cute.size(given.logits, mode=[0]):
-            self._choose(given, token, chosen_id[warp, None], chosen[warp, None])
+        if token < cute.size(inputs.logits, mode=[0]):
+            self._choose(inputs, token, chosen_id[warp, None], chosen[warp, None])
             cute.arch.sync_warp()
             score = Float32(0.0)
             if lane < self.top_k:
@@ -234,8 +234,8 @@ class ChooseExperts:
             share = self.scores.share(score, Boolean(lane < self.top_k))
             total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
-                weights[token, lane] = share / total * given.scaling
-                local = chosen_id[warp, lane] - given.offset
+                weights[token, lane] = share / total * inputs.scaling
+                local = chosen_id[warp, lane] - inputs.offset
                 if local < 0 or local >= self.local:
                     local = Int32(-1)
                 else:
@@ -245,9 +245,11 @@ class ChooseExperts:
         return local
 
     @cute.jit
-    def _choose(self, given: Given, token: Int32, chosen_id: cute.Tensor, chosen: cute.Tensor):
+    def _choose(
+        self, inputs: RouterInputs, token: Int32, chosen_id: cute.Tensor, chosen: cute.Tensor
+    ):
         """Write the ids of the token's experts, ascending, and their scores."""
-        logits, bias = given.logits, given.bias
+        logits, bias = inputs.logits, inputs.bias
         first = cute.arch.lane_idx() * self.own
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
@@ -374,7 +376,7 @@ class RouteWord(ChooseExperts):
         self.names_tokens = names_tokens
 
     @cute.kernel
-    def kernel(self, given: Given, weights: cute.Tensor, numbered: Numbered):
+    def kernel(self, inputs: RouterInputs, weights: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -383,7 +385,7 @@ class RouteWord(ChooseExperts):
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
-        local = self._mark(given, weights, Int32(0), memory, marked)
+        local = self._mark(inputs, weights, Int32(0), memory, marked)
         zero(numbered.counters, thread)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
@@ -391,7 +393,7 @@ class RouteWord(ChooseExperts):
         if warp == 0:
             add_begins(begins, total, numbered.m_indptr, Boolean(True))
         cute.arch.barrier()
-        if warp < cute.size(given.logits, mode=[0]) and lane < self.top_k:
+        if warp < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             row = Int32(-1)
             if local >= 0:
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
@@ -413,7 +415,7 @@ class NumberRows:
         self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
 
     @cute.kernel
-    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: Numbered):
+    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -91,10 +91,7 @@ class SwigluQuant:
         stream: cuda.CUstream,
     ):
         self.kernel(g, q, q_scale, m_indptr).launch(
-            grid=[ctas, self.column_groups, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
+            grid=[ctas, self.column_groups, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel

@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
 from ..epilogue import StoreRows
-from ..grouped_gemm import Given, GroupedGemm, Shared, TileScales, Work
+from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import rows_of_lane
 from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
@@ -75,8 +75,8 @@ class GroupedGemmSm100(GroupedGemm):
 
     operands_of = staticmethod(operands_of)
 
-    def __init__(self, config: GemmConfig, *arguments: Any, **options: Any):
-        super().__init__(config, *arguments, **options)
+    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
         if config.quantises and isinstance(self.epilogue, StoreRows):
             raise ValueError(f"{config}: expected an epilogue that quantises")
         # The barriers of both pipelines, and the address of the tensor memory.
@@ -99,16 +99,16 @@ class GroupedGemmSm100(GroupedGemm):
         assert cute.cosize(of_weights) == cute.cosize(self.b_smem)
 
     @cute.kernel
-    def kernel(self, given: Given):
+    def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c, expert_rows = self.config, given.expert_rows
+        c, expert_rows = self.config, args.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // WARPS)
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(given)
+            self._prefetch(args)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -126,7 +126,7 @@ class GroupedGemmSm100(GroupedGemm):
         pipes = self._pipelines(storage)
         if cutlass.const_expr(c.cluster_size > 1):
             cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
-        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
         if cutlass.const_expr(not self.rows_known):
@@ -136,17 +136,17 @@ class GroupedGemmSm100(GroupedGemm):
 
         if group < PRODUCER_WARPGROUPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, pipes.load, work, queue, given, shared)
+            self._producers(warp_idx, pipes.load, work, queue, args, shared)
             if warp_idx == SCALES_WARP:
-                copies = partial(self.a_load.scale_copies, given.a, shared.a)
-                copy = partial(self.a_load.copy_scales, given.a, pipe=pipes.scales)
-                self._load_rows(pipes.scales, c.scale_stages, work, given, copies, copy)
+                copies = partial(self.a_load.scale_copies, args.a, shared.a)
+                copy = partial(self.a_load.copy_scales, args.a, pipe=pipes.scales)
+                self._load_rows(pipes.scales, c.scale_stages, work, args, copies, copy)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._update_warpgroup(
-                pipes, work, group - PRODUCER_WARPGROUPS, shared, given, tmem, staging
+                pipes, work, group - PRODUCER_WARPGROUPS, shared, args, tmem, staging
             )
         # The tensor memory is given back when all consumers have read what is theirs. Of a pair
         # neither goes as long as the other one may still read its memory or arrive at its barriers.
@@ -219,7 +219,7 @@ class GroupedGemmSm100(GroupedGemm):
                 self.a_load.arrived()
                 sums.producer_acquire(sums_state)
                 # What the consumers have read of this accumulator they read before.
-                _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+                nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
                 start = tmem + sums_state.index * c.mma_columns
                 to = cute.make_tensor(start, accumulator)
                 mma = cute.make_mma_atom(self.tiled_mma.op)
@@ -244,7 +244,7 @@ class GroupedGemmSm100(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        given: Given,
+        args: KernelArguments,
         tmem: cute.Pointer,
         staging,  # the epilogue's
     ):
@@ -259,7 +259,7 @@ class GroupedGemmSm100(GroupedGemm):
         )
         start = tmem + consumer * c.consumer_columns
         source = Source(pipes.scales, pipes.sums, start)
-        self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
+        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
 
     @cute.jit
     def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
@@ -322,7 +322,7 @@ class GroupedGemmSm100(GroupedGemm):
         start = tmem + sums_state.index * self.config.mma_columns
         held = [cute.make_rmem_tensor(width, Float32) for _ in range(2)]
         # What the MMA wrote it wrote before.
-        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         for i in cutlass.range_constexpr(chunks + 1):
             if cutlass.const_expr(i > 0):
                 cute.arch.fence_view_async_tmem_load()
@@ -334,7 +334,7 @@ class GroupedGemmSm100(GroupedGemm):
                 cute.copy(copy, copy.partition_S(chunk), to)
             if cutlass.const_expr(i > 0):
                 self._add(total_acc, held[(i - 1) % 2], scales, (i - 1) * width)
-        _fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
         self._release(sums, sums_state)
 
     def _add(self, total: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, first: int) -> None:
@@ -353,8 +353,3 @@ def _cluster_barrier() -> None:
     """Of all threads of the cluster, which see what the others wrote before."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
-
-
-def _fence(kind: nvvm.Tcgen05FenceKind) -> None:
-    """Order tcgen05 operations with what threads tell each other."""
-    nvvm.tcgen05_fence(kind)

@@ -9,7 +9,7 @@ from cutlass import Float8E4M3FN, Float32, Int32
 
 from ...numerics import BLOCK
 from ..barriers import Barriers
-from ..epilogue import Share
+from ..epilogue import TileShare
 from ..swiglu_epilogue import VECTOR, Quantised, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP
@@ -61,7 +61,7 @@ class SwigluQuantise(SwigluEpilogue):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        share: Share,
+        share: TileShare,
     ):
         """Write the valid rows of a tile, by all consumer threads; see `StoreBFloat16.store`."""
         tile, thread = share.tile, share.thread
@@ -78,7 +78,7 @@ class SwigluQuantise(SwigluEpilogue):
 
     @cute.jit
     def _stage_row(
-        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: Share, barrier
+        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
     ):
         """Tokens are accumulator rows: a thread has one, with half of its columns."""
         tile, warpgroup, thread, _ = share
@@ -107,7 +107,7 @@ class SwigluQuantise(SwigluEpilogue):
 
     @cute.jit
     def _stage_columns(
-        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: Share, barrier
+        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
     ):
         """Tokens are accumulator columns: a thread has one column of the result, of all of them."""
         tile, _, thread, _ = share

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
 from ..dependent import wait_for_previous
-from ..grouped_gemm import Given, GroupedGemm, Shared, TileScales, Work
+from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, rows_of_lane
 from .config import WGMMA_M, GemmConfig
@@ -53,8 +53,8 @@ class GroupedGemmSm90(GroupedGemm):
 
     operands_of = staticmethod(operands_of)
 
-    def __init__(self, config: GemmConfig, *arguments: Any, **options: Any):
-        super().__init__(config, *arguments, **options)
+    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
         # K blocks of an iteration of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.unroll = config.num_stages
@@ -69,16 +69,16 @@ class GroupedGemmSm90(GroupedGemm):
         self.tiled_mma = self.operands.tiled_mma()
 
     @cute.kernel
-    def kernel(self, given: Given):
+    def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c, expert_rows = self.config, given.expert_rows
+        c, expert_rows = self.config, args.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(given)
+            self._prefetch(args)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -104,10 +104,10 @@ class GroupedGemmSm90(GroupedGemm):
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, load, work, queue, given, shared)
+            self._producers(warp_idx, load, work, queue, args, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._mma_warpgroup(load, work, group - 1, shared, given, staging)
+            self._mma_warpgroup(load, work, group - 1, shared, args, staging)
 
     @cute.jit
     def _mma_warpgroup(
@@ -116,7 +116,7 @@ class GroupedGemmSm90(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        given: Given,
+        args: KernelArguments,
         staging,  # the epilogue's
     ):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
@@ -135,7 +135,7 @@ class GroupedGemmSm90(GroupedGemm):
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         source = Source(load, fragments)
-        self._consume(work, source, state, shared, given, total_acc, staging, consumer, thread)
+        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
 
     @cute.jit
     def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):

@@ -10,7 +10,7 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK
 from ..barriers import Barriers
-from ..epilogue import Share
+from ..epilogue import TileShare
 from ..limits import WARPS
 from ..swiglu_epilogue import Quantised, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
@@ -99,7 +99,7 @@ class SwigluQuantise(SwigluEpilogue):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        share: Share,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
@@ -109,7 +109,7 @@ class SwigluQuantise(SwigluEpilogue):
             self._store_rows(output, staging, sums, share)
 
     @cute.jit
-    def _store_rows(self, output: Quantised, staging: Staging, sums: cute.Tensor, share: Share):
+    def _store_rows(self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare):
         """Tokens are accumulator rows: a warp has 16 of them with all 64 columns."""
         tile, warpgroup, thread, stored = share
         lane = thread % WARP
@@ -159,7 +159,9 @@ class SwigluQuantise(SwigluEpilogue):
                 self._announce_rows(output, tile, first, 16)
 
     @cute.jit
-    def _store_columns(self, output: Quantised, staging: Staging, sums: cute.Tensor, share: Share):
+    def _store_columns(
+        self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare
+    ):
         """Tokens are accumulator columns: a thread has one column of every eighth pair of them."""
         tile, _, thread, stored = share
         lane, warp = thread % WARP, thread // WARP
