@@ -1,15 +1,17 @@
 """The fused layer's way to its compiled function: what is compared on the way, and what is not."""
 
 import contextlib
+import inspect
 import itertools
 import types
 from dataclasses import replace
 
 import pytest
 import torch
+from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
-from moe_fp8.layer import pipeline
+from moe_fp8.layer import model, pipeline
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
@@ -220,3 +222,11 @@ def test_the_configs_that_hopper_launches(tokens, terms, first, second):
 def test_the_configs_that_blackwell_launches(tokens, first, second):
     configs = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3)
     assert [*map(str, configs)] == [first, second]
+
+
+@pytest.mark.parametrize(
+    "name", ["route", "permute", "grouped_gemm", "swiglu_quant", "combine", "fused_call"]
+)
+def test_the_kernels_are_called_as_the_model_is(name):
+    kernels, of_model = (inspect.signature(getattr(of, name)) for of in (operations, model))
+    assert list(kernels.parameters) == list(of_model.parameters)

@@ -1,16 +1,35 @@
-"""Where the cache of compiled kernels may lie, and what it may remove there."""
+"""The cache of compiled kernels: its keys, what it trusts, where it may lie, what it removes."""
 
+import hashlib
+import json
+import multiprocessing
 import os
 import pwd
 import re
+import shutil
+import struct
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cutlass import Float32
+from markers import more
 from moe_fp8 import cache as program
 from moe_fp8.kernels import cache as kernel_cache
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import HOPPER
+from moe_fp8.kernels.barriers import Barriers
 from moe_fp8.kernels.cache import CACHE_VARIABLE, TAG, TAG_TEXT, KernelCache, cache_dir
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.swiglu_quant import SwigluQuant
 
+ARCH = "sm_90a"
+PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
+"""For processes of their own."""
 HEX = "0123456789abcdef" * 2
 
 
@@ -213,3 +232,454 @@ def test_an_entry_needs_no_description(tmp_path):
     (left,) = kept.entries()
     assert left.made_of == {} and left.path == entry.path
     assert left.size == len("built") + len((entry.path / kernel_cache.DIGEST).read_text())
+
+
+# --- keys, damage, other users and processes ---
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache and the number of compilations so far, each of which one process does once."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
+    count = [0]
+    original = compiling.cute.compile
+
+    def counting(kernel, *args, **kwargs):
+        count[0] += 1
+        if kernel.hidden not in COMBINE:
+            COMBINE[kernel.hidden] = original(kernel, *args, **kwargs)
+        return COMBINE[kernel.hidden]
+
+    monkeypatch.setattr(compiling.cute, "compile", counting)
+    return tmp_path / "kernels", count
+
+
+COMBINE: dict[int, Any] = {}
+"""Compiled functions of `build`, by the kernel's width."""
+
+
+def build(hidden: int = 512):
+    """What a new process would do: nothing remembered in memory."""
+    return kernels.compile_combine.make(hidden, 4, ARCH)
+
+
+def never_called(*_: object, **__: object) -> None:
+    pytest.fail("loaded")  # no Exception, which the cache would take for a kernel it cannot load
+
+
+def entries(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir()]
+
+
+def test_second_start_loads(cache):
+    directory, count = cache
+    build()
+    build()
+    assert count == [1]
+    build(1024)  # another parameter, another entry
+    assert count == [2] and len(entries(directory)) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "another machine", "no digest", "no object", "empty"]
+)
+def test_damaged_entry_is_rebuilt(cache, damage):
+    directory, count = cache
+    build()
+    (entry,) = entries(directory)
+    kernel, digest = entry / kernel_cache.OBJECT, entry / kernel_cache.DIGEST
+    content = kernel.read_bytes()
+    if damage == "truncated":
+        kernel.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        kernel.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    elif damage == "another machine":  # whole, so that only the loader can refuse it
+        object_file = bytearray(content)
+        struct.pack_into("<H", object_file, 18, 183 if object_file[18] == 62 else 62)
+        kernel.write_bytes(object_file)
+        digest.write_text(hashlib.sha256(object_file).hexdigest())
+    elif damage == "no digest":
+        digest.unlink()
+    elif damage == "no object":
+        kernel.unlink()
+    else:
+        shutil.rmtree(entry)
+        entry.mkdir()
+    build()
+    build()
+    assert count == [2]
+
+
+BASE = {"config": GemmConfig(), "n": 4096, "k": 7168, "experts": 32, "arch": ARCH}
+OTHER = {
+    "config": GemmConfig(stages=4),
+    "n": 7168,
+    "k": 2048,
+    "experts": 8,
+    "arch": "sm_100a",
+}
+KEYS = {  # compile function -> arguments, and for each another value
+    "grouped_gemm": (BASE, OTHER),
+    "permute": (
+        {"hidden": 512, "top_k": 4, "arch": ARCH},
+        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
+    ),
+    "swiglu_quant": ({"intermediate": 512, "arch": ARCH}, {"intermediate": 256, "arch": "sm_100a"}),
+    "combine": (
+        {"hidden": 512, "top_k": 4, "arch": ARCH},
+        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
+    ),
+}
+
+
+@pytest.fixture
+def key_of(monkeypatch, tmp_path):
+    """The names of the entries that a kernel is looked for under; nothing is compiled."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
+    looked_for: list[dict[str, str]] = []
+    monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of))
+    # Of any target: there may be kernels for one only.
+    monkeypatch.setattr(kernels, "of_target", lambda target: HOPPER)
+
+    def key(name: str, arguments: dict) -> str:
+        getattr(kernels, f"compile_{name}").make(*arguments.values())
+        return json.dumps(looked_for.pop(), sort_keys=True)
+
+    return key
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_argument_is_part_of_the_key(name, key_of):
+    arguments, others = KEYS[name]
+    first = key_of(name, arguments)
+    assert key_of(name, dict(arguments)) == first
+    assert list(others) == list(arguments)
+    found = {first}
+    for argument, value in others.items():
+        found.add(key_of(name, {**arguments, argument: value}))
+    assert len(found) == 1 + len(others)
+
+
+def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
+    last = (4, 8, Barriers, kernels.Permute, SwigluQuant)
+    keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
+    assert len({json.dumps(key) for key in keys}) == len(last)
+
+
+def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
+    """The alignment of an argument, the options, the environment, the versions, the sources."""
+    found = {key_of("combine", KEYS["combine"][0])}
+
+    def other(patch) -> None:
+        with monkeypatch.context() as context:
+            patch(context)
+            found.add(key_of("combine", KEYS["combine"][0]))
+
+    align = compiling.Tensor.__init__
+
+    def align_less(self, dtype, shape, **_) -> None:
+        align(self, dtype, shape, align=4)
+
+    other(lambda c: c.setattr(compiling.Tensor, "__init__", align_less))
+    other(lambda c: c.setattr(compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"))
+    other(lambda c: c.setenv("CUTE_DSL_ANYTHING", "1"))
+    other(lambda c: c.setattr(compiling, "_host", lambda: "other machine"))
+    other(lambda c: c.setattr(compiling, "_versions", lambda: ("other version",)))
+    other(lambda c: c.setattr(compiling, "_source_digest", lambda *modules: "other sources"))
+    assert len(found) == 7
+
+
+X86 = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 1
+model name\t: AMD EPYC
+cpu MHz\t\t: {mhz}
+flags\t\t: fpu sse avx2{more}
+
+processor\t: 1
+flags\t\t: fpu
+"""
+ARM = "processor\t: 0\nFeatures\t: fp{more}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n"
+
+
+def test_the_machine_and_its_cpu_are_part_of_the_key(monkeypatch, tmp_path):
+    """What the host's code may use; nothing that changes from one moment to the next."""
+    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+
+    def host(cpu: str, machine: str = "x86_64") -> str:
+        compiling.CPU.write_text(cpu)
+        monkeypatch.setattr(compiling.platform, "machine", lambda: machine)
+        return compiling._host.__wrapped__()
+
+    same = host(X86.format(mhz=1500, more=""))
+    assert same == host(X86.format(mhz=3700, more="").replace(": fpu\n", ": fpu vme\n"))
+    assert "avx2" in same and "MHz" not in same
+    others = [
+        host(X86.format(mhz=1500, more=""), "i686"),
+        host(X86.format(mhz=1500, more=" avx512f")),
+        host(X86.format(mhz=1500, more="").replace("AMD", "Intel")),
+        host(X86.format(mhz=1500, more="").replace(": 25", ": 26")),
+        host(X86.format(mhz=1500, more="").replace("model\t\t: 1", "model\t\t: 17")),
+        host(ARM.format(more="", part="0xd4f"), "aarch64"),
+        host(ARM.format(more=" sve", part="0xd4f"), "aarch64"),
+        host(ARM.format(more="", part="0xd40"), "aarch64"),
+        host(ARM.format(more="", part="0xd4f").replace("0x41", "0x4e"), "aarch64"),
+    ]
+    assert len({same, *others}) == 10
+
+
+@pytest.mark.parametrize("cpu", [None, "processor\t: 0\n"])
+def test_of_an_unknown_cpu_the_hosts_name_is_part_of_the_key(cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+    if cpu is not None:
+        compiling.CPU.write_text(cpu)
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "ppc64le")
+    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
+    assert compiling._host.__wrapped__() == "ppc64le, node17"
+
+
+def test_extents_of_one_name_are_one_size(monkeypatch):
+    """And what divides it reaches the compiler."""
+    made = compiling.fakes(
+        [
+            compiling.Tensor(Float32, (compiling.Extent("a", 4), 8)),
+            compiling.Tensor(Float32, (8, compiling.Extent("a", 4)), align=4),
+            compiling.Tensor(Float32, (8, compiling.Extent("b"))),
+        ]
+    )
+    assert made[0].shape[0] is made[1].shape[1] and made[2].shape[1] is not made[0].shape[0]
+    assert "div=4" in repr(made[0].shape[0]) and "div=1}" in repr(made[2].shape[1])
+    assert [tensor._assumed_align for tensor in made] == [16, 4, 16]
+
+
+def test_tensors_are_row_major():
+    shapes = [(3, 5, 7), (compiling.Extent("a"), 6, 8), (4, compiling.Extent("b", 4)), (9,)]
+    made = compiling.fakes([compiling.Tensor(Float32, shape) for shape in shapes])
+    assert [tensor.stride for tensor in (made[0], made[1], made[3])] == [
+        (35, 7, 1),
+        (48, 8, 1),
+        (1,),
+    ]
+    assert made[2].stride[0] is made[2].shape[1] and made[2].stride[1] == 1
+
+
+KEY_AFTER_EDITS = """
+import sys; sys.path.insert(0, sys.argv[1])
+from package.kernels import compile
+from package.kernels.sm90.gemm import GroupedGemmSm90 as kernel
+for edited in ("", *sys.argv[2:]):
+    if edited:
+        with open(f"{sys.argv[1]}/package/kernels/{edited}.py", "a") as file:
+            file.write("\\n")
+    compile._source_digest.cache_clear()  # as in a new process
+    print(compile.made_of(kernel, (), (), "sm_90a")["sources"])
+"""
+
+
+def test_source_digest_follows_imports(tmp_path):
+    """Of the kernel, and of what turns its arguments into the compiler's."""
+    shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "package")
+    command = [sys.executable, "-c", KEY_AFTER_EDITS, str(tmp_path), "combine", "tiles", "compile"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, unrelated, of_the_kernel, of_its_arguments = result.stdout.split()
+    assert first == unrelated and len({first, of_the_kernel, of_its_arguments}) == 3
+
+
+def test_unwritable_directory_still_compiles(cache):
+    directory, count = cache
+    directory.parent.mkdir(exist_ok=True)
+    directory.write_text("a file where the directory should be")
+    with pytest.warns(RuntimeWarning, match=CACHE_VARIABLE):
+        assert build() is not None
+    assert count == [1]
+
+
+def test_directory_is_one_for_all_solutions(monkeypatch):
+    """A packed solution's package has another name after every edit."""
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
+    assert cache_dir() == Path("/somewhere/moe_fp8/kernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache/moe_fp8/kernels"
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    assert cache_dir() is None
+
+
+posix_only = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+
+
+@posix_only
+def test_what_is_made_is_the_users_alone(cache):
+    directory, _ = cache
+    build()
+    (entry,) = entries(directory)
+    for path in (directory, entry, *entry.iterdir(), *directory.glob("lock-*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@posix_only
+@pytest.mark.parametrize("opened", ["parent", "directory", "group's", "entry", "object", "digest"])
+def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
+    """An entry with a digest that matches, where another user could have put it."""
+    directory, count = cache
+    build()
+    (entry,) = entries(directory)
+    path, mode = {
+        "parent": (directory.parent, 0o777),
+        "directory": (directory, 0o777),
+        "group's": (directory, 0o770),
+        "entry": (entry, 0o770),
+        "object": (entry / kernel_cache.OBJECT, 0o666),
+        "digest": (entry / kernel_cache.DIGEST, 0o620),
+    }[opened]
+    path.chmod(mode)
+    monkeypatch.setattr(compiling, "load_module", never_called)
+    with pytest.warns(RuntimeWarning, match=re.escape(str(path))):
+        assert build() is not None
+    assert count == [2]
+
+
+@posix_only
+@pytest.mark.parametrize("owned", ["directory", "entry", "object"])
+def test_what_another_user_owns_is_not_loaded(cache, owned, monkeypatch):
+    directory, count = cache
+    build()
+    (entry,) = entries(directory)
+    foreign = {"directory": directory, "entry": entry, "object": entry / kernel_cache.OBJECT}[owned]
+    original = Path.lstat
+
+    def lstat(self):
+        status = original(self)
+        if self == foreign:
+            status = os.stat_result([*status[:4], os.geteuid() + 1, *status[5:10]])
+        return status
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(compiling, "load_module", never_called)
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(foreign))} belongs to another user"):
+        assert build() is not None
+    assert count == [2]
+
+
+def test_the_cache_is_trimmed_to_its_limit(tmp_path):
+    """Least recently used first; what a killed process left goes as well, once it is old."""
+    made = kernels_in(tmp_path)
+    for i in range(4):
+        assert made.get({"kernel": f"K{i}"}, lambda i=i: f"code {i}") == f"code {i}"
+        (tmp_path / next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST).touch()
+        os.utime(next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST, (1000 + i, 1000 + i))
+    assert made.get({"kernel": "K0"}, lambda: "never") == "code 0"  # used again
+    old, young = (tmp_path / f".K0-{'0' * 32}-{name:_<8}" for name in ("old", "young"))
+    for draft, age in ((old, 7200), (young, 60)):
+        draft.mkdir()
+        now = time.time() - age
+        os.utime(draft, (now, now))
+    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3", "K2", "K1"]
+    size = made.entries()[0].size
+    assert [e.made_of["kernel"] for e in made.trim(2 * size)] == ["K2", "K1"]
+    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3"]
+    assert [e.made_of["kernel"] for e in made.trim(2 * size - 1)] == ["K3"]
+    assert [*tmp_path.glob(".*")] == [young]
+
+
+def test_storing_trims(tmp_path, monkeypatch):
+    monkeypatch.setattr(KernelCache.trim, "__defaults__", (1,))
+    made = kernels_in(tmp_path)
+    made.get({"kernel": "K"}, lambda: "longer than the limit")
+    assert made.entries() == []
+
+
+def _compile_in_process(directory: str) -> int:
+    os.environ[CACHE_VARIABLE] = directory
+    compilations = []
+    original = compiling.cute.compile
+    compiling.cute.compile = lambda *a, **k: compilations.append(1) or original(*a, **k)
+    build(768)
+    return len(compilations)
+
+
+def test_two_processes_compile_once(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        compilations = pool.map(_compile_in_process, [str(tmp_path)] * 2, chunksize=1)
+    assert sum(compilations) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+COMPILE_IN_THREADS = """
+import sys, threading
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import HOPPER
+from moe_fp8.kernels.sm90.config import GemmConfig
+count, original = [], compiling.cute.compile
+compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
+start, made = threading.Barrier(8), []
+def work(i):
+    start.wait()
+    # Some the same kernel, some different ones.
+    made.append(kernels.compile_combine(256 * (1 + i % 3), 4, "sm_90a"))
+    made.append(kernels.compile_grouped_gemm(GemmConfig(stages=2), 256, 256, 2, "sm_90a"))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+print(len(made), len(set(map(id, made))), len(count))
+"""
+
+
+@pytest.mark.parametrize("kept", [False, *more(True)], ids=["no cache", "cache"])
+def test_eight_threads_compile_at_once(tmp_path, kept):
+    """The DSL's compiler ends a process in which two threads use it."""
+    directory = str(tmp_path / "kernels") if kept else ""
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE_IN_THREADS],
+        env={**os.environ, CACHE_VARIABLE: directory, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == ["16", "4", "4"]
+
+
+DIE_WHILE_COMPILING = """
+import os, sys
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import HOPPER
+if sys.argv[1] == "build":  # nothing is written yet
+    compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
+else:  # the object is there, its digest is not
+    export = compiling._export
+    def write_and_die(function, path):
+        export(function, path)
+        os.kill(os.getpid(), 9)
+    compiling._export = write_and_die
+kernels.compile_combine(512, 4, "sm_90a")
+"""
+
+
+@posix_only
+@pytest.mark.parametrize("when", ["build", "store"])
+def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):
+    directory, count = cache
+    result = subprocess.run(
+        [sys.executable, "-c", DIE_WHILE_COMPILING, when],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+    )
+    assert result.returncode == -9, result.stderr[-2000:]
+    build()
+    build()
+    assert count == [1]
+
+
+def test_nothing_is_compiled_within_a_capture(monkeypatch):
+    compile_it = compiling.CompiledOnce(lambda size: f"code {size}")
+    monkeypatch.setattr(compiling.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert compile_it(1) == "code 1"
+    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert compile_it(1) == "code 1", "what is there serves a capture"
+    with pytest.raises(RuntimeError, match="warm up by a call with as many tokens"):
+        compile_it(2)

@@ -326,12 +326,13 @@ def test_the_kernels_take_the_largest_sizes_and_no_larger_ones(name):
 @pytest.mark.parametrize(("experts", "groups"), [(60, 1), (60, 4), (80, 8), (256, 64), (48, 2)])
 def test_groups_that_are_all_kept_need_no_lanes_of_their_own(experts, groups):
     shape = MoeShape(num_experts=experts, n_group=groups, topk_group=groups)
-    ChooseExperts(experts, 32, groups, groups, shape.top_k)
+    ChooseExperts(shape)
     if groups > 1:
         with pytest.raises(ValueError, match=f"^n_group={groups}: groups of "):
             MoeShape(num_experts=experts, n_group=groups, topk_group=groups - 1, top_k=2)
         with pytest.raises(ValueError, match=f"{experts} experts in {groups} groups"):
-            ChooseExperts(experts, 32, groups, groups - 1, 2)
+            illegal = dataclasses.asdict(shape) | {"topk_group": groups - 1, "top_k": 2}
+            ChooseExperts(types.SimpleNamespace(**illegal))
 
 
 @pytest.mark.parametrize(

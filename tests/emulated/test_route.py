@@ -1,5 +1,8 @@
 """The routing kernels against the torch routing, on both targets: experts, weights and rows."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from markers import more
@@ -151,5 +154,6 @@ def test_renormalize_of_what_is_not_finite_and_of_ties(emulator):
     ("experts", "groups", "top_k"), [(96, 5, 8), (256, 3, 8), (4096, 8, 33)], ids=str
 )
 def test_an_illegal_geometry(experts, groups, top_k):
+    illegal = {"num_experts": experts, "n_group": groups, "topk_group": 1, "top_k": top_k}
     with pytest.raises(ValueError, match=f"{experts} experts in {groups} groups"):
-        ChooseExperts(experts, 32, groups, 1, top_k)
+        ChooseExperts(SimpleNamespace(**dataclasses.asdict(MoeShape()) | illegal))

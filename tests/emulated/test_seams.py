@@ -49,9 +49,8 @@ class StoreFloat32:
         pass
 
     @cute.jit
-    def store(
-        self, output, staging, tiled_mma, acc, tile, warpgroup: Int32, thread: Int32, stored: Int32
-    ):
+    def store(self, output, staging, tiled_mma, acc, share):
+        tile, _, thread, _ = share
         shape = self.operands.accumulator_shape()
         where = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
         for i in cutlass.range_constexpr(cute.size(acc)):
@@ -173,7 +172,7 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         choose=lambda rows, n, k, **known: SimtConfig(),
         choose_layer=lambda tokens, shape, terms: (SimtConfig(), SimtConfig()),
         gemm=lambda: GroupedGemmSimt,
-        swiglu=lambda terms: None,
+        swiglu=lambda: None,
         gather=lambda config: None,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})

@@ -27,7 +27,7 @@ class Lookup:
     def kernel(self, expert_rows: cute.Tensor, found: cute.Tensor, n: Int32):
         lane, _, _ = cute.arch.thread_idx()
         rows = rows_of_lane(expert_rows)
-        tiles = ExpertTiles.create(rows, expert_rows, TILE_M, N_TILES, self.step)
+        tiles = ExpertTiles(rows, expert_rows, TILE_M, N_TILES, self.step)
         total = tiles.total()
         for linear in range(n):
             tile = tiles.locate(linear)

@@ -28,7 +28,7 @@ class Architecture:
         choose: picks a config, see `sm90.heuristic.choose`.
         choose_layer: picks those of the fused layer, see `sm90.heuristic.choose_layer`.
         gemm: loads the kernel class: the DSL is not imported before it is needed.
-        swiglu: loads its epilogue that makes one or two FP8 terms of up and gate.
+        swiglu: loads its epilogue class that makes FP8 terms of up and gate.
         gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
             with the GEMM of a config.
     """
@@ -39,7 +39,7 @@ class Architecture:
     choose: Callable[..., Any]
     choose_layer: Callable[..., tuple[Any, Any]]
     gemm: Callable[[], type]
-    swiglu: Callable[[int], type]
+    swiglu: Callable[[], type]
     gather: Callable[[Any], type | None]
 
 
@@ -49,10 +49,10 @@ def _sm90_gemm() -> type:
     return GroupedGemmSm90
 
 
-def _sm90_swiglu(terms: int) -> type:
-    from .sm90.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
+def _sm90_swiglu() -> type:
+    from .sm90.swiglu_epilogue import SwigluQuantise
 
-    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
+    return SwigluQuantise
 
 
 def _gather(config: Any) -> type | None:
@@ -79,10 +79,10 @@ def _sm100_gemm() -> type:
     return GroupedGemmSm100
 
 
-def _sm100_swiglu(terms: int) -> type:
-    from .sm100.swiglu_epilogue import SwigluQuantise, SwigluTwoTerms
+def _sm100_swiglu() -> type:
+    from .sm100.swiglu_epilogue import SwigluQuantise
 
-    return {1: SwigluQuantise, 2: SwigluTwoTerms}[terms]
+    return SwigluQuantise
 
 
 BLACKWELL = Architecture(

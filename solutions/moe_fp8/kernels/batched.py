@@ -14,7 +14,8 @@ from .architectures import of_target
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .dependent import wait_for_previous
 from .tiles import WARP, most_ctas
-from .vectors import BYTES
+from .vectors import BYTES, vector
+from .zero import ZeroPadding
 
 SCALES = BYTES // 4
 """float32 scales of a 16-byte access."""
@@ -22,8 +23,6 @@ WARPS = 8
 """Of a CTA that copies scales."""
 ROWS = WARP * SCALES
 """Rows whose scales a CTA copies."""
-COLUMNS = BYTES // 2
-"""bfloat16 elements of an access."""
 
 
 class PlaceBatched:
@@ -36,32 +35,14 @@ class PlaceBatched:
         self.blocks = k // BLOCK
         self.blocks_per_warp = -(-self.blocks // WARPS)
 
-    @cute.jit
-    def __call__(
+    @cute.kernel
+    def kernel(
         self,
         a_scale: cute.Tensor,  # (experts, k / 128, max_rows) f32
         masked_m: cute.Tensor,  # (experts,) i32
         scales: cute.Tensor,  # (k / 128, experts * max_rows) f32, written for the rows there are
         expert_rows: cute.Tensor,  # (2, experts) i32, written
         counter: cute.Tensor,  # (1,) i32, zeroed
-        stream: cuda.CUstream,
-    ):
-        experts, max_rows = cute.size(a_scale, mode=[0]), cute.size(a_scale, mode=[2])
-        self.kernel(a_scale, masked_m, scales, expert_rows, counter).launch(
-            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
-            block=[WARPS * WARP, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        a_scale: cute.Tensor,
-        masked_m: cute.Tensor,
-        scales: cute.Tensor,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
         part, expert, _ = cute.arch.block_idx()
@@ -80,47 +61,12 @@ class PlaceBatched:
                 block = i * WARPS + thread // WARP
                 if block < self.blocks:
                     at = (Int64(expert) * self.blocks + block) * max_rows + row
-                    cute.autovec_copy(_four(a_scale, at), taken[None, i])
+                    cute.autovec_copy(vector(a_scale.iterator + at, SCALES), taken[None, i])
             for i in cutlass.range_constexpr(self.blocks_per_warp):
                 block = i * WARPS + thread // WARP
                 if block < self.blocks:
                     at = Int64(block) * cute.size(scales, mode=[1]) + first + row
-                    cute.autovec_copy(taken[None, i], _four(scales, at))
-
-
-def _four(scales: cute.Tensor, at: Int64) -> cute.Tensor:
-    """The scales from the `at`-th on, a multiple of 4."""
-    return cute.make_tensor((scales.iterator + at).align(BYTES), cute.make_layout(SCALES))
-
-
-class ZeroPadding:
-    """Side job of the GEMM: `out[e, r] = 0` for `r >= masked_m[e]`, while it waits for weights."""
-
-    def __init__(self, n: int):
-        self.n = n
-
-    @cute.jit
-    def run(
-        self,
-        masked_m: cute.Tensor,  # (experts,) i32
-        out: cute.Tensor,  # (experts, max_rows, n) bf16
-        warp: Int32,
-        warps: Int32,
-    ):
-        """The part of the `warp`-th of `warps` warps; by all of its lanes."""
-        max_rows = Int32(cute.size(out, mode=[1]))
-        rows = cute.size(out, mode=[0]) * max_rows
-        lane = cute.arch.lane_idx()
-        vector = cute.make_layout(COLUMNS)
-        zeros = cute.make_rmem_tensor(vector, BFloat16)
-        zeros.fill(0.0)
-        for row in cutlass.range(warp, rows, warps, unroll=1):
-            expert = row // max_rows
-            if row - expert * max_rows >= masked_m[expert]:
-                start = out.iterator + Int64(row) * self.n
-                for column in cutlass.range(lane * COLUMNS, self.n, WARP * COLUMNS, unroll=4):
-                    target = (start + column).align(BYTES)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, vector))
+                    cute.autovec_copy(taken[None, i], vector(scales.iterator + at, SCALES))
 
 
 class BatchedGemm:
@@ -159,7 +105,13 @@ class BatchedGemm:
         of_experts = cute.make_layout((2, experts), stride=(experts, 1))
         expert_rows = cute.make_tensor(tables.iterator, of_experts)
         counter = cute.make_tensor(tables.iterator + 2 * experts, cute.make_layout(1))
-        self.place(a_scale, masked_m, flat_scales, expert_rows, counter, stream)
+        max_rows = cute.size(a_scale, mode=[2])
+        self.place.kernel(a_scale, masked_m, flat_scales, expert_rows, counter).launch(
+            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
+            block=[WARPS * WARP, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
         self.gemm.launch(
             flat_a, flat_scales, b, b_scale, flat_out,
             expert_rows, counter, num_ctas, stream, side_job_tensors=(masked_m, out),
@@ -167,25 +119,15 @@ class BatchedGemm:
 
 
 def batched_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    masked_m: torch.Tensor,
-    out: torch.Tensor,
+    a: torch.Tensor,  # [experts, max_rows, k] e4m3, max_rows a multiple of 128
+    a_scale: torch.Tensor,  # [experts, k / 128, max_rows] float32
+    b: torch.Tensor,  # [experts, n, k] e4m3
+    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
+    masked_m: torch.Tensor,  # [experts] int32
+    out: torch.Tensor,  # [experts, max_rows, n] bfloat16, written
     config: Any,
 ) -> None:
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
-
-    Args:
-        a: `[experts, max_rows, k]` e4m3, `max_rows` a multiple of 128.
-        a_scale: `[experts, k / 128, max_rows]` float32.
-        b: `[experts, n, k]` e4m3.
-        b_scale: `[experts, n / 128, k / 128]` float32.
-        masked_m: `[experts]` int32.
-        out: `[experts, max_rows, n]` bfloat16, written.
-        config: tile shape and schedule.
-    """
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0."""
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
     function = compile_batched_gemm(config, n, k, experts, operations.target_of(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)

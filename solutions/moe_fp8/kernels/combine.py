@@ -12,13 +12,12 @@ from cutlass.memory import SmemAllocator
 
 from .dependent import wait_for_previous
 from .tiles import WARP
-from .vectors import BYTES, load
+from .vectors import BYTES, load, vector
 
 MAX_THREADS = 128
 """That sum; a thread owns 16 bytes of a row."""
 STAGES = 16
-"""Parts of rows that are on their way or at hand: the whole fused layer on an H200, T=14107, 16
-1461 us, 12 1462, 8 1515; T=80 within 1 us."""
+"""Parts of rows that are on their way or at hand; docs/notes/fused.md compares their number."""
 LAST = 1
 """In a stage's note: the row is its token's last one."""
 EMPTY = 2
@@ -207,15 +206,14 @@ class Combine:
         """By the other warps: sums and stores the columns of a thread of every token."""
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
-        vector = cute.make_layout(self.vector)
         column = thread * self.vector
-        total = cute.make_rmem_tensor(vector, Float32)
+        total = cute.make_rmem_tensor(self.vector, Float32)
         total.fill(0.0)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         ring.consumer_wait(state)
         note = Int32(notes[0][state.index])
         while note != END:
-            row = cute.make_rmem_tensor(vector, self.rows)
+            row = cute.make_rmem_tensor(self.vector, self.rows)
             if thread < self.threads and note & EMPTY == 0:
                 part = cute.local_tile(held[None, state.index], (self.vector,), (thread,))
                 cute.autovec_copy(part, row)
@@ -230,13 +228,12 @@ class Combine:
             if cute.arch.lane_idx() == 0:
                 ring.consumer_release(state)
             if note & LAST:
-                rounded = cute.make_rmem_tensor(vector, BFloat16)
+                rounded = cute.make_rmem_tensor(self.vector, BFloat16)
                 rounded.store(total.load().to(BFloat16))
                 total.fill(0.0)
                 if thread < self.threads:
                     start = Int64(note >> NOTE_BITS) * self.hidden + first_column + column
-                    target = (out.iterator + start).align(2 * self.vector)
-                    cute.autovec_copy(rounded, cute.make_tensor(target, vector))
+                    cute.autovec_copy(rounded, vector(out.iterator + start, self.vector))
             state.advance()
             ring.consumer_wait(state)
             note = Int32(notes[0][state.index])

@@ -61,13 +61,6 @@ class Tensor:
         return f"Tensor({of}, row_stride={self.row_stride})"
 
 
-class Absent:
-    """An argument that is None in every call."""
-
-    def __repr__(self) -> str:
-        return "Absent()"
-
-
 @dataclass(frozen=True)
 class Scalar:
     """A scalar argument."""
@@ -78,7 +71,8 @@ class Scalar:
         return f"Scalar({self.dtype.__name__})"
 
 
-Argument = Tensor | Scalar | Absent
+Argument = Tensor | Scalar | None
+"""None is None in every call."""
 
 _lock = threading.Lock()
 """The DSL's compiler is not made for two threads of a process."""
@@ -176,7 +170,7 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
         return extents[size]
 
     for argument in arguments:
-        if isinstance(argument, Absent):
+        if argument is None:
             made.append(None)
             continue
         if isinstance(argument, Scalar):

@@ -18,6 +18,7 @@ from ..numerics import BLOCK
 from .barriers import Barriers
 from .limits import EPILOGUE_COLUMNS, WARPGROUP
 from .tiles import Tile
+from .vectors import vector
 
 VECTOR = 8
 """bfloat16 elements of a 16-byte access."""
@@ -38,15 +39,41 @@ class Staging(NamedTuple):
     rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
 
 
-class StoreRows:
-    """What storing the sums as they are needs to know of the weights."""
+class TileShare(NamedTuple):
+    """What a consumer thread has of which tile.
+
+    `thread` is handed on rather than read again: with the latter ptxas spilled 144 bytes of 192x128
+    tiles' sums.
+    """
+
+    tile: Tile  # with at least one row in the warpgroup's part
+    warpgroup: Int32  # index among the consumer warpgroups
+    thread: Int32  # index among the consumer threads
+    stored: Int32  # tiles that this warpgroup has stored before
+
+
+class Epilogue:
+    """What all have; as it is for plain stores, which are complete when `store` returns."""
 
     n_halves = 1  # scales of B that the columns of a tile have
 
     def __init__(self, config: Any, operands: Any, n: int):
-        self.config = config
-        self.operands = operands
-        self.n = n
+        self.config, self.operands, self.n = config, operands, n
+
+    def prefetch(self, output: Any) -> None:
+        """By one warp, ahead of the first store."""
+        return
+
+    def finish(self) -> None:
+        """After a warpgroup's last tile."""
+        return
+
+
+class StoreRows(Epilogue):
+    """What storing the sums as they are needs to know of the weights."""
+
+    def __init__(self, config: Any, operands: Any, n: int):
+        super().__init__(config, operands, n)
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
         self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
 
@@ -99,7 +126,6 @@ class StoreBFloat16(StoreRows):
         return Output(*cpasync.make_tiled_tma_atom(store, out, one, box), out)
 
     def prefetch(self, output: Output) -> None:
-        """By one warp, ahead of the first store."""
         cpasync.prefetch_descriptor(output.tma)
 
     @cute.jit
@@ -109,10 +135,7 @@ class StoreBFloat16(StoreRows):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile.
 
@@ -121,12 +144,9 @@ class StoreBFloat16(StoreRows):
             staging: of `staging`.
             tiled_mma: whose accumulator the sums are.
             acc: this thread's float32 sums.
-            tile: with at least one row in the warpgroup's part.
-            warpgroup: index among the consumer warpgroups.
-            thread: index among the consumer threads. Handed on rather than read again: with the
-                latter ptxas spilled 144 bytes of 192x128 tiles' sums.
-            stored: tiles that this warpgroup has stored before.
+            share: of the tile.
         """
+        tile, warpgroup, thread, _ = share
         local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(
             barrier_id=Barriers.STAGING + warpgroup, num_threads=WARPGROUP
@@ -155,7 +175,7 @@ class StoreBFloat16(StoreRows):
             self._store_by_row(output, staging, tile, row, valid, warpgroup, local)
 
     def finish(self) -> None:
-        """After a warpgroup's last tile: its staging must outlive TMA's reading of it."""
+        # The staging buffer must outlive TMA's reading of it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _store_by_tma(
@@ -188,9 +208,7 @@ class StoreBFloat16(StoreRows):
         local: Int32,
     ):
         """8 threads store the 128 bytes of a row, 16 rows at a time."""
-        vector = cute.make_layout(VECTOR)
         tile_n = self.config.tile_n
-        # 64-bit offset: rows * n passes 2^31 when one expert takes every token.
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
         for part in cutlass.range_constexpr(self.operands.parts):
             column = self.operands.first_column(warpgroup, part) + local % 8 * VECTOR
@@ -203,8 +221,7 @@ class StoreBFloat16(StoreRows):
                         staging.rows[warpgroup, part, r, None], (VECTOR,), (local % 8,)
                     )
                     # Not visible to the compiler, which would store two bytes at a time.
-                    target = (first + Int64(r) * self.n + column).align(VECTOR * 2)
-                    cute.autovec_copy(source, cute.make_tensor(target, vector))
+                    cute.autovec_copy(source, vector(first + Int64(r) * self.n + column, VECTOR))
 
 
 class StoreFloat32(StoreRows):
@@ -227,12 +244,6 @@ class StoreFloat32(StoreRows):
         """In the host function: `out` (rows, n) f32."""
         return out
 
-    def prefetch(self, output: cute.Tensor) -> None:
-        """Nothing: the stores take no descriptor."""
-
-    def finish(self) -> None:
-        """Nothing is under way after `store`."""
-
     @cute.jit
     def store(
         self,
@@ -240,15 +251,11 @@ class StoreFloat32(StoreRows):
         staging: None,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
+        tile, thread = share.tile, share.thread
         width = self.operands.columns_side_by_side
-        vector = cute.make_layout(width)
-        # 64-bit offset: rows * n can pass 2^31.
         first = output.iterator + Int64(tile.row) * self.n
         for v in cutlass.range_constexpr(0, cute.size(acc), width):
             token = self.operands.scale_token(self.operands.scale_of_value(v), thread)
@@ -257,9 +264,9 @@ class StoreFloat32(StoreRows):
             if cutlass.const_expr(self.ragged_n):
                 inside = inside and column < self.n
             if inside:
-                target = (first + Int64(token) * self.n + column).align(4 * width)
-                values = cute.make_tensor(acc.iterator + v, vector)
-                cute.autovec_copy(values, cute.make_tensor(target, vector))
+                target = first + Int64(token) * self.n + column
+                values = cute.make_tensor(acc.iterator + v, cute.make_layout(width))
+                cute.autovec_copy(values, vector(target, width))
 
 
 STORE = {1: StoreBFloat16, 2: StoreFloat32}

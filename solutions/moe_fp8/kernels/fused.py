@@ -104,7 +104,7 @@ class FusedMoe:
             one takes.
         multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
         gemm: kernel class of the architecture.
-        swiglu: its epilogue that makes FP8 of up and gate.
+        swiglu: its epilogue class that makes FP8 of up and gate.
         gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
             rows are brought together first.
     """
@@ -125,19 +125,10 @@ class FusedMoe:
         self.multiprocessors = multiprocessors
         self.terms = config2.terms
         self.gathers = gather is not None
-        self.route = Route(
-            shape.num_experts,
-            local,
-            shape.n_group,
-            shape.topk_group,
-            top_k,
-            self.gathers,
-            shape.routing,
-        )
+        self.route = Route(shape, self.gathers)
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
-        # Where the permute lies between it and the routing, it knows the experts' rows while that
-        # is still at work (H200: T=901 229.8 -> 228.3 us, 14107 1201 -> 1198).
+        # Behind a permute it knows the experts' rows while that is still at work.
         how: dict[str, Any] = (
             {"a_load": gather} if gather else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
         )
@@ -145,7 +136,8 @@ class FusedMoe:
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.
         self.overlaps_gemms = config2.dynamic
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=swiglu, **how)
+        epilogue = functools.partial(swiglu, terms=self.terms)
+        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 

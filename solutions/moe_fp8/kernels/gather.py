@@ -93,13 +93,7 @@ class GatheredRows:
 
     @cute.jit
     def copy(
-        self,
-        operand: GatherOperand,
-        of_tile: TileTokens,
-        kb: Int32,
-        load,
-        state,
-        warp: Int32,
+        self, operand: GatherOperand, of_tile: TileTokens, kb: Int32, load, state, warp: Int32
     ):
         """Start the copies of K block `kb` into a free stage."""
         c = self.config
@@ -131,11 +125,7 @@ class GatheredRows:
 
     @cute.jit
     def scale_copies(
-        self,
-        operand: GatherOperand,
-        shared: SharedRows,
-        tile: Tile,
-        cta: tuple[Int32, Int32],
+        self, operand: GatherOperand, shared: SharedRows, tile: Tile, cta: tuple[Int32, Int32]
     ) -> TileScales:
         """What `copy_scales` needs of a tile: by a warp of its own, a lane its rows' tokens."""
         held = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)

@@ -3,6 +3,8 @@
 An architecture's kernel class derives from `GroupedGemm` and adds the roles that compute.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
-from .a_load import SharedRows, rows_layout, scales_layout
+from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
-from .epilogue import STORE
+from .epilogue import STORE, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
@@ -44,6 +46,18 @@ class Weights(NamedTuple):
     scales: cute.Tensor  # (experts, n / 128, k / 128) f32
 
 
+class KernelArguments(NamedTuple):
+    """What the host function hands to the kernel."""
+
+    a: Any  # what `a_load` made of A and its scales
+    b: Weights
+    output: Any  # what the epilogue made of out
+    expert_rows: cute.Tensor
+    counter: cute.Tensor
+    side_job_tensors: tuple
+    ready: Ready | None
+
+
 class Work(NamedTuple):
     """What a warp takes its tiles from."""
 
@@ -57,6 +71,14 @@ class Shared(NamedTuple):
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
+
+
+class TileScales(NamedTuple):
+    """Where a consumer thread finds a tile's scales, in shared memory."""
+
+    a: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
+    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
+    thread: Int32
 
 
 class GroupedGemm:
@@ -90,7 +112,6 @@ class GroupedGemm:
         config: what can be tuned, the architecture's.
         n, k: of the weights, multiples of 128.
         experts: up to `MAX_EXPERTS`.
-        operands: which operand takes the MMA's rows, the architecture's.
         a_load: strategy for A, made of the config.
         epilogue: strategy for the sums, made of the config, the operand order and n; without one
             they are stored, see `epilogue.STORE`.
@@ -103,6 +124,8 @@ class GroupedGemm:
 
     own_words = 0
     """8-byte words of shared memory that an architecture's kernel needs for itself."""
+    operands_of: Callable[[Any], Any]
+    """The architecture's: which operand of a config takes the MMA's rows."""
 
     def __init__(
         self,
@@ -110,11 +133,10 @@ class GroupedGemm:
         n: int,
         k: int,
         experts: int,
-        operands: Any,
-        a_load: type,
-        epilogue: type | None,
-        rows_known: bool,
-        side_job: Any,
+        a_load: type = ContiguousRows,
+        epilogue: Callable[..., Any] | None = None,
+        rows_known: bool = False,
+        side_job: Any = None,
     ):
         if n % BLOCK:
             raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
@@ -126,9 +148,9 @@ class GroupedGemm:
         self.n, self.k, self.experts = n, k, experts
         self.rows_known = rows_known
         self.side_job = side_job
-        self.operands = operands
+        self.operands = self.operands_of(config)
         self.a_load = a_load(config)
-        self.epilogue = (epilogue or STORE[config.terms])(config, operands, n)
+        self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
@@ -218,7 +240,7 @@ class GroupedGemm:
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
-        self.kernel(
+        args = KernelArguments(
             self.a_load.operand(a, a_scale),
             Weights(*tma_b, b_scale),
             self.epilogue.output(out),
@@ -226,7 +248,8 @@ class GroupedGemm:
             counter,
             side_job_tensors,
             ready,
-        ).launch(
+        )
+        self.kernel(args).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_size, 1, 1],
@@ -235,18 +258,17 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, a, b: Weights, output, expert_rows, counter, side_job_tensors, ready):
-        """The architecture's: `a` is what `a_load` made of a and its scales, `output` what the
-        epilogue made of out."""
+    def kernel(self, args: KernelArguments):
+        """The architecture's."""
         raise NotImplementedError
 
     # --- the kernel's beginning -------------------------------------------------------------------
 
-    def _prefetch(self, a, b: Weights, output) -> None:
+    def _prefetch(self, args: KernelArguments) -> None:
         """The descriptors; by one warp."""
-        self.a_load.prefetch(a)
-        cpasync.prefetch_descriptor(b.tma)
-        self.epilogue.prefetch(output)
+        self.a_load.prefetch(args.a)
+        cpasync.prefetch_descriptor(args.b.tma)
+        self.epilogue.prefetch(args.output)
 
     def _shared(self, storage) -> Shared:
         """The views of the operands' shared memory."""
@@ -276,9 +298,8 @@ class GroupedGemm:
     def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor) -> ExpertTiles:
         """The tiles of all experts; `rows` is what `rows_of_lane` gave."""
         c = self.config
-        return ExpertTiles.create(
-            rows, expert_rows, c.tile_m * c.cluster_m, self.n_tiles, self.row_step
-        )
+        tile_m = c.tile_m * c.cluster_m
+        return ExpertTiles(rows, expert_rows, tile_m, self.n_tiles, self.row_step)
 
     # --- which tile -------------------------------------------------------------------------
 
@@ -326,81 +347,65 @@ class GroupedGemm:
         load,
         work: Work,
         queue: TileQueue | None,  # the one of `work`, whose constants a tuple would not keep
-        a,
-        b: Weights,
+        args: KernelArguments,
         shared: Shared,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
     ):
         """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
-                self._rows_warp(load, work, a, shared, i, ready)
+                copies = partial(self.a_load.tile_copies, args.a, shared.a, warp=i)
+                copy = partial(self.a_load.copy, args.a, load=load, warp=i)
+                self._load_rows(load, self.config.num_stages, work, args, copies, copy)
         if warp_idx == WEIGHTS_WARP:
-            self._weights_warp(load, work, b, shared)
+            self._weights_warp(load, work, args.b, shared)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
-                self.side_job.run(*side_job_tensors, block, blocks)
+                self.side_job.run(*args.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
             if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 total = work.tiles.total()
                 first, clusters = self._first_tile(total)
-                queue.serve(counter.iterator, first, clusters, total)
+                queue.serve(args.counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _rows_warp(self, load, work: Work, a, shared: Shared, warp: int, ready: Ready | None):
-        """Load A: its rows and scales of every K block of every tile of this CTA.
+    def _load_rows(self, pipe, stages: int, work: Work, args: KernelArguments, tile_copies, copy):
+        """Load what `a_load` brings of every K block of every tile of this CTA.
 
         Args:
-            warp: which of the strategy's.
-            ready: which rows are complete, by expert; None if all are.
+            pipe: to fill.
+            stages: of it.
+            tile_copies: what `copy` needs of a tile, from the tile and this CTA in its cluster.
+            copy: starts the copies of a K block into a free stage.
         """
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.config.num_stages
-        )
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = self._cta_in_cluster()
-        tiles = work.tiles
+        tiles, ready = work.tiles, args.ready
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(tiles.expert_rows, ready)
-        while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
-            self._await_rows(tiles.expert_rows, tile, ready)
-            copies = self.a_load.tile_copies(a, shared.a, tile, cta, warp)
-            for kb in cutlass.range(self.k_blocks, unroll=1):
-                load.sync_object_empty.wait(state.index, state.phase)
-                self.a_load.copy(a, copies, kb, load, state, warp)
-                state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-        self._end_rows(ready)
-
-    @cute.jit
-    def _begin_rows(self, expert_rows: cute.Tensor, ready: Ready | None):
-        """Before the first tile, by the warps that load what the previous kernel made."""
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_launch_dependents()
             if cutlass.const_expr(ready.writable_rows is not None):
-                if expert_rows[1, self.experts - 1] > ready.writable_rows:
+                if tiles.expert_rows[1, self.experts - 1] > ready.writable_rows:
                     cute.arch.griddepcontrol_wait()
         elif cutlass.const_expr(self.rows_known):
             wait_for_previous()
-
-    @cute.jit
-    def _await_rows(self, expert_rows: cute.Tensor, tile: Tile, ready: Ready | None):
-        """Wait for the rows of the tile's expert."""
+        while linear < total:
+            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            if cutlass.const_expr(ready is not None):
+                expert_rows = tiles.expert_rows
+                rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
+                wait_for_rows(ready.counts, tile.expert, rows * self.k)
+            copies = tile_copies(tile, cta)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                pipe.sync_object_empty.wait(state.index, state.phase)
+                copy(copies, kb, state=state)
+                state.advance()
+            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
         if cutlass.const_expr(ready is not None):
-            count = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
-            wait_for_rows(ready.counts, tile.expert, count * self.k)
-
-    @cute.jit
-    def _end_rows(self, ready: Ready | None):
-        """After the last tile: every kernel waits for the previous one before it ends."""
-        if cutlass.const_expr(ready is not None):
-            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()  # before its end, as every kernel
 
     @cute.jit
     def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
@@ -467,21 +472,13 @@ class GroupedGemm:
         return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
 
     @cute.jit
-    def _load_scales(
-        self,
-        scales: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        cached_b_scale: cute.Tensor,
-        kb: Int32,
-        stage: Int32,
-        thread: Int32,
-    ):
+    def _load_scales(self, scales: cute.Tensor, of: TileScales, kb: Int32, stage: Int32):
         """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
-            scale_b = cached_b_scale[kb, half]
+            scale_b = of.b[kb, half]
             for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, thread)
-                scales[i, half] = s_a_scale[token, 0, stage] * scale_b
+                token = self.operands.scale_token(i, of.thread)
+                scales[i, half] = of.a[token, 0, stage] * scale_b
 
     # --- the consumers ----------------------------------------------------------------------------
 
@@ -491,15 +488,16 @@ class GroupedGemm:
         work: Work,
         source,  # what `_sum_tile` reads, the architecture's
         state,  # of its pipelines
-        cached_b_scale: cute.Tensor,  # (k_blocks, n_halves) in shared memory: this warp's
-        b_scale: cute.Tensor,
+        shared: Shared,
+        args: KernelArguments,
         total_acc: cute.Tensor,
         staging,  # the epilogue's
-        output,
         consumer: Int32,
         thread: Int32,
     ):
         """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA."""
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
+        b_scale, output = args.b.scales, args.output
         cta = self._cta_in_cluster()
         tiles = work.tiles
         total = tiles.total()
@@ -516,7 +514,9 @@ class GroupedGemm:
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
             if valid:
-                state = self._sum_tile(source, state, cached_b_scale, total_acc, tile, thread)
+                a_scale = self.a_load.first_scale(tile, shared.a.scales)
+                scales = TileScales(a_scale, cached_b_scale, thread)
+                state = self._sum_tile(source, state, total_acc, scales)
             else:
                 state = self._skip_tile(source, state)
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
@@ -524,16 +524,15 @@ class GroupedGemm:
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
             self._load_b_scale(next_b_scale, b_scale, following, consumer)
             if valid:
-                self.epilogue.store(
-                    output, staging, self.tiled_mma, total_acc, tile, consumer, thread, stored
-                )
+                share = TileShare(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
                 stored += 1
             self._cache_b_scale(cached_b_scale, next_b_scale)
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()
 
-    def _sum_tile(self, source, state, cached_b_scale, total_acc, tile: Tile, thread: Int32):
+    def _sum_tile(self, source, state, total_acc: cute.Tensor, of: TileScales):
         """The architecture's: fill `total_acc` with a tile's sums; returns the state after it."""
         raise NotImplementedError
 

@@ -7,9 +7,7 @@ Who needs an expert's rows waits for all of them; what it loads then it loads by
 than the stores', so a fence follows.
 
 The box that TMA loads has rows and scales of the neighbouring experts, too, which others may be
-writing at that time. Nothing that is stored depends on them: a product's rows do not mix. (Waiting
-for them as well was measured: with a few rows an expert a box reaches over half of the experts, and
-nothing is won.)
+writing at that time. Nothing that is stored depends on them: a product's rows do not mix.
 
 Where the rows that the second kernel makes would reach what the first one still reads, it waits for
 all of the first before (`Ready.writable_rows`).

@@ -1,4 +1,4 @@
-"""The CuTe DSL kernels as functions of torch tensors, with the signatures of `model`."""
+"""The CuTe DSL kernels as functions of torch tensors: `layer.model` says what each computes."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from ..numerics import BLOCK, TMA_ROWS, round_up
 from ..problem import FusedCall, GroupedRows, MoeInputs, MoeShape, bounded_offset
 from .architectures import of_device, of_target
 from .combine import Combine
-from .compile import Absent, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .compile import Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
 from .route import WORD, Route
@@ -53,27 +53,18 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
 
 
 def grouped_gemm(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    out: torch.Tensor,
-    expert_rows: torch.Tensor,
-    config: Any = None,
+    a: torch.Tensor,  # [rows, k] e4m3
+    a_scale: torch.Tensor,  # [k / 128, rows] float32
+    b: torch.Tensor,  # [experts, n, k] e4m3
+    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
+    out: torch.Tensor,  # [rows, n] bfloat16
+    expert_rows: torch.Tensor,  # [2, experts] int32, see `layer.rows`
+    config: Any = None,  # tile shape and schedule; None takes the architecture's default
 ) -> None:
     """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows of every expert.
 
-    Args:
-        a: `[rows, k]` e4m3.
-        a_scale: `[k / 128, rows]` float32, one scale per row and 128 columns of `a`. TMA reads its
-            rows from multiples of 16 bytes: unless `rows` is a multiple of 4, it is copied, 1/32 of
-            the bytes of `a`.
-        b: `[experts, n, k]` e4m3.
-        b_scale: `[experts, n / 128, k / 128]` float32, one scale per 128x128 block of `b`.
-        out: `[rows, n]` bfloat16; rows that belong to no expert are left as they are.
-        expert_rows: `[2, experts]` int32, rows `[expert_rows[0, e], expert_rows[1, e])` are expert
-            e's, see `layer.rows`; the two parts may lie any distance apart.
-        config: tile shape and schedule; None takes the default.
+    TMA reads rows of `a_scale` from multiples of 16 bytes: unless there is a multiple of 4 rows, it
+    is copied, 1/32 of the bytes of `a`.
     """
     experts, n, k = b.shape
     rows = a.shape[0]
@@ -91,21 +82,13 @@ def grouped_gemm(
 
 
 def permute(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    pair_row: torch.Tensor,
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
+    x: torch.Tensor,  # [tokens, hidden] e4m3
+    x_scale: torch.Tensor,  # [hidden / 128, tokens] float32
+    pair_row: torch.Tensor,  # [tokens, top_k] int32, -1 where the expert is not local
+    a: torch.Tensor,  # [rows, hidden] e4m3
+    a_scale: torch.Tensor,  # [hidden / 128, rows] float32
 ) -> None:
-    """`a[pair_row[t, s]] = x[t]`, with the scales, for the slots with `pair_row >= 0`.
-
-    Args:
-        x: `[tokens, hidden]` e4m3.
-        x_scale: `[hidden / 128, tokens]` float32.
-        pair_row: `[tokens, top_k]` int32, -1 where the expert is not local.
-        a: `[rows, hidden]` e4m3; rows that no pair names are left as they are.
-        a_scale: `[hidden / 128, rows]` float32, likewise.
-    """
+    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
     tokens, hidden = x.shape
     if tokens:
         function = compile_permute(hidden, pair_row.shape[1], target_of(x.device))
@@ -113,18 +96,12 @@ def permute(
 
 
 def swiglu_quant(
-    g: torch.Tensor, q: torch.Tensor, q_scale: torch.Tensor, m_indptr: torch.Tensor
+    g: torch.Tensor,  # [rows, 2 * intermediate] bfloat16: up, gate
+    q: torch.Tensor,  # [rows, intermediate] e4m3, written
+    q_scale: torch.Tensor,  # [intermediate / 128, rows] float32, written
+    m_indptr: torch.Tensor,  # int32, the last element is the number of rows
 ) -> None:
-    """SwiGLU of `g = [up, gate]`, requantised to FP8 with one scale per row and 128 columns.
-
-    Rows from `m_indptr[-1]` on are neither read nor written.
-
-    Args:
-        g: `[rows, 2 * intermediate]` bfloat16.
-        q: `[rows, intermediate]` e4m3, written.
-        q_scale: `[intermediate / 128, rows]` float32, written.
-        m_indptr: int32, one dimension; the last element is the number of rows.
-    """
+    """SwiGLU, requantised to FP8; rows from `m_indptr[-1]` on are neither read nor written."""
     rows, intermediate = q.shape
     if rows:
         function = compile_swiglu_quant(intermediate, target_of(g.device))
@@ -133,16 +110,12 @@ def swiglu_quant(
 
 
 def combine(
-    o: torch.Tensor, pair_row: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    o: torch.Tensor,  # [rows, hidden] bfloat16
+    pair_row: torch.Tensor,  # [tokens, top_k] int32, -1 where the expert is not local
+    weights: torch.Tensor,  # [tokens, top_k] float32
+    out: torch.Tensor,  # [tokens, hidden] bfloat16, written
 ) -> None:
-    """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with `pair_row >= 0`.
-
-    Args:
-        o: `[rows, hidden]` bfloat16.
-        pair_row: `[tokens, top_k]` int32, -1 where the expert is not local.
-        weights: `[tokens, top_k]` float32.
-        out: `[tokens, hidden]` bfloat16, written.
-    """
+    """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with `pair_row >= 0`."""
     tokens, hidden = out.shape
     if tokens:
         top_k = pair_row.shape[1]
@@ -208,7 +181,7 @@ def compile_fused(
         Scalar(Int64),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(config2.terms), architecture.gather(config1)
+    classes = architecture.gemm(), architecture.swiglu(), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes)
     return compiled(FusedMoe, parameters, arguments, target)
 
@@ -220,8 +193,7 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
     Raises:
         ValueError: the geometry does not fit a warp; see `ChooseExperts`.
     """
-    experts, local, top_k = shape.num_experts, shape.num_local_experts, shape.top_k
-    tokens = Extent("tokens")
+    local, top_k, tokens = shape.num_local_experts, shape.top_k, Extent("tokens")
     slots = Tensor(Int32, (tokens, top_k), align=4)
     arguments = (
         *_routed(shape, tokens),
@@ -233,14 +205,12 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
         Tensor(Int32, (Extent("rows"),), align=4),
         Tensor(Int32, (Extent("counters"),), align=4),
     )
-    groups = shape.n_group, shape.topk_group
-    parameters = (experts, local, *groups, top_k, names_tokens, shape.routing)
-    return compiled(Route, parameters, arguments, target)
+    return compiled(Route, (shape, names_tokens), arguments, target)
 
 
 def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:
     """What the routing is given: logits, bias, first local expert, factor of the weights."""
-    bias = Tensor(BFloat16, (shape.num_experts,)) if shape.has_bias else Absent()
+    bias = Tensor(BFloat16, (shape.num_experts,)) if shape.has_bias else None
     logits = Float32 if shape.logits_dtype is torch.float32 else BFloat16
     return Tensor(logits, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
 

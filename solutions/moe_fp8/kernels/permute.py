@@ -7,7 +7,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
 from .dependent import wait_for_previous
-from .vectors import load
+from .vectors import load, vector
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
@@ -45,10 +45,7 @@ class Permute:
         stream: cuda.CUstream,
     ):
         self.kernel(x, x_scale, pair_row, a, a_scale).launch(
-            grid=[cute.size(x, mode=[0]), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
+            grid=[cute.size(x, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -74,7 +71,8 @@ class Permute:
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 column = (i * THREADS + thread) * VECTOR
                 if column < self.hidden:
-                    cute.autovec_copy(self._vector(x, token, column), values[None, i])
+                    at = x.iterator + Int64(token) * self.hidden + column
+                    cute.autovec_copy(vector(at, VECTOR), values[None, i])
             for i in cutlass.range_constexpr(self.blocks_per_thread):
                 block = i * THREADS + thread
                 if block < self.blocks:
@@ -85,14 +83,9 @@ class Permute:
                     for i in cutlass.range_constexpr(self.vectors_per_thread):
                         column = (i * THREADS + thread) * VECTOR
                         if column < self.hidden:
-                            cute.autovec_copy(values[None, i], self._vector(a, row, column))
+                            at = a.iterator + Int64(row) * self.hidden + column
+                            cute.autovec_copy(values[None, i], vector(at, VECTOR))
                     for i in cutlass.range_constexpr(self.blocks_per_thread):
                         block = i * THREADS + thread
                         if block < self.blocks:
                             a_scale[block, row] = scales[i]
-
-    @cute.jit
-    def _vector(self, tensor: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """16 bytes of a row. 64-bit offsets: rows * hidden can pass 2^31."""
-        start = tensor.iterator + Int64(row) * self.hidden + column
-        return cute.make_tensor(start.align(VECTOR), cute.make_layout(VECTOR))

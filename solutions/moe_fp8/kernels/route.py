@@ -14,6 +14,7 @@ What a token's scores and weights are made of is a strategy: `SigmoidScores`, `S
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +23,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
+from ..problem import MoeShape
 from .dependent import wait_for_previous
 from .tiles import WARP, inclusive_sum
 from .vectors import load
@@ -72,55 +74,68 @@ SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
 """By `MoeShape.routing`."""
 
 
+class RouterInputs(NamedTuple):
+    """What the experts are chosen from."""
+
+    logits: cute.Tensor  # (tokens, experts) f32 or bf16
+    bias: cute.Tensor | None  # (experts,) bf16
+    offset: Int32  # first local expert
+    scaling: Float32
+
+
+class RowNumbers(NamedTuple):
+    """What numbering the pairs writes."""
+
+    m_indptr: cute.Tensor  # (local + 1,) i32
+    pair_row: cute.Tensor  # (tokens, top_k) i32: -1 where the expert is not local
+    token_of_row: cute.Tensor  # (any) i32, written up to the last row with `names_tokens`
+    counters: cute.Tensor  # (any) i32, zeroed: what follows counts in them
+
+
 class Route:
     """All kernels, from one host function.
 
     Args:
-        experts, groups, kept_groups, top_k: of the whole model.
-        local: experts here.
-        names_tokens: whether `token_of_row` is written.
-        routing: of `SCORES`.
+        shape: of the layer.
+        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        names_tokens: bool = False,
-        routing: str = "deepseek_v3",
-    ):
-        geometry = (experts, local, groups, kept_groups, top_k, routing)
-        self.word = RouteWord(*geometry, names_tokens)
-        self.choose = ChooseExperts(*geometry)
-        self.number = NumberRows(local, top_k, names_tokens)
+    def __init__(self, shape: MoeShape, names_tokens: bool = False):
+        self.word = RouteWord(shape, names_tokens)
+        self.choose = ChooseExperts(shape)
+        self.number = NumberRows(shape.num_local_experts, shape.top_k, names_tokens)
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
+        logits: cute.Tensor,
+        bias: cute.Tensor | None,
+        offset: Int32,
         scaling: Float32,
         expert: cute.Tensor,  # (tokens, top_k) i32, scratch
         marks: cute.Tensor,  # (ceil(tokens / 32), local) i32, scratch
         weights: cute.Tensor,  # (tokens, top_k) f32, written
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row with `names_tokens`
-        counters: cute.Tensor,  # (any) i32, zeroed: what follows counts in them
+        m_indptr: cute.Tensor,
+        pair_row: cute.Tensor,
+        token_of_row: cute.Tensor,
+        counters: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        if cute.size(marks, mode=[0]) == 1:
-            self.word(
-                logits, bias, offset, scaling,
-                weights, m_indptr, pair_row, token_of_row, counters, stream,
-            )  # fmt: skip
+        inputs = RouterInputs(logits, bias, offset, scaling)
+        numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)
+        words = cute.size(marks, mode=[0])
+        launch = {"stream": stream, "use_pdl": True}
+        if words == 1:
+            self.word.kernel(inputs, weights, numbered).launch(
+                grid=[1, 1, 1], block=[THREADS, 1, 1], **launch
+            )
         else:
-            self.choose(logits, bias, offset, scaling, expert, weights, marks, stream)
-            self.number(expert, marks, m_indptr, pair_row, token_of_row, counters, stream)
+            self.choose.kernel(inputs, expert, weights, marks).launch(
+                grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
+            )
+            self.number.kernel(expert, marks, numbered).launch(
+                grid=[cute.ceil_div(words, WORDS), 1, 1], block=[THREADS, 1, 1], **launch
+            )
 
 
 class ChooseExperts:
@@ -132,66 +147,38 @@ class ChooseExperts:
     of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
     experts below, so ids are ascending. Shares are added in a tree over the slots.
 
-    A multiprocessor is given few tokens at a time, because their warps have much to compute and
+    A multiprocessor is inputs few tokens at a time, because their warps have much to compute and
     take turns: `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
 
     Raises:
         ValueError: the geometry does not fit a warp.
     """
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        routing: str = "deepseek_v3",
-    ):
-        self.scores = SCORES[routing]()
-        self.experts, self.local, self.groups = experts, local, groups
-        self.kept_groups, self.top_k = kept_groups, top_k
-        self.tokens = BYTE
+    tokens = BYTE  # of a CTA
+
+    def __init__(self, shape: MoeShape):
+        self.scores = SCORES[shape.routing]()
+        self.experts, self.local = shape.num_experts, shape.num_local_experts
+        self.groups, self.kept_groups, self.top_k = shape.n_group, shape.topk_group, shape.top_k
+        experts, groups, top_k = self.experts, self.groups, self.top_k
         self.own = -(-experts // WARP)
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
         fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
-        if not fits and kept_groups < groups or experts > WARP * WARP or top_k > WARP:
+        if not fits and self.kept_groups < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
                 f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
                 f" in groups of a power of two of lanes with {self.own} experts each, and top_k up "
                 f"to {WARP}"
             )
 
-    @cute.jit
-    def __call__(
-        self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
-        scaling: Float32,
-        expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
-        weights: cute.Tensor,  # (tokens, top_k) f32, written
-        marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
-        stream: cuda.CUstream,
-    ):
-        self.kernel(logits, bias, offset, scaling, expert, weights, marks).launch(
-            grid=[cute.size(marks, mode=[0]) * (WORD // BYTE), 1, 1],
-            block=[BYTE * WARP, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
     @cute.kernel
     def kernel(
         self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
-        expert: cute.Tensor,
-        weights: cute.Tensor,
-        marks: cute.Tensor,
+        inputs: RouterInputs,
+        expert: cute.Tensor,  # (tokens, top_k) i32, written: the local expert or -1
+        weights: cute.Tensor,  # (tokens, top_k) f32, written
+        marks: cute.Tensor,  # (words, local) i32, written: bit t of token 32 * word + t
     ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -200,9 +187,9 @@ class ChooseExperts:
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
         first = block * BYTE
-        local = self._mark(logits, bias, offset, scaling, weights, first, memory, marked)
+        local = self._mark(inputs, weights, first, memory, marked)
         token = first + warp
-        if token < cute.size(logits, mode=[0]) and lane < self.top_k:
+        if token < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             expert[token, lane] = local
         # Its own bytes of the words, the lowest first.
         word = block // (WORD // BYTE)
@@ -215,10 +202,7 @@ class ChooseExperts:
     @cute.jit
     def _mark(
         self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
+        inputs: RouterInputs,
         weights: cute.Tensor,
         first: Int32,
         memory: SmemAllocator,
@@ -241,8 +225,8 @@ class ChooseExperts:
 
         token = first + warp
         local = Int32(-1)
-        if token < cute.size(logits, mode=[0]):
-            self._choose(logits, bias, token, chosen_id[warp, None], chosen[warp, None])
+        if token < cute.size(inputs.logits, mode=[0]):
+            self._choose(inputs, token, chosen_id[warp, None], chosen[warp, None])
             cute.arch.sync_warp()
             score = Float32(0.0)
             if lane < self.top_k:
@@ -250,8 +234,8 @@ class ChooseExperts:
             share = self.scores.share(score, Boolean(lane < self.top_k))
             total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
-                weights[token, lane] = share / total * scaling
-                local = chosen_id[warp, lane] - offset
+                weights[token, lane] = share / total * inputs.scaling
+                local = chosen_id[warp, lane] - inputs.offset
                 if local < 0 or local >= self.local:
                     local = Int32(-1)
                 else:
@@ -262,14 +246,10 @@ class ChooseExperts:
 
     @cute.jit
     def _choose(
-        self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        token: Int32,
-        chosen_id: cute.Tensor,
-        chosen: cute.Tensor,
+        self, inputs: RouterInputs, token: Int32, chosen_id: cute.Tensor, chosen: cute.Tensor
     ):
         """Write the ids of the token's experts, ascending, and their scores."""
+        logits, bias = inputs.logits, inputs.bias
         first = cute.arch.lane_idx() * self.own
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
@@ -387,58 +367,16 @@ class ChooseExperts:
 
 
 class RouteWord(ChooseExperts):
-    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`.
+    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`."""
 
-    Args:
-        experts, local, groups, kept_groups, top_k, routing: as `ChooseExperts` has them.
-        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
-    """
+    tokens = WORD
 
-    def __init__(
-        self,
-        experts: int,
-        local: int,
-        groups: int,
-        kept_groups: int,
-        top_k: int,
-        routing: str,
-        names_tokens: bool,
-    ):
-        super().__init__(experts, local, groups, kept_groups, top_k, routing)
-        self.tokens = WORD
+    def __init__(self, shape: MoeShape, names_tokens: bool):
+        super().__init__(shape)
         self.names_tokens = names_tokens
 
-    @cute.jit
-    def __call__(
-        self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
-        bias: cute.Tensor | None,  # (experts,) bf16
-        offset: Int32,  # first local expert
-        scaling: Float32,
-        weights: cute.Tensor,  # (tokens, top_k) f32, written
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
-        counters: cute.Tensor,  # (any) i32, zeroed
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            logits, bias, offset, scaling, weights, m_indptr, pair_row, token_of_row, counters
-        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
-
     @cute.kernel
-    def kernel(
-        self,
-        logits: cute.Tensor,
-        bias: cute.Tensor | None,
-        offset: Int32,
-        scaling: Float32,
-        weights: cute.Tensor,
-        m_indptr: cute.Tensor,
-        pair_row: cute.Tensor,
-        token_of_row: cute.Tensor,
-        counters: cute.Tensor,
-    ):
+    def kernel(self, inputs: RouterInputs, weights: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -447,22 +385,21 @@ class RouteWord(ChooseExperts):
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
-        local = self._mark(logits, bias, offset, scaling, weights, Int32(0), memory, marked)
-        for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
-            counters[i] = Int32(0)
+        local = self._mark(inputs, weights, Int32(0), memory, marked)
+        zero(numbered.counters, thread)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
         cute.arch.barrier()
         if warp == 0:
-            add_begins(begins, total, m_indptr, Boolean(True))
+            add_begins(begins, total, numbered.m_indptr, Boolean(True))
         cute.arch.barrier()
-        if warp < cute.size(logits, mode=[0]) and lane < self.top_k:
+        if warp < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             row = Int32(-1)
             if local >= 0:
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
                 if cutlass.const_expr(self.names_tokens):
-                    token_of_row[row] = warp
-            pair_row[warp, lane] = row
+                    numbered.token_of_row[row] = warp
+            numbered.pair_row[warp, lane] = row
 
 
 class NumberRows:
@@ -470,11 +407,6 @@ class NumberRows:
 
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
     words before its own. `grid = ceil(words / WORDS)`; CTA 0 writes `m_indptr`.
-
-    Args:
-        local: experts here.
-        top_k: experts of a token.
-        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
     """
 
     def __init__(self, local: int, top_k: int, names_tokens: bool):
@@ -482,34 +414,8 @@ class NumberRows:
             raise ValueError(f"local={local}: expected 1..{THREADS}")
         self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
 
-    @cute.jit
-    def __call__(
-        self,
-        expert: cute.Tensor,  # (tokens, top_k) i32: the local expert or -1
-        marks: cute.Tensor,  # (words, local) i32
-        m_indptr: cute.Tensor,  # (local + 1,) i32, written
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, written: -1 where the expert is not local
-        token_of_row: cute.Tensor,  # (any) i32, written up to the last row
-        counters: cute.Tensor,  # (any) i32, zeroed
-        stream: cuda.CUstream,
-    ):
-        self.kernel(expert, marks, m_indptr, pair_row, token_of_row, counters).launch(
-            grid=[cute.ceil_div(cute.size(marks, mode=[0]), WORDS), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
     @cute.kernel
-    def kernel(
-        self,
-        expert: cute.Tensor,
-        marks: cute.Tensor,
-        m_indptr: cute.Tensor,
-        pair_row: cute.Tensor,
-        token_of_row: cute.Tensor,
-        counters: cute.Tensor,
-    ):
+    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -524,9 +430,8 @@ class NumberRows:
         cute.arch.barrier()
         wait_for_previous()
         if block == 0:
-            for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
-                counters[i] = Int32(0)
-        # As many threads an expert as there are, each every so-and-so-many-th word.
+            zero(numbered.counters, thread)
+        # Each expert has as many threads; they take its words round robin.
         readers = THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
@@ -540,7 +445,7 @@ class NumberRows:
         cute.arch.barrier()
 
         if warp == 0:
-            add_begins(before, total, m_indptr, block == 0)
+            add_begins(before, total, numbered.m_indptr, block == 0)
         cute.arch.barrier()
 
         for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
@@ -558,8 +463,15 @@ class NumberRows:
                                 mark = mark & ((Int32(1) << (within % WORD)) - 1)
                             row += cute.arch.popc(mark)
                     if cutlass.const_expr(self.names_tokens):
-                        token_of_row[row] = token
-                pair_row[token, i % self.top_k] = row
+                        numbered.token_of_row[row] = token
+                numbered.pair_row[token, i % self.top_k] = row
+
+
+@cute.jit
+def zero(counters: cute.Tensor, thread: Int32):
+    """By all threads of a CTA."""
+    for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
+        counters[i] = Int32(0)
 
 
 @cute.jit

@@ -8,8 +8,7 @@ def allocate(size: int, gpu: int) -> int:
 
     They belong to the current stream as a tensor's would, in a stream capture to the graph, and may
     be freed as soon as the last kernel that uses them is launched. `caching_allocator_alloc` does
-    the same, but looks at what it is given and sets the device first (one H200, with the host's
-    caches cold as in flashinfer-bench's loop: 4.0 us, 2.2 like this, 5.3 a tensor).
+    the same, but looks at what it is given and sets the device first: twice the time.
 
     Args:
         size: bytes, at least one.

@@ -12,8 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
+from .epilogue import Epilogue
 from .handoff import announce
 from .tiles import Tile
+from .vectors import vector
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
@@ -27,7 +29,7 @@ class Quantised(NamedTuple):
     counts: cute.Tensor | None = None  # (experts,) i32: of what is stored, see `handoff`
 
 
-class SwigluEpilogue:
+class SwigluEpilogue(Epilogue):
     """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
 
     A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
@@ -43,12 +45,12 @@ class SwigluEpilogue:
     """
 
     n_halves = 2
-    terms = 1
     staging_type = Float8E4M3FN
 
-    def __init__(self, config: Any, operands: Any, n: int, columns: int):
-        """`columns`: of the result that a tile makes."""
-        self.config, self.operands, self.n = config, operands, n
+    def __init__(self, config: Any, operands: Any, n: int, columns: int, terms: int):
+        """`columns`: of the result that a tile makes; `terms`: FP8 values of each."""
+        super().__init__(config, operands, n)
+        self.terms = terms
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         self.columns = columns
@@ -82,12 +84,6 @@ class SwigluEpilogue:
         """In the host function: `out` as in `Quantised`."""
         return Quantised(*out)
 
-    def prefetch(self, output: Quantised) -> None:
-        """Nothing: the stores take no descriptor."""
-
-    def finish(self) -> None:
-        """Nothing is under way after `store`."""
-
     @cute.jit
     def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
         """Tell the next kernel that this CTA's part of a tile is stored, where it asked for it."""
@@ -117,14 +113,10 @@ class SwigluEpilogue:
     def _store_part(self, output: Quantised, staging: Any, tile: Tile, row: Int32, part: Int32):
         """16 bytes of each term of a row that the tile's expert has."""
         if row < tile.rows:
-            vector = cute.make_layout(VECTOR)
             source = self._staged(staging, row, 0) + part * VECTOR
-            # 64-bit offset: rows * columns can pass 2^31.
             start = Int64(tile.row + row) * (self.terms * self.intermediate)
             target = output.q.iterator + start + tile.n_tile * self.columns + part * VECTOR
             for t in cutlass.range_constexpr(self.terms):
                 of_term = source + t * self.config.tile_m * self.pitch
-                cute.autovec_copy(
-                    cute.make_tensor(of_term.align(VECTOR), vector),
-                    cute.make_tensor((target + t * self.intermediate).align(VECTOR), vector),
-                )
+                there = vector(target + t * self.intermediate, VECTOR)
+                cute.autovec_copy(vector(of_term, VECTOR), there)

@@ -7,6 +7,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, FP8_MAX
 from .dependent import wait_for_previous
+from .vectors import vector
 
 LOG2_E = 1.4426950408889634
 VECTOR = 8
@@ -90,10 +91,7 @@ class SwigluQuant:
         stream: cuda.CUstream,
     ):
         self.kernel(g, q, q_scale, m_indptr).launch(
-            grid=[ctas, self.column_groups, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
+            grid=[ctas, self.column_groups, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -113,32 +111,24 @@ class SwigluQuant:
                 for i in cutlass.range_constexpr(ROWS):
                     row = first + i * ctas
                     if row < rows:
-                        source = self._at(g, row, 2 * self.intermediate, column)
-                        cute.autovec_copy(source, up[None, i])
-                        source = self._at(g, row, 2 * self.intermediate, column + self.intermediate)
-                        cute.autovec_copy(source, gate[None, i])
+                        source = g.iterator + Int64(row) * (2 * self.intermediate)
+                        cute.autovec_copy(vector(source + column, VECTOR), up[None, i])
+                        source += column + self.intermediate
+                        cute.autovec_copy(vector(source, VECTOR), gate[None, i])
                 for i in cutlass.range_constexpr(ROWS):
                     row = first + i * ctas
                     if row < rows:
                         quantised = cute.make_rmem_tensor(VECTOR, Float8E4M3FN)
                         scale = self._quantise(up[None, i], gate[None, i], quantised)
-                        target = self._at(q, row, self.intermediate, column)
-                        cute.autovec_copy(quantised, target)
+                        target = q.iterator + Int64(row) * self.intermediate + column
+                        cute.autovec_copy(quantised, vector(target, VECTOR))
                         if lane == 0:
                             q_scale[block, row] = scale
 
     @cute.jit
-    def _at(self, tensor: cute.Tensor, row: Int32, width: int, column: Int32) -> cute.Tensor:
-        """A vector of a row. 64-bit offsets: rows * columns can pass 2^31."""
-        start = tensor.iterator + Int64(row) * width + column
-        bytes_of_vector = VECTOR * tensor.element_type.width // 8
-        return cute.make_tensor(start.align(bytes_of_vector), cute.make_layout(VECTOR))
-
-    @cute.jit
     def _quantise(self, up: cute.Tensor, gate: cute.Tensor, quantised: cute.Tensor) -> Float32:
         """Fill one thread's part of a scale block and return the block's scale."""
-        vector = cute.make_layout(VECTOR)
-        c = cute.make_rmem_tensor(vector, Float32)
+        c = cute.make_rmem_tensor(VECTOR, Float32)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(VECTOR):
             c[i] = silu(Float32(gate[i])) * Float32(up[i])

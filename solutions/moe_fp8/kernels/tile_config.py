@@ -1,19 +1,78 @@
-"""What follows from a GEMM's tile and pipeline in the same way on every architecture."""
+"""What the grouped GEMM's configs have in common on every architecture."""
 
-from ..numerics import TMA_ROWS
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..numerics import BLOCK, TMA_ROWS
+from ..problem import MoeShape, expected_rows
 from .limits import SMEM_BYTES, WARPS
 
 
+@dataclass(frozen=True)
 class TileConfig:
-    """Base of the architectures' configs, which say what a stage and the rest of it take."""
+    """The tile and the pipeline of a grouped GEMM: compile-time constants that can be tuned.
 
-    tile_m: int
-    cluster_m: int
-    cluster_n: int
-    stages: int
-    tile_n: int
+    Attributes:
+        tile_m: rows (tokens) of a CTA tile.
+        tile_n: output columns of a CTA tile.
+        cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
+        cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
+        stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
+        swap_ab: weights take the MMA's rows and tokens its columns.
+        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
+        whole_waves: only as many clusters take part as leave each with the same number of tiles.
+            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
+            on the multiprocessors that are left. Not with `dynamic`.
+        terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
+            two are stored in float32: rounding them would cost what the second term gains.
+
+    Raises:
+        ValueError: a value is outside what the kernel supports; the message names the limit.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    cluster_m: int = 1
+    cluster_n: int = 1
+    stages: int = 0
+    swap_ab: bool = False
+    dynamic: bool = False
+    whole_waves: bool = False
+    terms: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
+
+    def check(self, where: str = "", **legal: tuple[int, ...]) -> None:
+        """Raise a ValueError if a value is none of the `legal` ones, `where` that is so."""
+        side = "with swap_ab" if self.swap_ab else "without swap_ab"
+        for name, values in {**legal, "terms": (1, 2)}.items():
+            given = getattr(self, name)
+            if given not in values:
+                raise ValueError(f"{name}={given}: expected one of {values} {side}{where}")
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
+            raise ValueError(
+                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
+            )
+        if self.whole_waves and self.dynamic:
+            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
+        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
+            raise ValueError(
+                f"{self}: needs {self.smem_bytes} bytes of shared memory, "
+                f"more than the {SMEM_BYTES} of one CTA"
+            )
+
+    def described(self, *words: str) -> str:
+        """The config in one line, with the words that the architecture adds."""
+        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
+        return ", ".join([tile, cluster, f"{self.num_stages} stages", *words])
+
+    def set_flags(self, *names: str) -> list[str]:
+        """Those of the flags that are set."""
+        return [name for name in names if getattr(self, name)]
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -69,3 +128,44 @@ class TileConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
+
+
+class LayerRules(NamedTuple):
+    """What the fused layer adds to the tiles and clusters that an architecture's heuristic picks.
+
+    With few rows a deeper pipeline keeps the second GEMM's CTAs out until one of the first leaves.
+
+    The second GEMM takes tiles on demand where it begins while the first one runs, because its CTAs
+    begin at different times. There, if the first GEMM's tiles are small, those of its CTAs are left
+    out that would have a tile less than others, and the second GEMM begins on their
+    multiprocessors.
+    """
+
+    stages: int  # of both GEMMs with few rows
+    one_wave: float  # rows on this rank up to which the first GEMM's tiles make one wave
+    whole_waves: int  # largest tile_m of the first GEMM that leaves CTAs out
+
+    def configs(
+        self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
+    ) -> tuple[Any, Any]:
+        """The configs of both GEMMs for T tokens, at least one.
+
+        Args:
+            tokens: T.
+            shape: of the layer.
+            terms: FP8 terms that the first GEMM makes of up and gate and the second one takes.
+            pick: the architecture's `choose`.
+        """
+        rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+        h, i = shape.hidden_size, shape.intermediate_size
+        first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
+        local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
+        overlap = not second.swap_ab or local > self.one_wave
+        stages = self.stages if second.swap_ab else second.stages
+        second = replace(second, stages=stages, dynamic=overlap)
+        if first.swap_ab:
+            waves = overlap and first.tile_m <= self.whole_waves
+            first = replace(first, stages=self.stages, whole_waves=waves)
+        else:
+            first = replace(first, dynamic=True)
+        return first.with_swiglu(terms), second

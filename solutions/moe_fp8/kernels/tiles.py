@@ -1,6 +1,7 @@
 """Which output tile a persistent CTA computes next, from row counts that only the device knows."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,47 +65,42 @@ class ExpertTiles:
     tile that one warpgroup computes: of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
     warpgroup alone on a tile, as 3, 3 and 1 would.
 
-    Every lane of a warp must call `create` and `locate`.
+    Every lane of a warp must make one and call `locate`.
 
     Args:
+        rows: what `rows_of_lane` gave.
         expert_rows: (2, experts) i32, first row and end of each expert.
         tile_m: rows of a cluster's tile.
         n_tiles: column tiles of a cluster in the output.
         step: a divisor of `tile_m`, of which every tile but an expert's last has a multiple.
-        lane: what this lane keeps; made by `create`.
     """
 
     def __init__(
-        self, expert_rows: cute.Tensor, tile_m: int, n_tiles: int, step: int, lane: "LaneTiles"
+        self,
+        rows: tuple[Int32, Int32],
+        expert_rows: cute.Tensor,
+        tile_m: int,
+        n_tiles: int,
+        step: int,
     ):
         self.expert_rows = expert_rows
         self.experts = cute.size(expert_rows, mode=[1])
-        self.tile_m = tile_m
-        self.n_tiles = n_tiles
-        self.step = step
-        self.lane = lane
+        self.tile_m, self.n_tiles, self.step = tile_m, n_tiles, step
+        row, count = rows
+        tiles = _tiles_of(count, tile_m, n_tiles)
+        if self.experts > WARP:
+            tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
+        end = inclusive_sum(tiles)
+        self.lane = LaneTiles(row, count, end - tiles, end)
 
     # The two methods that let the compiler carry the object through its loops.
     def __extract_mlir_values__(self):
         return [v.ir_value() for v in self.lane]
 
     def __new_from_mlir_values__(self, values):
-        lane = LaneTiles(*(Int32(v) for v in values))
-        return ExpertTiles(self.expert_rows, self.tile_m, self.n_tiles, self.step, lane)
-
-    @staticmethod
-    def create(
-        rows: tuple[Int32, Int32], expert_rows: cute.Tensor, tile_m: int, n_tiles: int, step: int
-    ) -> "ExpertTiles":
-        """Scan the experts' tile counts; `rows` is what `rows_of_lane` gave."""
-        row, count = rows
-        experts = cute.size(expert_rows, mode=[1])
-        tiles = _tiles_of(count, tile_m, n_tiles)
-        if experts > WARP:
-            tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
-        end = inclusive_sum(tiles)
-        lane = LaneTiles(row, count, end - tiles, end)
-        return ExpertTiles(expert_rows, tile_m, n_tiles, step, lane)
+        carried = copy(self)
+        carried.lane = LaneTiles(*(Int32(v) for v in values))
+        return carried
 
     def total(self) -> Int32:
         """Tiles of all experts."""
@@ -169,7 +165,7 @@ def experts_per_lane(experts: int) -> int:
 def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
     """(first row, row count) of this lane's expert, if it has only one; 0 rows where it has none.
 
-    A load from global memory, separate from `ExpertTiles.create` so that it can be issued early.
+    A load from global memory, separate from `ExpertTiles` so that it can be issued early.
     """
     return _rows_of(expert_rows, cute.arch.lane_idx(), Int32(0), WARP)
 

@@ -14,6 +14,15 @@ def alignment(count: int, width: int = 32) -> int:
     return math.gcd(BYTES, count * width // 8)
 
 
+def vector(start: cute.Pointer, count: int) -> cute.Tensor:
+    """The `count` values from an address on that is a multiple of their bytes.
+
+    An offset of rows times columns is added to a pointer in 64 bits: it can pass 2^31.
+    """
+    size = count * start.dtype.width // 8
+    return cute.make_tensor(start.align(size), cute.make_layout(count))
+
+
 def load(source: cute.Pointer, values: cute.Tensor) -> None:
     """Fill the registers from memory, which is aligned as `alignment` says."""
     size = cute.size(values)
@@ -29,9 +38,4 @@ def copy_async(source: cute.Pointer, to: cute.Pointer, count: int) -> None:
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cache), source.dtype, num_bits_per_copy=8 * size
     )
-    layout = cute.make_layout(count)
-    cute.copy(
-        atom,
-        cute.make_tensor(source.align(size), layout),
-        cute.make_tensor(to.align(size), layout),
-    )
+    cute.copy(atom, vector(source, count), vector(to, count))

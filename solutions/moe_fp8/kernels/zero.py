@@ -1,50 +1,78 @@
-"""A GEMM's side job: zeros for the tokens that have no local expert."""
+"""A GEMM's side job: zeros for the rows of an output that nothing else writes."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64
+from cutlass import BFloat16, Boolean, Int32, Int64
 
 from .tiles import WARP
+from .vectors import BYTES, vector
 
-VECTOR = 8
+VECTOR = BYTES // 2
 """bfloat16 elements of a 16-byte store."""
 
 
-class ZeroTokens:
-    """`out[t] = 0` where all of `pair_row[t]` are negative.
+class ZeroRows:
+    """`out[r] = 0` where `is_zero`, by a warp of each CTA that has nothing else to do."""
 
-    Over half of the tokens of a large batch have no local expert. A warp of each CTA of a kernel
-    that waits for the tensor cores has time for them, and the combine need not come to them.
+    def __init__(self, width: int):
+        if width % VECTOR:
+            raise ValueError(f"width={width}: expected a multiple of {VECTOR}")
+        self.width = width
+
+    @cute.jit
+    def run(self, known: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
+        """The part of the `warp`-th of `warps` warps; by all of its lanes.
+
+        Args:
+            known: what `is_zero` looks at.
+            out: (..., width) bf16, its rows one after the other.
+        """
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(VECTOR, BFloat16)
+        zeros.fill(0.0)
+        for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
+            if self.is_zero(known, out, Int32(row)):
+                start = out.iterator + Int64(row) * self.width
+                for column in cutlass.range(lane * VECTOR, self.width, WARP * VECTOR, unroll=4):
+                    cute.autovec_copy(zeros, vector(start + column, VECTOR))
+
+    def rows(self, out: cute.Tensor) -> Int32:
+        """Of the output."""
+        return Int32(cute.size(out, mode=[0]))
+
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        """Whether nothing else writes a row; the same in all lanes."""
+        raise NotImplementedError
+
+
+class ZeroTokens(ZeroRows):
+    """Tokens of which all of `pair_row[t]`, (tokens, top_k) i32, are negative.
+
+    Over half of the tokens of a large batch have no local expert. A kernel that waits for the
+    tensor cores has time for them, and the combine need not come to them.
     """
 
     def __init__(self, hidden: int, top_k: int):
-        if hidden % VECTOR or top_k > WARP:
-            raise ValueError(
-                f"hidden={hidden}, top_k={top_k}: expected a multiple of {VECTOR}, at most {WARP}"
-            )
-        self.hidden = hidden
+        super().__init__(hidden)
+        if top_k > WARP:
+            raise ValueError(f"top_k={top_k}: expected at most {WARP}")
         self.top_k = top_k
 
     @cute.jit
-    def run(
-        self,
-        pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
-        out: cute.Tensor,  # (tokens, hidden) bf16
-        warp: Int32,
-        warps: Int32,
-    ):
-        """The part of the `warp`-th of `warps` warps; by all of its lanes."""
-        lane = cute.arch.lane_idx()
-        vector = cute.make_layout(VECTOR)
-        zeros = cute.make_rmem_tensor(vector, BFloat16)
-        zeros.fill(0.0)
-        tokens = Int32(cute.size(out, mode=[0]))
-        for token in cutlass.range(warp, tokens, warps, unroll=1):
-            row = Int32(-1)
-            if lane < self.top_k:
-                row = Int32(pair_row[token, lane])
-            if not cute.arch.vote_any_sync(row >= 0):
-                start = out.iterator + Int64(token) * self.hidden
-                for column in cutlass.range(lane * VECTOR, self.hidden, WARP * VECTOR, unroll=4):
-                    target = (start + column).align(2 * VECTOR)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, vector))
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        first = Int32(-1)
+        if cute.arch.lane_idx() < self.top_k:
+            first = Int32(known[row, cute.arch.lane_idx()])
+        return Boolean(not cute.arch.vote_any_sync(first >= 0))
+
+
+class ZeroPadding(ZeroRows):
+    """Rows `r >= masked_m[e]`, (experts,) i32, of an output (experts, max_rows, width)."""
+
+    def rows(self, out: cute.Tensor) -> Int32:
+        return cute.size(out, mode=[0]) * Int32(cute.size(out, mode=[1]))
+
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        max_rows = Int32(cute.size(out, mode=[1]))
+        expert = row // max_rows
+        return row - expert * max_rows >= known[expert]

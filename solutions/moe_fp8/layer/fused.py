@@ -10,7 +10,7 @@ import torch
 from ..arguments import Signature
 from ..problem import DEEPSEEK_V3, FusedCall, MoeInputs, MoeShape
 from .backend import select
-from .pipeline import Layer, unmarked
+from .pipeline import Layer, Mark, unmarked
 from .validate import signature, tensors_of, validate
 
 
@@ -35,12 +35,7 @@ class FusedLayer(Layer):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = unmarked,
-    ) -> None:
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark = unmarked) -> None:
         """As `Layer`'s.
 
         The compiled function compares its arguments with what it was compiled for before it
@@ -70,7 +65,7 @@ class FusedLayer(Layer):
             raise
         mark("fused")
 
-    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]) -> None:
+    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark) -> None:
         """Compute a part of the tokens, at least one."""
         device, tokens = output.device, output.shape[0]
         call, _ = self.calls.get((output.get_device(), tokens), (None, None))

@@ -92,11 +92,15 @@ Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 """Gives every pair a row. Only a placement that waits for the routing may return 0 rows."""
 
 
+Mark = Callable[[str], None]
+"""Told of each stage once it is enqueued."""
+
+
 def unmarked(stage: str) -> None:
     pass
 
 
-def mark_all(stages: tuple[str, ...], mark: Callable[[str], None]) -> None:
+def mark_all(stages: tuple[str, ...], mark: Mark) -> None:
     for stage in stages:
         mark(stage)
 
@@ -126,12 +130,7 @@ class Layer:
     names_tokens: ClassVar[bool]  # whether it needs `GroupedRows.token_of_row`
 
     @torch.inference_mode()  # no autograd bookkeeping: a sixth of the host time of torch's ops
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = unmarked,
-    ) -> None:
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark = unmarked) -> None:
         """Write the layer's output; `mark` is told of each stage once it is enqueued.
 
         Works on the current stream of the tensors' device, whichever device is the current one.
@@ -149,7 +148,7 @@ class Layer:
             for part, part_output in _chunks(inputs, output):
                 self.launch(part, part_output, mark)
 
-    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Callable[[str], None]) -> None:
+    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark) -> None:
         """Compute a part of the tokens, at least one."""
         rows = self.group(inputs)
         mark("routing")
@@ -161,11 +160,7 @@ class Layer:
         return backend.route(inputs, self.shape, self.names_tokens)
 
     def finish(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        rows: GroupedRows,
-        mark: Callable[[str], None],
+        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
     ) -> None:
         """Everything after the routing."""
         raise NotImplementedError
@@ -186,11 +181,7 @@ class PaddedLayer(Layer):
     names_tokens = True
 
     def finish(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        rows: GroupedRows,
-        mark: Callable[[str], None],
+        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
     ) -> None:
         host = self.permutation.read(rows)
         if host.total_rows == 0:
@@ -204,7 +195,7 @@ class PaddedLayer(Layer):
         output: torch.Tensor,
         rows: GroupedRows,
         host: HostRows,
-        mark: Callable[[str], None] = unmarked,
+        mark: Mark = unmarked,
     ) -> None:
         """Everything after the host knows the row counts, which must be those of `rows`."""
         backend = select(output.device)
@@ -260,11 +251,7 @@ class PlacedLayer(Layer):
         return self.place(rows, self.shape, choose)
 
     def finish(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        rows: GroupedRows,
-        mark: Callable[[str], None],
+        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
     ) -> None:
         placed = self.placed(rows)
         if placed.rows == 0:
@@ -273,11 +260,7 @@ class PlacedLayer(Layer):
         self.compute(inputs, output, placed, mark)
 
     def compute(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        placed: PlacedRows,
-        mark: Callable[[str], None] = unmarked,
+        self, inputs: MoeInputs, output: torch.Tensor, placed: PlacedRows, mark: Mark = unmarked
     ) -> None:
         """Everything after the rows have their places. Reads nothing on the host."""
         backend = select(output.device)

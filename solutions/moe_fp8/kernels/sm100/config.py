@@ -3,14 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK
-from ..limits import (
-    B_SCALES,
-    MAX_REGISTERS,
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    SMEM_BYTES,
-    WARPGROUP,
-)
+from ..limits import B_SCALES, MAX_REGISTERS, PRODUCER_REGISTERS, REGISTERS, WARPGROUP
 from ..tile_config import TileConfig
 
 MMA_ROWS = 128
@@ -33,86 +26,47 @@ PRODUCER_WARPGROUPS = 2
 
 @dataclass(frozen=True)
 class GemmConfig(TileConfig):
-    """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
+    """See `TileConfig`.
 
     Attributes:
-        tile_m: rows (tokens) of a CTA tile: 128; with `swap_ab` 16, 32 or 64.
-        tile_n: output columns of a CTA tile: 64, 128 or 256; with `swap_ab` 128. With `quantises`
-            256, the up and gate of 128 columns.
-        cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
-        cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
-        stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
-        swap_ab: weights take the MMA's 128-row side and tokens its columns.
-        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
-        whole_waves: only as many clusters take part as leave each with the same number of tiles.
-            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
-            on the multiprocessors that are left. Not with `dynamic`.
-        terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
-            two are stored in float32.
+        tile_m: 128; with `swap_ab` 16, 32 or 64.
+        tile_n: 64, 128 or 256; with `swap_ab` 128. With `quantises` 256, the up and gate of 128
+            columns.
         accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
         mma_ctas: CTAs that share an MMA. The two of a cluster (2, 1) have each its own rows of the
             tile and of the accumulator, and half of B in shared memory: an MMA of 256 rows reads
             both halves, so that a CTA reads and loads half as much of B. Without `swap_ab`.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
             what the GEMM gives.
-
-    Raises:
-        ValueError: a value is outside what the kernel supports; the message names the limit.
     """
 
-    tile_m: int = 128
-    tile_n: int = 128
-    cluster_m: int = 1
-    cluster_n: int = 1
-    stages: int = 0
-    swap_ab: bool = False
-    dynamic: bool = False
-    whole_waves: bool = False
-    terms: int = 1
     accumulators: int = 0
     mma_ctas: int = 1
     quantises: int = 0
 
     def __post_init__(self) -> None:
-        rows = (16, 32, 64) if self.swap_ab else (MMA_ROWS,)
-        columns = (MMA_ROWS,) if self.swap_ab else (64, 128, 256)
-        if self.quantises:
-            columns = (2 * BLOCK,)
-        side = "with swap_ab" if self.swap_ab else "without swap_ab"
-        if self.tile_m not in rows:
-            raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
-        if self.tile_n not in columns:
-            side += f" and quantises={self.quantises}"
-            raise ValueError(f"tile_n={self.tile_n}: expected one of {columns} {side}")
-        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
-            raise ValueError(
-                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
-            )
-        if self.mma_ctas not in (1, 2):
-            raise ValueError(f"mma_ctas={self.mma_ctas}: expected 1 or 2")
         if self.mma_ctas == 2 and (self.swap_ab or self.cluster_m == 1):
+            side = "with swap_ab" if self.swap_ab else "without swap_ab"
             raise ValueError(
                 "mma_ctas=2: expected cluster (2, 1) without swap_ab, not "
                 f"({self.cluster_m}, {self.cluster_n}) {side}"
             )
-        if self.whole_waves and self.dynamic:
-            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
-        if self.terms not in (1, 2):
-            raise ValueError(f"terms={self.terms}: expected 1 or 2")
-        if self.quantises not in (0, 1, 2):
-            raise ValueError(f"quantises={self.quantises}: expected 0, 1 or 2")
-        if self.stages < 0 or self.stages == 1:
-            raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
+        rows = (16, 32, 64) if self.swap_ab else (MMA_ROWS,)
+        columns = (MMA_ROWS,) if self.swap_ab else (64, 128, 256)
+        if self.quantises:
+            columns = (2 * BLOCK,)
+        self.check(
+            f" and quantises={self.quantises}",
+            mma_ctas=(1, 2),
+            quantises=(0, 1, 2),
+            tile_m=rows,
+            tile_n=columns,
+        )
         most = min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.mma_columns)
         if self.accumulators < 0 or self.accumulators == 1 or self.accumulators > most:
             raise ValueError(
                 f"accumulators={self.accumulators}: expected 0 (as many as fit) or 2 to {most}, "
                 f"of {self.mma_columns} of the {TMEM_COLUMNS} columns of tensor memory each"
-            )
-        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
-            raise ValueError(
-                f"{self}: needs {self.smem_bytes} bytes of shared memory, "
-                f"more than the {SMEM_BYTES} of one CTA"
             )
 
     @property
@@ -162,11 +116,6 @@ class GemmConfig(TileConfig):
         return (self.consumer_warpgroups + PRODUCER_WARPGROUPS) * WARPGROUP
 
     @property
-    def producer_registers(self) -> int:
-        """Registers of a thread of the producer warpgroups."""
-        return PRODUCER_REGISTERS
-
-    @property
     def consumer_registers(self) -> int:
         """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
         left = REGISTERS - PRODUCER_WARPGROUPS * PRODUCER_REGISTERS
@@ -196,14 +145,12 @@ class GemmConfig(TileConfig):
         return replace(self, tile_n=2 * BLOCK, quantises=terms, stages=0, accumulators=0)
 
     def __str__(self) -> str:
-        flags = [f for f in ("swap_ab", "dynamic", "whole_waves") if getattr(self, f)]
-        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        words = [f"{self.num_accumulators} accumulators"]
+        words += self.set_flags("swap_ab", "dynamic", "whole_waves")
         if self.mma_ctas > 1:
-            flags.append(f"MMA of {self.mma_ctas} CTAs")
+            words.append(f"MMA of {self.mma_ctas} CTAs")
         if self.terms > 1:
-            flags.append(f"{self.terms} terms")
+            words.append(f"{self.terms} terms")
         if self.quantises:
-            flags.append(f"quantises {self.quantises}")
-        accumulators = f"{self.num_accumulators} accumulators"
-        return ", ".join([tile, cluster, f"{self.num_stages} stages", accumulators, *flags])
+            words.append(f"quantises {self.quantises}")
+        return self.described(*words)

@@ -4,6 +4,7 @@ Owns what computes: the rest of the kernel is `grouped_gemm`'s. What becomes of 
 `epilogue`, which operand takes the MMA's rows from `operands`, what can be tuned from `config`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -16,12 +17,11 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
-from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
-from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
-from ..handoff import Ready
+from ..epilogue import StoreRows
+from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
-from ..tiles import WARP, Tile, rows_of_lane
+from ..tiles import rows_of_lane
 from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
 from .operands import operands_of
 
@@ -50,7 +50,6 @@ class Source(NamedTuple):
     scales: pipeline.PipelineTmaAsync
     sums: pipeline.PipelineUmmaAsync
     tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
-    a_scale: cute.Tensor  # (scale_rows, 1, scale stages) f32 in shared memory
 
 
 class GroupedGemmSm100(GroupedGemm):
@@ -74,21 +73,12 @@ class GroupedGemmSm100(GroupedGemm):
                  of all CTAs that share the MMA.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        n: int,
-        k: int,
-        experts: int,
-        a_load: type = ContiguousRows,
-        epilogue: type | None = None,
-        rows_known: bool = False,
-        side_job: Any = None,
-    ):
-        if config.quantises and epilogue is None:
+    operands_of = staticmethod(operands_of)
+
+    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        if config.quantises and isinstance(self.epilogue, StoreRows):
             raise ValueError(f"{config}: expected an epilogue that quantises")
-        operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
 
@@ -109,25 +99,16 @@ class GroupedGemmSm100(GroupedGemm):
         assert cute.cosize(of_weights) == cute.cosize(self.b_smem)
 
     @cute.kernel
-    def kernel(
-        self,
-        a,
-        b: Weights,
-        output,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
-    ):
+    def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c = self.config
+        c, expert_rows = self.config, args.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // WARPS)
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(a, b, output)
+            self._prefetch(args)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -145,7 +126,7 @@ class GroupedGemmSm100(GroupedGemm):
         pipes = self._pipelines(storage)
         if cutlass.const_expr(c.cluster_size > 1):
             cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
-        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
         if cutlass.const_expr(not self.rows_known):
@@ -155,17 +136,17 @@ class GroupedGemmSm100(GroupedGemm):
 
         if group < PRODUCER_WARPGROUPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(
-                warp_idx, pipes.load, work, queue, a, b, shared, counter, side_job_tensors, ready
-            )
+            self._producers(warp_idx, pipes.load, work, queue, args, shared)
             if warp_idx == SCALES_WARP:
-                self._scales_warp(pipes.scales, work, a, shared, ready)
+                copies = partial(self.a_load.scale_copies, args.a, shared.a)
+                copy = partial(self.a_load.copy_scales, args.a, pipe=pipes.scales)
+                self._load_rows(pipes.scales, c.scale_stages, work, args, copies, copy)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._update_warpgroup(
-                pipes, work, group - PRODUCER_WARPGROUPS, shared, b, tmem, staging, output
+                pipes, work, group - PRODUCER_WARPGROUPS, shared, args, tmem, staging
             )
         # The tensor memory is given back when all consumers have read what is theirs. Of a pair
         # neither goes as long as the other one may still read its memory or arrive at its barriers.
@@ -212,29 +193,6 @@ class GroupedGemmSm100(GroupedGemm):
         return Pipelines(load, scales, sums)
 
     @cute.jit
-    def _scales_warp(self, scales, work: Work, a, shared: Shared, ready: Ready | None):
-        """Load the A scales of every K block of every tile of this CTA."""
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.config.scale_stages
-        )
-        cta = self._cta_in_cluster()
-        tiles = work.tiles
-        total = tiles.total()
-        linear, clusters = self._first_tile(total)
-        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        self._begin_rows(tiles.expert_rows, ready)
-        while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
-            self._await_rows(tiles.expert_rows, tile, ready)
-            copies = self.a_load.scale_copies(a, shared.a, tile, cta)
-            for kb in cutlass.range(self.k_blocks, unroll=1):
-                scales.sync_object_empty.wait(state.index, state.phase)
-                self.a_load.copy_scales(a, copies, kb, scales, state)
-                state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-        self._end_rows(ready)
-
-    @cute.jit
     def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
         """The MMA of every K block of every tile of this CTA, or of the CTAs that share them."""
         c = self.config
@@ -261,7 +219,7 @@ class GroupedGemmSm100(GroupedGemm):
                 self.a_load.arrived()
                 sums.producer_acquire(sums_state)
                 # What the consumers have read of this accumulator they read before.
-                _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+                nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
                 start = tmem + sums_state.index * c.mma_columns
                 to = cute.make_tensor(start, accumulator)
                 mma = cute.make_mma_atom(self.tiled_mma.op)
@@ -286,10 +244,9 @@ class GroupedGemmSm100(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        b: Weights,
+        args: KernelArguments,
         tmem: cute.Pointer,
         staging,  # the epilogue's
-        output,
     ):
         """Sums and epilogue of this warpgroup's columns of every tile of this CTA."""
         c = self.config
@@ -301,46 +258,25 @@ class GroupedGemmSm100(GroupedGemm):
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.scale_stages),
         )
         start = tmem + consumer * c.consumer_columns
-        source = Source(pipes.scales, pipes.sums, start, shared.a.scales)
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]
-        self._consume(
-            work,
-            source,
-            state,
-            cached_b_scale,
-            b.scales,
-            total_acc,
-            staging,
-            output,
-            consumer,
-            thread,
-        )
+        source = Source(pipes.scales, pipes.sums, start)
+        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
 
     @cute.jit
-    def _sum_tile(
-        self,
-        source: Source,
-        state,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-    ):
+    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         sums_state, scales_state = state
         sums, scales_pipe = source.sums, source.scales
-        s_a_scale = self.a_load.first_scale(tile, source.a_scale)
         scales = self._make_scales()
         total_acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Read before the accumulator is waited for, so that their latency hides behind it.
             scales_pipe.consumer_wait(scales_state)
-            self._load_scales(scales, s_a_scale, cached_b_scale, kb, scales_state.index, thread)
+            self._load_scales(scales, of, kb, scales_state.index)
             cute.arch.sync_warp()  # one lane gives back what all have read
             scales_pipe.consumer_release(scales_state)
             scales_state.advance()
             sums.consumer_wait(sums_state)
-            self._promote(sums, sums_state, source.tmem, total_acc, scales, thread)
+            self._promote(sums, sums_state, source.tmem, total_acc, scales, of.thread)
             sums_state.advance()
         return sums_state, scales_state
 
@@ -386,7 +322,7 @@ class GroupedGemmSm100(GroupedGemm):
         start = tmem + sums_state.index * self.config.mma_columns
         held = [cute.make_rmem_tensor(width, Float32) for _ in range(2)]
         # What the MMA wrote it wrote before.
-        _fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         for i in cutlass.range_constexpr(chunks + 1):
             if cutlass.const_expr(i > 0):
                 cute.arch.fence_view_async_tmem_load()
@@ -398,7 +334,7 @@ class GroupedGemmSm100(GroupedGemm):
                 cute.copy(copy, copy.partition_S(chunk), to)
             if cutlass.const_expr(i > 0):
                 self._add(total_acc, held[(i - 1) % 2], scales, (i - 1) * width)
-        _fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
         self._release(sums, sums_state)
 
     def _add(self, total: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, first: int) -> None:
@@ -417,8 +353,3 @@ def _cluster_barrier() -> None:
     """Of all threads of the cluster, which see what the others wrote before."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
-
-
-def _fence(kind: nvvm.Tcgen05FenceKind) -> None:
-    """Order tcgen05 operations with what threads tell each other."""
-    nvvm.tcgen05_fence(kind)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...problem import MoeShape, expected_rows
+from ...problem import MoeShape
+from ..tile_config import LayerRules
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used. No Blackwell GPU was at hand: the bounds are
@@ -15,13 +16,11 @@ FEW_ROWS = (
     (10, GemmConfig(tile_m=16, swap_ab=True)),
     (20, GemmConfig(tile_m=32, swap_ab=True)),
 )
-# By the model of docs/gemm-model.md: shared memory gives and takes the operands of a 128x128 tile
+# By the model of docs/gemm-model.md, shared memory gives and takes the operands of a 128x128 tile
 # in 512 clocks a K block whose MMA take 256, those of 128x256 in 768 of 512, those of 256x256 by
-# two CTAs, each with half of B, in 512 of 512. So the larger tile is the faster one as soon as its
-# MMA have enough rows to do (32 experts of 96 on average: 219 us with 128x256, not 246; of 152: 240
-# by two CTAs, not 282; of 512: 536, not 700). If TMA's writes cost nothing and L2 gives twice as
-# much, all are bound by their MMA, and two CTAs lose up to 14 % to rows that a tile has too many;
-# that is risked for the 1.2 to 1.3x, because the records of Hopper speak for the writes' cost.
+# two CTAs, each with half of B, in 512 of 512: the larger tile is the faster one as soon as its MMA
+# have enough rows to do, predicted 1.2 to 1.3x. If TMA's writes cost nothing and L2 gives twice as
+# much, two CTAs lose up to 14 % to rows that a tile has too many.
 UNEVEN = (
     (95, GemmConfig()),
     (150, GemmConfig(tile_n=256, dynamic=True)),
@@ -60,27 +59,15 @@ def choose(
     return replace(config, terms=terms)
 
 
+# As for Hopper (`sm90.heuristic`), by figures of an H200: to be measured.
+LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
+
+
 def choose_layer(
     tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
 ) -> tuple[GemmConfig, GemmConfig]:
-    """The configs of the fused layer's two GEMMs for T tokens, at least one.
-
-    Tiles and clusters are `pick`'s; what the layer adds is decided here.
-
-    Stages, tiles on demand and waves are decided as for Hopper (`sm90.heuristic.choose_layer`), by
-    figures of an H200: to be measured.
-    """
-    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
-    h, i = shape.hidden_size, shape.intermediate_size
-    first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
-    local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
-    early = not second.swap_ab or local > 4
-    second = replace(second, stages=8 if second.swap_ab else second.stages, dynamic=early)
-    if first.swap_ab:
-        first = replace(first, stages=8, whole_waves=early and first.tile_m <= 16)
-    else:
-        first = replace(first, dynamic=True)
-    return first.with_swiglu(terms), second
+    """The configs of the fused layer's two GEMMs for T tokens, at least one; see `LayerRules`."""
+    return LAYER.configs(tokens, shape, terms, pick)
 
 
 def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:

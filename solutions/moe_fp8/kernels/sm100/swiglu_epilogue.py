@@ -9,9 +9,10 @@ from cutlass import Float8E4M3FN, Float32, Int32
 
 from ...numerics import BLOCK
 from ..barriers import Barriers
+from ..epilogue import TileShare
 from ..swiglu_epilogue import VECTOR, Quantised, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
-from ..tiles import WARP, Tile
+from ..tiles import WARP
 from .config import MMA_ROWS, GemmConfig
 from .operands import Operands
 
@@ -34,12 +35,12 @@ class SwigluQuantise(SwigluEpilogue):
         ValueError: the config is of another epilogue, or n is ragged.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int):
-        if config.quantises != self.terms or n % (2 * BLOCK):
+    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
+        if config.quantises != terms or n % (2 * BLOCK):
             raise ValueError(
-                f"{config}, n={n}: expected quantises={self.terms} and n a multiple of {2 * BLOCK}"
+                f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, BLOCK)
+        super().__init__(config, operands, n, BLOCK, terms)
         self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
 
     def staging_elements(self) -> int:
@@ -60,18 +61,16 @@ class SwigluQuantise(SwigluEpilogue):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: TileShare,
     ):
         """Write the valid rows of a tile, by all consumer threads; see `StoreBFloat16.store`."""
+        tile, thread = share.tile, share.thread
         threads, rows = self.warps * WARP, self.config.tile_m
         barrier = pipeline.NamedBarrier(barrier_id=Barriers.STAGING, num_threads=threads)
         if cutlass.const_expr(self.config.swap_ab):
-            self._stage_columns(output, staging, acc, tile, thread, barrier)
+            self._stage_columns(output, staging, acc, share, barrier)
         else:
-            self._stage_row(output, staging, acc, tile, warpgroup, thread, barrier)
+            self._stage_row(output, staging, acc, share, barrier)
         barrier.arrive_and_wait()
         for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
             self._store_part(output, staging, tile, place // self.parts, place % self.parts)
@@ -79,16 +78,10 @@ class SwigluQuantise(SwigluEpilogue):
 
     @cute.jit
     def _stage_row(
-        self,
-        output: Quantised,
-        staging: Staging,
-        acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        barrier,
+        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
     ):
         """Tokens are accumulator rows: a thread has one, with half of its columns."""
+        tile, warpgroup, thread, _ = share
         row = thread % MMA_ROWS
         columns = self.operands.interleave
         c = cute.make_rmem_tensor(columns, Float32)
@@ -114,15 +107,10 @@ class SwigluQuantise(SwigluEpilogue):
 
     @cute.jit
     def _stage_columns(
-        self,
-        output: Quantised,
-        staging: Staging,
-        acc: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-        barrier,
+        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
     ):
         """Tokens are accumulator columns: a thread has one column of the result, of all of them."""
+        tile, _, thread, _ = share
         warp, tokens = thread // WARP, self.config.tile_m
         c = cute.make_rmem_tensor(tokens, Float32)
         amax = cute.make_rmem_tensor(tokens, Float32)
@@ -152,9 +140,3 @@ class SwigluQuantise(SwigluEpilogue):
         for group in range(self.column_groups):
             amax = cutlass.max(amax, staging.amax[group, token])
         return amax
-
-
-class SwigluTwoTerms(SwigluQuantise):
-    """As `SwigluQuantise`, with two terms."""
-
-    terms = 2

@@ -3,14 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK
-from ..limits import (
-    B_SCALES,
-    MAX_REGISTERS,
-    PRODUCER_REGISTERS,
-    REGISTERS,
-    SMEM_BYTES,
-    WARPGROUP,
-)
+from ..limits import B_SCALES, MAX_REGISTERS, PRODUCER_REGISTERS, REGISTERS, WARPGROUP
 from ..tile_config import TileConfig
 
 WGMMA_M = 64
@@ -22,68 +15,27 @@ OTHER_REGISTERS = 32
 
 @dataclass(frozen=True)
 class GemmConfig(TileConfig):
-    """Everything about a grouped GEMM that is a compile-time constant and can be tuned.
+    """See `TileConfig`.
 
     Attributes:
-        tile_m: rows (tokens) of a CTA tile: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
-        tile_n: output columns of a CTA tile: 64 or 128.
-        cluster_m: CTAs of a cluster along the rows; they share each B tile by multicast.
-        cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
-        stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
-        swap_ab: weights take WGMMA's 64-row side and tokens its 8..256-column side.
+        tile_m: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
+        tile_n: 64 or 128.
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
-        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
-        whole_waves: only as many clusters take part as leave each with the same number of tiles.
-            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
-            on the multiprocessors that are left. Not with `dynamic`.
-        terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
-            two are stored in float32: rounding them would cost what the second term gains.
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four.
-
-    Raises:
-        ValueError: a value is outside what the kernel supports; the message names the limit.
     """
 
-    tile_m: int = 128
-    tile_n: int = 128
-    cluster_m: int = 1
-    cluster_n: int = 1
-    stages: int = 0
-    swap_ab: bool = False
     overlap: bool = False
-    dynamic: bool = False
-    whole_waves: bool = False
     unroll: bool = False
-    terms: int = 1
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
-        side = "with swap_ab" if self.swap_ab else "without swap_ab"
-        if self.tile_m not in rows:
-            raise ValueError(f"tile_m={self.tile_m}: expected one of {rows} {side}")
-        if self.tile_n not in (64, 128):
-            raise ValueError(f"tile_n={self.tile_n}: expected 64 or 128")
-        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
-            raise ValueError(
-                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
-            )
+        self.check(tile_m=rows, tile_n=(64, 128))
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(
                 f"{self}: {self.accumulator_registers} accumulator registers a thread, "
                 f"expected at most {most}"
-            )
-        if self.whole_waves and self.dynamic:
-            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
-        if self.terms not in (1, 2):
-            raise ValueError(f"terms={self.terms}: expected 1 or 2")
-        if self.stages < 0 or self.stages == 1:
-            raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
-        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
-            raise ValueError(
-                f"{self}: needs {self.smem_bytes} bytes of shared memory, "
-                f"more than the {SMEM_BYTES} of one CTA"
             )
 
     @property
@@ -140,13 +92,6 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
 
     def __str__(self) -> str:
-        flags = [
-            f
-            for f in ("swap_ab", "overlap", "dynamic", "whole_waves", "unroll")
-            if getattr(self, f)
-        ]
-        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
-        if self.terms > 1:
-            flags.append(f"{self.terms} terms")
-        return ", ".join([tile, cluster, f"{self.num_stages} stages", *flags])
+        flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves", "unroll")
+        terms = [f"{self.terms} terms"] if self.terms > 1 else []
+        return self.described(*flags, *terms)

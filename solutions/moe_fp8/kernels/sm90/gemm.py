@@ -15,12 +15,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
-from ..a_load import ContiguousRows
 from ..dependent import wait_for_previous
-from ..grouped_gemm import GroupedGemm, Shared, Weights, Work
-from ..handoff import Ready
+from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
-from ..tiles import WARP, Tile, rows_of_lane
+from ..tiles import WARP, rows_of_lane
 from .config import WGMMA_M, GemmConfig
 from .operands import operands_of
 
@@ -39,7 +37,6 @@ class Source(NamedTuple):
 
     load: pipeline.PipelineTmaAsync
     fragments: Fragments
-    a_scale: cute.Tensor  # (scale_rows, 1, stages) f32 in shared memory
 
 
 class GroupedGemmSm90(GroupedGemm):
@@ -54,19 +51,10 @@ class GroupedGemmSm90(GroupedGemm):
                  while its next one runs. At the tile's end the sums go to the `epilogue`.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        n: int,
-        k: int,
-        experts: int,
-        a_load: type = ContiguousRows,
-        epilogue: type | None = None,
-        rows_known: bool = False,
-        side_job: Any = None,
-    ):
-        operands = operands_of(config)
-        super().__init__(config, n, k, experts, operands, a_load, epilogue, rows_known, side_job)
+    operands_of = staticmethod(operands_of)
+
+    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
         # K blocks of an iteration of the main loop.
         if config.unroll and self.k_blocks % config.num_stages == 0:
             self.unroll = config.num_stages
@@ -81,25 +69,16 @@ class GroupedGemmSm90(GroupedGemm):
         self.tiled_mma = self.operands.tiled_mma()
 
     @cute.kernel
-    def kernel(
-        self,
-        a,
-        b: Weights,
-        output,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        side_job_tensors,
-        ready: Ready | None,
-    ):
+    def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c = self.config
+        c, expert_rows = self.config, args.expert_rows
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
         if cutlass.const_expr(self.rows_known):
             # The first thing to wait for: nothing can be loaded before the experts' rows are known.
             rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
-            self._prefetch(a, b, output)
+            self._prefetch(args)
 
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = self._shared(storage)
@@ -125,12 +104,10 @@ class GroupedGemmSm90(GroupedGemm):
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(
-                warp_idx, load, work, queue, a, b, shared, counter, side_job_tensors, ready
-            )
+            self._producers(warp_idx, load, work, queue, args, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._mma_warpgroup(load, work, group - 1, shared, b, staging, output)
+            self._mma_warpgroup(load, work, group - 1, shared, args, staging)
 
     @cute.jit
     def _mma_warpgroup(
@@ -139,9 +116,8 @@ class GroupedGemmSm90(GroupedGemm):
         work: Work,
         consumer: Int32,
         shared: Shared,
-        b: Weights,
+        args: KernelArguments,
         staging,  # the epilogue's
-        output,
     ):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
         c = self.config
@@ -158,38 +134,15 @@ class GroupedGemmSm90(GroupedGemm):
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        source = Source(load, fragments, shared.a.scales)
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]
-        self._consume(
-            work,
-            source,
-            state,
-            cached_b_scale,
-            b.scales,
-            total_acc,
-            staging,
-            output,
-            consumer,
-            thread,
-        )
+        source = Source(load, fragments)
+        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
 
     @cute.jit
-    def _sum_tile(
-        self,
-        source: Source,
-        state,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-    ):
+    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         overlap = cutlass.const_expr(self.config.overlap)
         mainloop = self._overlapped_mainloop if overlap else self._mainloop
-        scales = self.a_load.first_scale(tile, source.a_scale)
-        return mainloop(
-            source.load, state, source.fragments, cached_b_scale, total_acc, scales, thread
-        )
+        return mainloop(source.load, state, source.fragments, total_acc, of)
 
     @cute.jit
     def _skip_tile(self, source: Source, state):
@@ -201,17 +154,7 @@ class GroupedGemmSm90(GroupedGemm):
         return state
 
     @cute.jit
-    def _mainloop(
-        self,
-        load,
-        state,
-        fragments: Fragments,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        thread: Int32,
-    ):
-        """total_acc = the tile's sum over K; returns the state after its last block."""
+    def _mainloop(self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales):
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -222,7 +165,7 @@ class GroupedGemmSm90(GroupedGemm):
                 load.consumer_wait(now, arrived)
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, s_a_scale, cached_b_scale, first + i, now.index, thread)
+                self._load_scales(scales, of, first + i, now.index)
                 self._issue_wgmma(acc, fragments, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
@@ -251,14 +194,7 @@ class GroupedGemmSm90(GroupedGemm):
 
     @cute.jit
     def _overlapped_mainloop(
-        self,
-        load,
-        state,
-        fragments: Fragments,
-        cached_b_scale: cute.Tensor,
-        total_acc: cute.Tensor,
-        s_a_scale: cute.Tensor,
-        thread: Int32,
+        self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales
     ):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
@@ -274,9 +210,7 @@ class GroupedGemmSm90(GroupedGemm):
                     now = self._stage(state, i)
                     load.consumer_wait(now)
                     self.a_load.arrived()
-                    self._load_scales(
-                        scales[i % 2], s_a_scale, cached_b_scale, first + i, now.index, thread
-                    )
+                    self._load_scales(scales[i % 2], of, first + i, now.index)
                     self._issue_wgmma(accs[i % 2], fragments, now.index)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < self.unroll else 0)

@@ -10,10 +10,11 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from ...numerics import BLOCK
 from ..barriers import Barriers
+from ..epilogue import TileShare
 from ..limits import WARPS
 from ..swiglu_epilogue import Quantised, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
-from ..tiles import WARP, Tile
+from ..tiles import WARP
 from .config import GemmConfig
 from .operands import Operands
 
@@ -54,13 +55,13 @@ class SwigluQuantise(SwigluEpilogue):
         ValueError: the tile is not 128 columns wide, n is ragged, or the cluster is no such pair.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int):
+    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
         if config.tile_n != BLOCK or config.cluster_n != 2 or n % (2 * BLOCK):
             raise ValueError(
                 f"{config}, n={n}: expected tiles of {BLOCK} columns in clusters of two side by "
                 f"side, and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, COLUMNS)
+        super().__init__(config, operands, n, COLUMNS, terms)
         # mbarriers of a buffer: every warpgroup waits for its own rows, with swap_ab all together.
         self.waits = 1 if config.swap_ab else config.consumer_warpgroups
         self.arrivals = 1 if config.swap_ab else WARPS
@@ -98,30 +99,19 @@ class SwigluQuantise(SwigluEpilogue):
         staging: Staging,
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
+        share: TileShare,
     ):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         if cutlass.const_expr(self.config.swap_ab):
-            self._store_columns(output, staging, sums, tile, thread, stored)
+            self._store_columns(output, staging, sums, share)
         else:
-            self._store_rows(output, staging, sums, tile, warpgroup, thread, stored)
+            self._store_rows(output, staging, sums, share)
 
     @cute.jit
-    def _store_rows(
-        self,
-        output: Quantised,
-        staging: Staging,
-        sums: cute.Tensor,
-        tile: Tile,
-        warpgroup: Int32,
-        thread: Int32,
-        stored: Int32,
-    ):
+    def _store_rows(self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare):
         """Tokens are accumulator rows: a warp has 16 of them with all 64 columns."""
+        tile, warpgroup, thread, stored = share
         lane = thread % WARP
         first = thread // WARP * 16
         pairs = COLUMNS // 8  # of neighbouring columns that a thread holds of a row
@@ -170,15 +160,10 @@ class SwigluQuantise(SwigluEpilogue):
 
     @cute.jit
     def _store_columns(
-        self,
-        output: Quantised,
-        staging: Staging,
-        sums: cute.Tensor,
-        tile: Tile,
-        thread: Int32,
-        stored: Int32,
+        self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare
     ):
         """Tokens are accumulator columns: a thread has one column of every eighth pair of them."""
+        tile, _, thread, stored = share
         lane, warp = thread % WARP, thread // WARP
         threads, rows = self.warps * WARP, self.config.tile_m
         tokens = rows // 4
@@ -244,9 +229,3 @@ class SwigluQuantise(SwigluEpilogue):
         place = staging.theirs.iterator + buffer_index * self.config.tile_m + row
         other = cute.arch.block_idx_in_cluster() ^ 1
         cute.arch.store_async_dsmem(place, amax, arrived, other)
-
-
-class SwigluTwoTerms(SwigluQuantise):
-    """As `SwigluQuantise`, with two terms."""
-
-    terms = 2
