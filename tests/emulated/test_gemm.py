@@ -85,7 +85,8 @@ def check_exact(problem, config, ctas: int, emulator) -> None:
 
 @pytest.mark.parametrize(
     ("config", "k"),
-    [(config, 512) for config in [*HOPPER, *BLACKWELL]]
+    [(config, 512) for config in [*HOPPER[::2], *PICKED]]
+    + more(*((config, 512) for config in [*HOPPER[1::2], *BLACKWELL[len(PICKED) :]]))
     + more(*((config, 256) for config in [*HOPPER, *PICKED])),
     ids=name_of,
 )

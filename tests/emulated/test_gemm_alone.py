@@ -108,6 +108,7 @@ def test_a_batched_call_may_begin_while_the_one_before_ends(dependents, emulator
     assert all(map(torch.equal, outputs, wanted))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kernel", ["place", "gemm"])
 def test_without_a_wait_of_a_batched_call(kernel, emulator):
     emulator.options.dependents = "early"

@@ -10,6 +10,7 @@ from problems import gemm
 from ptxemu import MODES
 from test_gemm import launch
 
+pytestmark = pytest.mark.all
 Edit = Callable[[str], str]
 
 

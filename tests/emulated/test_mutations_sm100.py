@@ -19,6 +19,7 @@ from test_mutations import (
     reported,
 )
 
+pytestmark = pytest.mark.all
 CONFIG = GemmConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(CONFIG, cluster_m=2, mma_ctas=2)
 PASS = "setp.eq.u32 P1, 0, 0;"

@@ -319,6 +319,7 @@ COMBINE_MUTATIONS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", COMBINE_MUTATIONS)
 def test_a_broken_ring_of_the_combine_is_noticed(name, emulator):
     pattern, replacement, role = COMBINE_MUTATIONS[name]

@@ -31,6 +31,12 @@ def test_built_once_and_again_when_a_source_changes(small_core):
     assert build.library() != first
 
 
+def test_other_flags_make_another_library(small_core, monkeypatch):
+    first = build.library()
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DOTHER"])
+    assert build.library() != first
+
+
 def test_nothing_is_written_beside_the_sources(small_core):
     before = sorted(small_core.iterdir())
     small_core.chmod(0o500)

@@ -75,6 +75,18 @@ def test_a_chain(name, mode, dependents):
         assert torch.equal(buffer, expected(i))
 
 
+@pytest.mark.parametrize(
+    ("scheduling", "early"), [("eager", False), ("lazy", True), ("early_loads", True)]
+)
+def test_when_a_dependent_starts_in_a_mode(scheduling, early, emulator):
+    """The second kernel does not wait: if it starts early, it reads what the first has not yet
+    written."""
+    emulator.options.mode = scheduling
+    buffers = fresh(2)
+    chain(WELL_BEHAVED["trigger first"], step(), buffers=buffers)
+    assert torch.equal(buffers[2], expected(2)) != early
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_chain_in_random_order(seed, emulator):
     emulator.options.mode, emulator.options.seed = "random", seed

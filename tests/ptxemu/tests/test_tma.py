@@ -156,6 +156,14 @@ def test_linear_copies(mode):
     assert torch.equal(out[:, 64:], other.view(2, 64))
 
 
+def test_a_map_behind_a_smaller_parameter():
+    """Parameters are placed by their alignment: of a tensor map 64 bytes."""
+    x, out = torch.arange(128).int().view(32, 4), zeros(32, 4)
+    text = load_kernel(128).replace("entry k(", "entry k(.param .u32 first, ")
+    report = run_with(x, text, 7, tensor_map(x, (32, 4)), 0, 0, out)
+    assert torch.equal(out, x) and not report.hazards
+
+
 def test_multicast(mode):
     """CTA 0 loads for both; each CTA waits for its own barrier."""
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
