@@ -150,6 +150,7 @@ def test_the_usual_bounds_take_no_trace(data_set, cache) -> None:
         apply(DEFINITION, args=tuple(values.values())[:-1])
 
 
+@pytest.mark.all
 def test_the_environment_alone_enables_it(data_set, tmp_path: Path) -> None:
     text = SCRIPT.format(paths=[str(Path(__file__).parent)], definition=DEFINITION)
     done = subprocess.run(
@@ -282,6 +283,7 @@ print(trace_apply.stats())
 @pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
 )
+@pytest.mark.all
 def test_flashinfers_function_is_ours_before_it_looks_for_a_gpu(folder: Path, tmp_path) -> None:
     """On the CPU, where FlashInfer's own function has nothing to run: what Trace Apply hands over,
     what it does not, and what stays FlashInfer's."""
