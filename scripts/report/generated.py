@@ -88,8 +88,8 @@ def short_ranking(recorded: Recorded) -> str:
     text = f"{where} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
     if not limits.empty:
         text += (
-            " TB/s, TFLOP/s: weights and FLOPs over device time, where each bounds; floor: at "
-            "measured rates."
+            " TB/s: weights read, where DRAM is the limit; TFLOP/s: elsewhere; of the limit: mean "
+            "of floor over device time."
         )
     return parts(paragraph(text, sources_of(recorded)), table(tables.short_table(main, limits)))
 
