@@ -2,17 +2,15 @@
 
 `run.py test` leaves out what is marked `all`: further modes, configs and sizes of what it does
 test, and what takes long and seldom breaks; so is what is marked `large_memory`, and the emulator's
-own tests where they passed with the emulator as it is now. `run.py test --all` runs everything.
+own tests where it is as in the last commit. `run.py test --all` runs everything.
 """
 
-import hashlib
+import subprocess
 from pathlib import Path
 
 import pytest
 
 EMULATOR = Path(__file__).parent / "ptxemu"
-PASSED = "ptxemu/passed"
-"""In pytest's cache: the sources with which all of the emulator's tests passed last."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,8 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
-    unchanged = cache and cache.get(PASSED, None) == sources_of_the_emulator()
+    unchanged = not emulator_changed()
     for item in items:
         large = item.get_closest_marker("large_memory")
         if large:
@@ -35,24 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    config = session.config
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    whole = any(Path(arg).resolve() == EMULATOR / "tests" for arg in config.args)
-    narrowed = config.option.keyword or config.option.markexpr
-    cache = getattr(config, "cache", None)
-    if reporter and cache and whole and not narrowed and exitstatus == 0:
-        prefix = f"{(EMULATOR / 'tests').relative_to(config.rootpath).as_posix()}/"
-        # Where there is no C++ compiler they are skipped.
-        if any(report.nodeid.startswith(prefix) for report in reporter.stats.get("passed", [])):
-            cache.set(PASSED, sources_of_the_emulator())
-
-
-def sources_of_the_emulator() -> str:
-    """Digest of the emulator and of its tests."""
-    digest = hashlib.sha256()
-    for path in sorted(EMULATOR.rglob("*")):
-        if path.suffix in (".py", ".h", ".cpp", ".txt"):
-            digest.update(f"{path.relative_to(EMULATOR)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+def emulator_changed() -> bool:
+    """Whether it differs from the last commit; yes where there is none."""
+    command = ["git", "status", "--porcelain", "--", str(EMULATOR)]
+    try:
+        said = subprocess.run(command, cwd=EMULATOR, capture_output=True, text=True)
+    except OSError:  # no git
+        return True
+    return said.returncode != 0 or said.stdout.strip() != ""

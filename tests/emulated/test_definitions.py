@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
@@ -30,8 +29,9 @@ def inputs_of(tokens: int) -> MoeInputs:
     )  # fmt: skip
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
-    ("name", "tokens", "terms"), [("swapped, gathered", 3, 1), *more(("permuted", 33, 2))]
+    ("name", "tokens", "terms"), [("swapped, gathered", 3, 1), ("permuted", 33, 2)]
 )
 def test_as_the_model(name, tokens, terms, emulator, monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")

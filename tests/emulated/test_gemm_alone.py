@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from markers import more
 from moe_fp8.gemms import batched, flat
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.batched import batched_gemm, compile_batched_gemm
@@ -61,7 +62,7 @@ def batched_problem(rows: tuple[int, ...], max_rows: int):
     return (a, a_scale, problem.b, problem.b_scale, counts, 30), wanted
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [CONFIGS[0], *more(*CONFIGS[1:])], ids=str)
 def test_batched(config, mode, emulator, monkeypatch):
     """Rows from a count on hold NaN, and are zero in the output."""
     arguments, wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)
@@ -73,6 +74,7 @@ def test_batched(config, mode, emulator, monkeypatch):
     assert emulator.reports[-1].hazards == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("config", [Sm100(tile_m=16, swap_ab=True), Sm100()], ids=str)
 def test_batched_on_blackwell(config, emulator):
     (a, a_scale, b, b_scale, counts, _), wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)

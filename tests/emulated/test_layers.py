@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import pipeline
@@ -47,7 +46,8 @@ def output_of(layer: Layer, inputs: MoeInputs) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("tokens", "offset"), [(41, 4), *more((1, 4), (9, 100))])
+@pytest.mark.all
+@pytest.mark.parametrize(("tokens", "offset"), [(41, 4), (1, 4), (9, 100)])
 def test_layers(tokens, offset, mode, emulator, monkeypatch):
     inputs = inputs_of(tokens, offset)
     wanted = output_of(LAYERS["v2"], inputs)  # by the model: nothing is launched
