@@ -2,6 +2,7 @@
 benchmark runs the packed solutions and writes traces that flashinfer-bench reads."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
