@@ -5,11 +5,15 @@ test, and what takes long and seldom breaks; so is what is marked `large_memory`
 own tests where it is as in the last commit. `run.py test --all` runs everything.
 """
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers fill the cores; torch's further threads would only wait in turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 EMULATOR = Path(__file__).parent / "ptxemu"
 
 

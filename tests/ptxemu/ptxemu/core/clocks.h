@@ -30,63 +30,109 @@ struct Known {
   }
 };
 
-// Shared between all that know the same, copied when one of them learns more.
-class Clock {
-  std::shared_ptr<std::vector<Known>> agents;  // by agent
+// A pointer that counts the owners of what it points to. The core is one thread: std::shared_ptr,
+// which counts atomically, would cost more than the joins themselves.
+template <class T>
+class Shared {
+  struct Counted {
+    T value;
+    size_t owners;
+  };
+  Counted* at = nullptr;
 
-  static std::vector<Known>::const_iterator place(const std::vector<Known>& v, u32 agent) {
-    return std::lower_bound(v.begin(), v.end(), agent,
-                            [](const Known& k, u32 a) { return k.agent < a; });
+ public:
+  Shared() = default;
+  Shared(const Shared& o) : at(o.at) {
+    if (at) at->owners++;
   }
+  Shared(Shared&& o) noexcept : at(std::exchange(o.at, nullptr)) {}
+  Shared& operator=(Shared o) noexcept {
+    std::swap(at, o.at);
+    return *this;
+  }
+  ~Shared() {
+    if (at && !--at->owners) delete at;
+  }
+  explicit operator bool() const { return at != nullptr; }
+  bool operator==(const Shared& o) const { return at == o.at; }
+  const T* operator->() const { return &at->value; }
+  const T& operator*() const { return at->value; }
+  // To change it: a copy where there are other owners.
+  T& own() {
+    if (!at)
+      at = new Counted{T(), 1};
+    else if (at->owners > 1) {
+      at->owners--;
+      at = new Counted{at->value, 1};
+    }
+    return at->value;
+  }
+};
+
+// By agent. Clocks that know the same share it, whole or by blocks of agents; who learns more copies
+// the block.
+class Clock {
+  static const u32 BLOCK = 32;
+  struct Block {
+    Known known[BLOCK];
+    u32 here = 0;  // bit i: something is known of agent i of the block
+    bool includes(const Block& o) const {
+      if (o.here & ~here) return false;
+      for (u32 m = o.here; m; m &= m - 1) {
+        int i = __builtin_ctz(m);
+        if (!known[i].includes(o.known[i])) return false;
+      }
+      return true;
+    }
+    void join(const Known& k) {
+      u32 i = k.agent % BLOCK;
+      if (here >> i & 1)
+        known[i].join(k);
+      else
+        known[i] = k;
+      here |= 1u << i;
+    }
+  };
+  Shared<std::vector<Shared<Block>>> blocks;
 
  public:
   u64 launches = 0;  // bit i: everything that launch i did
 
   const Known* find(u32 agent) const {
-    if (!agents) return nullptr;
-    auto i = place(*agents, agent);
-    return i != agents->end() && i->agent == agent ? &*i : nullptr;
+    u32 block = agent / BLOCK, i = agent % BLOCK;
+    if (!blocks || block >= blocks->size()) return nullptr;
+    auto& b = (*blocks)[block];
+    return b && (b->here >> i & 1) ? &b->known[i] : nullptr;
   }
   void learn(const Known& k) {
     const Known* old = find(k.agent);
     if (old && old->includes(k)) return;
-    if (!agents)
-      agents = std::make_shared<std::vector<Known>>();
-    else if (agents.use_count() > 1)
-      agents = std::make_shared<std::vector<Known>>(*agents);
-    auto i = agents->begin() + (place(*agents, k.agent) - agents->cbegin());
-    if (i != agents->end() && i->agent == k.agent)
-      i->join(k);
-    else
-      agents->insert(i, k);
+    auto& mine = blocks.own();
+    u32 block = k.agent / BLOCK;
+    if (mine.size() <= block) mine.resize(block + 1);
+    mine[block].own().join(k);
   }
   void join(const Clock& o) {
     launches |= o.launches;
-    if (!o.agents || o.agents == agents) return;
-    if (!agents) {
-      agents = o.agents;
+    if (!o.blocks || o.blocks == blocks) return;
+    if (!blocks) {
+      blocks = o.blocks;
       return;
     }
-    auto a = agents->begin(), b = o.agents->begin();
-    bool news = false;
-    for (; b != o.agents->end() && !news; ++b) {
-      while (a != agents->end() && a->agent < b->agent) ++a;
-      news = a == agents->end() || a->agent != b->agent || !a->includes(*b);
-    }
-    if (!news) return;
-    auto merged = std::make_shared<std::vector<Known>>();
-    merged->reserve(agents->size() + o.agents->size());
-    for (a = agents->begin(), b = o.agents->begin(); a != agents->end() || b != o.agents->end();) {
-      if (b == o.agents->end() || (a != agents->end() && a->agent < b->agent))
-        merged->push_back(*a++);
-      else if (a == agents->end() || b->agent < a->agent)
-        merged->push_back(*b++);
-      else {
-        merged->push_back(*a++);
-        merged->back().join(*b++);
+    for (size_t i = 0; i < o.blocks->size(); i++) {
+      auto& theirs = (*o.blocks)[i];
+      if (!theirs) continue;
+      const Shared<Block> mine = i < blocks->size() ? (*blocks)[i] : Shared<Block>();
+      if (mine && (mine == theirs || mine->includes(*theirs))) continue;
+      auto& own = blocks.own();
+      if (own.size() <= i) own.resize(o.blocks->size());
+      if (!mine || theirs->includes(*mine)) {
+        own[i] = theirs;
+        continue;
       }
+      Block& joined = own[i].own();
+      for (u32 m = theirs->here; m; m &= m - 1) joined.join(theirs->known[__builtin_ctz(m)]);
     }
-    agents = std::move(merged);
   }
 };
 

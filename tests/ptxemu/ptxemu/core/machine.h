@@ -104,7 +104,7 @@ struct Group {
   bool arrived = false;
   u64 token = 0;  // for two-step barriers: arrival already counted
   bool blocked = false;
-  Str why;
+  std::function<Str()> why;  // what it waits for; put into words only where that is reported
 };
 
 // What a store with release semantics, or a fence before it, publishes at a word: to readers in

@@ -61,17 +61,20 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
       }
   }
 }
-// acc[M][N] += A[M][K] * B[N][K], float32 accumulation in k order
+// acc[M][N] += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8.
 static void matmul(float* acc, const float* A, const float* B, int M, int N, int K) {
-  std::vector<float> bt((size_t)N * K);
-  for (int n = 0; n < N; n++)
-    for (int k = 0; k < K; k++) bt[(size_t)k * N + n] = B[(size_t)n * K + k];
-  for (int i = 0; i < M; i++) {
-    float* c = acc + (size_t)i * N;
-    for (int k = 0; k < K; k++) {
-      float a = A[(size_t)i * K + k];
-      const float* b = &bt[(size_t)k * N];
-      for (int n = 0; n < N; n++) c[n] += a * b[n];
+  typedef float Eight __attribute__((vector_size(32), aligned(4)));
+  const int MOST_K = 64;  // of 4-bit elements
+  Eight columns[MOST_K];  // eight of B, k by k
+  for (int n = 0; n < N; n += 8) {
+    for (int k = 0; k < K; k++)
+      for (int j = 0; j < 8; j++) columns[k][j] = B[(size_t)(n + j) * K + k];
+    for (int i = 0; i < M; i += 4) {
+      Eight sum[4];
+      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(acc + (size_t)(i + r) * N + n);
+      for (int k = 0; k < K; k++)
+        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * columns[k];
+      for (int r = 0; r < 4; r++) *(Eight*)(acc + (size_t)(i + r) * N + n) = sum[r];
     }
   }
 }

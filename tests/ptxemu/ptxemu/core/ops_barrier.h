@@ -86,8 +86,10 @@ static Status h_bar(ARGS) {
     finish();
     return NEXT;
   }
-  c.g.why = fmt("barrier %u: %d of %d threads arrived", id, b.arrived,
-                want == -1 ? cta_expected(c.cta) : want);
+  c.g.why = [id, want, &b, &cta = c.cta] {
+    return fmt("barrier %u: %d of %d threads arrived", id, b.arrived,
+               want == -1 ? cta_expected(cta) : want);
+  };
   return BLOCK;
 }
 static void cluster_bar_release(Cluster& k) {
@@ -135,7 +137,9 @@ static Status h_cluster_wait(ARGS) {
     acquire(c, k.arrived);
     return NEXT;
   }
-  c.g.why = fmt("barrier.cluster.wait: %d of %d threads arrived", k.bar_arrived, need);
+  c.g.why = [&k, need] {
+    return fmt("barrier.cluster.wait: %d of %d threads arrived", k.bar_arrived, need);
+  };
   return BLOCK;
 }
 // mbarrier ops: i1 space (0 generic, 2 shared)
@@ -234,11 +238,13 @@ static Status h_mbar_wait(ARGS) {
     }
   }
   if (waited)
-    c.g.why = fmt(
-        "try_wait at PTX line %d on mbarrier at shared offset %u (CTA rank %u, init at PTX "
-        "line %d): waiting %s %u; now phase %u, %d of %d arrivals pending, tx-count %ld",
-        I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state", asked,
-        waited->phase, waited->pending, waited->count, (long)waited->tx);
+    c.g.why = [&I, waited, at, asked] {
+      return fmt(
+          "try_wait at PTX line %d on mbarrier at shared offset %u (CTA rank %u, init at PTX "
+          "line %d): waiting %s %u; now phase %u, %d of %d arrivals pending, tx-count %ld",
+          I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state",
+          asked, waited->phase, waited->pending, waited->count, (long)waited->tx);
+    };
   if (I.i2 && waited && !c.m.force_timeout) return BLOCK;
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;

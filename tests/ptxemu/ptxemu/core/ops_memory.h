@@ -268,7 +268,7 @@ static Status h_wait_for_launch(ARGS) {
   if (!i) return NEXT;
   const Launch& before = *c.m.launches[i - 1];
   if (!before.complete) {
-    c.g.why = fmt("griddepcontrol.wait: launch %d has not completed", i - 1);
+    c.g.why = [i] { return fmt("griddepcontrol.wait: launch %d has not completed", i - 1); };
     return BLOCK;
   }
   c.w.knowledge.know_launches(before.known_at_end | 1ull << before.index);

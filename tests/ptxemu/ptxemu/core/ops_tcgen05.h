@@ -19,7 +19,9 @@ static bool pair_is_here(Ctx& c, const Str& call) {
   }
   const auto& peer = other.pair_calls;
   if (peer.size() < c.g.token) {
-    c.g.why = call + " with cta_group::2: the other CTA of the pair has not asked for it";
+    c.g.why = [call] {
+      return call + " with cta_group::2: the other CTA of the pair has not asked for it";
+    };
     return false;
   }
   if (peer[c.g.token - 1] != call)
@@ -69,7 +71,7 @@ static Status h_tc_alloc(ARGS) {
     c.g.arrived = false;
     return NEXT;
   }
-  c.g.why = fmt("tcgen05.alloc: no %u free TMEM columns", n);
+  c.g.why = [n] { return fmt("tcgen05.alloc: no %u free TMEM columns", n); };
   return BLOCK;
 }
 // MMAs or copies outstanding; a commit whose arrival nobody waits for does no harm

@@ -10,7 +10,9 @@ static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
     if (orders) c.w.together = c.m.tick - 1;  // its own accesses come after it
     return true;
   }
-  c.g.why = fmt("%s needs lanes %08x together, but this group has only %08x", what, want, c.g.mask);
+  c.g.why = [what, want, mask = c.g.mask] {
+    return fmt("%s needs lanes %08x together, but this group has only %08x", what, want, mask);
+  };
   return false;
 }
 #define CONVERGED_ALL(what) \

@@ -34,57 +34,70 @@ struct Actor {
   }
 };
 
-struct Chunk {  // 16 bytes
+// What is remembered of 16 bytes beyond one access.
+struct MoreAccesses {
   static const size_t MOST = 28;
-  Access few[4];
-  std::unique_ptr<std::vector<Access>> more;
+  Access few[3];
+  std::unique_ptr<std::vector<Access>> many;
+};
+
+class Shadow {
+  static const int PAGE = 64, LOW = 256;  // chunks of 16 bytes in a page; pages found by number
+  // Most chunks have one access: weights that TMA reads once.
+  struct Page {
+    Access first[PAGE];
+    std::unique_ptr<MoreAccesses[]> more;
+    Page() { memset((void*)first, 0, sizeof first); }
+  };
+  std::unique_ptr<Page> low[LOW];  // shared and tensor memory
+  std::unordered_map<u64, std::unique_ptr<Page>> high;
+  u64 last = ~0ull;
+  Page* page = nullptr;
+
+  Page& page_of(u64 address) {
+    u64 key = address / (16 * PAGE);
+    if (key != last) {
+      auto& p = key < LOW ? low[key] : high[key];
+      if (!p) p.reset(new Page);
+      last = key;
+      page = p.get();
+    }
+    return *page;
+  }
   template <class F>
-  void each(F f) {
-    for (auto& a : few)
+  static void each(Page& p, u32 chunk, F f) {
+    if (p.first[chunk].bytes) f(p.first[chunk]);
+    if (!p.more) return;
+    MoreAccesses& more = p.more[chunk];
+    for (auto& a : more.few)
       if (a.bytes) f(a);
-    if (more)
-      for (auto& a : *more)
+    if (more.many)
+      for (auto& a : *more.many)
         if (a.bytes) f(a);
   }
-  void add(const Access& a) {
-    for (auto& slot : few)
+  static void add(Page& p, u32 chunk, const Access& a) {
+    if (!p.first[chunk].bytes) {
+      p.first[chunk] = a;
+      return;
+    }
+    if (!p.more) p.more.reset(new MoreAccesses[PAGE]());
+    MoreAccesses& more = p.more[chunk];
+    for (auto& slot : more.few)
       if (!slot.bytes) {
         slot = a;
         return;
       }
-    if (!more) more.reset(new std::vector<Access>);
-    for (auto& slot : *more)
+    if (!more.many) more.many.reset(new std::vector<Access>);
+    for (auto& slot : *more.many)
       if (!slot.bytes) {
         slot = a;
         return;
       }
     // Of many that only read, some are forgotten: a race may be missed, none is invented.
-    if (more->size() < MOST || a.write)
-      more->push_back(a);
+    if (more.many->size() < more.MOST || a.write)
+      more.many->push_back(a);
     else
-      (*more)[a.tick % MOST] = a;
-  }
-};
-
-class Shadow {
-  static const int PAGE = 64;  // chunks
-  struct Page {
-    Chunk chunks[PAGE];
-    Page() { memset((void*)chunks, 0, sizeof chunks); }
-  };
-  std::unordered_map<u64, std::unique_ptr<Page>> pages;
-  u64 last = ~0ull;
-  Page* page = nullptr;
-
-  Chunk& chunk(u64 address) {
-    u64 key = address / (16 * PAGE);
-    if (key != last) {
-      auto& p = pages[key];
-      if (!p) p.reset(new Page);
-      last = key;
-      page = p.get();
-    }
-    return page->chunks[address / 16 % PAGE];
+      (*more.many)[a.tick % more.MOST] = a;
   }
 
  public:
@@ -95,9 +108,10 @@ class Shadow {
     for (u64 end = address + n; address < end;) {
       u32 first = address % 16, count = (u32)std::min<u64>(16 - first, end - address);
       u16 bytes = (u16)(((1u << count) - 1) << first);
-      Chunk& c = chunk(address);
+      Page& p = page_of(address);
+      u32 chunk = address / 16 % PAGE;
       bool recorded = false;
-      c.each([&](Access& a) {
+      each(p, chunk, [&](Access& a) {
         if ((a.bytes & bytes) && (write || a.write) && !(a.strong && me.strong)) before(a, address);
         if (write)
           a.bytes &= ~bytes;
@@ -115,7 +129,7 @@ class Shadow {
         a.lanes = me.lanes;
         a.bytes = bytes;
         a.pc = me.pc;
-        c.add(a);
+        add(p, chunk, a);
       }
       address += count;
     }
