@@ -173,17 +173,16 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
     Cta& t = *pair[c];
     std::vector<float> A((size_t)rows * K), acc((size_t)rows * N, 0.f);
     std::vector<s64> iacc(x.i8 ? (size_t)rows * N : 0, 0);
-    auto lane_of = [&](int r, int n) -> u32 {
-      u32 base = x.d >> 16;
-      if (rows == 128) return base + r;
-      if (x.cg == 1) return base + (r / 16) * 32 + r % 16;
-      return base + r + (n >= N / 2 ? 64 : 0);
-    };
     u32 col0 = x.d & 0xffff;
-    auto col_of = [&](int n) -> u32 {
-      return col0 + (rows == 64 && x.cg == 2 && n >= N / 2 ? n - N / 2 : n);
-    };
     int ncols = rows == 64 && x.cg == 2 ? N / 2 : N;
+    // Calls fn(lane, first index of its results in acc): each lane holds `ncols` results, from col0.
+    auto each_lane = [&](auto fn) {
+      for (int r = 0; r < rows; r++)
+        for (int n = 0; n < N; n += ncols) {
+          u32 lane = (x.d >> 16) + (rows == 64 && x.cg == 1 ? (r / 16) * 32 + r % 16 : r);
+          fn(n ? lane + 64 : lane, (size_t)r * N + n);
+        }
+    };
     tmem_check_cols(t, col0, ncols, line, what);
     for (u32 quarter = 0; quarter < 4; quarter++)
       order_tmem(*op.m, l, me, t, quarter, col0, ncols, true, line);
@@ -213,20 +212,25 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
       for (auto& v : A) v = -v;
     bool uninit = false;
     if (x.acc)
-      for (int r = 0; r < rows; r++)
-        for (int n = 0; n < N; n++) {
-          u32 lane = lane_of(r, n), col = col_of(n);
-          if (!t.tmem_init[(size_t)lane * 512 + col]) uninit = true;
-          if (t.tmem_init[(size_t)lane * 512 + col] & 2)
-            l.hazard(
-                "tmem-store-not-waited", line,
-                "tcgen05.mma accumulates onto TMEM written by tcgen05.st without tcgen05.wait::st");
-          u32 v = tmem_cell(t, lane, col);
-          if (x.i8)
-            iacc[(size_t)r * N + n] = (s32)v;
-          else
-            acc[(size_t)r * N + n] = x.f16acc ? half_to_float((u16)v) : bits<float>(v);
+      each_lane([&](u32 lane, size_t first) {
+        const u8* init = &t.tmem_init[(size_t)lane * 512 + col0];
+        const u32* cells = &tmem_cell(t, lane, col0);
+        u8 every = 1, any = 0;
+        for (int j = 0; j < ncols; j++) {
+          every &= init[j] != 0;
+          any |= init[j];
         }
+        if (!every) uninit = true;
+        if (any & 2)
+          l.hazard(
+              "tmem-store-not-waited", line,
+              "tcgen05.mma accumulates onto TMEM written by tcgen05.st without tcgen05.wait::st");
+        for (int j = 0; j < ncols; j++)
+          if (x.i8)
+            iacc[first + j] = (s32)cells[j];
+          else
+            acc[first + j] = x.f16acc ? half_to_float((u16)cells[j]) : bits<float>(cells[j]);
+      });
     if (uninit)
       l.hazard("uninitialised-tmem-read", line, "tcgen05.mma accumulates onto TMEM never written");
     if (!x.i8)
@@ -238,16 +242,17 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
           for (int k = 0; k < K; k++) v += (s64)A[(size_t)r * K + k] * (s64)B[(size_t)n * K + k];
           iacc[(size_t)r * N + n] += v;
         }
-    for (int r = 0; r < rows; r++)
-      for (int n = 0; n < N; n++) {
-        u32 lane = lane_of(r, n), col = col_of(n);
-        u32 dl = lane + (x.cg == 2 ? c * 128 : 0);
-        if (x.disable.size() > dl / 32 && (x.disable[dl / 32] >> (dl % 32) & 1)) continue;
-        float v = acc[(size_t)r * N + n];
-        s64 iv = x.i8 ? iacc[(size_t)r * N + n] : 0;
+    each_lane([&](u32 lane, size_t first) {
+      u32 dl = lane + (x.cg == 2 ? c * 128 : 0);
+      if (x.disable.size() > dl / 32 && (x.disable[dl / 32] >> (dl % 32) & 1)) return;
+      u32* cells = &tmem_cell(t, lane, col0);
+      for (int j = 0; j < ncols; j++) {
+        float v = acc[first + j];
+        s64 iv = x.i8 ? iacc[first + j] : 0;
         if (id & 8) iv = std::max<s64>(-2147483648ll, std::min<s64>(2147483647ll, iv));
-        tmem_cell(t, lane, col) = x.i8 ? (u32)(s32)iv : x.f16acc ? float_to_half(v) : bits<u32>(v);
-        t.tmem_init[(size_t)lane * 512 + col] = 1;
+        cells[j] = x.i8 ? (u32)(s32)iv : x.f16acc ? float_to_half(v) : bits<u32>(v);
       }
+      memset(&t.tmem_init[(size_t)lane * 512 + col0], 1, ncols);
+    });
   }
 }
