@@ -59,7 +59,7 @@ def device(monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
-@pytest.mark.parametrize(("tokens", "offset"), [(41, 4), (1, 4), (9, 100)])
+@pytest.mark.parametrize(("tokens", "offset"), [(41, 4), *more((1, 4), (9, 100))])
 @pytest.mark.parametrize(
     ("name", "terms"),
     [*MOST, *more(*(pair for pair in product(CONFIGS, (1, 2)) if pair not in MOST))],
@@ -420,7 +420,8 @@ def messages(inputs: MoeInputs, emulator) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("rows", [123, *more(60, 61, 63)])
+@pytest.mark.all
+@pytest.mark.parametrize("rows", [123, 60, 61, 63])
 def test_rows_that_reach_what_the_first_gemm_reads(rows, emulator, monkeypatch):
     """The 124 rows of 41 tokens have room for 60 before the permuted ones, which begin within the
     61st. Where the second GEMM has more, it waits for all of the first one, which orders even what

@@ -53,7 +53,7 @@ BLACKWELL = list(
         ]
     )
 )
-MOST = [*HOPPER[::4], LARGEST, PICKED[0]]
+MOST = [*HOPPER[::6], LARGEST, PICKED[0]]
 """What is tested by default: compiling takes longer than running."""
 ROWS = {"sm_90a": (0, 1, 17, 64, 65, 130), "sm_100a": (0, 1, 17, 65, 128, 200)}
 N = {"sm_90a": 256, "sm_100a": 512}
@@ -102,11 +102,10 @@ def test_exact_values(config, k, mode, emulator):
 @pytest.mark.parametrize(
     "config",
     [
-        *HOPPER[::3],
-        FEW_ROWS[0][1],
-        LARGEST,
-        Sm100(tile_n=64, cluster_m=2, dynamic=True),
+        *HOPPER[::6],
         Sm100(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
+        *more(*HOPPER[3::6], FEW_ROWS[0][1], LARGEST),
+        *more(Sm100(tile_n=64, cluster_m=2, dynamic=True)),
     ],
     ids=name_of,
 )
@@ -153,7 +152,7 @@ def test_random_schedules(config, seed, emulator):
 @pytest.mark.parametrize(
     ("config", "ctas"),
     [(config, ctas) for config in (Sm90(), Sm100()) for ctas in (1, 2, 7, 40)]
-    + [(LARGEST, 1), (LARGEST, 7)],
+    + more((LARGEST, 1), (LARGEST, 7)),
     ids=name_of,
 )
 def test_any_number_of_ctas(config, ctas, emulator):
@@ -168,7 +167,7 @@ def test_empty_and_full_experts(rows, config, emulator):
 
 
 @pytest.mark.parametrize(
-    "config", [Sm100(stages=3), Sm100(tile_n=256, cluster_n=2), LARGEST], ids=name_of
+    "config", [LARGEST, *more(Sm100(stages=3), Sm100(tile_n=256, cluster_n=2))], ids=name_of
 )
 def test_columns_past_the_last_tile(config, emulator):
     """384 columns: the last tile, or its cluster's last CTA, lies partly or wholly outside."""
@@ -186,7 +185,7 @@ def test_more_experts_than_lanes(config, emulator):
     check_exact(problem, config, 3, emulator)
 
 
-@pytest.mark.parametrize("config", [Sm90(), Sm100()], ids=name_of)
+@pytest.mark.parametrize("config", [Sm90(), *more(Sm100())], ids=name_of)
 def test_more_k_blocks_than_lanes(config, emulator):
     """The B scales of K blocks 32 and up lie in a second register of each lane."""
     problem = gemm((5, 66), 128, 35 * 128, 128)
@@ -195,7 +194,7 @@ def test_more_k_blocks_than_lanes(config, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-@pytest.mark.parametrize("config", [Sm90(stages=2), Sm100(stages=2)], ids=name_of)
+@pytest.mark.parametrize("config", [Sm90(stages=2), *more(Sm100(stages=2))], ids=name_of)
 @pytest.mark.parametrize("rows", [5, 128], ids=["row by row", "by TMA"])
 def test_rows_past_32_bits(rows, config, emulator):
     """The last expert's, after so many rows of padding that an element's index needs 64 bits; only
