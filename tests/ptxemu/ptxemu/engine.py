@@ -66,7 +66,15 @@ options = Options()
 
 @dataclass
 class Report:
-    """One launch: what ran and what was found. A hazard has kind, line, count and message."""
+    """One launch: what ran, what was counted and what was found.
+
+    Attributes:
+        instructions: executed, of warps.
+        counts: bytes of global memory that TMA and bulk copies `tma_loaded` (those of a multicast
+            once) and `tma_stored`, and that threads `loaded` and `stored`; bytes of `shared` memory
+            that threads read and wrote; `mma_flops` of WGMMA and tcgen05.mma.
+        hazards: each with kind, line, count and message.
+    """
 
     kernel: str
     grid: tuple[int, ...]
@@ -75,6 +83,7 @@ class Report:
     dynamic_smem: int
     seconds: float
     instructions: int
+    counts: dict[str, int] = field(default_factory=dict)
     hazards: list[dict] = field(default_factory=list)
     error: str = ""
 
@@ -321,7 +330,7 @@ def _run_chain() -> None:
     for i, (one, found) in enumerate(zip(launches, result["launches"], strict=True)):
         report = Report(
             one.program.kernel.name, one.grid, one.block, one.cluster, one.dyn_smem,
-            seconds / len(launches), found["instructions"], found["hazards"],
+            seconds / len(launches), found["instructions"], found["counts"], found["hazards"],
             result["error"] if failed and i == result["failed"] else "",
         )  # fmt: skip
         reports.append(report)

@@ -72,6 +72,11 @@ def test_swizzles(swizzle, mode):
     assert not report.hazards
     box = x[8:40, 64 : 64 + columns]
     assert torch.equal(out, box if swizzle == "none" else swizzled(box, columns))
+    size = box.numel()  # copied from shared memory to `out` by 4-byte words
+    assert report.counts == {
+        "tma_loaded": size, "tma_stored": 0, "loaded": 0, "stored": size, "shared": size,
+        "mma_flops": 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "row"), [(-4, -2), (28, 12), (0, 100), (4, 0)])
@@ -121,6 +126,7 @@ def test_store_and_reduce(op, mode):
     before = whole[8:, 4:]
     whole[8:, 4:] = {"st": rows, "add": before + rows, "max": torch.maximum(before, rows)}[op]
     assert torch.equal(x, whole)
+    assert report.counts["tma_stored"] == 16 * 4 * 4
 
 
 def test_linear_copies(mode):
@@ -154,6 +160,7 @@ def test_linear_copies(mode):
     lanes = torch.arange(32).int()
     other = torch.stack([torch.stack([torch.full_like(lanes, r), lanes], 1) for r in (1, 0)])
     assert torch.equal(out[:, 64:], other.view(2, 64))
+    assert (report.counts["tma_loaded"], report.counts["tma_stored"]) == (2 * 256, 2 * 512)
 
 
 def test_a_map_behind_a_smaller_parameter():
@@ -182,6 +189,7 @@ def test_multicast(mode):
     report = run_with(x, text, tensor_map(x, (32, 4)), out, ctas=2, cluster=(2, 1, 1))
     assert not report.hazards
     assert torch.equal(out, torch.stack([x, x]))
+    assert report.counts["tma_loaded"] == 512  # once for both
 
 
 def test_multicast_to_a_cta_that_does_not_wait():

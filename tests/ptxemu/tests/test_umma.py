@@ -41,6 +41,7 @@ def launch(gemm, emulator, edit=unchanged):
 def test_result(gemm, mode, seed, emulator):
     emulator.options.seed = seed
     assert launch(gemm, emulator) == (True, set(), "")
+    assert emulator.reports[-1].counts["mma_flops"] == 2 * 256 * 128 * 320
 
 
 # An edit, and what every schedule must find ("": some schedule finds something).

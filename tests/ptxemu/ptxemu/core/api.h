@@ -61,7 +61,12 @@ static Str json(const Machine& m, const Str& error) {
   Str s = fmt("{\"failed\": %d, \"error\": \"", m.current ? m.current->index : 0) +
           json_escape(error) + "\", \"launches\": [";
   for (auto& l : m.launches) {
-    s += fmt("%s{\"instructions\": %lu, \"hazards\": [", l->index ? ", " : "", l->executed);
+    const Counts& n = l->counts;
+    s += fmt("%s{\"instructions\": %lu, \"counts\": {\"tma_loaded\": %lu, \"tma_stored\": %lu, "
+             "\"loaded\": %lu, \"stored\": %lu, \"shared\": %lu, \"mma_flops\": %lu}, "
+             "\"hazards\": [",
+             l->index ? ", " : "", l->executed, n.tma_loaded, n.tma_stored, n.loaded, n.stored,
+             n.shared, n.mma_flops);
     for (size_t i = 0; i < l->hazards.size(); i++) {
       auto& h = l->hazards[i];
       s += fmt("%s{\"kind\": \"%s\", \"line\": %d, \"count\": %lu, \"message\": \"", i ? ", " : "",

@@ -238,6 +238,14 @@ struct Hazard {
   u64 count;
 };
 
+// What a launch did, for the report. Bytes of a multicast are loaded once.
+struct Counts {
+  u64 tma_loaded = 0, tma_stored = 0;  // bytes of global memory, by TMA and bulk copies
+  u64 loaded = 0, stored = 0;          // by threads: ld, st, atom, cp.async
+  u64 shared = 0;                      // bytes of shared memory, by threads
+  u64 mma_flops = 0;                   // of WGMMA and tcgen05.mma
+};
+
 // One kernel launch. Launches that are in flight together form a chain: each but the first may
 // start before the one before it has ended.
 struct Launch {
@@ -258,6 +266,7 @@ struct Launch {
   // any of its CTAs; when it waits for the launch before it.
   u64 known = 0, known_at_trigger = 0, known_at_end = 0;
   u64 executed = 0;
+  Counts counts;
   std::vector<Hazard> hazards;
   std::map<std::pair<Str, int>, size_t> hazard_index;
   void hazard(const char* kind, int line, const Str& msg) {

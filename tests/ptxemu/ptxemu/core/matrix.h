@@ -210,6 +210,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
           A[(size_t)r * K + k] *= scale(t, x.sfa, id >> 29 & 3, r, k / x.vec);
     if (an != bn)
       for (auto& v : A) v = -v;
+    l.counts.mma_flops += 2ull * rows * N * K;
     bool uninit = false;
     if (x.acc)
       each_lane([&](u32 lane, size_t first) {

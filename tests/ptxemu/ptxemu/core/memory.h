@@ -339,6 +339,7 @@ static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lan
     me.strong = strong;
     if (&t != &c.cta) visit(c.m, c.launch(), me, t, c.ins->line);
     order_shared(c.m, c.launch(), me, t, off, n, false, c.ins->line);
+    c.launch().counts.shared += n;
     memcpy(dst, &t.smem[off], n);
   } else if (space == 3) {
     u32 off = (u32)addr, size = c.launch().p->local_bytes;
@@ -350,6 +351,7 @@ static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lan
       Actor me = thread_actor(c, lane);
       me.strong = strong;
       order_global(c.m, c.launch(), me, addr, n, false, c.ins->line);
+      c.launch().counts.loaded += n;
     }
     memcpy(dst, (void*)addr, n);
   }
@@ -367,6 +369,7 @@ static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, 
     order_shared(c.m, c.launch(), me, t, off, n, true, c.ins->line);
     memcpy(&t.smem[off], src, n);
     memset(&t.init[off], 1, n);
+    c.launch().counts.shared += n;
     c.m.effects++;
   } else if (space == 3) {
     u32 off = (u32)addr, size = c.launch().p->local_bytes;
@@ -378,6 +381,7 @@ static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, 
     me.strong = strong;
     order_global(c.m, c.launch(), me, addr, n, true, c.ins->line);
     memcpy((void*)addr, src, n);
+    c.launch().counts.stored += n;
     c.m.effects++;
   }
 }

@@ -77,20 +77,24 @@ static Status h_tma_load(ARGS) {
     Async op = async_operation(c, 1u << l, "TMA load");
     enqueue(c.m, self->cluster->tma,
             {[=] {
+               u64 loaded = 0;
                for (u32 r = 0; r < 16; r++)
                  if (ranks >> r & 1) {
+                   loaded = 0;
                    Cta& d = *self->cluster->ctas[r];
                    u32 base = dst & OFF_MASK, target = mc ? mcast_bar(bar, r, cg) : bar;
                    Actor me = copy_actor(op, *self, target);
                    box_walk(box, [&](u32 lin, u64 g, int a, int b) {
                      u8 chunk[16] = {0};
                      if (g) memcpy(chunk + a, async_read_global(op, me, g, b - a), b - a);
+                     loaded += b - a;
                      u32 to = base + lin;
                      if (box.map.swizzle) to = swizzle_addr(to, box.map.swizzle);
                      async_write(op, me, d, to, chunk, 16);
                    });
                    mbar_complete(op, me, *self, target, box_bytes(box));
                  }
+               op.launch->counts.tma_loaded += loaded;
              },
              I.line, "TMA load"});
   }
@@ -119,6 +123,7 @@ static Status h_tma_store(ARGS) {
                  const u8* p = async_read(op, reader, *s, from, 16) + a;
                  if (!g) return;
                  u8* to = async_write_global(op, writer, g, b - a);
+                 op.launch->counts.tma_stored += b - a;
                  if (red)
                    reduce_bytes(box.map.dtype, red - 1, to, p, b - a);
                  else
@@ -175,6 +180,7 @@ static Status h_bulk_copy(ARGS) {
       Async op = async_operation(c, 1u << l, "bulk copy");
       enqueue(c.m, self->cluster->tma,
               {[=] {
+                 op.launch->counts.tma_loaded += n;
                  for (u32 r = 0; r < 16; r++)
                    if (ranks >> r & 1) {
                      u32 target = mc ? mcast_bar(bar, r, 1) : bar;
@@ -199,6 +205,7 @@ static Status h_bulk_copy(ARGS) {
                  writer.strong = red;
                  const u8* p = async_read(op, op.actor(reads, op.issued), *s, src & OFF_MASK, n);
                  u8* to = async_write_global(op, writer, dst, n);
+                 op.launch->counts.tma_stored += n;
                  if (red)
                    reduce_bytes(ty, red - 1, to, p, n);
                  else
@@ -269,6 +276,7 @@ static Status h_cp_async(ARGS) {
                me.lanes = 1u << o.lane;
                if (o.sn) memcpy(buf, async_read_global(op, me, o.src, o.sn), o.sn);
                async_write(op, me, *self, o.dst & OFF_MASK, buf, o.n);
+               op.launch->counts.loaded += o.sn;
              }
            },
            I.line, "cp.async"});

@@ -127,6 +127,7 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
                : bits<float>((u32)w.R(d.v[4 * j + 2 * h + e].slot)[l]);
     });
   matmul(D.data(), A.data(), B.data(), 16, N, K);
+  op.launch->counts.mma_flops += 2ull * 16 * N * K;
   each([&](int j, int h, int e, int l, float& x) {
     if (!I.i2)
       w.R(d.v[4 * j + 2 * h + e].slot)[l] = bits<u32>(x);
