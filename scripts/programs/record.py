@@ -26,14 +26,12 @@ from scripts.measure import record
 def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--only", nargs="+", default=[], metavar="STEP", help="these steps")
-    add("--skip", nargs="+", default=[], metavar="STEP", help="all steps but these")
+    add("--only", nargs="+", default=record.STEPS, choices=record.STEPS, help="these steps")
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
     # Not among the runs: the latest of those is what `report` and `bench --resume` take.
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
     args = arguments.parse_args()
-    record.selected(record.steps(args.out), args.only, args.skip)  # refuses before asking the GPU
 
     from scripts.measure.gpu import gpu_arch, require_gpu
 
@@ -42,11 +40,11 @@ def main() -> int:
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
     directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
     directory.mkdir(parents=True)
-    chosen = record.selected(record.steps(directory), args.only, args.skip)
-    say(f"{hardware}, {target}: {', '.join(step.name for step in chosen)}")
+    steps = {name: c for name, c in record.commands(directory).items() if name in args.only}
+    say(f"{hardware}, {target}: {', '.join(steps)}")
     record.describe_machine(directory)
     header = {"hardware": hardware, "target": target, "time": now.isoformat(timespec="seconds")}
-    return record.record(chosen, directory, 60 * args.limit, **header)
+    return record.record(steps, directory, 60 * args.limit, **header)
 
 
 if __name__ == "__main__":
