@@ -1,7 +1,6 @@
-"""A run of flashinfer-bench's Benchmark: its settings, results kept workload by workload,
-interrupts, progress; and the measurements that follow it on a GPU."""
+"""A run of flashinfer-bench's Benchmark: its settings, results kept workload by workload, Ctrl-C,
+progress; and the measurements that follow it on a GPU."""
 
-import logging
 import logging.handlers
 import multiprocessing
 import os
@@ -9,15 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
-from threading import Event, Thread
-from types import FrameType
+from threading import Event
 from typing import Any
 
 import torch
@@ -25,36 +20,19 @@ from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment
-from scripts.common.command_line import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_USAGE,
-    UsageError,
-    os_error,
-    say,
-)
+from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.progress import Progress, duration
+from scripts.common.progress import Progress
 from scripts.common.project import ROOT
-from scripts.common.text import number
 from scripts.data.dataset import load_tensors, ours, tokens
-from scripts.data.records import TIMING, TOLERANCE
+from scripts.data.records import TIMING, TOLERANCE, failure_reason
 from scripts.measure import cpu_bench
 from scripts.measure.plan import Plan
-from scripts.measure.runs import NotKept, Run, find_run, new_run, record_of, settings_hash
+from scripts.measure.runs import Run, find_run, new_run, settings_hash
 from scripts.pack.availability import NEEDS_GPU
 
 GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 TRIALS, TRIALS_OF_LARGE = 3, 1
-
-
-@dataclass
-class Outcome:
-    """How measuring went: `status` where it did not get to its end."""
-
-    status: int = EXIT_OK
-    errors: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
@@ -113,14 +91,14 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         # Without a GPU it is no news of each peer that it needs one.
         skipped={n: why for n, why in plan.skipped.items() if on_gpu or why != NEEDS_GPU},
         finished=False,
+        errors=[],
     )
     return run
 
 
-def measure(
-    args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool
-) -> Outcome:
-    """Measure what the run has no results of; every workload's results are kept at once."""
+def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool) -> bool:
+    """Measure what the run has no results of; every workload's results are kept at once, and what
+    went wrong in run.json. Whether Ctrl-C ended it. Raises OSError: the disk is full."""
     done = run.done()
     pairs = [
         (t, left)
@@ -139,33 +117,28 @@ def measure(
         if args.store_in_dataset and not ours(args.local):
             plan.trace_set.add_traces(stamped)
 
-    progress = Progress(len(pairs), sum(weight(tokens(t.workload)) for t, _ in pairs))
-    outcome = Outcome()
+    progress = Progress(len(pairs), sum(weight(t) for t, _ in pairs))
+    interrupted = False
     try:
         if on_gpu:
-            outcome.errors = run_on_gpu(
-                plan.trace_set, pairs, config, store, progress, args.definition.large
-            )
+            large = args.definition.large
+            errors = run_on_gpu(plan.trace_set, pairs, config, store, progress, large)
+            run.save_info(finished=True, errors=errors)
+            add_measurements(run, args, plan.foreign)
         else:
             cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress)
-        run.save_info(finished=True, errors=outcome.errors)
-        if on_gpu:
-            add_measurements(run, args, plan.foreign)
+            run.save_info(finished=True)
     except KeyboardInterrupt:
-        outcome.status = EXIT_INTERRUPTED
+        interrupted = True
         say("interrupted; what was measured is kept")
-    except NotKept as error:
-        outcome.status = EXIT_USAGE
-        outcome.errors.append(str(error))
-    finally:
-        outcome.seconds = progress.elapsed()
-        ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        try:
-            run.save_info(seconds=outcome.seconds, ended=ended, gpus_after=environment.gpus())
-        except OSError as error:
-            outcome.status = outcome.status or EXIT_USAGE
-            outcome.errors.append(os_error(error))
-    return outcome
+    ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    run.save_info(seconds=progress.elapsed(), ended=ended, gpus_after=environment.gpus())
+    return interrupted
+
+
+def weight(trace: Trace) -> float:
+    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
+    return 1 + tokens(trace.workload) / 4000
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
@@ -188,8 +161,7 @@ def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
         command = [sys.executable, str(ROOT / "scripts/programs/check.py"), *arguments]
         # Their tables are in the ranking and the report.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
-            missing = [*arguments, *(["--missing"] if name == "device" else [])]
-            again = f"run.py check {shlex.join(missing)}"
+            again = f"run.py check {shlex.join(arguments)}"
             say(f"check --only {name} failed; its figures are incomplete: {again}")
 
 
@@ -209,96 +181,13 @@ def run_on_gpu(
 
     With `large` every workload has worker processes of its own: theirs, as long as they live, hold
     the inputs that they were given last, which this process then cannot free.
+
+    The first Ctrl-C lets the workload under way finish: flashinfer-bench would evaluate its
+    remaining solutions anyway and then drop them all. The second one ends the process.
     """
-    logger = logging.getLogger("flashinfer_bench")
-    handler = logging.handlers.BufferingHandler(sys.maxsize)
-    handler.setLevel(logging.ERROR)
-    logger.addHandler(handler)
-    logger.propagate = False
-
-    errors = []
-    one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
-
-    def begin() -> Benchmark:
-        with ignored_interrupts():  # which the worker processes inherit
-            return Benchmark(one, config)
-
-    benchmark = begin()
-    try:
-        for i, (trace, solutions) in enumerate(pairs):
-            if large and i:
-                end(benchmark)
-                benchmark = begin()
-            workload = trace.workload
-            names = [s.name for s in solutions]
-            progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
-            one.workloads = {trace.definition: [trace]}
-            one.solutions = {trace.definition: solutions}
-            handler.flush()  # forgets what was said of the workload before
-            why = ""
-            with (
-                finish_before_interrupt() as interrupted,
-                announce(Path(config.log_dir), names, progress),
-            ):
-                try:
-                    # flashinfer-bench gives the GPU up after three workloads that cannot be read.
-                    load_tensors(one, workload)
-                    results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
-                except UsageError as error:
-                    results, why = [], str(error)
-                except SystemExit as error:  # the reference runs in this process
-                    said = f"calls sys.exit({error.code})"
-                    results, why = [], f"the reference of {trace.definition} {said}"
-            if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
-                results = [r for r in results if record_of(r).passed]
-            store(results)
-            for record in map(record_of, results):
-                said = f": {record.reason}" if record.reason else ""
-                if record.passed:
-                    said = f" {number(record.speedup)}x {number(record.latency_ms, '.4f')} ms"
-                progress.note(f"{record.solution}: {record.status}{said}")
-            missing = {s.name for s in solutions} - {r.solution for r in results}
-            if missing and not interrupted.is_set():
-                logged = [line.getMessage() for line in handler.buffer]
-                why = why or (logged[-1] if logged else "no result")
-                errors.append(f"T={tokens(workload)} ({workload.uuid}): {sorted(missing)}: {why}")
-                progress.note(errors[-1])
-            progress.finish(weight(tokens(workload)))
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-    finally:
-        end(benchmark)
-        logger.removeHandler(handler)
-        logger.propagate = True
-    return errors
-
-
-def end(benchmark: Benchmark) -> None:
-    """Its worker processes, and what this one still held for them."""
-    benchmark.close()
-    if torch.cuda.is_initialized():
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
-
-
-@contextmanager
-def ignored_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches every process of the terminal; those started here leave it to this one."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def finish_before_interrupt() -> Iterator[Event]:
-    """The first Ctrl-C sets the event and nothing else, so that the workload under way is finished
-    and kept; flashinfer-bench would evaluate its remaining solutions anyway and then drop them all.
-    The second one ends the process."""
     interrupted = Event()
 
-    def handle(signal_number: int, frame: FrameType | None) -> None:
+    def interrupt(*_: object) -> None:
         if interrupted.is_set():
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -307,39 +196,79 @@ def finish_before_interrupt() -> Iterator[Event]:
         interrupted.set()
         say("finishing this workload; Ctrl-C again stops at once")
 
-    before = signal.signal(signal.SIGINT, handle)
+    errors = []
+    one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
+    for group in [[pair] for pair in pairs] if large else [pairs]:
+        # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
+        with on_ctrl_c(signal.SIG_IGN):
+            benchmark = Benchmark(one, config)
+        try:
+            for trace, solutions in group:
+                workload = trace.workload
+                of = f"T={tokens(workload)} ({workload.uuid[:8]})"
+                progress.step(f"{of}: {len(solutions)} solutions")
+                one.workloads = {trace.definition: [trace]}
+                one.solutions = {trace.definition: solutions}
+                with on_ctrl_c(interrupt):
+                    results, why = evaluate(benchmark, one, trace)
+                if interrupted.is_set():  # it may be why one failed; --resume will tell
+                    results = [t for t in results if t.is_successful()]
+                store(results)
+                for result in results:
+                    progress.note(said_of(result))
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
+                    errors.append(f"{of}: {', '.join(missing)}: {why}")
+                    progress.note(errors[-1])
+                progress.finish(weight(trace))
+        finally:
+            benchmark.close()
+            if torch.cuda.is_initialized():  # what this process still holds for the workers
+                torch.cuda.ipc_collect()
+                torch.cuda.empty_cache()
+    return errors
+
+
+def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Trace], str]:
+    """The results of a workload, and why there are none of some solutions."""
+    logger = logging.getLogger("flashinfer_bench")
+    handler = logging.handlers.BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    logger.propagate = False
     try:
-        yield interrupted
+        # flashinfer-bench gives the GPU up after three workloads that cannot be read.
+        load_tensors(one, trace.workload)
+        results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+        logged = [line.getMessage() for line in handler.buffer]
+        return results, logged[-1] if logged else "no result"
+    except UsageError as error:
+        return [], str(error)
+    except SystemExit as error:  # the reference runs in this process
+        return [], f"the reference of {trace.definition} calls sys.exit({error.code})"
     finally:
-        signal.signal(signal.SIGINT, before)
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def said_of(result: Trace) -> str:
+    """A line of progress."""
+    evaluation = result.evaluation
+    assert evaluation is not None
+    if performance := evaluation.performance:
+        figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
+        return f"{result.solution}: {evaluation.status.value} {figures}"
+    reason = failure_reason(evaluation.model_dump(mode="json"))
+    return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 
 @contextmanager
-def announce(log_dir: Path, names: Sequence[str], progress: Progress) -> Iterator[None]:
-    """A line for each solution when its evaluation begins. flashinfer-bench hands over the results
-    of a workload all at once, but its worker opens the log file `<solution>_<time>.log` before
-    each."""
-    begin, over = time.time(), Event()
-
-    def watch() -> None:
-        seen: set[str] = set()
-        while not over.wait(0.25):
-            for path in log_dir.glob("*.log"):
-                name, _, stamp = path.stem.rpartition("_")
-                if name in names and name not in seen and float(stamp) >= begin:
-                    seen.add(name)
-                    spent = duration(progress.elapsed())
-                    progress.note(f"running {name} ({len(seen)} of {len(names)}), elapsed {spent}")
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
+def on_ctrl_c(handler: Any) -> Iterator[None]:
+    """Within it Ctrl-C is handled so, and the processes that are started there ignore it where it
+    is ignored."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-
-
-def weight(length: int) -> float:
-    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
-    return 1 + length / 4000
+        signal.signal(signal.SIGINT, before)

@@ -17,18 +17,13 @@ from filelock import FileLock, Timeout
 from flashinfer_bench.data import Trace
 
 from scripts.common import environment, files, schemas
-from scripts.common.command_line import UsageError, os_error
-from scripts.common.definitions import size_of
+from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.data import records, traces
 
 
-class NotKept(UsageError):
-    """Results that could not be written; the message says which were and which were not."""
-
-
 class Run:
-    """One run, alone in its directory until it is closed."""
+    """One run, alone in its directory until it is left as a context."""
 
     def __init__(self, directory: Path, info: schemas.RunInfo | None = None):
         """`info` is the run.json of a run that is to be resumed."""
@@ -37,38 +32,32 @@ class Run:
         self.info: dict[str, Any] = dict(info or {})
         self.libs: dict[str, str] = {}
         self.hashes: dict[str, str] = {}
-        self.unsaved: list[Trace] = []
         self._lock = FileLock(directory / ".run.lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise UsageError(f"{directory}: another program is measuring for this run") from None
 
-    def close(self) -> None:
-        self._lock.release()
-
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._lock.release()
 
     def save_info(self, **fields: Any) -> None:
         self.info.update(fields)
         files.write_json(self.directory / "run.json", self.info)
 
     def check_same(self, **now: Any) -> None:
-        """Refuse to go on with a run of another machine, other packages or other settings: its
-        results would stand beside ours as if they were comparable."""
-        missing = [key for key in now if key not in self.info]
-        if missing:
-            raise UsageError(
-                f"{self.directory} cannot be resumed: run.json lacks {', '.join(missing)}"
-            )
-        changed = environment.differences(self.info["environment"], now.pop("environment"))
-        for key, value in now.items():
-            if self.info[key] != value:
-                changed.append(f"{key} {self.info[key]!r} then, {value!r} now")
+        """Raise UsageError where the run is of another machine, other packages or other settings:
+        its results would stand beside new ones as if they were comparable."""
+        then = self.info
+        changed = environment.differences(then.get("environment", {}), now.pop("environment"))
+        changed += [
+            f"{key} {then.get(key)!r} then, {value!r} now"
+            for key, value in now.items()
+            if then.get(key) != value
+        ]
         if changed:
             raise UsageError(
                 f"{self.directory} cannot be resumed, start a new run:\n  " + "\n  ".join(changed)
@@ -85,6 +74,11 @@ class Run:
             records.RUN: f"{self.directory.name}, part {part}",
         }
 
+    def results(self) -> list[records.Record]:
+        if not self.traces.is_file():
+            return []
+        return traces.read_records([self.traces], self.info.get("definition", DEFINITION))
+
     def done(self) -> set[tuple[str, str]]:
         """(uuid, solution) of the results that are of the present sources and settings."""
         return {
@@ -94,12 +88,6 @@ class Run:
             and r.hash == self.hashes.get(r.solution)
             and r.settings == self.libs[records.SETTINGS]
         }
-
-    def results(self) -> list[records.Record]:
-        """Of all results, kept or not."""
-        definition = self.info.get("definition", DEFINITION)
-        kept = traces.read_records([self.traces], definition) if self.traces.is_file() else []
-        return kept + [record_of(t, str(self.traces)) for t in self.unsaved]
 
     def _stamped(self, trace: Trace) -> Trace:
         """The trace with what it is of. flashinfer-bench's objects may share their parts, so none
@@ -113,29 +101,13 @@ class Run:
         return trace.model_copy(update={"evaluation": stamped})
 
     def store(self, results: Sequence[Trace]) -> list[Trace]:
-        """Keep results of a workload, stamped; raises NotKept where the disk does not take them."""
+        """Keep results of a workload, and return them stamped. Raises OSError, with the results
+        before them kept."""
         stamped = [self._stamped(t) for t in results]
-        try:
-            traces.append(self.traces, stamped)
-        except OSError as error:
-            kept = len(traces.read_lines(self.traces)) if self.traces.is_file() else 0
-            self.unsaved = [*self.unsaved, *stamped]
-            lost = ", ".join(f"{t.solution} at T={size_of(t.workload.axes)}" for t in stamped)
-            raise NotKept(
-                f"{os_error(error)}; kept: {kept} results in {self.traces}; not kept: {lost}"
-            ) from None
+        traces.append(self.traces, stamped)
         measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
-        try:
-            self.save_info(solutions={**self.info.get("solutions", {}), **measured})
-        except OSError as error:
-            raise NotKept(f"{os_error(error)}; the results are kept in {self.traces}") from None
+        self.save_info(solutions={**self.info.get("solutions", {}), **measured})
         return stamped
-
-
-def record_of(trace: Trace, source: str = "") -> records.Record:
-    record = records.parse_record(json.loads(trace.model_dump_json()), source)
-    assert record is not None
-    return record
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
@@ -145,17 +117,16 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 def new_run(parent: Path, hardware: str) -> Run:
     """A run in a directory that no other run has, whoever starts one at the same time."""
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")[:40]
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
-        directory = parent / (f"{stamp}-{slug}" + (f"-{number}" if number > 1 else ""))
+        directory = parent / (name if number == 1 else f"{name}-{number}")
         try:
             directory.mkdir()
+            return Run(directory)
         except FileExistsError:
             number += 1
-            continue
-        return Run(directory)
 
 
 def find_run(parent: Path, wanted: Path | None) -> Run:

@@ -10,7 +10,6 @@ What run.json beside the traces says is used too: who wrote a solution (ours or 
 solutions could not run there and why.
 """
 
-import sys
 from pathlib import Path
 
 from scripts.common import files
@@ -46,7 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         definition={"type": full_name, "default": DEFINITION},  # anyone's, not only ours
     )  # fmt: skip
     add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
-    add("--output", type=Path, metavar="FILE", help="write the text or Markdown there instead")
     args = arguments.parse_args(argv)
 
     from scripts.data.traces import read_records
@@ -58,16 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:
         raise UsageError(f"no results in {', '.join(map(str, paths))}")
-    text = print_rankings(ranked, "markdown" if args.markdown else "text")
-    if args.output:
-        files.write(args.output, text + "\n")
-    else:
-        print(text)
+    print(print_rankings(ranked, "markdown" if args.markdown else "text"))
     if args.json:
         files.write(args.json, print_rankings(ranked, "json") + "\n")
-    if len(ranked) > 1:
-        said = "machines, timing methods or tolerances, one table each"
-        print(f"{len(ranked)} {said}", file=sys.stderr)
     return EXIT_FAILED if any(r.failures() for r in ranked) else EXIT_OK
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,16 +17,16 @@ import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workload
 from test_dataset import solution
-from test_files import disk_of
 
-from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, plan
+from scripts.measure.runs import new_run
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
+from scripts.report import report
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -143,19 +142,13 @@ def test_of_a_large_definition_a_benchmark_serves_one_workload(fake, monkeypatch
     assert all(b.closed for b in fake.instances)
 
 
-def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
-    errors = drive(["x", "lost"], [])
-    assert len(errors) == 2
-    assert "lost" in errors[0] and "out of memory" in errors[0]
-
-
-def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) -> None:
+def test_a_result_that_never_came_is_an_error_with_its_own_reason(fake, capsys) -> None:
     logger = logging.getLogger("flashinfer_bench")
     before = (list(logger.handlers), logger.propagate)
     errors = drive(["lost 1", "silent", "x"], [])
-    assert [e.split(": ", 1)[1] for e in errors] == [
-        "['lost 1', 'silent']: worker died: out of memory",
-        "['silent']: no result",
+    assert [e.split("): ", 1)[1] for e in errors] == [
+        "lost 1, silent: worker died: out of memory",
+        "silent: no result",
     ]
     said = capsys.readouterr().err
     assert all(error in said for error in errors)
@@ -174,31 +167,13 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
     stored: list[list[Trace]] = []
     monkeypatch.setattr(bench, "load_tensors", load)
     (error,) = drive(["x", "y"], stored)
-    assert error.startswith("T=1 (e05c6c03") and "['x', 'y']: workload e05c6c03: no file" in error
+    assert error == "T=1 (e05c6c03): x, y: workload e05c6c03: no file"
     assert [[t.solution for t in traces] for traces in stored if traces] == [["x", "y"]]
     monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     fake.before_results = staticmethod(lambda call: sys.exit(0))
     errors = drive(["x"], stored)
     assert len(errors) == 2 and fake.instances[-1].closed
     assert all(f"the reference of {DEFINITION} calls sys.exit(0)" in error for error in errors)
-
-
-def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
-    ended: list[int] = []
-    workers = [subprocess.Popen(["sleep", "60"])]
-    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
-    monkeypatch.setattr(bench.os, "_exit", ended.append)
-    with bench.finish_before_interrupt() as interrupted:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted.is_set() and ended == []
-        os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [EXIT_INTERRUPTED]
-    assert workers[0].wait(timeout=10) != 0
-    assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
-
-
-def test_a_workload_weighs_its_fixed_cost_and_its_tokens() -> None:
-    assert bench.weight(0) == 1 and bench.weight(4000) == 2 and bench.weight(8000) == 3
 
 
 def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
@@ -224,19 +199,17 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_solution_is_announced_when_its_worker_opens_the_log(tmp_path: Path, capfd) -> None:
-    (tmp_path / f"old_{time.time() - 60}.log").touch()
-    with bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
-        (tmp_path / f"my_x_{time.time()}.log").touch()
-        (tmp_path / f"other_{time.time()}.log").touch()
-        deadline = time.monotonic() + 10
-        said = ""
-        while "running" not in said and time.monotonic() < deadline:
-            time.sleep(0.05)
-            said += capfd.readouterr().err
-    said += capfd.readouterr().err
-    assert "running my_x (1 of 3), elapsed" in said
-    assert "old" not in said and "other" not in said
+def test_the_second_ctrl_c_ends_the_program_and_its_workers(fake, monkeypatch, capsys) -> None:
+    workers = [subprocess.Popen(["sleep", "60"])]
+    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(bench.os, "_exit", sys.exit)
+    fake.signal_at = 0
+    fake.before_results = staticmethod(lambda call: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(bench, "evaluate", lambda benchmark, *_: benchmark.run_all(False))
+    with pytest.raises(SystemExit) as ended:
+        drive(["x"], [])
+    assert ended.value.code == EXIT_INTERRUPTED and workers[0].wait(timeout=10) != 0
+    assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
 
 
 # --- the whole program, on a machine that seems to have an H200 -----------------------------------
@@ -323,9 +296,6 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(h200, fake, tmp_path, 
     assert (
         info["finished"] and info["seconds"] >= 0 and info["ended"] >= info["environment"]["time"]
     )
-
-
-def test_only_solutions_that_cannot_run_are_a_usage_error(h200) -> None:
     with pytest.raises(UsageError, match="no solution can run here:\n.*b: unsupported on sm_90"):
         h200("--solutions", "b")
 
@@ -360,6 +330,9 @@ def test_an_interrupted_run_is_ranked_and_resumed(h200, fake, tmp_path, capsys) 
         (lambda info: info["environment"]["versions"].update(torch="1.0"), "torch 1.0 then"),
         (lambda info: info["environment"].update(cuda="9.0"), "CUDA 9.0 then"),
         (lambda info: info["configuration"].update(iterations=7), "configuration"),
+        (lambda info: info.pop("seed"), "seed None then"),
+        (lambda info: info.clear(), "hardware None then"),
+        (lambda info: info.update(environment=5), r"run\.json: environment: "),
     ],
 )
 def test_a_run_of_another_machine_or_setting_is_not_resumed(
@@ -402,34 +375,56 @@ def test_without_any_result_the_program_fails_and_says_so(h200, capsys) -> None:
 def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsys) -> None:
     done: list[str] = []
     monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
-    monkeypatch.setattr(program, "write_report", lambda run, peers: done.append("report"))
+    monkeypatch.setattr(report, "write", lambda run, peers: done.append("report"))
     arguments = ["--workloads", "1", "--solutions", "x", "--traces", str(tmp_path / "traces")]
     assert h200.plain(*arguments) == 0
     assert done == ["passes", "report"]
     assert "left out" not in capsys.readouterr().err, "nothing is"
-    assert h200.plain(*arguments, "--no-report") == 0
+    target = tmp_path / "ranking.json"
+    assert h200.plain(*arguments, "--no-report", "--json", str(target)) == 0
     assert done == ["passes", "report", "passes"]
+    assert json.loads(target.read_text())[0]["hardware"] == "GPU"
 
 
-def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
-    outs = []
+@pytest.fixture
+def passes(monkeypatch, tmp_path):
+    """The commands of the passes that follow a run, by name; the first one does not fail."""
+    commands: list[list[str]] = []
 
-    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
-        outs.append(stdout)
-        return subprocess.CompletedProcess(command, len(outs) - 1)
+    def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+        assert Path(command[1]).name == "check.py" and command[2] == "--only"
+        assert stdout == subprocess.DEVNULL, "the tables are in the ranking and the report"
+        commands.append(command[3:])
+        return subprocess.CompletedProcess(command, len(commands) - 1)
+
+    def start(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+        with new_run(tmp_path, "GPU") as made:
+            bench.add_measurements(made, program.parse_arguments(), foreign)
+        return {name: rest for name, *rest in commands}
 
     monkeypatch.setattr(bench.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["bench.py"])
-    with bench.new_run(tmp_path, "GPU") as run_:
-        bench.add_measurements(run_, program.parse_arguments(), False)
-    assert outs == [subprocess.DEVNULL] * 4, "the tables are in the ranking and the report"
-    again = f"--local {ROOT} --run {run_.directory} --seed 2026"
-    failed = "failed; its figures are incomplete: run.py check --only"
+    return start
+
+
+def test_the_passes_have_the_options_of_the_run(passes, capsys) -> None:
+    every = passes("--seed", "7")
+    assert list(every) == ["floors", "accuracy", "device", "bits"]
+    for options in every.values():
+        assert options[:3] == ["--local", str(ROOT), "--run"] and options[4:] == ["--seed", "7"]
     assert capsys.readouterr().err.splitlines() == [
-        f"check --only accuracy {failed} accuracy {again}",
-        f"check --only device {failed} device {again} --missing",
-        f"check --only bits {failed} bits {again}",
+        f"check --only {name} failed; its figures are incomplete: "
+        f"run.py check --only {name} {' '.join(every[name])}"
+        for name in list(every)[1:]
     ]
+    assert passes(foreign=True)["device"][-1] == "--run-foreign"
+    of_another = passes("--definition", "kimi_k2")
+    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
+    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
+    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
+    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
+    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
 
 
 @pytest.fixture
@@ -575,20 +570,6 @@ def test_a_trace_of_another_source_or_setting_is_measured_again(
     assert [uuid for uuid, _ in fake.instances[-1].ran] == [first["workload"]["uuid"]]
 
 
-def test_a_run_without_what_resuming_needs_is_refused_in_one_line(h200, tmp_path) -> None:
-    assert h200("--workloads", "1") == 0
-    path = the_run(tmp_path) / "run.json"
-    for content, message in (
-        ("{}", r"run\.json lacks hardware, environment"),
-        ("{broken", r"run\.json is no JSON"),
-        ('{"environment": 5}', r"run\.json: environment: "),
-        ("[]", r"run\.json: the whole: "),
-    ):
-        path.write_text(content)
-        with pytest.raises(UsageError, match=message):
-            h200("--workloads", "1", "--resume")
-
-
 def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, capsys) -> None:
     assert h200("--workloads", "1", "7") == 0
     path = the_run(tmp_path) / "traces.jsonl"
@@ -598,24 +579,6 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
     assert "the last line is cut short and left out" in capsys.readouterr().err
     assert len(fake.instances[-1].ran) == 1
     assert len(traces_of(the_run(tmp_path))) == 2
-
-
-def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
-    assert h200("--workloads", "1") == 0
-    code = "import sys, pathlib; from scripts.measure import runs;"
-    code += "run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
-    code += "print('held', flush=True); sys.stdin.read()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "traces")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(UsageError, match="another program is measuring for this run"):
-            h200("--workloads", "1", "--resume")
-    assert h200("--workloads", "1", "--resume") == 0
 
 
 @pytest.mark.parametrize(
@@ -675,12 +638,7 @@ def test_what_the_options_say_is_what_is_run(h200, tmp_path) -> None:
     assert libs_of(trace)["tolerance"] == "rtol 0.3, atol 0.4, matched ratio 0.5"
 
 
-# --- disks ----------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_costs_no_result_that_was_kept_and_the_program_says_which(
-    h200, fake, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_full_disk_costs_no_result_that_was_kept(h200, fake, tmp_path) -> None:
     def fill(call: int) -> None:
         if call == 1:
             kept = (the_run(tmp_path) / "traces.jsonl").stat().st_size
@@ -689,47 +647,17 @@ def test_a_full_disk_costs_no_result_that_was_kept_and_the_program_says_which(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fake.before_results = staticmethod(fill)
     try:
-        status = h200("--workloads", "1", "7", "14")
+        with pytest.raises(OSError, match=r"File too large.*traces\.jsonl"):
+            h200("--workloads", "1", "7", "14")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert status == EXIT_USAGE
     run = the_run(tmp_path)
     assert [t["workload"]["axes"]["seq_len"] for t in traces_of(run)] == [7]
-    assert sorted(p.name for p in run.iterdir() if not p.name.endswith(".lock")) == [
-        "run.json",
-        "traces.jsonl",
-    ]
-    out, err = capsys.readouterr()
-    assert f"kept: 1 results in {run / 'traces.jsonl'}; not kept: x at T=1" in err
-    assert "2 workloads, 1 solutions" in out, "what could not be kept is shown at least"
-    assert fake.instances[-1].closed
-
-
-def test_a_disk_that_is_full_from_the_beginning_is_said(h200, fake, tmp_path, capsys) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (100, before[1])
-    fake.before_results = staticmethod(
-        lambda call: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    )
-    try:
-        status = h200("--workloads", "1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert status == EXIT_USAGE
-    path = the_run(tmp_path) / "traces.jsonl"
-    said = capsys.readouterr().err
-    assert f"{path}: File too large; kept: 0 results in {path}; not kept: x at T=1" in said
-    assert f"error: {the_run(tmp_path) / 'run.json'}: File too large" in said
-
-
-def test_a_ranking_that_cannot_be_written_leaves_the_old_one(h200, tmp_path) -> None:
-    target = tmp_path / "ranking.json"
-    target.write_text("old")
-    with disk_of(20_000), pytest.raises(OSError):
-        files.write(target, "x" * 30_000)
-    assert target.read_text() == "old"
-    assert h200("--workloads", "1", "--json", str(target)) == 0
-    assert json.loads(target.read_text())[0]["hardware"] == "GPU"
+    kept = sorted(p.name for p in run.iterdir() if not p.name.endswith(".lock"))
+    assert kept == ["run.json", "traces.jsonl"] and fake.instances[-1].closed
+    fake.before_results = staticmethod(lambda call: None)
+    assert h200("--workloads", "1", "7", "14", "--resume") == 0
+    assert len(traces_of(run)) == 3
 
 
 # --- other data sets ------------------------------------------------------------------------------
@@ -785,51 +713,6 @@ def test_solutions_of_another_data_set_run_only_where_asked_for(
     assert ran("--solutions", "*") == {"x"}
     assert ran("--solutions", "x", "theirs") == {"x", "theirs"}
     assert ran("--run-foreign") == {"x", "theirs", "theirs_too"}
-
-
-def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_path) -> None:
-    commands = []
-
-    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-
-    def passes(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
-        commands.clear()
-        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
-        with bench.new_run(tmp_path, "GPU") as run:
-            bench.add_measurements(run, program.parse_arguments(), foreign)
-        assert {Path(c[1]).name for c in commands} == {"check.py"}
-        assert {c[2] for c in commands} == {"--only"}
-        return {c[3]: c[4:] for c in commands}
-
-    every = passes("--seed", "7")
-    assert list(every) == ["floors", "accuracy", "device", "bits"]
-    for arguments in every.values():
-        assert arguments[:2] == ["--local", str(ROOT)]
-        assert arguments[2] == "--run" and arguments[4:] == ["--seed", "7"]
-    assert passes(foreign=True)["device"][-1] == "--run-foreign"
-    of_another = passes("--definition", "kimi_k2")
-    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
-    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
-    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
-    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
-    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
-
-
-def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:
-    from scripts.report import report
-
-    def write(directory: Path, peers: list[str]) -> Path:
-        raise PermissionError(13, "Permission denied", str(directory / "report.html"))
-
-    monkeypatch.setattr(report, "write", write)
-    with bench.new_run(tmp_path, "GPU") as run:
-        program.write_report(run, [])
-        path = run.directory / "report.html"
-    assert capsys.readouterr().err == f"no report: {path}: Permission denied\n"
 
 
 def test_a_failure_sets_the_exit_status(h200) -> None:
