@@ -19,17 +19,6 @@ from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.programs.options import add_options
 
 
-def own_runs() -> list[Path]:
-    """Where bench keeps its runs. Raises UsageError where there are none, naming a record."""
-    if not any(TRACES_DIR.rglob("*.jsonl")):
-        records = sorted(RESULTS_DIR.glob("*/*"), key=lambda path: (path.name, path))
-        raise UsageError(
-            f"no run in {TRACES_DIR}: run.py bench makes one; what is recorded is ranked by "
-            f"run.py rank {(records or [RESULTS_DIR])[-1]}"
-        )
-    return [TRACES_DIR]
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
@@ -51,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     from scripts.table.rank_text import print_rankings
     from scripts.table.rankings import rankings
 
-    paths = args.paths or own_runs()
+    paths = args.paths or [TRACES_DIR]
+    if not args.paths and not any(TRACES_DIR.rglob("*.jsonl")):
+        said = f"run.py bench makes one; run.py rank {RESULTS_DIR} ranks what is recorded"
+        raise UsageError(f"no run in {TRACES_DIR}: {said}")
     records = read_records(paths, args.definition)
     ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:

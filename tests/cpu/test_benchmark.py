@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from test_dataset import solution
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset
+from scripts.data import dataset, traces
 from scripts.measure import bench, cpu_bench, plan
-from scripts.measure.runs import new_run
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
 from scripts.report import report
@@ -400,7 +400,7 @@ def passes(monkeypatch, tmp_path):
     def start(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
         commands.clear()
         monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
-        with new_run(tmp_path, "GPU") as made:
+        with bench.new_run(tmp_path, "GPU") as made:
             bench.add_measurements(made, program.parse_arguments(), foreign)
         return {name: rest for name, *rest in commands}
 
@@ -512,6 +512,109 @@ def test_a_broken_data_set_fails_on_the_cpu_and_what_can_be_measured_is(
     assert f"passed over: {root}/solutions/folder.json: Is a directory" in err
 
 
+# --- the directory of a run ---------------------------------------------------------------------
+
+
+def result(name: str, length: int = 1) -> Trace:
+    trace_set, _ = dataset.load(ROOT)
+    (chosen,) = dataset.select_workloads(trace_set.workloads[DEFINITION], [str(length)])
+    return Trace(
+        definition=DEFINITION, workload=chosen.workload, solution=name, evaluation=evaluation()
+    )
+
+
+def test_the_directory_is_named_after_time_and_hardware(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "NVIDIA H100 80GB HBM3") as run:
+        assert run.directory.name.endswith("-nvidia-h100-80gb-hbm3")
+
+
+def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
+    begin, found = threading.Barrier(16), []
+
+    def start() -> None:
+        begin.wait()
+        found.append(bench.new_run(tmp_path, "GPU"))
+
+    threads = [threading.Thread(target=start) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({run.directory for run in found}) == 16
+    assert all(run.directory.is_dir() for run in found)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        bench.new_run(tmp_path / "file", "GPU")
+    with pytest.raises(OSError):
+        bench.new_run(tmp_path / "file" / "below", "GPU")
+
+
+def test_the_latest_run_or_the_named_one_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run to resume in .*absent"):
+        bench.find_run(tmp_path / "absent", None)
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"hardware": name}))
+    with bench.find_run(tmp_path, None) as run:
+        assert run.info == {"hardware": "2"}
+    with bench.find_run(tmp_path, tmp_path / "1") as run:
+        assert run.info == {"hardware": "1"}
+    with pytest.raises(UsageError, match="no run to resume in .*3"):
+        bench.find_run(tmp_path, tmp_path / "3")
+
+
+def test_a_run_is_held_by_one_program_until_it_is_closed(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.save_info(hardware="GPU")
+        with pytest.raises(UsageError, match="another program is measuring"):
+            bench.find_run(tmp_path, run.directory)
+    with bench.find_run(tmp_path, run.directory):
+        pass
+
+
+def test_what_is_stored_says_what_it_is_of_and_is_done(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "s")
+        assert run.done() == set()
+        given = [result("x"), result("y")]
+        shared = given[0].evaluation.environment
+        given[1] = given[1].model_copy(
+            update={"evaluation": given[1].evaluation.model_copy(update={"environment": shared})}
+        )
+        run.store(given)
+        assert "timing" not in shared.libs, "what flashinfer-bench gave is left alone"
+        uuid = given[0].workload.uuid
+        assert run.done() == {(uuid, "x"), (uuid, "y")}
+        assert run.info["solutions"] == {"x": "1", "y": "2"}
+        records = {r.solution: r for r in traces.read_records([run.traces])}
+        assert {n: (r.hash, r.settings, r.timing) for n, r in records.items()} == {
+            "x": ("1", "s", "t"),
+            "y": ("2", "s", "t"),
+        }
+        run.begin({"x": "1", "y": "3"}, {"timing": "t"}, "s")
+        assert run.done() == {(uuid, "x")}
+        run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "other settings")
+        assert run.done() == set()
+
+
+def test_an_impossible_result_is_not_done(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.begin({"x": "1"}, {}, "s")
+        run.store([result("x")])
+        text = run.traces.read_text()
+        assert '"latency_ms":1.0' in text
+        run.traces.write_text(text.replace('"latency_ms":1.0', '"latency_ms":0.0'))
+        assert run.done() == set()
+
+
+def test_settings_have_one_hash_whatever_their_order() -> None:
+    assert bench.settings_hash({"a": 1, "b": [2]}) == bench.settings_hash({"b": [2], "a": 1})
+    assert bench.settings_hash({"a": 1}) != bench.settings_hash({"a": 2})
+
+
 # --- what a result is of --------------------------------------------------------------------------
 
 
@@ -581,31 +684,18 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
     assert len(traces_of(the_run(tmp_path))) == 2
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--rtol", "-1", "is no finite number above 0"),
-        ("--atol", "inf", "is no finite number above 0"),
-        ("--atol", "nan", "is no finite number above 0"),
-        ("--matched-ratio", "1.5", "is no share"),
-        ("--matched-ratio", "0", "is no finite number above 0"),
-        ("--iterations", "0", "is no whole number of at least 1"),
-        ("--warmup", "-1", "is no whole number of at least 0"),
-        ("--trials", "0", "is no whole number of at least 1"),
-        ("--timeout", "0", "is no whole number of at least 1"),
-        ("--max-tokens", "0", "is no whole number of at least 1"),
-        ("--seed", "9" * 30, "is no whole number of at least 0"),
-        ("--seed", "-1", "is no whole number of at least 0"),
-    ],
-)
-def test_options_that_would_measure_nothing_are_refused(
-    monkeypatch, capsys, option: str, value: str, message: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", f"{option}={value}"])
+OUT_OF_RANGE = """--rtol=-1 --atol=inf --atol=nan --matched-ratio=1.5 --matched-ratio=0 --iterations=0
+--warmup=-1 --trials=0 --timeout=0 --max-tokens=0 --seed=-1 --seed=99999999999999999999"""
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE.split())
+def test_options_that_would_measure_nothing_are_refused(monkeypatch, capsys, option: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", option])
     with pytest.raises(SystemExit) as ended:
         program.parse_arguments()
+    name, value = option.split("=")
     assert ended.value.code == EXIT_USAGE
-    assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
+    assert f"argument {name}: {value!r} is no " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "trials"), [("kimi_k2", 3), ("kimi_k2_e384", 1)])

@@ -683,14 +683,10 @@ def test_the_order_is_chosen(tmp_path: Path, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("traces", ["absent", "empty"])
 def test_without_a_run_the_records_are_named(tmp_path: Path, monkeypatch, traces: str) -> None:
-    for day in ("2026-01-01", "2026-02-01"):
-        write(tmp_path / "results" / "gpu" / day / "traces.jsonl", [trace("x", 7, 1.0)])
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(rank, "TRACES_DIR", tmp_path / traces)
-    monkeypatch.setattr(rank, "RESULTS_DIR", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", ["rank.py"])
-    said = rf"no run in .*{traces}: run.py bench .* run.py rank .*gpu/2026-02-01$"
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=rf"no run in .*{traces}: run.py bench .* run.py rank "):
         rank.main()
     write(tmp_path / traces / "a" / "traces.jsonl", [trace("x", 7, 1.0)])
     assert rank.main() == 0
