@@ -22,7 +22,7 @@ from test_dataset import solution
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset, traces
+from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, plan
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
@@ -544,14 +544,6 @@ def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
     assert all(run.directory.is_dir() for run in found)
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_of_the_system(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError):
-        bench.new_run(tmp_path / "file", "GPU")
-    with pytest.raises(OSError):
-        bench.new_run(tmp_path / "file" / "below", "GPU")
-
-
 def test_the_latest_run_or_the_named_one_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run to resume in .*absent"):
         bench.find_run(tmp_path / "absent", None)
@@ -575,29 +567,19 @@ def test_a_run_is_held_by_one_program_until_it_is_closed(tmp_path: Path) -> None
         pass
 
 
-def test_what_is_stored_says_what_it_is_of_and_is_done(tmp_path: Path) -> None:
+def test_what_is_stored_says_what_it_is_of(tmp_path: Path) -> None:
     with bench.new_run(tmp_path, "GPU") as run:
         run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "s")
         assert run.done() == set()
         given = [result("x"), result("y")]
         shared = given[0].evaluation.environment
-        given[1] = given[1].model_copy(
-            update={"evaluation": given[1].evaluation.model_copy(update={"environment": shared})}
-        )
-        run.store(given)
+        evaluation = given[1].evaluation.model_copy(update={"environment": shared})
+        run.store([given[0], given[1].model_copy(update={"evaluation": evaluation})])
         assert "timing" not in shared.libs, "what flashinfer-bench gave is left alone"
-        uuid = given[0].workload.uuid
-        assert run.done() == {(uuid, "x"), (uuid, "y")}
         assert run.info["solutions"] == {"x": "1", "y": "2"}
-        records = {r.solution: r for r in traces.read_records([run.traces])}
-        assert {n: (r.hash, r.settings, r.timing) for n, r in records.items()} == {
-            "x": ("1", "s", "t"),
-            "y": ("2", "s", "t"),
-        }
-        run.begin({"x": "1", "y": "3"}, {"timing": "t"}, "s")
-        assert run.done() == {(uuid, "x")}
-        run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "other settings")
-        assert run.done() == set()
+        stamps = {r.solution: (r.hash, r.settings, r.timing) for r in run.results()}
+        assert stamps == {"x": ("1", "s", "t"), "y": ("2", "s", "t")}
+        assert {name for _, name in run.done()} == {"x", "y"}
 
 
 def test_an_impossible_result_is_not_done(tmp_path: Path) -> None:
@@ -684,8 +666,9 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
     assert len(traces_of(the_run(tmp_path))) == 2
 
 
-OUT_OF_RANGE = """--rtol=-1 --atol=inf --atol=nan --matched-ratio=1.5 --matched-ratio=0 --iterations=0
---warmup=-1 --trials=0 --timeout=0 --max-tokens=0 --seed=-1 --seed=99999999999999999999"""
+OUT_OF_RANGE = """--rtol=-1 --atol=inf --atol=nan --matched-ratio=1.5 --matched-ratio=0
+--iterations=0 --warmup=-1 --trials=0 --timeout=0 --max-tokens=0 --seed=-1 --seed=9e30
+"""
 
 
 @pytest.mark.parametrize("option", OUT_OF_RANGE.split())

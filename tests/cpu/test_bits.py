@@ -1,7 +1,6 @@
 """The pass that compares bits: what it notices, what it leaves out, and what the ranking shows."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from flashinfer_bench.data import Definition
 from test_rank import ranked, trace
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.common.project import DEFINITION
 from scripts.data.records import INVARIANCE
 from scripts.measure import bits as measured
-from scripts.measure import plan
-from scripts.programs import check
 from scripts.report import generated, report
 from scripts.table import rank_text, recorded, tables
 from scripts.table.rankings import read_invariance
@@ -177,29 +173,9 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 
 @pytest.fixture
 def program(monkeypatch):
-    """The program on a small data set with solutions of ours, on the CPU 'GPU A'."""
-
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
-    solutions = [small.solution(name, content) for name, content in named.items()]
-    own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-
-    def load(root: Path, definition: object):
-        trace_set = small.trace_set(lengths=(3, 901, 14))
-        trace_set.solutions[DEFINITION] = solutions
-        return trace_set, list(solutions)
-
-    monkeypatch.setattr(plan, "load_with_ours", load)
-
-    def run(*arguments: str) -> int:
-        only = ["--only", "bits", "--cpu"]
-        monkeypatch.setattr(sys, "argv", ["check.py", *only, *arguments])
-        return check.main()
-
-    run.hashes = {s.name: s.hash() for s in solutions}
-    return run
+    ours = [small.solution(name, content) for name, content in named.items()]
+    return small.check(monkeypatch, ours, (3, 901, 14), "bits")
 
 
 def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:

@@ -98,33 +98,10 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
 
 
 @pytest.fixture
-def program(monkeypatch, tmp_path: Path):
-    """The program on a small data set with three solutions of ours, on the CPU 'GPU A'."""
-
+def program(monkeypatch):
     fails = "def run(x, w, factor, output): raise KeyError('a')\n"
-    solutions = [small.solution("right"), small.solution("vandal", VANDAL)]
-    solutions.append(small.solution("fails", fails))
-    own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-
-    def load(root: Path, definition: object):
-        trace_set = small.trace_set(lengths=(3, 40))
-        trace_set.solutions[DEFINITION] = [*solutions, small.solution("theirs", small.RIGHT + "#")]
-        return trace_set, list(solutions)
-
-    monkeypatch.setattr(plan, "load_with_ours", load)
-
-    def run(*arguments: str) -> int:
-        device = ["--cpu", "--only", "accuracy"]
-        monkeypatch.setattr(sys, "argv", ["check.py", *device, *arguments])
-        return program_of.main()
-
-    run.hashes = {
-        s.name: s.hash() for s in (*solutions, small.solution("theirs", small.RIGHT + "#"))
-    }
-    return run
+    ours = [small.solution("right"), small.solution("vandal", VANDAL)]
+    return small.check(monkeypatch, [*ours, small.solution("fails", fails)], (3, 40), "accuracy")
 
 
 def table_of(out: str) -> dict[tuple[str, str], list[str]]:

@@ -93,28 +93,17 @@ def test_an_interpreter_without_packaging(of_pip: bool, monkeypatch) -> None:
 
 
 def test_unmet_follows_extras(monkeypatch) -> None:
-    class Distribution:
-        version = "1.0"
-        requires = [
-            "plain",
-            "other; python_version >= '3'",
-            "no-such-package-here==1.0 ; extra == 'cu13'",
-            "x; extra == 'cu12'",
-        ]
-
+    extras = "no-such-package-here==1.0 ; extra == 'cu13'", "x; extra == 'cu12'"
+    others = "plain", "other; python_version >= '3'"
+    it = types.SimpleNamespace(version="1.0", requires=[*others, *extras])
     real = importlib.metadata.distribution
-    monkeypatch.setattr(
-        importlib.metadata, "distribution", lambda n: Distribution() if n == "it" else real(n)
-    )
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda n: it if n == "it" else real(n))
     assert run.unmet(["it"]) == []
     assert run.unmet(["it[cu13]"]) == ["no-such-package-here==1.0: not installed"]
 
 
 def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
-    def install(extras: str) -> None:
-        raise AssertionError("must not install")
-
-    monkeypatch.setattr(run, "install", install)
+    monkeypatch.setattr(run, "install", lambda extras: pytest.fail("must not install"))
     monkeypatch.setattr(run, "unmet", lambda wanted: [])
     assert run.set_up("dev") == [sys.executable]
 
@@ -324,19 +313,17 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "option", "said"),
     [
-        ("pack", "--no-build"),
-        ("make_workloads", "--max-tokens"),
-        ("profile", "--eager"),
-        ("submit", "Its options are listed after: python3 run.py setup"),
-        ("test", "run.py test [args]"),
-        ("setup", "run.py setup "),
+        ("pack", "-h", "--no-build"),
+        ("profile", "--help", "--eager"),
+        ("submit", "--help", "Its options are listed after: python3 run.py setup"),
+        ("test", "-h", "run.py test [args]"),
+        ("setup", "--help", "run.py setup "),
     ],
 )
-@pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_installs_nothing(
-    command: str, said: str, option: str, bare, monkeypatch, capfd, tmp_path: Path
+    command: str, option: str, said: str, bare, monkeypatch, capfd, tmp_path: Path
 ) -> None:
     """On an interpreter without packages a program lists its options if it needs none for that."""
     make(tmp_path / "bin" / "python", f'exec {sys.executable} -S "$@"')
@@ -438,12 +425,17 @@ def test_ci_ends_with_the_status_of_the_tests(status: int, tmp_path: Path) -> No
     assert result.stdout == f"{tmp_path / 'checkout'}\n"
 
 
-def test_commands(capsys) -> None:
+def test_commands(monkeypatch, capsys) -> None:
+    """Every program is described; what is none, a library too, is refused with the list."""
+    monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
     assert run.main(["--help"]) == 0
     assert "python3 run.py bench" in capsys.readouterr().out
-    assert run.main([]) == 2
-    assert run.main(["no-such-script"]) == 2
-    assert "    bench " in capsys.readouterr().err
+    for arguments in ([], ["no-such-script"], ["options"], ["traces"], ["__init__"]):
+        assert run.main(arguments) == 2
+        said = "".join(capsys.readouterr())
+        assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
+        assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
+    assert {"rank", "bench", "pack", "make_workloads"} <= set(run.programs())
 
 
 def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
@@ -455,37 +447,12 @@ def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
     ]
 
 
-def test_a_library_is_no_program(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
-    programs = set(run.programs().values())
-    libraries = sorted(p for p in (ROOT / "scripts").glob("*/*.py") if p not in programs)
-    names = {"__init__", *run.programs()}
-    one_a_folder = {path.parent: path.stem for path in libraries if path.stem not in names}
-    assert one_a_folder and {"rank", "bench", "pack", "make_workloads"} <= set(run.programs())
-    for name in one_a_folder.values():
-        assert run.main([name]) == 2
-        said = capsys.readouterr().err
-        assert f"no command '{name}'" in said
-        assert set(re.findall(r"^    (\w+)  ", said, re.MULTILINE)) == set(run.programs())
-
-
-def test_every_program_is_described(capsys) -> None:
-    run.main(["--help"])
-    said = capsys.readouterr().out
-    for name in run.programs():
-        assert re.search(rf"^    {name} +\S.*\.$", said, re.MULTILINE), name
-
-
-def test_every_program_ends_by_run_main() -> None:
+def test_every_program_ends_by_run_main_and_nothing_else_is_one() -> None:
     """Whose module takes Ctrl-C, which run.py blocks."""
     end = '\nif __name__ == "__main__":\n    run_main(main)\n'
     assert all(path.read_text("utf-8").endswith(end) for path in run.programs().values())
-
-
-def test_names_of_programs_are_unique() -> None:
-    starts = '\nif __name__ == "__main__":'
-    found = [p for p in (ROOT / "scripts").rglob("*.py") if starts in p.read_text("utf-8")]
-    assert len(found) == len(run.programs())
+    found = [p for p in (ROOT / "scripts").rglob("*.py") if '__main__":' in p.read_text("utf-8")]
+    assert sorted(found) == sorted(run.programs().values())
 
 
 def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> None:
