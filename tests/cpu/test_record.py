@@ -13,8 +13,8 @@ import pytest
 
 import run
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from scripts.measure import record
-from scripts.measure.record import RUN
+from scripts.programs import record
+from scripts.programs.record import RUN
 
 
 def python(code: str) -> list[str]:
@@ -102,7 +102,7 @@ def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
         "import signal, sys; from pathlib import Path\n"
         # Where the tests run in the background it would be ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from scripts.measure.record import record\n"
+        "from scripts.programs.record import record\n"
         f"a = {note(directory, 'a')!r}\n"
         "b = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(600)']\n"
         f"sys.exit(record(dict(a=a, b=b, c=a), Path({str(directory)!r}), 900))"
@@ -139,12 +139,3 @@ def test_steps_have_arguments_that_their_programs_take(step: str) -> None:
         [sys.executable, str(path), "--help"], env=run.environment(), capture_output=True, text=True
     ).stdout
     assert all(word in shown for word in command[3:] if word.startswith("--"))
-
-
-def test_the_machine_is_described(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = {"good.txt": python("print('fine')"), "bad.txt": ["/absent/tool"]}
-    monkeypatch.setattr(record, "TOOLS", tools)
-    record.describe_machine(directory)
-    assert "versions" in json.loads((directory / "environment.json").read_text())
-    assert (directory / "good.txt").read_text() == "fine\n"
-    assert "No such file" in (directory / "bad.txt").read_text()
