@@ -103,6 +103,16 @@ def captured(call: Run, output: torch.Tensor, stream: torch.cuda.Stream | None =
     return graph.replay
 
 
+def elapsed(launch: Run) -> float:
+    """Milliseconds on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds on the GPU of each name's launches, the mean over them, a list over the repeats.
 
@@ -115,13 +125,8 @@ def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[
         for name, launches in runs.items():
             spans = []
             for launch in launches:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 flush.zero_()
-                begin.record()
-                launch()
-                end.record()
-                end.synchronize()
-                spans.append(begin.elapsed_time(end))
+                spans.append(elapsed(launch))
             if repeat >= 0:
                 samples[name].append(statistics.fmean(spans))
     return samples
