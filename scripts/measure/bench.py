@@ -199,10 +199,11 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         dataset="." if ours(args.local) else str(args.local.resolve()),
         seed=args.seed,
     )
-    place: dict[str, Any] = dict(hardware=plan.hardware, environment=environment.capture())
+    facts = dict(settings, hardware=plan.hardware, definition=args.definition.name)
+    facts["environment"] = environment.capture()
     if args.resume:
         run = find_run(args.traces, None if args.resume is True else args.resume)
-        run.check_same(**place, definition=args.definition.name, **settings)
+        run.check_same(**facts)
         keys = ("command", "environment", "seconds")
         earlier = {k: run.info[k] for k in keys if k in run.info}
         run.info["earlier"] = [*run.info.get("earlier", []), earlier]
@@ -214,10 +215,8 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         settings=settings_hash(settings),
     )
     run.save_info(
-        definition=args.definition.name,
+        **facts,
         command=sys.argv[1:],
-        **place,
-        **settings,
         peers={**run.info.get("peers", {}), **plan.peers},
         # Without a GPU it is no news of each peer that it needs one.
         skipped={n: why for n, why in plan.skipped.items() if on_gpu or why != NEEDS_GPU},
