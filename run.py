@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -28,11 +29,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing keeps two set-ups apart
-    fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -49,26 +45,21 @@ always_venv = False
 
 
 class SetupError(Exception):
-    """The environment cannot be made; the message says what to do."""
+    """What is asked for cannot be started; the message says what to do."""
 
 
-# --- requirements: what pyproject.toml asks for and what an interpreter has -----------------------
+# --- requirements ---------------------------------------------------------------------------------
 
 
-def requirements(extras: str = "", pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
+def requirements(extras: str = "") -> list[str]:
     """The requirements that pyproject.toml lists, with those of extras ("bench,report").
 
     Python 3.10 has no TOML parser; the lists are literal arrays of strings, which is also Python.
     """
-    text = pyproject.read_text(encoding="utf-8")
-
-    def array(key: str) -> list[str]:
-        match = re.search(rf"^{re.escape(key)} = (\[\n.*?^\])", text, re.MULTILINE | re.DOTALL)
-        if match is None:
-            raise SetupError(f"{pyproject} has no list '{key}'")
-        return list(ast.literal_eval(match.group(1)))
-
-    return sum(map(array, filter(None, extras.split(","))), array("dependencies"))
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = dict(re.findall(r"^([\w-]+) = (\[\n.*?^\])", text, re.MULTILINE | re.DOTALL))
+    keys = ["dependencies", *filter(None, extras.split(","))]
+    return [requirement for key in keys for requirement in ast.literal_eval(lists[key])]
 
 
 def unmet(wanted: list[str]) -> list[str]:
@@ -88,19 +79,12 @@ def unmet(wanted: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{text}: not installed")
             continue
-        version = distribution.version
-        try:
-            met = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        except ValueError:  # what is installed has a version that is none
-            met = False
-        if not met:
-            problems.append(f"{text}: version {version} is installed")
-            continue
-        conditional = (distribution.requires or []) if requirement.extras else []
-        for needed in map(Requirement, conditional):
+        if not requirement.specifier.contains(distribution.version, prereleases=True):
+            problems.append(f"{text}: version {distribution.version} is installed")
+        for needed in map(Requirement, distribution.requires or []):
             marker, needed.marker = needed.marker, None
-            if marker is None or marker.evaluate({"extra": ""}):
-                continue  # not of an extra
+            if marker is None or "extra ==" not in str(marker):
+                continue
             if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
                 problems += unmet([str(needed)])
     return problems
@@ -110,7 +94,7 @@ def unmet(wanted: list[str]) -> list[str]:
 
 
 def venv_python() -> Path:
-    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return VENV / "bin" / "python"
 
 
 def lacks(wanted: list[str]) -> list[str]:
@@ -122,8 +106,7 @@ def lacks(wanted: list[str]) -> list[str]:
 
 
 def venv_lacks(wanted: list[str]) -> list[str]:
-    """The same of the interpreter in .venv, which is asked: only it knows what is installed there,
-    whichever set-ups were run and whether they came to their end."""
+    """The same of the interpreter in .venv, which is asked: only it knows what is there."""
     if not os.path.lexists(venv_python()):
         return [f"{VENV}: not made"]
     ask = "import json, runpy, sys; lacks = runpy.run_path(sys.argv[1])['lacks']; "
@@ -150,56 +133,46 @@ def ready(extras: str) -> list[str] | None:
 
 def set_up(extras: str) -> list[str]:
     """The same; installs in .venv if it must."""
-    found = ready(extras)
-    if found is None:
-        with alone():
-            found = ready(extras)  # another start may have installed it meanwhile
-            if found is None:
-                install(extras)
-                found = [str(venv_python())]
-    return found
+    if found := ready(extras):
+        return found
+    with alone():
+        if not ready(extras):  # another start may have installed it meanwhile
+            install(extras)
+    return [str(venv_python())]
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """One set-up at a time. The lock goes with the process that has it, however that ends."""
     with LOCK.open("a") as file:
-        try:
-            if fcntl is not None:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting: another start of run.py is installing", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
+            except BlockingIOError:
+                print("waiting: another start of run.py is installing", flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def make_venv() -> None:
     """Make .venv, or complete one whose making was cut short; nothing in it is removed."""
-    if not os.path.lexists(venv_python()):
-        if unsupported := lacks([]):
-            raise SetupError(unsupported[0])
-        command = [sys.executable, "-m", "venv", str(VENV)]
-    elif venv_lacks(["pip"]):
-        command = [str(venv_python()), "-m", "ensurepip"]
-    else:
+    if not venv_lacks(["pip"]):
         return
+    if unsupported := lacks([]):
+        raise SetupError(unsupported[0])
     print(f"making a virtual environment in {VENV}", flush=True)
-    if subprocess.run(command).returncode != 0:
+    if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
         raise SetupError(
-            f"{' '.join(command[:3])} failed (see above); on Debian and Ubuntu the package "
+            f"{sys.executable} -m venv failed (see above); on Debian and Ubuntu the package "
             "python3-venv provides it"
         )
 
 
 def install(extras: str) -> None:
     """Install the project in .venv, editable, with these extras."""
-    start = time.monotonic()
     make_venv()
-    project = f"{ROOT}[{extras}]"
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "-e", project]
+    command += ["--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
     if venv_lacks(["torch"]):
         command.append(TORCH)
     print("installing (some minutes the first time): " + " ".join(command[1:]), flush=True)
@@ -209,7 +182,6 @@ def install(extras: str) -> None:
             "an interpreter that has the packages; this one lacks:\n  "
             + "\n  ".join(lacks(requirements(extras)))
         )
-    print(f"installed in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def environment() -> dict[str, str]:
@@ -223,11 +195,8 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """What can be started, by name; the other scripts are libraries."""
-    return {
-        path.stem: path
-        for path in sorted((ROOT / "scripts" / "programs").glob("*.py"))
-        if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
-    }
+    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))
+    return {path.stem: path for path in every if path.stem not in ("__init__", "options")}
 
 
 def docstring(path: Path) -> str:
@@ -236,28 +205,21 @@ def docstring(path: Path) -> str:
 
 def listing() -> str:
     """The programs with what each is for."""
-    known = programs()
-    width = max(map(len, known))
-    lines = [f"    {n:<{width}}  {docstring(path).splitlines()[0]}" for n, path in known.items()]
+    lines = [f"    {n:<15}  {docstring(p).splitlines()[0]}" for n, p in programs().items()]
     return "\n".join(["", *lines])
 
 
 def run_script(name: str, arguments: list[str]) -> int:
     known = programs()
     if name not in known:
-        said = f"error: no command {name!r}: test, setup, or one of these programs"
-        print(f"{said}\n{listing()}", file=sys.stderr)
-        return EXIT_USAGE
+        raise SetupError(f"no command {name!r}: test, setup, or one of these\n{listing()}")
     extras = EXTRAS.get(name, "bench")
     if HELP & set(arguments) and ready(extras) is None:
         return help_without_packages(known[name], arguments)
     command = [*set_up(extras), str(known[name]), *arguments]
-    sys.stdout.flush()
-    if os.name == "posix":  # the program gets Ctrl-C itself and its exit status is ours
-        # scripts/common/command_line.py takes it from here, once it is imported.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.execve(command[0], command, environment())
-    return subprocess.run(command, env=environment()).returncode
+    # The program gets Ctrl-C itself: scripts/common/command_line.py, once it is imported.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.execve(command[0], command, environment())
 
 
 def help_without_packages(program: Path, arguments: list[str]) -> int:
@@ -300,8 +262,8 @@ def run_tests(arguments: list[str]) -> int:
         if status != 0:
             failed.append(f"{name} (exit status {status})")
         if status != 0 or name != "CPU tests":  # pytest's own closing line stays the last one
-            took = time.monotonic() - start
-            print(f"=== {name}: {took:.0f} s, exit status {status}", flush=True)
+            ended = f"{time.monotonic() - start:.0f} s, exit status {status}"
+            print(f"=== {name}: {ended}", flush=True)
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
@@ -311,7 +273,7 @@ def main(arguments: list[str]) -> int:
     global always_venv
     if arguments[:1] == ["--venv"]:
         always_venv, arguments = True, arguments[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         print(f"{__doc__}{listing()}")
         return 0 if arguments else EXIT_USAGE
     command, rest = arguments[0], arguments[1:]

@@ -1,60 +1,169 @@
-"""A run of flashinfer-bench's Benchmark: its settings, results kept workload by workload,
-interrupts, progress; and the measurements that follow it on a GPU."""
+"""A run of flashinfer-bench's Benchmark: directory, settings, results kept workload by workload,
+Ctrl-C, progress; and the measurements that follow it on a GPU.
 
-import logging
+A run's directory holds traces.jsonl, written as results come, and run.json. Every trace is stamped
+with what it is of: timing, tolerance, settings, the run, and the hash of the solution's source.
+Only that decides whether a resumed run still has to measure a pair; run.json names the sources of
+what has been measured, none that is only going to be.
+"""
+
+import hashlib
+import json
 import logging.handlers
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from threading import Event, Thread
-from types import FrameType
+from threading import Event
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
-from scripts.common import environment
-from scripts.common.command_line import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_USAGE,
-    UsageError,
-    os_error,
-    say,
-)
+from scripts.common import environment, files, schemas
+from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.progress import Progress, duration
-from scripts.common.project import ROOT
-from scripts.common.text import number
+from scripts.common.progress import Progress
+from scripts.common.project import DEFINITION, ROOT
+from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, ours, tokens
-from scripts.data.records import TIMING, TOLERANCE
 from scripts.measure import cpu_bench
 from scripts.measure.plan import Plan
-from scripts.measure.runs import NotKept, Run, find_run, new_run, record_of, settings_hash
 from scripts.pack.availability import NEEDS_GPU
 
 GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 TRIALS, TRIALS_OF_LARGE = 3, 1
 
 
-@dataclass
-class Outcome:
-    """How measuring went: `status` where it did not get to its end."""
+# --- its directory --------------------------------------------------------------------------------
 
-    status: int = EXIT_OK
-    errors: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+
+class Run:
+    """One run, alone in its directory until it is left as a context."""
+
+    def __init__(self, directory: Path, info: schemas.RunInfo | None = None):
+        """`info` is the run.json of a run that is to be resumed."""
+        self.directory = directory
+        self.traces = directory / "traces.jsonl"
+        self.info: dict[str, Any] = dict(info or {})
+        self.libs: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}
+        self._lock = FileLock(directory / ".run.lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(f"{directory}: another program is measuring for this run") from None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def save_info(self, **fields: Any) -> None:
+        self.info.update(fields)
+        files.write_json(self.directory / "run.json", self.info)
+
+    def check_same(self, **now: Any) -> None:
+        """Raise UsageError where the run is of another machine, other packages or other settings:
+        its results would stand beside new ones as if they were comparable."""
+        then = self.info
+        changed = environment.differences(then.get("environment", {}), now.pop("environment"))
+        changed += [
+            f"{key} {then.get(key)!r} then, {value!r} now"
+            for key, value in now.items()
+            if then.get(key) != value
+        ]
+        if changed:
+            raise UsageError(
+                f"{self.directory} cannot be resumed, start a new run:\n  " + "\n  ".join(changed)
+            )
+
+    def begin(self, hashes: Mapping[str, str], libs: Mapping[str, str], settings: str) -> None:
+        """What the traces to come are of: the solutions' hashes, the software with timing and
+        tolerance, and the hash of all settings."""
+        part = len(self.info.get("earlier", [])) + 1
+        self.hashes = dict(hashes)
+        self.libs = {
+            **libs,
+            records.SETTINGS: settings,
+            records.RUN: f"{self.directory.name}, part {part}",
+        }
+
+    def results(self) -> list[records.Record]:
+        if not self.traces.is_file():
+            return []
+        return traces.read_records([self.traces], self.info.get("definition", DEFINITION))
+
+    def done(self) -> set[tuple[str, str]]:
+        """(uuid, solution) of the results that are of the present sources and settings."""
+        return {
+            (r.uuid, r.solution)
+            for r in self.results()
+            if r.status != records.INVALID
+            and r.hash == self.hashes.get(r.solution)
+            and r.settings == self.libs[records.SETTINGS]
+        }
+
+    def _stamped(self, trace: Trace) -> Trace:
+        """The trace with what it is of. flashinfer-bench's objects may share their parts, so none
+        is changed."""
+        evaluation = trace.evaluation
+        assert trace.solution is not None and evaluation is not None
+        stamp = {**self.libs, records.HASH: self.hashes[trace.solution]}
+        libs = {**evaluation.environment.libs, **stamp}
+        environment = evaluation.environment.model_copy(update={"libs": libs})
+        stamped = evaluation.model_copy(update={"environment": environment})
+        return trace.model_copy(update={"evaluation": stamped})
+
+    def store(self, results: Sequence[Trace]) -> list[Trace]:
+        """Keep results of a workload, and return them stamped. Raises OSError, with the results
+        before them kept."""
+        stamped = [self._stamped(t) for t in results]
+        traces.append(self.traces, stamped)
+        measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
+        self.save_info(solutions={**self.info.get("solutions", {}), **measured})
+        return stamped
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def new_run(parent: Path, hardware: str) -> Run:
+    """A run in a directory that no other run has, whoever starts one at the same time."""
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")[:40]
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        directory = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            directory.mkdir()
+            return Run(directory)
+        except FileExistsError:
+            number += 1
+
+
+def find_run(parent: Path, wanted: Path | None) -> Run:
+    """The run to go on with: the named directory, or the latest."""
+    candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
+    if not candidates or not (candidates[-1] / "run.json").is_file():
+        raise UsageError(f"no run to resume in {wanted or parent}")
+    return Run(candidates[-1], schemas.read(candidates[-1] / "run.json", schemas.RunInfo))
+
+
+# --- a run ------------------------------------------------------------------------------------
 
 
 def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
@@ -90,10 +199,11 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         dataset="." if ours(args.local) else str(args.local.resolve()),
         seed=args.seed,
     )
-    place: dict[str, Any] = dict(hardware=plan.hardware, environment=environment.capture())
+    facts = dict(settings, hardware=plan.hardware, definition=args.definition.name)
+    facts["environment"] = environment.capture()
     if args.resume:
         run = find_run(args.traces, None if args.resume is True else args.resume)
-        run.check_same(**place, definition=args.definition.name, **settings)
+        run.check_same(**facts)
         keys = ("command", "environment", "seconds")
         earlier = {k: run.info[k] for k in keys if k in run.info}
         run.info["earlier"] = [*run.info.get("earlier", []), earlier]
@@ -101,26 +211,24 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         run = new_run(args.traces, plan.hardware)
     run.begin(
         hashes={s.name: s.hash() for s in plan.solutions},
-        libs={**environment.versions(), TIMING: timing, TOLERANCE: tolerance},
+        libs={**environment.versions(), records.TIMING: timing, records.TOLERANCE: tolerance},
         settings=settings_hash(settings),
     )
     run.save_info(
-        definition=args.definition.name,
+        **facts,
         command=sys.argv[1:],
-        **place,
-        **settings,
         peers={**run.info.get("peers", {}), **plan.peers},
         # Without a GPU it is no news of each peer that it needs one.
         skipped={n: why for n, why in plan.skipped.items() if on_gpu or why != NEEDS_GPU},
         finished=False,
+        errors=[],
     )
     return run
 
 
-def measure(
-    args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool
-) -> Outcome:
-    """Measure what the run has no results of; every workload's results are kept at once."""
+def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool) -> bool:
+    """Measure what the run has no results of; every workload's results are kept at once, and what
+    went wrong in run.json. Whether Ctrl-C ended it. Raises OSError: the disk is full."""
     done = run.done()
     pairs = [
         (t, left)
@@ -139,33 +247,28 @@ def measure(
         if args.store_in_dataset and not ours(args.local):
             plan.trace_set.add_traces(stamped)
 
-    progress = Progress(len(pairs), sum(weight(tokens(t.workload)) for t, _ in pairs))
-    outcome = Outcome()
+    progress = Progress(len(pairs), sum(weight(t) for t, _ in pairs))
+    interrupted = False
     try:
         if on_gpu:
-            outcome.errors = run_on_gpu(
-                plan.trace_set, pairs, config, store, progress, args.definition.large
-            )
+            large = args.definition.large
+            errors = run_on_gpu(plan.trace_set, pairs, config, store, progress, large)
+            run.save_info(finished=True, errors=errors)
+            add_measurements(run, args, plan.foreign)
         else:
             cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress)
-        run.save_info(finished=True, errors=outcome.errors)
-        if on_gpu:
-            add_measurements(run, args, plan.foreign)
+            run.save_info(finished=True)
     except KeyboardInterrupt:
-        outcome.status = EXIT_INTERRUPTED
+        interrupted = True
         say("interrupted; what was measured is kept")
-    except NotKept as error:
-        outcome.status = EXIT_USAGE
-        outcome.errors.append(str(error))
-    finally:
-        outcome.seconds = progress.elapsed()
-        ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        try:
-            run.save_info(seconds=outcome.seconds, ended=ended, gpus_after=environment.gpus())
-        except OSError as error:
-            outcome.status = outcome.status or EXIT_USAGE
-            outcome.errors.append(os_error(error))
-    return outcome
+    ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    run.save_info(seconds=progress.elapsed(), ended=ended, gpus_after=environment.gpus())
+    return interrupted
+
+
+def weight(trace: Trace) -> float:
+    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
+    return 1 + tokens(trace.workload) / 4000
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
@@ -188,8 +291,7 @@ def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
         command = [sys.executable, str(ROOT / "scripts/programs/check.py"), *arguments]
         # Their tables are in the ranking and the report.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
-            missing = [*arguments, *(["--missing"] if name == "device" else [])]
-            again = f"run.py check {shlex.join(missing)}"
+            again = f"run.py check {shlex.join(arguments)}"
             say(f"check --only {name} failed; its figures are incomplete: {again}")
 
 
@@ -209,96 +311,13 @@ def run_on_gpu(
 
     With `large` every workload has worker processes of its own: theirs, as long as they live, hold
     the inputs that they were given last, which this process then cannot free.
+
+    The first Ctrl-C lets the workload under way finish: flashinfer-bench would evaluate its
+    remaining solutions anyway and then drop them all. The second one ends the process.
     """
-    logger = logging.getLogger("flashinfer_bench")
-    handler = logging.handlers.BufferingHandler(sys.maxsize)
-    handler.setLevel(logging.ERROR)
-    logger.addHandler(handler)
-    logger.propagate = False
-
-    errors = []
-    one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
-
-    def begin() -> Benchmark:
-        with ignored_interrupts():  # which the worker processes inherit
-            return Benchmark(one, config)
-
-    benchmark = begin()
-    try:
-        for i, (trace, solutions) in enumerate(pairs):
-            if large and i:
-                end(benchmark)
-                benchmark = begin()
-            workload = trace.workload
-            names = [s.name for s in solutions]
-            progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {len(names)} solutions")
-            one.workloads = {trace.definition: [trace]}
-            one.solutions = {trace.definition: solutions}
-            handler.flush()  # forgets what was said of the workload before
-            why = ""
-            with (
-                finish_before_interrupt() as interrupted,
-                announce(Path(config.log_dir), names, progress),
-            ):
-                try:
-                    # flashinfer-bench gives the GPU up after three workloads that cannot be read.
-                    load_tensors(one, workload)
-                    results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
-                except UsageError as error:
-                    results, why = [], str(error)
-                except SystemExit as error:  # the reference runs in this process
-                    said = f"calls sys.exit({error.code})"
-                    results, why = [], f"the reference of {trace.definition} {said}"
-            if interrupted.is_set():  # a failure may be the interrupt's doing; --resume will tell
-                results = [r for r in results if record_of(r).passed]
-            store(results)
-            for record in map(record_of, results):
-                said = f": {record.reason}" if record.reason else ""
-                if record.passed:
-                    said = f" {number(record.speedup)}x {number(record.latency_ms, '.4f')} ms"
-                progress.note(f"{record.solution}: {record.status}{said}")
-            missing = {s.name for s in solutions} - {r.solution for r in results}
-            if missing and not interrupted.is_set():
-                logged = [line.getMessage() for line in handler.buffer]
-                why = why or (logged[-1] if logged else "no result")
-                errors.append(f"T={tokens(workload)} ({workload.uuid}): {sorted(missing)}: {why}")
-                progress.note(errors[-1])
-            progress.finish(weight(tokens(workload)))
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-    finally:
-        end(benchmark)
-        logger.removeHandler(handler)
-        logger.propagate = True
-    return errors
-
-
-def end(benchmark: Benchmark) -> None:
-    """Its worker processes, and what this one still held for them."""
-    benchmark.close()
-    if torch.cuda.is_initialized():
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
-
-
-@contextmanager
-def ignored_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches every process of the terminal; those started here leave it to this one."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def finish_before_interrupt() -> Iterator[Event]:
-    """The first Ctrl-C sets the event and nothing else, so that the workload under way is finished
-    and kept; flashinfer-bench would evaluate its remaining solutions anyway and then drop them all.
-    The second one ends the process."""
     interrupted = Event()
 
-    def handle(signal_number: int, frame: FrameType | None) -> None:
+    def interrupt(*_: object) -> None:
         if interrupted.is_set():
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -307,39 +326,79 @@ def finish_before_interrupt() -> Iterator[Event]:
         interrupted.set()
         say("finishing this workload; Ctrl-C again stops at once")
 
-    before = signal.signal(signal.SIGINT, handle)
+    errors = []
+    one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
+    for group in [[pair] for pair in pairs] if large else [pairs]:
+        # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
+        with on_ctrl_c(signal.SIG_IGN):
+            benchmark = Benchmark(one, config)
+        try:
+            for trace, solutions in group:
+                workload = trace.workload
+                of = f"T={tokens(workload)} ({workload.uuid[:8]})"
+                progress.step(f"{of}: {len(solutions)} solutions")
+                one.workloads = {trace.definition: [trace]}
+                one.solutions = {trace.definition: solutions}
+                with on_ctrl_c(interrupt):
+                    results, why = evaluate(benchmark, one, trace)
+                if interrupted.is_set():  # it may be why one failed; --resume will tell
+                    results = [t for t in results if t.is_successful()]
+                store(results)
+                for result in results:
+                    progress.note(said_of(result))
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
+                    errors.append(f"{of}: {', '.join(missing)}: {why}")
+                    progress.note(errors[-1])
+                progress.finish(weight(trace))
+        finally:
+            benchmark.close()
+            if torch.cuda.is_initialized():  # what this process still holds for the workers
+                torch.cuda.ipc_collect()
+                torch.cuda.empty_cache()
+    return errors
+
+
+def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Trace], str]:
+    """The results of a workload, and why there are none of some solutions."""
+    logger = logging.getLogger("flashinfer_bench")
+    handler = logging.handlers.BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    logger.propagate = False
     try:
-        yield interrupted
+        # flashinfer-bench gives the GPU up after three workloads that cannot be read.
+        load_tensors(one, trace.workload)
+        results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+        logged = [line.getMessage() for line in handler.buffer]
+        return results, logged[-1] if logged else "no result"
+    except UsageError as error:
+        return [], str(error)
+    except SystemExit as error:  # the reference runs in this process
+        return [], f"the reference of {trace.definition} calls sys.exit({error.code})"
     finally:
-        signal.signal(signal.SIGINT, before)
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def said_of(result: Trace) -> str:
+    """A line of progress."""
+    evaluation = result.evaluation
+    assert evaluation is not None
+    if performance := evaluation.performance:
+        figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
+        return f"{result.solution}: {evaluation.status.value} {figures}"
+    reason = records.failure_reason(evaluation.model_dump(mode="json"))
+    return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 
 @contextmanager
-def announce(log_dir: Path, names: Sequence[str], progress: Progress) -> Iterator[None]:
-    """A line for each solution when its evaluation begins. flashinfer-bench hands over the results
-    of a workload all at once, but its worker opens the log file `<solution>_<time>.log` before
-    each."""
-    begin, over = time.time(), Event()
-
-    def watch() -> None:
-        seen: set[str] = set()
-        while not over.wait(0.25):
-            for path in log_dir.glob("*.log"):
-                name, _, stamp = path.stem.rpartition("_")
-                if name in names and name not in seen and float(stamp) >= begin:
-                    seen.add(name)
-                    spent = duration(progress.elapsed())
-                    progress.note(f"running {name} ({len(seen)} of {len(names)}), elapsed {spent}")
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
+def on_ctrl_c(handler: Any) -> Iterator[None]:
+    """Within it Ctrl-C is handled so, and the processes that are started there ignore it where it
+    is ignored."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-
-
-def weight(length: int) -> float:
-    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
-    return 1 + length / 4000
+        signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ however large it is: it is batch invariant, as far as these calls show. What dif
 tokens of those compared, and the largest relative difference of a token (Euclidean norms).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from flashinfer_bench.data import Definition
 
 from scripts.common.progress import steps
 from scripts.measure.check import fresh, refuse_changed, run_solution
-from scripts.measure.timing import FAILURES, capture, failure, waits
+from scripts.measure.timing import attempt, capture, waits
 
 MAX_TOKENS = 1024
 """Of the whole on a GPU: many more take longer and show nothing else."""
@@ -41,17 +41,13 @@ Figures = dict[str, Any]
 
 def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> list[Any]:
     """The inputs of these tokens, in this order; what has no tokens is shared."""
-
-    def take(x: Any, shape: Sequence[str] | None) -> Any:
-        if not isinstance(x, torch.Tensor) or TOKEN_AXIS not in (shape or ()):
-            return x
-        dim = list(shape or ()).index(TOKEN_AXIS)
-        if x.element_size() > 1:
-            return x.index_select(dim, index)
-        return x.view(torch.uint8).index_select(dim, index).view(x.dtype)  # float8 has no index
-
-    specs = definition.inputs.values()
-    return [take(x, spec.shape) for x, spec in zip(inputs, specs, strict=True)]
+    found = list(inputs)
+    for i, spec in enumerate(definition.inputs.values()):
+        if TOKEN_AXIS in (spec.shape or ()):
+            x, dim = inputs[i], list(spec.shape).index(TOKEN_AXIS)
+            same_size = torch.uint8 if x.element_size() == 1 else x.dtype  # float8 has no index
+            found[i] = x.view(same_size).index_select(dim, index).view(x.dtype)
+    return found
 
 
 def compare(got: torch.Tensor, wanted: torch.Tensor) -> Figures:
@@ -118,15 +114,15 @@ def batches(output: torch.Tensor, width: int, calls: int) -> list[torch.Tensor]:
     if len(useful) <= calls:
         return useful
     # The first and the last, which may be smaller, are always among them.
-    return [useful[(len(useful) - 1) * i // max(calls - 1, 1)] for i in range(calls)]
+    return [useful[(len(useful) - 1) * i // (calls - 1)] for i in range(calls)]
 
 
-def checks(solution: Solution, calls: int) -> dict[str, Figures]:
+def checks(solution: Solution) -> dict[str, Figures]:
     """All that is looked at, by the check's name."""
     first = solution()
     count = len(first)
     all_tokens = torch.arange(count, device=first.device)
-    twice = all_tokens.repeat(2)
+    twice, reverse = all_tokens.repeat(2), all_tokens.flip(0)
 
     def other_sizes() -> torch.Tensor:
         doubled = solution(twice)
@@ -143,29 +139,27 @@ def checks(solution: Solution, calls: int) -> dict[str, Figures]:
         found["graph"] = (
             {"not_tried": output} if isinstance(output, str) else compare(output, first)
         )
-    reverse = all_tokens.flip(0)
     found["reversed"] = compare(solution(reverse), first[reverse])
     found["doubled"] = compare(doubled, first[twice])
     for width in WIDTHS:
-        if width < count:
-            chosen = batches(first, width, calls)
-            outputs = [solution(index) for index in chosen]
+        chosen = batches(first, width, CALLS if first.is_cuda else CPU_CALLS)
+        if width < count and chosen:
+            outputs = torch.cat([solution(index) for index in chosen])
             name = "alone" if width == 1 else f"{width} at a time"
-            if outputs:
-                found[name] = compare(torch.cat(outputs), first[torch.cat(chosen)])
+            found[name] = compare(outputs, first[torch.cat(chosen)])
     return found
 
 
 def measure(
-    definition: Definition, solutions: Sequence[Any], inputs: list[Any], device: str, calls: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    definition: Definition, solutions: Sequence[Any], inputs: list[Any], device: str
+) -> dict[str, dict[str, Any]]:
     """Of each solution, by name, the `checks`, or an `error`."""
-    registry = BuilderRegistry.get_instance()
-    for solution in steps(solutions, lambda s: f"bits of {s.name}"):
-        try:
-            mine = Solution(registry.build(definition, solution), fresh(inputs), device)
-            found = checks(mine, calls)
-            refuse_changed(definition, mine.inputs, inputs)
-            yield solution.name, {"checks": found}
-        except FAILURES as error:
-            yield solution.name, failure(error)
+
+    def bits_of(solution: Any) -> dict[str, Any]:
+        built = BuilderRegistry.get_instance().build(definition, solution)
+        mine = Solution(built, fresh(inputs), device)
+        found = checks(mine)
+        refuse_changed(definition, mine.inputs, inputs)
+        return {"checks": found}
+
+    return {s.name: attempt(bits_of, s) for s in steps(solutions, lambda s: f"bits of {s.name}")}

@@ -9,27 +9,19 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
-from scripts.common.command_line import UsageError
 from scripts.common.progress import steps
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
 from scripts.measure.plan import Plan
-from scripts.measure.timing import FAILURES, Timed, device_times, failure, harness_times, timed
-
-
-class ChangedInputs(Exception):
-    """A solution wrote into its inputs; the message says into which."""
-
-
-def tolerance_name(rtol: float, atol: float) -> str:
-    return f"{rtol:g}/{atol:g}"
+from scripts.measure.timing import FAILURES, Timed, attempt, device_times, harness_times, timed
 
 
 def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
@@ -38,7 +30,7 @@ def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
         "cosine": float(cosine(output, reference)),
         "calc_diff": float(calc_diff(output, reference)),
         "matched_ratios": {
-            tolerance_name(rtol, atol): float(matched_ratio(output, reference, rtol, atol))
+            f"{rtol:g}/{atol:g}": float(matched_ratio(output, reference, rtol, atol))
             for rtol, atol in ACCURACY_TOLERANCES
         },
     }
@@ -49,24 +41,24 @@ def fresh(inputs: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: NaN equals itself, and 0 does not equal -0."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
 def changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> list[str]:
     """The names of the inputs that are no longer the bytes of the originals."""
     return [
         name
         for name, x, original in zip(definition.inputs, inputs, originals, strict=True)
-        if isinstance(original, torch.Tensor) and not torch.equal(_bytes(x), _bytes(original))
+        if isinstance(original, torch.Tensor) and not torch.equal(bits(x), bits(original))
     ]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Its elements as bytes: NaN equals itself, and 0 does not equal -0."""
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
 def refuse_changed(definition: Definition, inputs: Sequence[Any], originals: Sequence[Any]) -> None:
-    """Raise ChangedInputs where the inputs are no longer what the originals are."""
+    """Raise RuntimeError where the inputs are no longer what the originals are."""
     if names := changed(definition, inputs, originals):
-        raise ChangedInputs(f"the solution changes its inputs: {', '.join(names)}")
+        raise RuntimeError(f"the solution changes its inputs: {', '.join(names)}")
 
 
 def run_solution(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
@@ -102,38 +94,7 @@ Figures = dict[tuple[str, str], dict[str, Any]]
 """What is known of a (workload's uuid, solution), or its `error`."""
 
 
-def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
-    """Cosine, calc_diff and matched ratios of each solution, of one workload after the other. Each
-    runs once, on copies of inputs drawn from the seed. Where Ctrl-C comes, what is known of a
-    workload is given before."""
-    registry = BuilderRegistry.get_instance()
-    definition = definition_of(plan.trace_set)
-    inputs_of = Inputs(plan.trace_set, device, seed)
-    for workload, solutions in _steps(plan, "accuracy", 20):
-        found: Figures = {}
-        failed: Exception | None = None
-        try:
-            inputs = inputs_of.of(workload)
-            expected, _ = run_reference(definition, inputs)
-        except (UsageError, RuntimeError) as error:  # of this workload: the others go on
-            failed = error
-        try:
-            for solution in solutions:
-                try:
-                    if failed:
-                        raise failed
-                    runnable = registry.build(definition, solution)
-                    result = _judge(runnable, inputs, expected, device) | {"seed": seed}
-                except FAILURES as error:
-                    result = failure(error)
-                found[workload.uuid, solution.name] = result
-        except KeyboardInterrupt:
-            yield found
-            raise
-        yield found
-
-
-def _steps(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]]:
+def of_workloads(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]]:
     """Every workload with the solutions that are to be measured on it; its weight is `base` and a
     unit a token."""
     for workload in steps(
@@ -144,12 +105,30 @@ def _steps(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list[Any]]
         yield workload, [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
 
 
-def _judge(runnable: Any, inputs: list[Any], expected: torch.Tensor, device: str) -> dict[str, Any]:
-    mine = fresh(inputs)
-    result = metrics(run_solution(runnable, mine, device), expected)
-    if names := changed(runnable.metadata.definition, mine, inputs):
-        result[INPUTS_CHANGED] = names
-    return result
+def accuracy(plan: Plan, device: str, seed: int) -> Iterator[Figures]:
+    """Cosine, calc_diff and matched ratios of each solution, of one workload after the other. Each
+    runs once, on copies of inputs drawn from the seed."""
+    definition = definition_of(plan.trace_set)
+    inputs_of = Inputs(plan.trace_set, device, seed)
+
+    def reference(workload: Any) -> tuple[list[Any], torch.Tensor]:
+        inputs = inputs_of.of(workload)
+        return inputs, run_reference(definition, inputs)[0]
+
+    def judge(solution: Any, inputs: list[Any], expected: torch.Tensor) -> dict[str, Any]:
+        runnable, mine = BuilderRegistry.get_instance().build(definition, solution), fresh(inputs)
+        result = metrics(run_solution(runnable, mine, device), expected)
+        if names := changed(definition, mine, inputs):
+            result[INPUTS_CHANGED] = names
+        return {**result, "seed": seed}
+
+    for workload, solutions in of_workloads(plan, "accuracy", 20):
+        found = attempt(reference, workload)
+        failed = isinstance(found, dict)  # of this workload: the others go on
+        yield {
+            (workload.uuid, s.name): found if failed else attempt(judge, s, *found)
+            for s in solutions
+        }
 
 
 def device(plan: Plan, seed: int, repeats: int) -> Iterator[Figures]:
@@ -160,39 +139,26 @@ def device(plan: Plan, seed: int, repeats: int) -> Iterator[Figures]:
     a slow host. All solutions of a workload have their buffers at once. What fails, for want of
     memory too, costs no other solution and no other workload its figures.
     """
+    definition = definition_of(plan.trace_set)
     inputs_of = Inputs(plan.trace_set, "cuda", seed)
-    for workload, solutions in _steps(plan, "device time", 2000):
-        try:
-            found = times_of(plan, solutions, inputs_of.of(workload), repeats)
-        except Exception as error:  # not of one solution
-            found = {s.name: failure(error) for s in solutions}
-        yield {
-            (workload.uuid, name): times if "error" in times else {**times, "timing_seed": seed}
-            for name, times in found.items()
-        }
 
+    def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
+        return {DEVICE: on_device, HARNESS: harness_times(call, repeats), "timing_seed": seed}
 
-def times_of(
-    plan: Plan, solutions: Sequence[Any], inputs: Sequence[Any], repeats: int
-) -> dict[str, dict[str, Any]]:
-    """The `device` and `harness` figures of each solution on these inputs, or its `error`."""
-    found: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Timed] = {}
-    for solution in solutions:
-        try:
-            calls[solution.name] = timed(definition_of(plan.trace_set), solution, inputs)
-        except FAILURES as error:
-            found[solution.name] = failure(error)
-    with torch.no_grad():
-        for name, on_device in device_times(calls, repeats).items():
-            found[name] = on_device
-            if "error" in on_device:
-                continue
-            try:
-                found[name] = {DEVICE: on_device, HARNESS: harness_times(calls[name], repeats)}
-            except FAILURES as error:
-                found[name] = failure(error)
-    return found
+    def times_of(workload: Any, solutions: Sequence[Any]) -> dict[str, Any]:
+        inputs = inputs_of.of(workload)
+        found = {s.name: attempt(timed, definition, s, inputs) for s in solutions}
+        calls = {name: call for name, call in found.items() if isinstance(call, Timed)}
+        for name, times in device_times(calls, repeats).items():
+            found[name] = times if "error" in times else attempt(both, times, calls[name])
+        return found
+
+    for workload, solutions in of_workloads(plan, "device time", 2000):
+        with torch.no_grad():
+            found = attempt(times_of, workload, solutions)
+        if "error" in found:  # not of one solution
+            found = {s.name: found for s in solutions}
+        yield {(workload.uuid, name): figures for name, figures in found.items()}
 
 
 def columns(figures: dict[str, Any]) -> dict[str, str]:
@@ -202,14 +168,12 @@ def columns(figures: dict[str, Any]) -> dict[str, str]:
     cells = {}
     if "cosine" in figures:
         cells = {"cosine": f"{figures['cosine']:.6f}", "calc_diff": f"{figures['calc_diff']:.2e}"}
-        for tolerance in ACCURACY_TOLERANCES:
-            name = tolerance_name(*tolerance)
-            cells[f"matched {name}"] = f"{figures['matched_ratios'][name]:.4f}"
-        if INPUTS_CHANGED in figures:
-            cells["changes its inputs"] = ", ".join(figures[INPUTS_CHANGED])
+        for tolerance, ratio in figures["matched_ratios"].items():
+            cells[f"matched {tolerance}"] = f"{ratio:.4f}"
+    if INPUTS_CHANGED in figures:
+        cells["changes its inputs"] = ", ".join(figures[INPUTS_CHANGED])
     for clock in (DEVICE, HARNESS):
-        if clock in figures:
-            times = figures[clock]
+        if times := figures.get(clock):
             cells[f"{clock} ms"] = f"{times['ms']:.4f}"
             cells[f"{clock} p10-p90"] = f"{times['p10']:.4f}-{times['p90']:.4f}"
             if "method" in times:
@@ -218,11 +182,10 @@ def columns(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def table(entries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A line for each pair; columns for what is known."""
-    lines = [
+    """A line for each pair; columns for what is known, errors last."""
+    lines = pd.DataFrame(
         {"T": str(e["tokens"]), "uuid": e["uuid"][:8], "solution": e["solution"]} | columns(e)
         for e in entries
-    ]
-    names = dict.fromkeys(name for line in lines for name in line)
-    header = sorted(names, key=lambda name: name == "error")
-    return header, [[line.get(name, "") for name in header] for line in lines]
+    ).fillna("")
+    lines = lines[sorted(lines, key=lambda name: name == "error")]
+    return list(lines), lines.to_numpy().tolist()

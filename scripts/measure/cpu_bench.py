@@ -7,47 +7,32 @@ solution gets copies of the inputs, and one trial is run instead of three.
 
 import math
 import os
+import re
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
-from flashinfer_bench.data import (
-    Correctness,
-    Definition,
-    Environment,
-    Evaluation,
-    EvaluationStatus,
-    Performance,
-    Solution,
-    Trace,
-    TraceSet,
-)
+from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
-from scripts.measure.check import (
-    ChangedInputs,
-    fresh,
-    metrics,
-    refuse_changed,
-    run_reference,
-    run_solution,
-)
+from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
 
 TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
-# Further calls stop after this long; the first, whose output is judged, counts too.
 SECONDS_PER_SOLUTION = 5.0
+"""Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30
 """Bytes that the libraries take, and what a solution allocates."""
 
@@ -67,18 +52,14 @@ def memory_needed(definition: Definition) -> int:
     return size + copies + BESIDE_WEIGHTS
 
 
-def available_memory() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+def available_memory() -> float:
+    """Bytes, as Linux says; elsewhere infinite."""
+    info = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: +(\d+) kB", info.read_text() if info.exists() else "", re.M)
+    return 1024 * int(found[1]) if found else math.inf
 
 
-def outcome(
+def evaluate(
     definition: Definition,
     solution: Solution,
     inputs: list[Any],
@@ -86,54 +67,44 @@ def outcome(
     reference_ms: float,
     config: BenchmarkConfig,
     seed: int,
-) -> tuple[EvaluationStatus, dict[str, Any]]:
-    """What flashinfer-bench does with a solution, for CPU tensors: its status and what its record
-    says. The solution gets copies of the inputs and fails if it changes them."""
+) -> dict[str, Any]:
+    """What flashinfer-bench does with a solution, for CPU tensors: the fields of its Evaluation.
+    The solution gets copies of the inputs and fails if it changes them."""
     try:
         runnable = BuilderRegistry.get_instance().build(definition, solution)
     except (BuildError, SystemExit):
-        return EvaluationStatus.COMPILE_ERROR, {"log": traceback.format_exc()}
+        return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}
     mine = fresh(inputs)
+    outputs: list[torch.Tensor] = []
     times: list[float] = []
-
-    def call() -> torch.Tensor:
-        start = time.perf_counter()
-        output = run_solution(runnable, mine, "cpu")
-        times.append(time.perf_counter() - start)
-        return output
-
     try:
-        output = call()
-        refuse_changed(definition, mine, inputs)
-        for status, got, wanted in (
-            (EvaluationStatus.INCORRECT_SHAPE, output.shape, expected.shape),
-            (EvaluationStatus.INCORRECT_DTYPE, output.dtype, expected.dtype),
-        ):
-            if got != wanted:
-                return status, {"log": f"{got} is not {wanted}"}
-        if not bool(torch.isfinite(output).all()):
-            bad = float("nan") if bool(torch.isnan(output).any()) else float("inf")
-            correctness = Correctness(max_relative_error=bad, max_absolute_error=bad)
-            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
-        max_abs, max_rel, wrong, matched = compute_error_stats(output, expected, config)
-        extra = {"matched_ratio": matched, **metrics(output, expected), "seed": seed}
-        correctness = Correctness(
-            max_relative_error=max_rel, max_absolute_error=max_abs, extra=extra
-        )
-        if wrong:
-            return EvaluationStatus.INCORRECT_NUMERICAL, {"correctness": correctness}
         while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
-            call()
+            start = time.perf_counter()
+            output = run_solution(runnable, mine, "cpu")
+            times.append(time.perf_counter() - start)
+            outputs = outputs or [output]
         refuse_changed(definition, mine, inputs)
-    except ChangedInputs as error:
-        return EvaluationStatus.RUNTIME_ERROR, {"log": str(error)}
     except FAILURES:
-        return EvaluationStatus.RUNTIME_ERROR, {"log": traceback.format_exc()}
-    latency = 1e3 * statistics.median(times)
-    performance = Performance(
-        latency_ms=latency, reference_latency_ms=reference_ms, speedup_factor=reference_ms / latency
-    )
-    return EvaluationStatus.PASSED, {"correctness": correctness, "performance": performance}
+        return {"status": "RUNTIME_ERROR", "log": traceback.format_exc()}
+    (output,) = outputs
+    if output.shape != expected.shape:
+        return {"status": "INCORRECT_SHAPE", "log": f"{output.shape} is not {expected.shape}"}
+    if output.dtype != expected.dtype:
+        return {"status": "INCORRECT_DTYPE", "log": f"{output.dtype} is not {expected.dtype}"}
+    if not bool(torch.isfinite(output).all()):  # the error statistics count NaN as matched
+        bad = float(output.abs().max())
+        errors = {"max_relative_error": bad, "max_absolute_error": bad}
+        return {"status": "INCORRECT_NUMERICAL", "correctness": errors}
+    absolute, relative, wrong, matched = compute_error_stats(output, expected, config)
+    extra = {"matched_ratio": matched, **metrics(output, expected), "seed": seed}
+    errors = {"max_relative_error": relative, "max_absolute_error": absolute}
+    correctness = {**errors, "extra": extra}
+    if wrong:
+        return {"status": "INCORRECT_NUMERICAL", "correctness": correctness}
+    ms = 1e3 * statistics.median(times)
+    performance = {"latency_ms": ms, "reference_latency_ms": reference_ms}
+    performance["speedup_factor"] = reference_ms / ms
+    return {"status": "PASSED", "correctness": correctness, "performance": performance}
 
 
 def run(
@@ -144,20 +115,18 @@ def run(
     store: Callable[[list[Trace]], None],
     progress: Progress,
 ) -> None:
-    """Run every pair, handing the traces of each workload to `store` when it is done."""
+    """Run every pair, handing the traces of each workload to `store` when it is done. Raises
+    UsageError: the machine has too little memory."""
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
-    if memory is not None and memory < needed:
+    if memory < needed:
         raise UsageError(
             f"{definition.name} on the CPU needs about {needed / 2**30:.0f} GiB of memory and "
             f"{memory / 2**30:.1f} GiB are available"
         )
     snapshot = env_snapshot("cpu")
-    environment = Environment(
-        hardware=snapshot.hardware,
-        libs={**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())},
-    )
-
+    libs = {**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())}
+    environment = Environment(hardware=snapshot.hardware, libs=libs)
     inputs_of = Inputs(trace_set, "cpu", seed)
     for trace, solutions in pairs:
         workload = trace.workload
@@ -173,27 +142,16 @@ def run(
         results: list[Trace] = []
         try:
             for solution in solutions:
-                status, fields = EvaluationStatus.RUNTIME_ERROR, {"log": failed}
+                fields: dict[str, Any] = {"status": "RUNTIME_ERROR", "log": failed}
                 if not failed:
-                    reference_ms = 1e3 * seconds
-                    status, fields = outcome(
-                        definition, solution, inputs, expected, reference_ms, config, seed
+                    fields = evaluate(
+                        definition, solution, inputs, expected, 1e3 * seconds, config, seed
                     )
-                evaluation = Evaluation(
-                    status=status,
-                    environment=environment,
-                    timestamp=datetime.now().isoformat(),
-                    **fields,
-                )
-                results.append(
-                    Trace(
-                        definition=definition.name,
-                        workload=workload,
-                        solution=solution.name,
-                        evaluation=evaluation,
-                    )
-                )
-                progress.note(f"{solution.name}: {status.value}")
+                stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
+                evaluation = Evaluation.model_validate(fields | stamp)
+                found = {"solution": solution.name, "evaluation": evaluation}
+                results.append(trace.model_copy(update=found))
+                progress.note(f"{solution.name}: {evaluation.status.value}")
         finally:  # also what an interrupted workload has so far
             if results:
                 store(results)

@@ -3,13 +3,13 @@ reach."""
 
 import functools
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
 
 from scripts.common.command_line import UsageError
+from scripts.measure.timing import Run, elapsed
 
 Rates = dict[str, float]
 """copy_bytes_per_s, read_bytes_per_s and fp8_flops_per_s of a GPU."""
@@ -39,19 +39,10 @@ def gpu_arch() -> str:
 @functools.cache
 def measure_rates() -> Rates:
     """Bytes a second of a large copy (read + write) and of a large read, and FLOPs a second of a
-    dense FP8 product, each the median of ten."""
+    dense FP8 product, each the median of ten, after three that do not count."""
 
-    def seconds(run: Callable[[], Any], repeats: int = 10) -> float:
-        times = []
-        for i in range(repeats + 3):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            if i >= 3:
-                times.append(1e-3 * begin.elapsed_time(end))
-        return statistics.median(times)
+    def seconds(run: Run) -> float:
+        return 1e-3 * statistics.median([elapsed(run) for _ in range(13)][3:])
 
     size = 4 * 2**30
     source = torch.randint(0, 127, (size,), dtype=torch.int8, device="cuda")
@@ -63,12 +54,8 @@ def measure_rates() -> Rates:
     a = torch.randn((n, n), device="cuda").to(torch.float8_e4m3fn)
     b = torch.randn((n, n), device="cuda").to(torch.float8_e4m3fn)
     one = torch.ones((), device="cuda")
-
-    def multiply() -> None:
-        torch._scaled_mm(
-            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
+    how: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    multiply = lambda: torch._scaled_mm(a, b.t(), **how, use_fast_accum=True)  # noqa: E731
     fp8 = 2.0 * n**3 / seconds(multiply)
     return {"copy_bytes_per_s": copy, "read_bytes_per_s": read, "fp8_flops_per_s": fp8}
 

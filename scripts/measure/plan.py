@@ -4,6 +4,7 @@ Of a finished run these are the pairs that have an output, whose solutions have 
 then and can run on this machine, which must be the same kind of machine.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,9 @@ from scripts.pack.availability import (
 )
 from scripts.pack.packed import load_with_ours
 
-CPU_MAX_TOKENS = 16
-"""Tokens of the largest workload that runs on the CPU unless more are asked for."""
-CPU_MAX_RESERVED = 128
-"""The same of masked rows, which are reserved 128 at a time."""
+CPU_MAX_TOKENS, CPU_MAX_RESERVED = 16, 128
+"""Tokens of the largest workload that runs on the CPU unless more are asked for; the same of masked
+rows, which are reserved 128 at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ class Plan:
     @property
     def foreign(self) -> bool:
         """Whether code of the data set's own solutions is run."""
-        ours = {s.hash() for s in self.packed}
-        return any(s.hash() not in ours for s in self.solutions)
+        return not {s.hash() for s in self.solutions} <= {s.hash() for s in self.packed}
 
     def merge(self, figures: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
         """Add the figures to the run's traces; to how many they went."""
@@ -83,25 +82,26 @@ def choose(
     max_tokens: int | None = None,
     run_foreign: bool = False,
     definition: Entry = DEFAULT,
-    missing: bool = False,
 ) -> Plan:
-    """What is to be measured: the passed pairs of a run's directory (`missing`: those without a
-    device time), or, without one, all pairs of the chosen solutions and workloads; on the CPU the
-    small workloads unless others are asked for. Raises PackError: our solutions cannot be packed;
-    UsageError: nothing is left, or the machine lacks what is asked for."""
+    """What is to be measured: the pairs of a run's directory that have an output, or, without one,
+    all pairs of the chosen solutions and workloads; on the CPU the small workloads unless others
+    are asked for. Raises PackError: our solutions cannot be packed; UsageError: nothing is left, or
+    the machine lacks what is asked for."""
     if not (use_gpu or run or workloads or max_tokens):
         masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
         max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
-    traces = run / "traces.jsonl" if run is not None else None
-    wanted: set[tuple[str, str]] | None = None
-    if traces is not None:
-        wanted = _same(traces, definition, every, hardware, missing)
-        every = [s for s in every if any(s.name == name for _, name in wanted)]
+    found = trace_set.workloads[definition.name]
+    traces = run / "traces.jsonl" if run else None
+    if traces:
+        wanted = _of_run(traces, definition, every, hardware)
         if not wanted:
             return Plan(trace_set, [], [], set(), hardware, {}, packed, traces)
+        every = [s for s in every if any(s.name == name for _, name in wanted)]
+        if not workloads:
+            found = [t for t in found if any(t.workload.uuid == uuid for uuid, _ in wanted)]
     machine = this_machine(use_gpu)
     chosen = select_solutions(every, solutions)
     may, foreign = split_foreign(chosen, packed, solutions, run_foreign)
@@ -114,35 +114,26 @@ def choose(
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     say_whose_reference(local)
-    found = trace_set.workloads[definition.name]
-    if wanted is not None and not workloads:
-        found = [t for t in found if any(t.workload.uuid == uuid for uuid, _ in wanted)]
     found = select_workloads(found, workloads, max_tokens)
     make_missing_workloads(local, found)
     pairs = {(t.workload.uuid, s.name) for t in found for s in can}
-    pairs = pairs if wanted is None else pairs & wanted
+    pairs = pairs & wanted if traces else pairs
     return Plan(trace_set, can, found, pairs, hardware, skipped, packed, traces)
 
 
-def _same(
-    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str, missing: bool
+def _of_run(
+    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
 ) -> set[tuple[str, str]]:
-    """The pairs of a run that have an output (`missing`: and no device time) and are of these
-    sources and this hardware; what is not is said once a solution."""
+    """The pairs of a run that have an output and are of these sources and this hardware; what is
+    not is said once a solution."""
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
-    pairs, reasons = set(), []
-    for record in read_records([traces], definition.name):
-        if not record.has_output or (missing and record.device is not None):
-            continue
-        if (why := why_not_same(record, hashes, hardware)) is None:
-            pairs.add((record.uuid, record.solution))
-        else:
-            reasons.append(why)
-    for why in dict.fromkeys(reasons):
-        say(f"left out: {why} ({reasons.count(why)} results)")
-    return pairs
+    records = [r for r in read_records([traces], definition.name) if r.has_output]
+    reasons = [why_not_same(record, hashes, hardware) for record in records]
+    for why, count in Counter(filter(None, reasons)).items():
+        say(f"left out: {why} ({count} results)")
+    return {(r.uuid, r.solution) for r, why in zip(records, reasons, strict=True) if not why}
 
 
 def listing(local: Path, use_gpu: bool, definition: Entry, named: Sequence[str], all_: bool) -> str:

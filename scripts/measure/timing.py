@@ -51,10 +51,13 @@ def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
     return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """What stands in the place of figures, in one line; the whole goes to stderr."""
-    traceback.print_exception(error)
-    return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or, where it fails, {"error": one line}; the whole goes to stderr."""
+    try:
+        return measure(*arguments)
+    except FAILURES as error:
+        traceback.print_exception(error)
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 # --- replays --------------------------------------------------------------------------------------
@@ -100,6 +103,16 @@ def captured(call: Run, output: torch.Tensor, stream: torch.cuda.Stream | None =
     return graph.replay
 
 
+def elapsed(launch: Run) -> float:
+    """Milliseconds on the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds on the GPU of each name's launches, the mean over them, a list over the repeats.
 
@@ -112,13 +125,8 @@ def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[
         for name, launches in runs.items():
             spans = []
             for launch in launches:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 flush.zero_()
-                begin.record()
-                launch()
-                end.record()
-                end.synchronize()
-                spans.append(begin.elapsed_time(end))
+                spans.append(elapsed(launch))
             if repeat >= 0:
                 samples[name].append(statistics.fmean(spans))
     return samples
@@ -235,26 +243,26 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
     # One for all that is not replayed: a solution may keep its buffers for each stream, and those
     # of a dozen, in graphs and twice beside them, were more than 80 GB at T=14107.
     stream = torch.cuda.Stream()
-    found: dict[str, dict[str, Any]] = {}
     replays: dict[str, list[Run]] = {}
-    for name, call in calls.items():
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP):
-                    call()
-                waiting = waits(call)
+
+    def prepare(name: str, call: Timed) -> dict[str, Any]:
+        """The figures of a call that waits; of another one, which is to be replayed, none."""
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                call()
+            waiting = waits(call)
+        torch.cuda.synchronize()
+        if not waiting:
+            replays[name] = [captured(call, call.output, stream)]
+            return {}
+        samples = []
+        for _ in range(min(repeats, TRACED_CALLS)):
+            flush.zero_()
             torch.cuda.synchronize()
-            if not waiting:
-                replays[name] = [captured(call, call.output, stream)]
-                continue
-            samples = []
-            for _ in range(min(repeats, TRACED_CALLS)):
-                flush.zero_()
-                torch.cuda.synchronize()
-                samples.append(1e-3 * sum(span.end - span.start for span in traced(call)))
-            found[name] = summary(samples, method="kernel sum")
-        except FAILURES as error:
-            found[name] = failure(error)
+            samples.append(1e-3 * sum(span.end - span.start for span in traced(call)))
+        return summary(samples, method="kernel sum")
+
+    found = {name: attempt(prepare, name, call) for name, call in calls.items()}
     for name, samples in in_turns(replays, repeats).items():
         found[name] = summary(samples, method="graph")
     return found

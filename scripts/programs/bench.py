@@ -15,16 +15,15 @@ whether the sources have changed since. The times of the model are kept in the t
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import files
 from scripts.common.command_line import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_OK,
     UsageError,
-    os_error,
     parser,
     positive,
     run_main,
@@ -32,30 +31,17 @@ from scripts.common.command_line import (
     share,
     whole,
 )
-from scripts.common.definitions import DEFAULT
 from scripts.common.progress import duration
 from scripts.common.project import TRACES_DIR
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
-    from scripts.measure.bench import Outcome
+    from scripts.measure.bench import Run
     from scripts.measure.plan import Plan
-    from scripts.measure.runs import Run
-    from scripts.table.rankings import Ranking
 
 
 # What the contest of MLSys 2026 runs flashinfer-bench with (the starter kit's EVALUATION.md).
 CONTEST = dict(rtol=0.3, atol=1.0, matched_ratio=0.9, isolated=True, timeout=300)
-
-
-class Contest(argparse.Action):
-    """Sets the options above as if they had been given here: one that comes later wins."""
-
-    def __init__(self, **options: Any):
-        super().__init__(nargs=0, **options)
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
-        vars(namespace).update(CONTEST)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
     add("--isolated", action="store_true", help="a new process for each solution and workload")
     said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
-    add("--contest", action=Contest, default=argparse.SUPPRESS, help=said)
+    add("--contest", action="store_true", help=f"{said}, but for what is given")
     add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
     add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
     add("--no-invariance", action="store_true", help="skip the pass that compares bits")
@@ -86,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     said = "go on with this run's directory, or with the latest run"
     add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=said)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
+    if arguments.parse_args().contest:
+        arguments.set_defaults(**CONTEST)
     return arguments.parse_args()
 
 
@@ -106,8 +94,9 @@ def main() -> int:
     chosen = make_plan(args, on_gpu)
     config = bench.configuration(args, on_gpu)
     with bench.open_run(args, chosen, config, on_gpu) as run:
-        outcome = bench.measure(args, chosen, config, run, on_gpu)
-        return conclude(args, run, outcome)
+        interrupted = bench.measure(args, chosen, config, run, on_gpu)
+        status = conclude(args, run)
+    return EXIT_INTERRUPTED if interrupted else status
 
 
 def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
@@ -131,52 +120,36 @@ def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
     return found
 
 
-def conclude(args: argparse.Namespace, run: "Run", outcome: "Outcome") -> int:
-    """Rank what was measured, kept or not; the exit status."""
-    from scripts.table.rank_text import print_rankings
+def conclude(args: argparse.Namespace, run: "Run") -> int:
+    """Rank what was measured and write the report; the exit status."""
+    from scripts.report import report
+    from scripts.table.rank_text import print_rankings, without_gpu
     from scripts.table.rankings import rankings
-
-    records = run.results()
-    if not records:
-        say("nothing was measured")
-    by: Any = args.by if any(r.device for r in records) else "harness"
-    ranked = rankings(records, against=args.against, peers=args.peers, by=by)
-    if ranked and all(r.cpu for r in ranked) and not args.markdown:
-        print("\n" + what_is_known(ranked, args.definition.name))
-    elif ranked:
-        print("\n" + print_rankings(ranked, "markdown" if args.markdown else "text"))
-    for error in outcome.errors:
-        say(f"error: {error}")
-    failed = not ranked or outcome.errors or any(r.failures() for r in ranked)
-    status = outcome.status or (EXIT_FAILED if failed else EXIT_OK)
-    if not ranked:
-        return status
-    if args.json:
-        files.write(args.json, print_rankings(ranked, "json") + "\n")
-    say(f"\n{duration(outcome.seconds)}; traces: {run.traces}")
-    if not args.no_report and not run.unsaved:
-        write_report(run, args.peers)
-    return status
-
-
-def what_is_known(ranked: "Sequence[Ranking]", definition: str = DEFAULT.name) -> str:
-    """Of a run on the CPU: its outputs, and the recorded rankings of GPUs instead of its times."""
-    from scripts.table.rank_text import without_gpu
     from scripts.table.recorded import recorded_runs
 
-    return without_gpu(ranked, recorded_runs(definition=definition))
-
-
-def write_report(run: "Run", peers: list[str]) -> None:
-    """The HTML page of the run, or one line that says why there is none."""
-    from scripts.report import report
-
-    try:
-        say(f"report: {report.write(run.directory, peers=peers)}")
-    except UsageError as error:
-        say(str(error))
-    except OSError as error:
-        say(f"no report: {os_error(error)}")
+    records = run.results()
+    errors = run.info["errors"]
+    by: Any = args.by if any(r.device for r in records) else "harness"
+    ranked = rankings(records, against=args.against, peers=args.peers, by=by)
+    if not ranked:
+        say("nothing was measured")
+    elif all(r.cpu for r in ranked) and not args.markdown:
+        print("\n" + without_gpu(ranked, recorded_runs(definition=args.definition.name)))
+    else:
+        print("\n" + print_rankings(ranked, "markdown" if args.markdown else "text"))
+    for error in errors:
+        say(f"error: {error}")
+    if not ranked:
+        return EXIT_FAILED
+    if args.json:
+        files.write(args.json, print_rankings(ranked, "json") + "\n")
+    say(f"\n{duration(run.info['seconds'])}; traces: {run.traces}")
+    if not args.no_report:
+        try:
+            say(f"report: {report.write(run.directory, peers=args.peers)}")
+        except UsageError as error:  # it has no packages for it
+            say(str(error))
+    return EXIT_FAILED if errors or any(r.failures() for r in ranked) else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_USAGE,
     UsageError,
-    os_error,
     parser,
     run_main,
     say,
@@ -53,12 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     add_options(arguments, "max-tokens", "seed", "rates", "cpu", "json")
     add("--run", type=Path, metavar="DIR", help="add to this run of bench")
     add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
-    add("--missing", action="store_true", help="of the run, what has no device time yet")
     add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
-    add("--calls", type=whole(1), help="bits: small batches of a width, at most (128)")
     args = arguments.parse_args()
-    if args.missing and not args.run:
-        raise UsageError("--missing is of a run: --run DIR")
 
     import torch
 
@@ -74,17 +68,6 @@ def parse_arguments() -> argparse.Namespace:
     if "device" in args.only:
         require_gpu()
     return args
-
-
-def floors_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Floors of the data set's workloads, printed and kept."""
-    from scripts.measure import floors
-
-    content = floors.measure(args.local, args.rates, args.repeats)
-    print(floors.describe(content))
-    if args.run:
-        files.write_json(args.run / "floors.json", content)
-    return content
 
 
 def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict[str, Any]]]:
@@ -105,10 +88,7 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
                 merged += chosen.merge({p: f for p, f in new.items() if "error" not in f})
     except KeyboardInterrupt:
         status = EXIT_INTERRUPTED
-        say("interrupted; the figures so far are kept")
-    except OSError as error:
-        status = EXIT_USAGE
-        say(f"error: {os_error(error)}; the traces are as they were, the figures are only here:")
+        say("interrupted; the figures of the workloads so far are kept")
     lengths = {t.workload.uuid: tokens(t.workload) for t in chosen.workloads}
     entries = [
         {"uuid": uuid, "solution": name, "tokens": lengths[uuid], **figures}
@@ -126,7 +106,7 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
 
 
 def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, Any]]:
-    """Exit status, and the content of invariance.json, which is kept."""
+    """Exit status, and the content of invariance.json."""
     from scripts.data.traces import finite
     from scripts.measure import bits
     from scripts.measure.plan import CPU_MAX_TOKENS
@@ -139,18 +119,15 @@ def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, An
         raise UsageError(f"bits: no workload of at most {most} tokens; --workloads names one")
     workload = max((t.workload for t in fitting), key=tokens)
     solutions = [s for s in chosen.solutions if (workload.uuid, s.name) in chosen.pairs]
-    inputs = Inputs(chosen.trace_set, args.device, args.seed).of(workload)
     say(f"T={tokens(workload)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
-    calls = args.calls or (bits.CALLS if on_gpu else bits.CPU_CALLS)
+    inputs = Inputs(chosen.trace_set, args.device, args.seed).of(workload)
     definition = definition_of(chosen.trace_set)
-    status, results = EXIT_OK, {}
-    try:
-        for name, result in bits.measure(definition, solutions, inputs, args.device, calls):
-            results[name] = result
-    except KeyboardInterrupt:
-        status = EXIT_INTERRUPTED
-        say("interrupted; what is known is kept")
-    record = {
+    results = bits.measure(definition, solutions, inputs, args.device)
+    print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    for name, error in errors.items():
+        say(f"error: {name}: {error}")
+    return EXIT_FAILED if errors else EXIT_OK, {
         "hardware": chosen.hardware,
         "device": args.device.split(":")[0],
         "workload": workload.uuid,
@@ -160,14 +137,6 @@ def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, An
         "solutions": {s.name: s.hash() for s in solutions},
         "results": finite(results),
     }
-    print(bits_table({name: r.get("checks", {}) for name, r in results.items()}).text())
-    if args.run:
-        files.write_json(args.run / INVARIANCE, record)
-    for name, result in results.items():
-        if "error" in result:
-            say(f"error: {name}: {result['error']}")
-            status = status or EXIT_FAILED
-    return status, record
 
 
 def main() -> int:
@@ -179,20 +148,27 @@ def main() -> int:
     content: dict[str, Any] = {}
     status = EXIT_OK
     if "floors" in args.only:
-        content["floors"] = floors_of(args)
+        from scripts.measure import floors  # which imports the DSL
+
+        content["floors"] = floors.measure(args.local, args.rates, args.repeats)
+        print(floors.describe(content["floors"]))
+        if args.run:
+            files.write_json(args.run / "floors.json", content["floors"])
     if {"accuracy", "device", "bits"} & set(args.only):
         chosen = plan.choose(
             args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
-            args.max_tokens, args.run_foreign, args.definition, args.missing,
+            args.max_tokens, args.run_foreign, args.definition,
         )  # fmt: skip
         if not chosen.pairs:
-            say("no trace of this run has an output to compare" + ", or all have" * args.missing)
+            say("no trace of this run has an output to compare")
             return EXIT_OK
         if {"accuracy", "device"} & set(args.only):
             status, content["figures"] = figures_of(args, chosen)
-        if "bits" in args.only and status in (EXIT_OK, EXIT_FAILED):
+        if "bits" in args.only and status != EXIT_INTERRUPTED:
             of_bits, content["bits"] = bits_of(args, chosen)
             status = max(status, of_bits)
+            if args.run:
+                files.write_json(args.run / INVARIANCE, content["bits"])
     if args.json:
         files.write_json(args.json, finite(content))
     return status

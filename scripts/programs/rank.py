@@ -10,7 +10,6 @@ What run.json beside the traces says is used too: who wrote a solution (ours or 
 solutions could not run there and why.
 """
 
-import sys
 from pathlib import Path
 
 from scripts.common import files
@@ -18,17 +17,6 @@ from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser
 from scripts.common.definitions import full_name
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.programs.options import add_options
-
-
-def own_runs() -> list[Path]:
-    """Where bench keeps its runs. Raises UsageError where there are none, naming a record."""
-    if not any(TRACES_DIR.rglob("*.jsonl")):
-        records = sorted(RESULTS_DIR.glob("*/*"), key=lambda path: (path.name, path))
-        raise UsageError(
-            f"no run in {TRACES_DIR}: run.py bench makes one; what is recorded is ranked by "
-            f"run.py rank {(records or [RESULTS_DIR])[-1]}"
-        )
-    return [TRACES_DIR]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,28 +34,23 @@ def main(argv: list[str] | None = None) -> int:
         definition={"type": full_name, "default": DEFINITION},  # anyone's, not only ours
     )  # fmt: skip
     add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
-    add("--output", type=Path, metavar="FILE", help="write the text or Markdown there instead")
     args = arguments.parse_args(argv)
 
     from scripts.data.traces import read_records
     from scripts.table.rank_text import print_rankings
     from scripts.table.rankings import rankings
 
-    paths = args.paths or own_runs()
+    paths = args.paths or [TRACES_DIR]
+    if not args.paths and not any(TRACES_DIR.rglob("*.jsonl")):
+        said = f"run.py bench makes one; run.py rank {RESULTS_DIR} ranks what is recorded"
+        raise UsageError(f"no run in {TRACES_DIR}: {said}")
     records = read_records(paths, args.definition)
     ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:
         raise UsageError(f"no results in {', '.join(map(str, paths))}")
-    text = print_rankings(ranked, "markdown" if args.markdown else "text")
-    if args.output:
-        files.write(args.output, text + "\n")
-    else:
-        print(text)
+    print(print_rankings(ranked, "markdown" if args.markdown else "text"))
     if args.json:
         files.write(args.json, print_rankings(ranked, "json") + "\n")
-    if len(ranked) > 1:
-        said = "machines, timing methods or tolerances, one table each"
-        print(f"{len(ranked)} {said}", file=sys.stderr)
     return EXIT_FAILED if any(r.failures() for r in ranked) else EXIT_OK
 
 

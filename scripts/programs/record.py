@@ -14,26 +14,140 @@ variables of the environment.
 Takes about an hour. Ctrl-C ends the step under way and packs what there is.
 """
 
+import contextlib
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from scripts.common.command_line import parser, positive, run_main, say
-from scripts.common.project import TRACES_DIR
-from scripts.measure import record
+from scripts.common import environment, files
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    parser,
+    positive,
+    run_main,
+    say,
+)
+from scripts.common.progress import duration
+from scripts.common.project import ROOT, TRACES_DIR
+
+TOKENS = ("1", "80", "901", "14107")
+"""Of the workloads whose stages and kernels are recorded: few pairs, many experts, both, most."""
+STEPS = ("tests", "bench", "stages", "gemm_layers", "profile", "gemm_study", "report")
+"""In order; what would be missed most comes first."""
+RUN = "bench"
+"""Folder that `bench` makes its run's directory in; its files move up beside the others."""
+PATIENCE_S = 30.0
+"""How long a step that is to end may take for it."""
+
+
+def commands(directory: Path) -> dict[str, list[str]]:
+    """The command of every step, by name."""
+    d = directory
+    tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
+    workloads = [f"T={t}" for t in TOKENS]
+    arguments: dict[str, Sequence[object]] = {
+        "tests": ("test", *tests),
+        "bench": ("bench", "--no-report", "--traces", d / RUN),
+        "stages": ("profile", "--stages", "--tokens", *TOKENS, "--json", d / "stages.json"),
+        "gemm_layers": ("gemm_bench", "--layers", "--json", d / "gemm_layers.json"),
+        "profile": ("profile", "--workloads", *workloads, "--json", d / "profile.json"),
+        "gemm_study": ("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
+        "report": ("report", d),
+    }
+    start = [sys.executable, str(ROOT / "run.py")]  # in the environment that it needs
+    return {name: [*start, *map(str, arguments[name])] for name in STEPS}
+
+
+def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:
+    """The exit status of a step, or what ended it; what it prints goes to the terminal and the log.
+    Raises KeyboardInterrupt: after the step was ended."""
+    log.write_text(f"$ {' '.join(command)}\n")
+    # Both in sessions of their own. Ctrl-C is for this program: it ends the step with all that the
+    # step started, and the last lines must still be written.
+    options: dict[str, Any] = dict(cwd=ROOT, start_new_session=True)
+    with subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, **options) as tee:
+        process = subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, **options)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"ended after {duration(limit_s)}"
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process and all that it started; the GPU's memory must be free for the next step."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)  # programs keep what they have measured
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def collect(directory: Path) -> None:
+    """Move the files of the run that `bench` made up into the record."""
+    for path in sorted((directory / RUN).glob("*/[!.]*")):
+        if path.is_file() and not (directory / path.name).exists():
+            path.rename(directory / path.name)
+
+
+def record(
+    steps: Mapping[str, Sequence[str]], directory: Path, limit_s: float, **header: Any
+) -> int:
+    """Run the commands, each for at most `limit_s` seconds, and pack the directory; the exit
+    status.
+
+    steps.json says of every step its command, status and seconds, and is written after each, with
+    `header`.
+    """
+    (directory / "logs").mkdir(exist_ok=True)
+    done: list[dict[str, Any]] = []
+    interrupted = False
+    for number, (name, command) in enumerate(steps.items(), 1):
+        say(f"=== {number}/{len(steps)} {name}")
+        start = time.monotonic()
+        status: int | str = "interrupted"
+        try:
+            status = run_step(command, directory / "logs" / f"{name}.log", limit_s)
+        except KeyboardInterrupt:
+            interrupted = True
+        collect(directory)
+        seconds = round(time.monotonic() - start, 1)
+        done.append({"name": name, "command": list(command), "status": status, "seconds": seconds})
+        say(f"=== {name}: {duration(seconds)}, status {status}")
+        content = {**header, "interrupted": interrupted, "steps": done}
+        files.write_json(directory / "steps.json", content)
+        if interrupted:
+            break
+    archive = shutil.make_archive(str(directory), "gztar", directory.parent, directory.name)
+    failed = [f"{s['name']} ({s['status']})" for s in done if s["status"] != 0]
+    if failed:
+        say(f"not passed: {', '.join(failed)}; their output is in the archive")
+    say(f"record: {directory}\nto send back: {archive}")
+    return EXIT_INTERRUPTED if interrupted else EXIT_FAILED if failed else EXIT_OK
 
 
 def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--only", nargs="+", default=[], metavar="STEP", help="these steps")
-    add("--skip", nargs="+", default=[], metavar="STEP", help="all steps but these")
+    add("--only", nargs="+", default=STEPS, choices=STEPS, help="these steps")
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
     # Not among the runs: the latest of those is what `report` and `bench --resume` take.
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
     args = arguments.parse_args()
-    record.selected(record.steps(args.out), args.only, args.skip)  # refuses before asking the GPU
 
     from scripts.measure.gpu import gpu_arch, require_gpu
 
@@ -42,11 +156,11 @@ def main() -> int:
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
     directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
     directory.mkdir(parents=True)
-    chosen = record.selected(record.steps(directory), args.only, args.skip)
-    say(f"{hardware}, {target}: {', '.join(step.name for step in chosen)}")
-    record.describe_machine(directory)
+    steps = {name: c for name, c in commands(directory).items() if name in args.only}
+    say(f"{hardware}, {target}: {', '.join(steps)}")
+    files.write_json(directory / "environment.json", environment.capture())
     header = {"hardware": hardware, "target": target, "time": now.isoformat(timespec="seconds")}
-    return record.record(chosen, directory, 60 * args.limit, **header)
+    return record(steps, directory, 60 * args.limit, **header)
 
 
 if __name__ == "__main__":

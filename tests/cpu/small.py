@@ -1,7 +1,10 @@
 """A small definition under the name of ours, so that the runners can be tested in milliseconds."""
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flashinfer_bench.data import Definition, Solution, Trace, TraceSet
 
@@ -78,3 +81,32 @@ def trace_set(reference: str = REFERENCE, lengths: tuple[int, ...] = (1, 3)) -> 
 
 def json_of(trace: Trace) -> dict:
     return json.loads(trace.model_dump_json())
+
+
+def check(
+    monkeypatch: Any, ours: list[Solution], lengths: tuple[int, ...], measure: str
+) -> Callable[..., int]:
+    """`check --only MEASURE` with more arguments, on a data set of these lengths, these solutions
+    of ours and one of somebody else, on the CPU 'GPU A'."""
+    from scripts.measure import plan
+    from scripts.programs import check
+
+    def load(root: Path, definition: object) -> tuple[TraceSet, list[Solution]]:
+        found = trace_set(lengths=lengths)
+        found.solutions[DEFINITION] = [*ours, THEIRS]
+        return found, list(ours)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["check.py", "--cpu", "--only", measure, *arguments])
+        return check.main()
+
+    own = frozenset(s.hash() for s in ours)
+    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
+    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
+    monkeypatch.setattr(plan, "load_with_ours", load)
+    run.hashes = {s.name: s.hash() for s in (*ours, THEIRS)}  # type: ignore[attr-defined]
+    return run
+
+
+THEIRS = solution("theirs", RIGHT + "#")

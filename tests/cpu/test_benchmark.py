@@ -8,19 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import small
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workload
 from test_dataset import solution
-from test_files import disk_of
 
-from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
@@ -28,6 +25,7 @@ from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, plan
 from scripts.pack import availability, pack, packed
 from scripts.programs import bench as program
+from scripts.report import report
 
 
 def evaluation(status: str = "PASSED") -> Evaluation:
@@ -143,19 +141,13 @@ def test_of_a_large_definition_a_benchmark_serves_one_workload(fake, monkeypatch
     assert all(b.closed for b in fake.instances)
 
 
-def test_a_result_that_never_came_is_an_error_with_its_reason(fake) -> None:
-    errors = drive(["x", "lost"], [])
-    assert len(errors) == 2
-    assert "lost" in errors[0] and "out of memory" in errors[0]
-
-
-def test_a_reason_is_of_its_own_workload_and_nothing_stays_behind(fake, capsys) -> None:
+def test_a_result_that_never_came_is_an_error_with_its_own_reason(fake, capsys) -> None:
     logger = logging.getLogger("flashinfer_bench")
     before = (list(logger.handlers), logger.propagate)
     errors = drive(["lost 1", "silent", "x"], [])
-    assert [e.split(": ", 1)[1] for e in errors] == [
-        "['lost 1', 'silent']: worker died: out of memory",
-        "['silent']: no result",
+    assert [e.split("): ", 1)[1] for e in errors] == [
+        "lost 1, silent: worker died: out of memory",
+        "silent: no result",
     ]
     said = capsys.readouterr().err
     assert all(error in said for error in errors)
@@ -174,31 +166,13 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
     stored: list[list[Trace]] = []
     monkeypatch.setattr(bench, "load_tensors", load)
     (error,) = drive(["x", "y"], stored)
-    assert error.startswith("T=1 (e05c6c03") and "['x', 'y']: workload e05c6c03: no file" in error
+    assert error == "T=1 (e05c6c03): x, y: workload e05c6c03: no file"
     assert [[t.solution for t in traces] for traces in stored if traces] == [["x", "y"]]
     monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
     fake.before_results = staticmethod(lambda call: sys.exit(0))
     errors = drive(["x"], stored)
     assert len(errors) == 2 and fake.instances[-1].closed
     assert all(f"the reference of {DEFINITION} calls sys.exit(0)" in error for error in errors)
-
-
-def test_the_second_ctrl_c_ends_the_program_and_its_workers(monkeypatch, capsys) -> None:
-    ended: list[int] = []
-    workers = [subprocess.Popen(["sleep", "60"])]
-    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
-    monkeypatch.setattr(bench.os, "_exit", ended.append)
-    with bench.finish_before_interrupt() as interrupted:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted.is_set() and ended == []
-        os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [EXIT_INTERRUPTED]
-    assert workers[0].wait(timeout=10) != 0
-    assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
-
-
-def test_a_workload_weighs_its_fixed_cost_and_its_tokens() -> None:
-    assert bench.weight(0) == 1 and bench.weight(4000) == 2 and bench.weight(8000) == 3
 
 
 def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
@@ -224,19 +198,17 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_solution_is_announced_when_its_worker_opens_the_log(tmp_path: Path, capfd) -> None:
-    (tmp_path / f"old_{time.time() - 60}.log").touch()
-    with bench.announce(tmp_path, ["old", "my_x", "y"], Progress(1)):
-        (tmp_path / f"my_x_{time.time()}.log").touch()
-        (tmp_path / f"other_{time.time()}.log").touch()
-        deadline = time.monotonic() + 10
-        said = ""
-        while "running" not in said and time.monotonic() < deadline:
-            time.sleep(0.05)
-            said += capfd.readouterr().err
-    said += capfd.readouterr().err
-    assert "running my_x (1 of 3), elapsed" in said
-    assert "old" not in said and "other" not in said
+def test_the_second_ctrl_c_ends_the_program_and_its_workers(fake, monkeypatch, capsys) -> None:
+    workers = [subprocess.Popen(["sleep", "60"])]
+    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
+    monkeypatch.setattr(bench.os, "_exit", sys.exit)
+    fake.signal_at = 0
+    fake.before_results = staticmethod(lambda call: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(bench, "evaluate", lambda benchmark, *_: benchmark.run_all(False))
+    with pytest.raises(SystemExit) as ended:
+        drive(["x"], [])
+    assert ended.value.code == EXIT_INTERRUPTED and workers[0].wait(timeout=10) != 0
+    assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
 
 
 # --- the whole program, on a machine that seems to have an H200 -----------------------------------
@@ -323,9 +295,6 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(h200, fake, tmp_path, 
     assert (
         info["finished"] and info["seconds"] >= 0 and info["ended"] >= info["environment"]["time"]
     )
-
-
-def test_only_solutions_that_cannot_run_are_a_usage_error(h200) -> None:
     with pytest.raises(UsageError, match="no solution can run here:\n.*b: unsupported on sm_90"):
         h200("--solutions", "b")
 
@@ -360,6 +329,9 @@ def test_an_interrupted_run_is_ranked_and_resumed(h200, fake, tmp_path, capsys) 
         (lambda info: info["environment"]["versions"].update(torch="1.0"), "torch 1.0 then"),
         (lambda info: info["environment"].update(cuda="9.0"), "CUDA 9.0 then"),
         (lambda info: info["configuration"].update(iterations=7), "configuration"),
+        (lambda info: info.pop("seed"), "seed None then"),
+        (lambda info: info.clear(), "hardware None then"),
+        (lambda info: info.update(environment=5), r"run\.json: environment: "),
     ],
 )
 def test_a_run_of_another_machine_or_setting_is_not_resumed(
@@ -402,34 +374,56 @@ def test_without_any_result_the_program_fails_and_says_so(h200, capsys) -> None:
 def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsys) -> None:
     done: list[str] = []
     monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
-    monkeypatch.setattr(program, "write_report", lambda run, peers: done.append("report"))
+    monkeypatch.setattr(report, "write", lambda run, peers: done.append("report"))
     arguments = ["--workloads", "1", "--solutions", "x", "--traces", str(tmp_path / "traces")]
     assert h200.plain(*arguments) == 0
     assert done == ["passes", "report"]
     assert "left out" not in capsys.readouterr().err, "nothing is"
-    assert h200.plain(*arguments, "--no-report") == 0
+    target = tmp_path / "ranking.json"
+    assert h200.plain(*arguments, "--no-report", "--json", str(target)) == 0
     assert done == ["passes", "report", "passes"]
+    assert json.loads(target.read_text())[0]["hardware"] == "GPU"
 
 
-def test_a_pass_that_fails_is_said(monkeypatch, tmp_path, capsys) -> None:
-    outs = []
+@pytest.fixture
+def passes(monkeypatch, tmp_path):
+    """The commands of the passes that follow a run, by name; the first one does not fail."""
+    commands: list[list[str]] = []
 
-    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
-        outs.append(stdout)
-        return subprocess.CompletedProcess(command, len(outs) - 1)
+    def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+        assert Path(command[1]).name == "check.py" and command[2] == "--only"
+        assert stdout == subprocess.DEVNULL, "the tables are in the ranking and the report"
+        commands.append(command[3:])
+        return subprocess.CompletedProcess(command, len(commands) - 1)
+
+    def start(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+        with bench.new_run(tmp_path, "GPU") as made:
+            bench.add_measurements(made, program.parse_arguments(), foreign)
+        return {name: rest for name, *rest in commands}
 
     monkeypatch.setattr(bench.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["bench.py"])
-    with bench.new_run(tmp_path, "GPU") as run_:
-        bench.add_measurements(run_, program.parse_arguments(), False)
-    assert outs == [subprocess.DEVNULL] * 4, "the tables are in the ranking and the report"
-    again = f"--local {ROOT} --run {run_.directory} --seed 2026"
-    failed = "failed; its figures are incomplete: run.py check --only"
+    return start
+
+
+def test_the_passes_have_the_options_of_the_run(passes, capsys) -> None:
+    every = passes("--seed", "7")
+    assert list(every) == ["floors", "accuracy", "device", "bits"]
+    for options in every.values():
+        assert options[:3] == ["--local", str(ROOT), "--run"] and options[4:] == ["--seed", "7"]
     assert capsys.readouterr().err.splitlines() == [
-        f"check --only accuracy {failed} accuracy {again}",
-        f"check --only device {failed} device {again} --missing",
-        f"check --only bits {failed} bits {again}",
+        f"check --only {name} failed; its figures are incomplete: "
+        f"run.py check --only {name} {' '.join(every[name])}"
+        for name in list(every)[1:]
     ]
+    assert passes(foreign=True)["device"][-1] == "--run-foreign"
+    of_another = passes("--definition", "kimi_k2")
+    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
+    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
+    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
+    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
+    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
 
 
 @pytest.fixture
@@ -477,44 +471,101 @@ def test_the_cpu_is_taken_where_it_is_asked_for(h200, fake, cpu, monkeypatch, ca
     assert "as asked (--cpu): the solutions run as" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("reference", "passed"), [(small.REFERENCE, [1, 3]), ("import sys; sys.exit(0)", [])]
-)
-def test_a_broken_data_set_fails_on_the_cpu_and_what_can_be_measured_is(
-    h200, monkeypatch, tmp_path, capsys, reference: str, passed: list[int]
-) -> None:
-    """A reference that exits, a pointer of git-lfs, a workload without its axis, and an entry below
-    solutions/ that cannot be read."""
-    name, root = f"{DEFINITION}.json", tmp_path / "set"
-    for folder in ("definitions", "workloads", "solutions"):
-        (root / folder).mkdir(parents=True)
+def test_files_of_solutions_that_cannot_be_read_are_passed_over(h200, tmp_path, capsys) -> None:
+    root = tmp_path / "set"
+    for part in ("definitions", "workloads"):
+        shutil.copytree(ROOT / part, root / part)
+    (root / "solutions" / "folder.json").mkdir(parents=True)
     (root / "solutions" / "gone.json").symlink_to(root / "absent")
-    (root / "solutions" / "folder.json").mkdir()
-    code = f"{reference}\ndef run(x, w, factor): ...\n" if not passed else reference
-    (root / "definitions" / name).write_text(small.definition(code).model_dump_json())
-    (root / "pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
-    pointer, axis = (small.json_of(small.workload(2, uuid)) for uuid in ("pointer", "no axis"))
-    pointer["workload"]["inputs"]["x"] = dict(type="safetensors", path="pointer", tensor_key="x")
-    axis["workload"]["axes"] = {}
-    good = [small.json_of(small.workload(length, f"good {length}")) for length in (1, 3)]
-    lines = [json.dumps(w) + "\n" for w in (good[0], pointer, axis, good[1])]
-    (root / "workloads" / f"{name}l").write_text("".join(lines))
-    h200.solutions = [small.solution("x")]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cpu_bench, "BESIDE_WEIGHTS", 0)
-    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-    assert h200("--local", str(root)) == EXIT_FAILED
-    results = {t["workload"]["uuid"]: t["evaluation"] for t in traces_of(the_run(tmp_path))}
-    assert len(results) == 4
-    assert {u for u, e in results.items() if e["status"] == "PASSED"} == {
-        f"good {t}" for t in passed
-    }
-    out, err = capsys.readouterr()
-    for said in ("a pointer of git-lfs", "correct its line below workloads/"):
-        assert said in out and said in err
-    assert passed or f"the reference of {DEFINITION} fails: SystemExit: 0" in out
-    assert f"passed over: {root}/solutions/gone.json: No such file or directory" in err
-    assert f"passed over: {root}/solutions/folder.json: Is a directory" in err
+    assert h200("--local", str(root), "--workloads", "1") == 0
+    said = capsys.readouterr().err
+    assert f"passed over: {root}/solutions/gone.json: No such file or directory" in said
+    assert f"passed over: {root}/solutions/folder.json: Is a directory" in said
+
+
+# --- the directory of a run ---------------------------------------------------------------------
+
+
+def result(name: str, length: int = 1) -> Trace:
+    trace_set, _ = dataset.load(ROOT)
+    (chosen,) = dataset.select_workloads(trace_set.workloads[DEFINITION], [str(length)])
+    return Trace(
+        definition=DEFINITION, workload=chosen.workload, solution=name, evaluation=evaluation()
+    )
+
+
+def test_the_directory_is_named_after_time_and_hardware(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "NVIDIA H100 80GB HBM3") as run:
+        assert run.directory.name.endswith("-nvidia-h100-80gb-hbm3")
+
+
+def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
+    begin, found = threading.Barrier(16), []
+
+    def start() -> None:
+        begin.wait()
+        found.append(bench.new_run(tmp_path, "GPU"))
+
+    threads = [threading.Thread(target=start) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({run.directory for run in found}) == 16
+    assert all(run.directory.is_dir() for run in found)
+
+
+def test_the_latest_run_or_the_named_one_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run to resume in .*absent"):
+        bench.find_run(tmp_path / "absent", None)
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"hardware": name}))
+    with bench.find_run(tmp_path, None) as run:
+        assert run.info == {"hardware": "2"}
+    with bench.find_run(tmp_path, tmp_path / "1") as run:
+        assert run.info == {"hardware": "1"}
+    with pytest.raises(UsageError, match="no run to resume in .*3"):
+        bench.find_run(tmp_path, tmp_path / "3")
+
+
+def test_a_run_is_held_by_one_program_until_it_is_closed(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.save_info(hardware="GPU")
+        with pytest.raises(UsageError, match="another program is measuring"):
+            bench.find_run(tmp_path, run.directory)
+    with bench.find_run(tmp_path, run.directory):
+        pass
+
+
+def test_what_is_stored_says_what_it_is_of(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "s")
+        assert run.done() == set()
+        given = [result("x"), result("y")]
+        shared = given[0].evaluation.environment
+        evaluation = given[1].evaluation.model_copy(update={"environment": shared})
+        run.store([given[0], given[1].model_copy(update={"evaluation": evaluation})])
+        assert "timing" not in shared.libs, "what flashinfer-bench gave is left alone"
+        assert run.info["solutions"] == {"x": "1", "y": "2"}
+        stamps = {r.solution: (r.hash, r.settings, r.timing) for r in run.results()}
+        assert stamps == {"x": ("1", "s", "t"), "y": ("2", "s", "t")}
+        assert {name for _, name in run.done()} == {"x", "y"}
+
+
+def test_an_impossible_result_is_not_done(tmp_path: Path) -> None:
+    with bench.new_run(tmp_path, "GPU") as run:
+        run.begin({"x": "1"}, {}, "s")
+        run.store([result("x")])
+        text = run.traces.read_text()
+        assert '"latency_ms":1.0' in text
+        run.traces.write_text(text.replace('"latency_ms":1.0', '"latency_ms":0.0'))
+        assert run.done() == set()
+
+
+def test_settings_have_one_hash_whatever_their_order() -> None:
+    assert bench.settings_hash({"a": 1, "b": [2]}) == bench.settings_hash({"b": [2], "a": 1})
+    assert bench.settings_hash({"a": 1}) != bench.settings_hash({"a": 2})
 
 
 # --- what a result is of --------------------------------------------------------------------------
@@ -524,16 +575,16 @@ def test_every_trace_says_of_which_source_run_and_settings_it_is(h200, tmp_path)
     assert h200("--workloads", "1", "7") == 0
     traces = traces_of(the_run(tmp_path))
     (x,) = [s for s in h200.solutions if s.name == "x"]
-    assert [libs_of(t)["solution_hash"] for t in traces] == [x.hash()] * 2
-    assert {libs_of(t)["tolerance"] for t in traces} == {"rtol 0.2, atol 0.1, matched ratio 0.85"}
-    assert "mean of 50 calls x 3 trials" in libs_of(traces[0])["timing"]
-    assert libs_of(traces[0])["run"] == f"{the_run(tmp_path).name}, part 1"
-    assert all(Trace.model_validate(t).is_successful() for t in traces)
-    settings = {libs_of(t)["settings"] for t in traces}
-    assert len(settings) == 1
+    for trace in traces:
+        libs = libs_of(trace)
+        assert libs["solution_hash"] == x.hash() and Trace.model_validate(trace).is_successful()
+        assert libs["tolerance"] == "rtol 0.2, atol 0.1, matched ratio 0.85"
+        assert "mean of 50 calls x 3 trials" in libs["timing"]
+        assert libs["run"] == f"{the_run(tmp_path).name}, part 1"
+    (settings,) = {libs_of(t)["settings"] for t in traces}
     shutil.rmtree(tmp_path / "traces")
     assert h200("--workloads", "1", "--warmup", "3") == 0
-    assert libs_of(traces_of(the_run(tmp_path))[0])["settings"] not in settings
+    assert libs_of(traces_of(the_run(tmp_path))[0])["settings"] != settings
 
 
 def test_resume_does_not_certify_a_source_that_was_never_run(h200, fake, tmp_path) -> None:
@@ -575,20 +626,6 @@ def test_a_trace_of_another_source_or_setting_is_measured_again(
     assert [uuid for uuid, _ in fake.instances[-1].ran] == [first["workload"]["uuid"]]
 
 
-def test_a_run_without_what_resuming_needs_is_refused_in_one_line(h200, tmp_path) -> None:
-    assert h200("--workloads", "1") == 0
-    path = the_run(tmp_path) / "run.json"
-    for content, message in (
-        ("{}", r"run\.json lacks hardware, environment"),
-        ("{broken", r"run\.json is no JSON"),
-        ('{"environment": 5}', r"run\.json: environment: "),
-        ("[]", r"run\.json: the whole: "),
-    ):
-        path.write_text(content)
-        with pytest.raises(UsageError, match=message):
-            h200("--workloads", "1", "--resume")
-
-
 def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, capsys) -> None:
     assert h200("--workloads", "1", "7") == 0
     path = the_run(tmp_path) / "traces.jsonl"
@@ -600,49 +637,19 @@ def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, 
     assert len(traces_of(the_run(tmp_path))) == 2
 
 
-def test_two_programs_do_not_resume_one_run(h200, tmp_path) -> None:
-    assert h200("--workloads", "1") == 0
-    code = "import sys, pathlib; from scripts.measure import runs;"
-    code += "run = runs.find_run(pathlib.Path(sys.argv[1]), None);"
-    code += "print('held', flush=True); sys.stdin.read()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "traces")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(UsageError, match="another program is measuring for this run"):
-            h200("--workloads", "1", "--resume")
-    assert h200("--workloads", "1", "--resume") == 0
+OUT_OF_RANGE = """--rtol=-1 --atol=inf --atol=nan --matched-ratio=1.5 --matched-ratio=0
+--iterations=0 --warmup=-1 --trials=0 --timeout=0 --max-tokens=0 --seed=-1 --seed=9e30
+"""
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--rtol", "-1", "is no finite number above 0"),
-        ("--atol", "inf", "is no finite number above 0"),
-        ("--atol", "nan", "is no finite number above 0"),
-        ("--matched-ratio", "1.5", "is no share"),
-        ("--matched-ratio", "0", "is no finite number above 0"),
-        ("--iterations", "0", "is no whole number of at least 1"),
-        ("--warmup", "-1", "is no whole number of at least 0"),
-        ("--trials", "0", "is no whole number of at least 1"),
-        ("--timeout", "0", "is no whole number of at least 1"),
-        ("--max-tokens", "0", "is no whole number of at least 1"),
-        ("--seed", "9" * 30, "is no whole number of at least 0"),
-        ("--seed", "-1", "is no whole number of at least 0"),
-    ],
-)
-def test_options_that_would_measure_nothing_are_refused(
-    monkeypatch, capsys, option: str, value: str, message: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", f"{option}={value}"])
+@pytest.mark.parametrize("option", OUT_OF_RANGE.split())
+def test_options_that_would_measure_nothing_are_refused(monkeypatch, capsys, option: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", option])
     with pytest.raises(SystemExit) as ended:
         program.parse_arguments()
+    name, value = option.split("=")
     assert ended.value.code == EXIT_USAGE
-    assert f"argument {option}: {value!r} {message}" in capsys.readouterr().err
+    assert f"argument {name}: {value!r} is no " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "trials"), [("kimi_k2", 3), ("kimi_k2_e384", 1)])
@@ -655,32 +662,19 @@ def test_trials(monkeypatch, name: str, trials: int) -> None:
 
 
 def test_what_the_options_say_is_what_is_run(h200, tmp_path) -> None:
-    options = ["--iterations", "7", "--trials", "2", "--warmup", "0", "--rtol", "0.3", "--atol"]
-    options += ["0.4", "--matched-ratio", "0.5", "--timeout", "9", "--isolated", "--seed", "3"]
-    assert h200("--workloads", "1", *options) == 0
+    options = "--iterations 7 --trials 2 --warmup 0 --rtol 0.3 --atol 0.4 --matched-ratio 0.5 "
+    options += "--timeout 9 --isolated --seed 3"
+    assert h200("--workloads", "1", *options.split()) == 0
     info = info_of(the_run(tmp_path))
-    wanted = {
-        "iterations": 7,
-        "num_trials": 2,
-        "warmup_runs": 0,
-        "rtol": 0.3,
-        "atol": 0.4,
-        "required_matched_ratio": 0.5,
-        "timeout_seconds": 9,
-        "use_isolated_runner": True,
-    }
+    wanted = dict(iterations=7, num_trials=2, warmup_runs=0, rtol=0.3, atol=0.4)
+    wanted |= dict(required_matched_ratio=0.5, timeout_seconds=9, use_isolated_runner=True)
     assert {k: info["configuration"][k] for k in wanted} == wanted
     assert info["seed"] == 3 and "mean of 7 calls x 2 trials" in info["timing"]
     (trace,) = traces_of(the_run(tmp_path))
     assert libs_of(trace)["tolerance"] == "rtol 0.3, atol 0.4, matched ratio 0.5"
 
 
-# --- disks ----------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_costs_no_result_that_was_kept_and_the_program_says_which(
-    h200, fake, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_full_disk_costs_no_result_that_was_kept(h200, fake, tmp_path) -> None:
     def fill(call: int) -> None:
         if call == 1:
             kept = (the_run(tmp_path) / "traces.jsonl").stat().st_size
@@ -689,47 +683,17 @@ def test_a_full_disk_costs_no_result_that_was_kept_and_the_program_says_which(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fake.before_results = staticmethod(fill)
     try:
-        status = h200("--workloads", "1", "7", "14")
+        with pytest.raises(OSError, match=r"File too large.*traces\.jsonl"):
+            h200("--workloads", "1", "7", "14")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert status == EXIT_USAGE
     run = the_run(tmp_path)
     assert [t["workload"]["axes"]["seq_len"] for t in traces_of(run)] == [7]
-    assert sorted(p.name for p in run.iterdir() if not p.name.endswith(".lock")) == [
-        "run.json",
-        "traces.jsonl",
-    ]
-    out, err = capsys.readouterr()
-    assert f"kept: 1 results in {run / 'traces.jsonl'}; not kept: x at T=1" in err
-    assert "2 workloads, 1 solutions" in out, "what could not be kept is shown at least"
-    assert fake.instances[-1].closed
-
-
-def test_a_disk_that_is_full_from_the_beginning_is_said(h200, fake, tmp_path, capsys) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (100, before[1])
-    fake.before_results = staticmethod(
-        lambda call: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    )
-    try:
-        status = h200("--workloads", "1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert status == EXIT_USAGE
-    path = the_run(tmp_path) / "traces.jsonl"
-    said = capsys.readouterr().err
-    assert f"{path}: File too large; kept: 0 results in {path}; not kept: x at T=1" in said
-    assert f"error: {the_run(tmp_path) / 'run.json'}: File too large" in said
-
-
-def test_a_ranking_that_cannot_be_written_leaves_the_old_one(h200, tmp_path) -> None:
-    target = tmp_path / "ranking.json"
-    target.write_text("old")
-    with disk_of(20_000), pytest.raises(OSError):
-        files.write(target, "x" * 30_000)
-    assert target.read_text() == "old"
-    assert h200("--workloads", "1", "--json", str(target)) == 0
-    assert json.loads(target.read_text())[0]["hardware"] == "GPU"
+    kept = sorted(p.name for p in run.iterdir() if not p.name.endswith(".lock"))
+    assert kept == ["run.json", "traces.jsonl"] and fake.instances[-1].closed
+    fake.before_results = staticmethod(lambda call: None)
+    assert h200("--workloads", "1", "7", "14", "--resume") == 0
+    assert len(traces_of(run)) == 3
 
 
 # --- other data sets ------------------------------------------------------------------------------
@@ -785,51 +749,6 @@ def test_solutions_of_another_data_set_run_only_where_asked_for(
     assert ran("--solutions", "*") == {"x"}
     assert ran("--solutions", "x", "theirs") == {"x", "theirs"}
     assert ran("--run-foreign") == {"x", "theirs", "theirs_too"}
-
-
-def test_our_own_passes_are_told_whether_foreign_code_may_run(monkeypatch, tmp_path) -> None:
-    commands = []
-
-    def run(command: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-
-    def passes(*arguments: str, foreign: bool = False) -> dict[str, list[str]]:
-        commands.clear()
-        monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
-        with bench.new_run(tmp_path, "GPU") as run:
-            bench.add_measurements(run, program.parse_arguments(), foreign)
-        assert {Path(c[1]).name for c in commands} == {"check.py"}
-        assert {c[2] for c in commands} == {"--only"}
-        return {c[3]: c[4:] for c in commands}
-
-    every = passes("--seed", "7")
-    assert list(every) == ["floors", "accuracy", "device", "bits"]
-    for arguments in every.values():
-        assert arguments[:2] == ["--local", str(ROOT)]
-        assert arguments[2] == "--run" and arguments[4:] == ["--seed", "7"]
-    assert passes(foreign=True)["device"][-1] == "--run-foreign"
-    of_another = passes("--definition", "kimi_k2")
-    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
-    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
-    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
-    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
-    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
-
-
-def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys) -> None:
-    from scripts.report import report
-
-    def write(directory: Path, peers: list[str]) -> Path:
-        raise PermissionError(13, "Permission denied", str(directory / "report.html"))
-
-    monkeypatch.setattr(report, "write", write)
-    with bench.new_run(tmp_path, "GPU") as run:
-        program.write_report(run, [])
-        path = run.directory / "report.html"
-    assert capsys.readouterr().err == f"no report: {path}: Permission denied\n"
 
 
 def test_a_failure_sets_the_exit_status(h200) -> None:

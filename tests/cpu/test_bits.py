@@ -1,7 +1,6 @@
 """The pass that compares bits: what it notices, what it leaves out, and what the ranking shows."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from flashinfer_bench.data import Definition
 from test_rank import ranked, trace
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.common.project import DEFINITION
 from scripts.data.records import INVARIANCE
 from scripts.measure import bits as measured
-from scripts.measure import plan
-from scripts.programs import check
 from scripts.report import generated, report
 from scripts.table import rank_text, recorded, tables
 from scripts.table.rankings import read_invariance
@@ -41,6 +37,11 @@ FAILS = "def run(x, w, factor, output): raise KeyError('a\\nb')\n"
 EVERY = ["again", "after others", "reversed", "doubled", "alone", "7 at a time", "80 at a time"]
 
 
+@pytest.fixture
+def as_many_as_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(measured, "CPU_CALLS", measured.CALLS)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
@@ -53,17 +54,16 @@ def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
     return [x, torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16), 2.0]
 
 
-def looked_at(content: str, calls: int = 128, **options: Any) -> dict[str, Any]:
+def looked_at(content: str, **options: Any) -> dict[str, Any]:
     of = [small.solution("x", content)]
-    ((_, found),) = measured.measure(small.definition(), of, inputs(**options), "cpu", calls)
-    return found["checks"]
+    return measured.measure(small.definition(), of, inputs(**options), "cpu")["x"]["checks"]
 
 
 def failing(content: str) -> list[str]:
     return [name for name, check in looked_at(content).items() if check["differ"]]
 
 
-def test_a_token_of_its_own_bits_passes_every_check() -> None:
+def test_a_token_of_its_own_bits_passes_every_check(as_many_as_on_a_gpu) -> None:
     found = looked_at(OWN)
     assert list(found) == EVERY
     assert all(check["differ"] == check["largest"] == 0 for check in found.values())
@@ -83,11 +83,11 @@ def test_a_token_of_its_own_bits_passes_every_check() -> None:
     ],
     ids=["others", "place", "few", "calls", "keeps", "smallest"],
 )
-def test_what_is_noticed(content: str, fails: list[str]) -> None:
+def test_what_is_noticed(as_many_as_on_a_gpu, content: str, fails: list[str]) -> None:
     assert failing(content) == fails
 
 
-def test_how_many_and_how_far() -> None:
+def test_how_many_and_how_far(as_many_as_on_a_gpu) -> None:
     found = looked_at(FEW)
     assert found["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
     nan = torch.full((2, 3), torch.nan)
@@ -104,7 +104,6 @@ def test_batches_without_an_output_are_left_out_and_the_others_evenly_drawn() ->
     assert [int(index) for index in alone] == [*range(10), *range(50, TOKENS)]
     few = [int(index) for index in measured.batches(output, 1, 5)]
     assert few == [0, 54, 69, 84, 99]
-    assert [int(index) for index in measured.batches(output, 1, 1)] == [0]
     assert [int(index[0]) for index in measured.batches(output, 7, 1000)][:3] == [0, 7, 49]
     # What has no output at all has only the checks of all tokens.
     assert "alone" not in looked_at(OWN, zeros=slice(None))
@@ -174,29 +173,9 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 
 @pytest.fixture
 def program(monkeypatch):
-    """The program on a small data set with solutions of ours, on the CPU 'GPU A'."""
-
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
-    solutions = [small.solution(name, content) for name, content in named.items()]
-    own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-
-    def load(root: Path, definition: object):
-        trace_set = small.trace_set(lengths=(3, 901, 14))
-        trace_set.solutions[DEFINITION] = solutions
-        return trace_set, list(solutions)
-
-    monkeypatch.setattr(plan, "load_with_ours", load)
-
-    def run(*arguments: str) -> int:
-        only = ["--only", "bits", "--cpu"]
-        monkeypatch.setattr(sys, "argv", ["check.py", *only, *arguments])
-        return check.main()
-
-    run.hashes = {s.name: s.hash() for s in solutions}
-    return run
+    ours = [small.solution(name, content) for name, content in named.items()]
+    return small.check(monkeypatch, ours, (3, 901, 14), "bits")
 
 
 def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:

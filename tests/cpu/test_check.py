@@ -18,7 +18,6 @@ from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_USAGE,
     UsageError,
     run_main,
 )
@@ -99,33 +98,10 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
 
 
 @pytest.fixture
-def program(monkeypatch, tmp_path: Path):
-    """The program on a small data set with three solutions of ours, on the CPU 'GPU A'."""
-
+def program(monkeypatch):
     fails = "def run(x, w, factor, output): raise KeyError('a')\n"
-    solutions = [small.solution("right"), small.solution("vandal", VANDAL)]
-    solutions.append(small.solution("fails", fails))
-    own = frozenset(s.hash() for s in solutions)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-
-    def load(root: Path, definition: object):
-        trace_set = small.trace_set(lengths=(3, 40))
-        trace_set.solutions[DEFINITION] = [*solutions, small.solution("theirs", small.RIGHT + "#")]
-        return trace_set, list(solutions)
-
-    monkeypatch.setattr(plan, "load_with_ours", load)
-
-    def run(*arguments: str) -> int:
-        device = ["--cpu", "--only", "accuracy"]
-        monkeypatch.setattr(sys, "argv", ["check.py", *device, *arguments])
-        return program_of.main()
-
-    run.hashes = {
-        s.name: s.hash() for s in (*solutions, small.solution("theirs", small.RIGHT + "#"))
-    }
-    return run
+    ours = [small.solution("right"), small.solution("vandal", VANDAL)]
+    return small.check(monkeypatch, [*ours, small.solution("fails", fails)], (3, 40), "accuracy")
 
 
 def table_of(out: str) -> dict[tuple[str, str], list[str]]:
@@ -193,32 +169,35 @@ def test_code_of_the_data_set_is_run_again_only_where_asked_for(
     assert "cosine" in figures(path)["theirs"]
 
 
-def test_figures_that_cannot_be_kept_are_shown(program, tmp_path: Path, capsys) -> None:
+def test_a_full_disk_leaves_the_traces_as_they_were(program, tmp_path: Path) -> None:
     path = traces_of(tmp_path, ("right", program.hashes["right"]))
     before = path.read_bytes()
-    with disk_of(100):
-        assert program("--run", str(tmp_path)) == EXIT_USAGE
-    out, err = capsys.readouterr()
-    assert f"error: {path}: File too large; the traces are as they were" in err
-    assert "right" in out and "added to" not in err
+    with disk_of(100), pytest.raises(OSError, match="File too large"):
+        program("--run", str(tmp_path))
     assert path.read_bytes() == before
 
 
-def test_an_interrupt_keeps_the_figures_so_far(
+def test_an_interrupt_keeps_the_workloads_so_far(
     program, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "vandal")))
+    path = traces_of(tmp_path, ("right", program.hashes["right"]))
+    first = json.loads(path.read_text())
+    second = json.loads(path.read_text())
+    second["workload"] |= {"uuid": "uuid-40-1", "axes": {"seq_len": 40}}
+    write(path, [first, second])
     real = check.run_solution
 
     def stop(runnable, inputs, device):
-        if runnable.metadata.solution_name == "vandal":
+        if len(inputs[0]) == 40:
             raise KeyboardInterrupt
         return real(runnable, inputs, device)
 
     monkeypatch.setattr(check, "run_solution", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
-    assert "1 figures added" in capsys.readouterr().err
-    assert "cosine" in figures(path)["right"] and figures(path)["vandal"] == {}
+    out, err = capsys.readouterr()
+    assert "1 figures added" in err and list(table_of(out)) == [("3", "right")]
+    found = {r.tokens: r.extra for r in traces.read_records([path])}
+    assert "cosine" in found[3] and found[40] == {}
 
 
 def test_without_a_run_the_figures_are_printed_and_written(program, tmp_path: Path, capsys) -> None:
@@ -319,9 +298,6 @@ def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["check.py", "--only", "device"])
     with pytest.raises(UsageError, match="no GPU is visible"):
         program_of.main()
-    monkeypatch.setattr(sys, "argv", ["check.py", "--missing"])
-    with pytest.raises(UsageError, match="--missing is of a run"):
-        program_of.main()
 
 
 def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
@@ -407,19 +383,3 @@ def test_the_table_shows_times_and_errors() -> None:
     ]  # fmt: skip
     assert rows[0] == ["7", "a" * 8, "x", "", "", "", "", "", "RuntimeError: no"]
     assert rows[1][3:] == ["0.5000", "0.4000-0.6000", "graph", "0.5000", "0.4000-0.6000", ""]
-
-
-@pytest.mark.parametrize("all_there", [False, True])
-def test_what_is_missing_of_a_run(all_there, program, tmp_path, capsys) -> None:
-    """Neither a workload nor a solution that has all of its times is measured again."""
-    path = traces_of(tmp_path, *((n, program.hashes[n]) for n in ("right", "fails")))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    times = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": 3, "method": "graph"}
-    for line in lines[: 2 if all_there else 1]:
-        line["evaluation"]["correctness"]["extra"] = {"device": times}
-    write(path, lines)
-    status = program("--run", str(tmp_path), "--missing")
-    said = capsys.readouterr()
-    assert status == (EXIT_OK if all_there else EXIT_FAILED)
-    assert ("or all have" in said.err) == all_there
-    assert list(table_of(said.out)) == ([] if all_there else [("3", "fails")])

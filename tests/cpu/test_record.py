@@ -2,7 +2,6 @@
 commands stand for the programs."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,19 +12,19 @@ from pathlib import Path
 import pytest
 
 import run
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from scripts.measure import record
-from scripts.measure.record import RUN, Step
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from scripts.programs import record
+from scripts.programs.record import RUN
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def note(directory: Path, name: str, status: int = 0) -> Step:
-    """A step that appends its name to a file and ends with a status."""
+def note(directory: Path, name: str, status: int = 0) -> list[str]:
+    """A step that appends its name to a file, prints it and ends with a status."""
     code = f"open({str(directory / 'order.txt')!r}, 'a').write({name + ' '!r}); print({name!r}); "
-    return Step(name, python(f"import sys; {code}sys.exit({status})"))
+    return python(f"import sys; {code}sys.exit({status})")
 
 
 def said(directory: Path) -> dict:
@@ -40,53 +39,41 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_steps_run_in_order_and_none_stops_the_next(directory: Path) -> None:
-    chosen = [note(directory, "a"), note(directory, "b", 1), note(directory, "c")]
-    chosen.insert(1, Step("absent", ["/absent/program"]))
+    chosen = {name: note(directory, name, name == "b") for name in "abc"}
     assert record.record(chosen, directory, 60, hardware="GPU") == EXIT_FAILED
     assert (directory / "order.txt").read_text().split() == ["a", "b", "c"]
     content = said(directory)
     assert content["hardware"] == "GPU" and not content["interrupted"]
-    assert [s["name"] for s in content["steps"]] == ["a", "absent", "b", "c"]
-    statuses = [s["status"] for s in content["steps"]]
-    assert statuses[::2] == [0, 1] and statuses[3] == 0 and "No such file" in statuses[1]
-
-
-def test_all_passed(directory: Path) -> None:
-    assert record.record([note(directory, "a")], directory, 60) == EXIT_OK
+    assert [(s["name"], s["status"]) for s in content["steps"]] == [("a", 0), ("b", 1), ("c", 0)]
+    assert record.record({"a": chosen["a"]}, directory, 60) == EXIT_OK
 
 
 def test_the_archive_holds_everything(directory: Path) -> None:
-    failing = python("print('the reason'); raise SystemExit(3)")
-    record.record([note(directory, "a"), Step("b", failing)], directory, 60)
-    archive = directory.with_name("record-gpu.tar.gz")
-    with tarfile.open(archive) as packed:
+    failing = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    record.record({"a": note(directory, "a"), "b": python(failing)}, directory, 60)
+    with tarfile.open(directory.with_name("record-gpu.tar.gz")) as packed:
         held = set(packed.getnames())
         log = packed.extractfile("record-gpu/logs/b.log")
-        assert log is not None and "the reason" in log.read().decode()
+        assert log is not None
+        written = log.read().decode()
+    assert written.startswith(f"$ {sys.executable}") and "out\n" in written and "err\n" in written
     on_disk = {f"record-gpu/{p.relative_to(directory)}" for p in directory.rglob("*")}
     assert held == on_disk | {"record-gpu"}
     assert {"record-gpu/steps.json", "record-gpu/order.txt", "record-gpu/logs/a.log"} <= held
     assert not list(directory.parent.glob(".*"))
 
 
-def test_a_log_has_both_streams_and_the_command(directory: Path) -> None:
-    code = "import sys; print('out'); print('err', file=sys.stderr)"
-    record.record([Step("a", python(code))], directory, 60)
-    log = (directory / "logs" / "a.log").read_text()
-    assert log.startswith(f"$ {sys.executable}") and "out\n" in log and "err\n" in log
-
-
-def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path) -> None:
-    """A child that would outlive its parent, as a worker that holds the GPU's memory does."""
+def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkeypatch) -> None:
+    """A child that would outlive its parent, as a worker that holds the GPU's memory does; neither
+    heeds Ctrl-C."""
     pid = directory / "pid"
     child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    start = time.monotonic()
-    chosen = [Step("hangs", python(code)), note(directory, "next")]
+    code = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    code += f"subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(record, "PATIENCE_S", 0.2)
+    chosen = {"hangs": python(code), "next": note(directory, "next")}
     assert record.record(chosen, directory, 2.0) == EXIT_FAILED
-    assert time.monotonic() - start < 60
-    assert said(directory)["steps"][0]["status"] == "ended after 2.0 s"
-    assert (directory / "order.txt").read_text() == "next "
+    assert [s["status"] for s in said(directory)["steps"]] == ["ended after 2.0 s", 0]
     for _ in range(50):  # init has to collect it first
         state = Path(f"/proc/{pid.read_text()}/stat")
         if not state.exists() or state.read_text().split()[2] == "Z":
@@ -104,24 +91,21 @@ def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
         "raise SystemExit(1)"
     )
     (directory / "stages.json").write_text("earlier")
-    record.record([Step("bench", python(code), collects=True)], directory, 60)
+    record.record({"bench": python(code)}, directory, 60)
     assert (directory / "traces.jsonl").read_text() == "traces.jsonl"
     assert (directory / "run.json").exists() and not (directory / ".run.lock").exists()
     assert (directory / "stages.json").read_text() == "earlier", "nothing is written over"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
-    first = note(directory, "a")
     code = (
         "import signal, sys; from pathlib import Path\n"
         # Where the tests run in the background it would be ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from scripts.measure.record import Step, record\n"
-        f"a = Step('a', {list(first.command)!r})\n"
-        "code = 'import time; print(1, flush=True); time.sleep(600)'\n"
-        "b = Step('b', [sys.executable, '-c', code])\n"
-        f"sys.exit(record([a, b, a], Path({str(directory)!r}), 900))"
+        "from scripts.programs.record import record\n"
+        f"a = {note(directory, 'a')!r}\n"
+        "b = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(600)']\n"
+        f"sys.exit(record(dict(a=a, b=b, c=a), Path({str(directory)!r}), 900))"
     )
     process = subprocess.Popen(python(code), env=run.environment(), stderr=subprocess.DEVNULL)
     log = directory / "logs" / "b.log"
@@ -137,43 +121,21 @@ def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
 
 
 def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
-    every = record.steps(directory)
-    started = [step.command[2] for step in every]
-    assert set(started) - {"test"} <= set(run.programs())
-    assert started[0] == "test" and started[-1] == "report"
-    words = {str(word) for step in every for word in step.command}
+    every = record.commands(directory)
+    assert list(every) == list(record.STEPS)
+    assert {command[2] for command in every.values()} - {"test"} <= set(run.programs())
+    words = {word for command in every.values() for word in command}
     kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-23").iterdir()}
     from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
     assert {str(directory / name) for name in kept - from_bench} <= words
 
 
-@pytest.mark.parametrize("step", record.steps(Path("/tmp/d")), ids=lambda s: s.name)
-def test_steps_have_arguments_that_their_programs_take(step: Step) -> None:
+@pytest.mark.parametrize("step", record.STEPS[1:])
+def test_steps_have_arguments_that_their_programs_take(step: str) -> None:
     """Each option of a step is one that the program's own help names."""
-    if step.command[2] == "test":
-        return
-    path = run.programs()[step.command[2]]
+    command = record.commands(Path("/tmp/d"))[step]
+    path = run.programs()[command[2]]
     shown = subprocess.run(
         [sys.executable, str(path), "--help"], env=run.environment(), capture_output=True, text=True
     ).stdout
-    for word in step.command[3:]:
-        assert not word.startswith("--") or word in shown
-
-
-def test_selection(directory: Path) -> None:
-    every = record.steps(directory)
-    assert [s.name for s in record.selected(every, ["bench", "tests"], [])] == ["tests", "bench"]
-    assert "tests" not in [s.name for s in record.selected(every, [], ["tests"])]
-    with pytest.raises(UsageError, match="no step absent: expected tests, bench"):
-        record.selected(every, ["absent"], [])
-    with pytest.raises(UsageError, match="no step is left"):
-        record.selected(every, ["bench"], ["bench"])
-
-
-def test_the_machine_is_described(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = {"good.txt": python("print('fine')"), "bad.txt": ["/absent/tool"]}
-    monkeypatch.setattr(record, "TOOLS", tools)
-    record.describe_machine(directory)
-    assert "versions" in json.loads((directory / "environment.json").read_text())
-    assert (directory / "good.txt").read_text() == "fine\n"
-    assert "No such file" in (directory / "bad.txt").read_text()
+    assert all(word in shown for word in command[3:] if word.startswith("--"))

@@ -10,7 +10,6 @@ import pytest
 from scripts.common.project import RESULTS_DIR, short_name
 from scripts.data.traces import read_records
 from scripts.pack import sources
-from scripts.programs import bench
 from scripts.report import report
 from scripts.table import rank_text
 from scripts.table.rankings import Ranking, rankings
@@ -55,7 +54,7 @@ def test_outputs_are_judged_and_no_time_is_given(on_cpu) -> None:
 
 def test_the_recorded_ranking_stands_beside_it(on_cpu) -> None:
     (recorded,) = [r for r in recorded_runs() if r.directory == RECORD]
-    said = bench.what_is_known([on_cpu])
+    said = rank_text.without_gpu([on_cpu], recorded_runs())
     assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in said
     assert "harness ms: flashinfer-bench" in said
     first = recorded.main.summaries[0]
