@@ -20,8 +20,7 @@ from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
 from scripts.pack.pack import PackError
 from scripts.submit.evidence import Refused
-from scripts.submit.forms import APPLY, FORMS, collect, write
-from scripts.submit.trees import fastest
+from scripts.submit.forms import APPLY, FORMS, collect, fastest, write
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         exports = collect(
             args.solutions,
             args.author,
-            args.gpu,
             args.results,
-            workloads,
+            workloads=workloads,
+            gpu=args.gpu,
             other_sources=args.other_sources,
             synthetic=ours(args.local),
             every=args.form != APPLY,

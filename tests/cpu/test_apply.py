@@ -23,8 +23,8 @@ import run
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
 from scripts.pack.pack import PackError
-from scripts.submit import evidence, trees
-from scripts.submit.export import export_of, write_all
+from scripts.submit import evidence, forms
+from scripts.submit.forms import export_of, write_all
 
 FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
 TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
@@ -192,16 +192,16 @@ def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkey
     results = measured(tmp_path / "run", {FUSED: {7: 5.0}, V1: {7: 6.0}})
     found = evidence.read([results])
     exports = [
-        replace(e, evidence=evidence.back(e.solution, WORKLOADS, found, "H200", every=False))
+        replace(e, traces=evidence.back(e.solution, found, WORKLOADS, "H200", every=False)[0])
         for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))
     ]
     write_all(
-        tmp_path / "tree", trees.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
+        tmp_path / "tree", forms.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
     )
-    trees.check_apply(tmp_path / "tree", exports)
-    monkeypatch.setattr(trees, "fastest", lambda exports: {7: FUSED})
+    forms.check_apply(tmp_path / "tree", exports)
+    monkeypatch.setattr(forms, "fastest", lambda exports: {7: FUSED})
     with pytest.raises(PackError, match=f"apply would take {V1} at T=7, the fastest is {FUSED}"):
-        trees.check_apply(tmp_path / "tree", exports)
+        forms.check_apply(tmp_path / "tree", exports)
 
 
 # --- FlashInfer's Trace Apply ---------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
         if a != b
     ]
     assert changed == [("main.py", True)]
-    trees.check_flashinfer(measured_one)
+    forms.check_flashinfer(folder, [measured_one])
 
 
 CALL = """

@@ -25,8 +25,8 @@ from test_layer import new_output, output_of
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.pack.pack import generations
-from scripts.submit import evidence, trees
-from scripts.submit.export import export_of, write_all
+from scripts.submit import evidence, forms
+from scripts.submit.forms import export_of, write_all
 
 pytestmark = pytest.mark.gpu
 
@@ -67,13 +67,13 @@ def data_set(tmp_path_factory) -> Path:
     found = evidence.read([place / "traces.jsonl"])
     workloads = known.workloads[DEFINITION]
     backed = [
-        replace(e, evidence=evidence.back(e.solution, workloads, found, "this GPU", every=False))
+        replace(e, traces=evidence.back(e.solution, found, workloads, "this GPU", every=False)[0])
         for e in exports.values()
     ]
     definition = known.definitions[DEFINITION]
-    write_all(place / "apply", trees.apply_files(backed, definition))
-    trees.check_apply(place / "apply", backed)
-    write_all(place / "flashinfer", trees.flashinfer_files(exports[FUSED], definition))
+    write_all(place / "apply", forms.apply_files(backed, definition))
+    forms.check_apply(place / "apply", backed)
+    write_all(place / "flashinfer", forms.flashinfer_files(exports[FUSED], definition))
     return place
 
 
