@@ -24,7 +24,7 @@ class Refused(Exception):
 
 def read(paths: Sequence[Path]) -> Found:
     """What the trace files, run directories or data sets at `paths` hold. Raises UsageError."""
-    return list(read_evaluations(paths))
+    return read_evaluations(paths)
 
 
 def back(

@@ -243,7 +243,7 @@ def test_reference_without_tokens(definition) -> None:
 @every
 def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
     arguments = ["--root", str(tmp_path), "--definition", definition.short]
-    specs = workload_specs.load_specs(ROOT / workload_specs.spec_path(definition))
+    specs = workload_specs.load_specs(definition)
     drawn = workload_specs.own_specs(definition, SMALL)
     assert drawn == specs[: len(drawn)] and drawn[-1].seq_len <= SMALL
     for spec in drawn:
@@ -254,14 +254,14 @@ def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None
     assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
         definition.tokens
     )
-    assert program.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
+    assert program.main([*arguments, "--max-tokens", "7"]) == 0
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
 @every
 def test_no_choice_hangs_on_a_small_margin(definition) -> None:
     """In float32 and in torch: another implementation than the generator's own."""
-    for spec in workload_specs.load_specs(ROOT / workload_specs.spec_path(definition)):
+    for spec in workload_specs.load_specs(definition):
         if spec.seq_len > SMALL:
             continue
         made = spec.draw()
@@ -274,7 +274,7 @@ def test_no_choice_hangs_on_a_small_margin(definition) -> None:
         k = definition.top_k
         assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
         assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
-        content = workload_specs.blob_bytes(made.logits, definition)
+        content = spec.blob_of(made)
         assert hashlib.sha256(content).hexdigest() == spec.sha256
 
 
@@ -287,7 +287,7 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
     assert dataset.definition_of(trace_set).name == definition.name
     (trace,) = dataset.select_workloads(trace_set.workloads[definition.name], ["7"])
     uuid = trace.workload.uuid
-    workload_specs.make_workloads(tmp_path, [uuid], progress=False, definition=definition)
+    workload_specs.make_workloads(tmp_path, [uuid], definition=definition)
     loaded = load_safetensors(load(definition), trace.workload, tmp_path)
     pinned = {n for n, spec in trace.workload.inputs.items() if spec.type == "safetensors"}
     assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
