@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -334,7 +335,7 @@ def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
 def own_specs(definition: Entry, max_tokens: int | None = None) -> list[Any]:
     """Of a definition of either kind whose workloads stand for no captured ones, fewest tokens
     first."""
-    limit = max_tokens or max(definition.tokens)
+    limit = math.inf if max_tokens is None else max_tokens
     if isinstance(definition, GemmDefinition):
         layers = sorted(load_specs(), key=lambda spec: spec.seq_len)
         return [

@@ -3,7 +3,7 @@
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
 form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
 loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
-.moe_fp8_packed beside it lists what was packed there; other files there are left alone.
+What is no packed solution there is left alone.
 
 A generation whose SOLUTION names "routings" is packed once more for every further definition with
 one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One

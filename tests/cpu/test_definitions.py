@@ -17,6 +17,7 @@ from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs, MoeShape
+from programs import packed_once
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
@@ -308,7 +309,7 @@ def unpacked(tmp_path, monkeypatch):
 
     def load_run(generation: pack.Generation):
         directory = tmp_path / generation.name
-        for source in json.loads(pack.pack(generation))["sources"]:
+        for source in json.loads(packed_once(generation))["sources"]:
             path = directory / source["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source["content"], encoding="utf-8")
@@ -361,11 +362,11 @@ def test_packed_solutions(definition, unpacked) -> None:
     loaded = load(definition)
     inputs, expected = full_size(definition)
     for generation in found:
-        packed = json.loads(pack.pack(generation))
-        assert packed["definition"] == definition.name
-        assert packed["name"] == f"{generation.metadata['name']}_{definition.short}"
+        assert generation.name == f"{generation.metadata['name']}_{definition.short}"
         if generation.path.stem not in ("v5_fused", "triton_moe"):
             continue
+        packed = json.loads(packed_once(generation))
+        assert (packed["definition"], packed["name"]) == (definition.name, generation.name)
         run = unpacked(generation)
         assert list(inspect.signature(run).parameters) == [*loaded.inputs, *loaded.outputs]
         output = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
@@ -378,25 +379,34 @@ def test_packed_solutions(definition, unpacked) -> None:
 
 
 def test_packing_a_definition(tmp_path, monkeypatch) -> None:
-    """Into a directory of its own, whose solutions are known as ours."""
-    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path)
-    definition = OTHERS[0]
-    name = definition.packed_name("triton_moe")
-    (path,) = pack.write_packed([name], build=False, definition=definition)
-    assert path == tmp_path / definition.short / f"{name}.json"
-    assert pack.stale_files([name], path.parent, definition=definition) == []
-    (path.parent / "gone.json").write_text("{}")
-    with (path.parent / pack.MANIFEST).open("a") as listed:
-        listed.write("gone.json\n")
-    assert pack.write_packed(build=False)[0].parent == tmp_path
-    assert (path.parent / "gone.json").is_file(), "of another definition"
-    pack.write_packed(build=False, definition=definition)
-    assert not (path.parent / "gone.json").is_file()
+    """Into a directory of its own, from which packing another definition removes nothing."""
+    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "packed")
+    definition, root = OTHERS[0], tmp_path / "package"
+    (root / "layer").mkdir(parents=True)
+    for name in ("__init__.py", "layer/__init__.py", "layer/calls.py"):
+        (root / name).write_text('"""Empty."""\n')
+    text = '"""It."""\n\nSOLUTION = {"name": "NAME", "routings": ("deepseek_v3",)}\n'
+    for name in ("it", "gone"):
+        (root / f"{name}.py").write_text(text.replace("NAME", name))
+    paths = pack.write_packed(root=root, build=False, definition=definition)
+    folder = tmp_path / "packed" / "kimi_k2"
+    assert paths == [folder / "gone_kimi_k2.json", folder / "it_kimi_k2.json"]
+    assert pack.stale_files([], folder, root, definition) == []
+    (root / "gone.py").unlink()
+    assert pack.write_packed(root=root, build=False) == [tmp_path / "packed" / "it.json"]
+    assert paths[0].is_file(), "of another definition"
+    pack.write_packed(root=root, build=False, definition=definition)
+    assert not paths[0].is_file()
     # Those of two definitions can lie in one directory.
-    pack.write_packed(output=path.parent, build=False)
+    pack.write_packed(output=folder, root=root, build=False)
     for of in (DEFAULT, definition):
-        assert pack.stale_files([], path.parent, definition=of) == []
-    hashes = sources.current(definition)
+        assert pack.stale_files([], folder, root, of) == []
+
+
+def test_sources_of_another_definition_are_known_as_ours(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "pack", packed_once)
+    definition = OTHERS[0]
+    name, hashes = definition.packed_name("triton_moe"), sources.current(definition)
     assert sources.remark({name: {hashes[name]}}) == ""
     assert "triton_moe_kimi_k2 has changed" in sources.remark({name: {"another"}})
     names = {g.name for g in pack.every_generation()}
@@ -410,6 +420,8 @@ def test_packing_a_definition(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def listing(monkeypatch, capsys):
     """What `bench --list` prints for a definition, on a CPU."""
+
+    monkeypatch.setattr(pack, "pack", packed_once)
 
     def of(definition: definitions.Entry) -> str:
         argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
