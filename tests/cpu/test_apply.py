@@ -16,7 +16,8 @@ import torch
 from flashinfer_bench import ApplyConfig, apply, disable_apply, enable_apply
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.integration import flashinfer
-from test_pack import GENERATIONS, arguments, by_its_path, unpack
+from one_token import arguments
+from test_pack import GENERATIONS, by_its_path, unpack
 from test_submit import WORKLOADS, submit, traces_of, write
 
 import run
@@ -132,7 +133,7 @@ def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
 SCRIPT = """
 import math, sys
 sys.path[:0] = {paths!r}
-from test_pack import arguments
+from one_token import arguments
 from flashinfer_bench import ApplyConfig, apply
 from flashinfer_bench.apply import get_default_registry
 
@@ -252,7 +253,7 @@ import torch
 sys.path[:0] = {paths!r}
 torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
 import flashinfer
-from test_pack import arguments
+from one_token import arguments
 
 values, expected = arguments()
 del values["output"]

@@ -1,4 +1,4 @@
-"""The other layers of the family: interface, reference, workloads and packed solutions."""
+"""The layers as definitions: interface, reference, workloads and packed solutions."""
 
 import dataclasses
 import hashlib
@@ -22,17 +22,18 @@ from programs import packed_once
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
-from scripts.common.project import BASELINES, ROOT
+from scripts.common.project import BASELINES, DEFINITION, ROOT
 from scripts.data import dataset, workload_specs
 from scripts.data.synthetic_logits import routing_bias
 from scripts.pack import pack, sources
-from scripts.programs import bench
+from scripts.programs import bench, make_definition
 from scripts.programs import make_workloads as program
 from scripts.table import rankings, recorded
 
 FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
 OTHERS = MOE[1:]
 every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
+every_layer = pytest.mark.parametrize("definition", MOE, ids=lambda d: d.short or "default")
 SMALL = 1024
 """Tokens of the largest workload whose draw is looked at here."""
 
@@ -72,6 +73,10 @@ def renormalize(t: int, e: int, h: int, i: int) -> list[tuple]:
 
 
 PUBLIC = {
+    DEFINITION: (
+        {"num_experts": 256, "num_local_experts": 32},
+        deepseek_v3(5, 256, 32, 7168, 2048),
+    ),
     "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e48_h7168_i2048": (
         {"num_experts": 384, "num_local_experts": 48, "top_k": 8},
         deepseek_v3(5, 384, 48, 7168, 2048),
@@ -97,11 +102,23 @@ PUBLIC = {
 
 
 def test_the_table_has_the_public_names() -> None:
-    assert [d.name for d in OTHERS] == list(PUBLIC)
+    assert [d.name for d in MOE] == list(PUBLIC)
     assert len({d.short for d in TABLE}) == len(TABLE) and TABLE[0] is DEFAULT
 
 
-@every
+def test_committed_files_are_what_the_program_writes(tmp_path: Path) -> None:
+    assert make_definition.main(["--check"]) == 0
+    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
+    assert make_definition.main(["--root", str(tmp_path)]) == 0
+    for definition in TABLE:
+        written = (tmp_path / definition.path).read_text()
+        assert written == (ROOT / definition.path).read_text()
+    written = (tmp_path / DEFAULT.path).read_text()
+    (tmp_path / DEFAULT.path).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
+    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
+
+
+@every_layer
 def test_interface_is_that_of_the_public_definition(definition) -> None:
     axes, inputs = PUBLIC[definition.name]
     loaded = load(definition)
@@ -144,7 +161,7 @@ def test_names_are_found_in_full_and_in_short() -> None:
 
 # --- the references ------------------------------------------------------------------------------
 
-EXPERTS, LOCAL, HIDDEN, INTER = 24, 6, 256, 128
+HIDDEN, INTER = 256, 128
 """References take every size but those of the routing from their inputs."""
 
 
@@ -153,13 +170,15 @@ def all_local(definition: MoeDefinition) -> bool:
 
 
 def small_shape(definition: MoeDefinition) -> MoeShape:
-    local = EXPERTS if all_local(definition) else LOCAL
+    experts, local = (64, 8) if definition.n_group > 1 else (24, 6)
+    local = experts if all_local(definition) else local
     sizes = {"num_local_experts": local, "hidden_size": HIDDEN, "intermediate_size": INTER}
-    return MoeShape(**{**definition.shape, "num_experts": EXPERTS, **sizes})
+    return MoeShape(**{**definition.shape, "num_experts": experts, **sizes})
 
 
 def small_inputs(shape: MoeShape, tokens: int, offset: int) -> MoeInputs:
-    return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=EXPERTS - 2)
+    favourite = shape.num_experts - 2
+    return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=favourite)
 
 
 def reference(definition: MoeDefinition):
@@ -198,25 +217,29 @@ def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
 
 
 CASES = [(d, offset) for d in OTHERS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
-every_case = pytest.mark.parametrize(
-    ("definition", "offset"), CASES, ids=[f"{d.short}-{offset}" for d, offset in CASES]
-)
+EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 24, 60, -3, -8, 64, -100, 1000)), *CASES]
 
 
-@every_case
+def of_cases(cases: list) -> pytest.MarkDecorator:
+    ids = [f"{d.short or 'default'}-{offset}" for d, offset in cases]
+    return pytest.mark.parametrize(("definition", "offset"), cases, ids=ids)
+
+
+@of_cases(EVERY_CASE)
 def test_reference_against_loop(definition, offset) -> None:
     shape = small_shape(definition)
     inputs = small_inputs(shape, 9, offset)
     expected, got = by_hand(inputs, shape), reference(definition)(*arguments_of(definition, inputs))
     assert got.dtype == torch.bfloat16 and got.shape == expected.shape
     assert torch.equal(got.double() == 0, expected == 0)  # tokens without a local expert
-    assert bool((expected != 0).any()) == (offset < 24)
+    exists = -shape.num_local_experts < offset < shape.num_experts
+    assert bool((expected != 0).any()) == exists
     tolerance = 1e-4 * expected.std().item()
     torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=tolerance)
 
 
 @pytest.mark.parametrize("module", [v4_flat, v5_fused, v6_fused_hifi])
-@every_case
+@of_cases(CASES)
 def test_layers_against_brute_force(definition, offset, module) -> None:
     shape = small_shape(definition)
     inputs = small_inputs(shape, 9, offset)
@@ -224,18 +247,34 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
     output = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16)
     run = run_of(module.LAYER, **dataclasses.asdict(shape))
     run(*arguments_of(definition, inputs), output)
-    if offset < EXPERTS:
+    if offset < shape.num_experts:
         # The brute force rounds up and gate to bfloat16 as flat does, and has one FP8 term.
         assert calc_diff(output, wanted) < (1e-4 if module is v4_flat else 1e-3)
     else:
         assert torch.equal(output, torch.zeros_like(output))
 
 
-@every
+@every_layer
 def test_reference_without_tokens(definition) -> None:
     inputs = small_inputs(small_shape(definition), 0, 0)
     got = reference(definition)(*arguments_of(definition, inputs))
     assert got.shape == (0, HIDDEN) and got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("definition", [DEFAULT, OTHERS[0]], ids=["default", "kimi_k2"])
+def test_reference_leaves_its_inputs_and_takes_scalars_as_tensors(definition) -> None:
+    inputs = arguments_of(definition, small_inputs(small_shape(definition), 9, 16))
+    before = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
+    once = reference(definition)(*inputs)
+    for value, copy in zip(inputs, before, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), copy.view(torch.uint8))
+    inputs[-2:] = torch.tensor(16, dtype=torch.int32), torch.tensor(2.5)
+    assert torch.equal(reference(definition)(*inputs), once)
+    inputs[-1] = 5.0
+    assert once.abs().max() > 0
+    twice = reference(definition)(*inputs).float()
+    torch.testing.assert_close(twice, 2 * once.float(), rtol=2**-7, atol=0)
 
 
 # --- the workloads -------------------------------------------------------------------------------

@@ -7,15 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from one_token import arguments
 from programs import packed_once
 
 from scripts.common.command_line import UsageError
@@ -292,37 +291,6 @@ def by_its_path(directory: Path) -> Any:
 every_way = pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
 
 
-def arguments() -> tuple[dict[str, Any], torch.Tensor]:
-    """One token with one local expert, the last one, of weights of full size, nearly all of them
-    untouched memory; and the output that it must have."""
-    e, h, i, t = 32, 7168, 2048, 1
-
-    def fp8(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(torch.float8_e4m3fn)
-
-    bias = torch.zeros(256)
-    bias[[31, 32, 33, 34, 64, 65, 96, 97]] = 10
-    w13, w2 = fp8(e, 2 * i, h), fp8(e, h, i)
-    # Column 0 of the input reaches up[0] and gate[0], and these reach output 5.
-    w13[31, 0, 0] = w13[31, i, 0] = w2[31, 5, 0] = 1.0
-    values = {
-        "routing_logits": torch.zeros(t, 256),
-        "routing_bias": bias.bfloat16(),
-        "hidden_states": torch.ones(t, h).to(torch.float8_e4m3fn),
-        "hidden_states_scale": torch.ones(h // 128, t),
-        "gemm1_weights": w13,
-        "gemm1_weights_scale": torch.ones(e, 32, 56),
-        "gemm2_weights": w2,
-        "gemm2_weights_scale": torch.ones(e, 56, 16),
-        "local_expert_offset": 0,
-        "routed_scaling_factor": 8.0,
-        "output": torch.full((t, h), float("nan"), dtype=torch.bfloat16),
-    }
-    expected = torch.zeros(t, h)
-    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0)))
-    return values, expected
-
-
 def check_call(name: str, run: Callable[..., None]) -> None:
     values, expected = arguments()
     if name in OWN:
@@ -445,50 +413,27 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution, load_json_file
 
 definition = load_json_file(Definition, sys.argv[1])
-E, H, I, T = 32, 7168, 2048, 1
-fp8 = torch.float8_e4m3fn
-torch.manual_seed(0)
-w13, w2 = torch.zeros(E, 2 * I, H, dtype=fp8), torch.zeros(E, H, I, dtype=fp8)
-inputs = [
-    torch.randn(T, 256), torch.randn(256).bfloat16(), torch.ones(T, H).to(fp8),
-    torch.ones(H // 128, T), w13, torch.ones(E, 32, 56), w2, torch.ones(E, 56, 16), 0, 2.5,
-]
-s = torch.sigmoid(inputs[0]) + inputs[1].float()
-outputs = []
-for path in sys.argv[2:]:
+sys.path.append(sys.argv[2])
+from one_token import arguments
+
+values, expected = arguments()
+*inputs, output = values.values()
+for path in sys.argv[3:]:
     run = BuilderRegistry.get_instance().build(definition, load_json_file(Solution, path))
-    result = torch.full((T, H), float("nan"), dtype=torch.bfloat16)
-    run(*inputs, result)
-    assert (result == 0).all(), "zero weights give a zero output"
-    outputs.append(run)
-# One weight an expert: column 0 of the input reaches up[0] and gate[0], that reaches output 5.
-for e in range(E):
-    w13[e, 0, 0] = w13[e, I, 0] = 1.0
-    w2[e, 5, 0] = 1.0
-silu = 1 / (1 + torch.exp(torch.tensor(-1.0)))
-for run in outputs:
-    inputs[8] = 0
-    total = torch.zeros(T, H)
-    for offset in range(0, 256, E):  # all ranks together: the weights add up to the factor
-        inputs[8] = offset
-        result = torch.full((T, H), float("nan"), dtype=torch.bfloat16)
-        run(*inputs, result)
-        total += result.float()
-    assert abs(total[0, 5] / (2.5 * silu) - 1) < 0.05, total[0, 5]
-    assert (total[0, :5] == 0).all() and (total[0, 6:] == 0).all()
+    run(*inputs, output.fill_(float("nan")))
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0)
 assert not any(m == "moe_fp8" or m.startswith("moe_fp8.") for m in sys.modules), "not the bundle"
 """
 
 
 @pytest.mark.large_memory
 def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
-    own = [g.name for g in pack.generations() if g.path.parent == PACKAGE_DIR]  # peers need a GPU
+    own = [g.name for g in GENERATIONS.values() if g.path.parent == PACKAGE_DIR]
     packed = pack.write_packed(own, output=tmp_path / "packed", build=False)
-    definition = ROOT / "definitions" / "moe" / f"{DEFINITION}.json"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
-    command = [sys.executable, "-c", textwrap.dedent(CALL_BUNDLES), str(definition)]
+    command = [sys.executable, "-c", CALL_BUNDLES, DEFINITION_FILE, Path(__file__).parent]
     result = subprocess.run(
-        [*command, *map(str, packed)], cwd=tmp_path, env=env, capture_output=True, text=True
+        [*command, *packed], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr

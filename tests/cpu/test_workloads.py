@@ -184,51 +184,6 @@ def test_draw_gives_up_where_no_row_can_have_a_margin(monkeypatch):
         draw_logits(LogitModel(seed=1), 1, 0)
 
 
-def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
-    """The published algorithm (Salmon et al., 2011), ten rounds."""
-    mask = (1 << 64) - 1
-    c = [counter >> 64 * i & mask for i in range(4)]
-    k0, k1 = key
-    for _ in range(10):
-        left, right = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
-        c = [right >> 64 ^ c[1] ^ k0, right & mask, left >> 64 ^ c[3] ^ k1, left & mask]
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
-    return c
-
-
-def test_raw_stream_is_philox():
-    """Nothing of the stream may be a choice of NumPy's. The first line is the published answer."""
-    assert f"{philox4x64(0, (0, 0))[0]:x}" == "16554d9eca36314c"
-    expected = [word for counter in range(1, 4) for word in philox4x64(counter, (7, 16))]
-    assert synthetic_logits._raw(7, 16, 12).tolist() == expected
-
-
-def test_uniforms_add_up_to_normals():
-    z = synthetic_logits._normals(3, 1, 400, 256) / synthetic_logits._UNIT
-    assert abs(z.mean()) < 0.01
-    assert abs(z.std() - 1) < 0.01
-    assert abs((np.abs(z) > 1.96).mean() - 0.05) < 0.003
-    assert abs(np.corrcoef(z[:, :-1].ravel(), z[:, 1:].ravel())[0, 1]) < 0.02
-
-
-@pytest.mark.parametrize("scale", [1, 1000, 1 << 31])
-def test_moments_are_taken_without_overflow(scale):
-    z = np.random.default_rng(0).integers(-1000, 1500, (300, 256)) * scale
-    offset, factor = synthetic_logits._to_moments(z, 0.6560)
-    mapped = (z.astype(np.float64) - offset) * factor - 1.6706
-    assert abs(mapped.mean() + 1.6706) < 1e-9
-    assert abs(mapped.std() - 0.6560) < 1e-5
-
-
-def test_rounding_is_that_of_bfloat16():
-    bits = np.random.default_rng(1).integers(0, 1 << 32, 200_000, dtype=np.uint32)
-    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
-    x = np.concatenate([bits, ties]).view(np.float32)
-    x = x[np.isfinite(x) & (np.abs(x) < 1e38)]
-    expected = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
-    assert np.array_equal(synthetic_logits.round_to_bfloat16(x), expected)
-
-
 @pytest.mark.parametrize("offset", [-16, 0, 240, 300, -64])
 def test_window_of_experts_may_stick_out(offset):
     model = LogitModel(seed=11, local=3000)
@@ -241,15 +196,6 @@ def test_window_of_experts_may_stick_out(offset):
         assert set(counts.values()) == {0}
     else:
         assert counts["pairs"] > 2 * 40 * exists / 32  # far more than an even share
-
-
-@pytest.mark.parametrize(
-    "strength", ["expert", "group", "local", "token", "request", "request_group"]
-)
-def test_every_strength_changes_the_draw(strength):
-    plain = LogitModel(seed=5, requests=3)
-    changed = draw_logits(replace(plain, **{strength: 400}), 50, 64).logits
-    assert (changed != draw_logits(plain, 50, 64).logits).mean() > 0.1
 
 
 # --- routing against brute force -----------------------------------------------------------------
