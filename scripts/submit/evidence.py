@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Failure, UsageError
 from scripts.data.dataset import tokens
 from scripts.data.records import Record
 from scripts.data.traces import read_evaluations, read_run
@@ -18,7 +18,7 @@ Found = Sequence[tuple[Record, dict[str, Any]]]
 """Records, each with the JSON of its trace."""
 
 
-class Refused(Exception):
+class Refused(Failure):
     """A solution that is not exported: what stands against it, one line a reason."""
 
 

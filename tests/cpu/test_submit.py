@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flashinfer_bench.bench import BenchmarkConfig
-from programs import Done, call
+from programs import Done, call, packed_once
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
 from scripts.common.command_line import UsageError
@@ -415,7 +415,8 @@ def test_what_may_mean_something_else_in_one_folder_is_refused(
 
 @pytest.fixture(autouse=True)
 def modules_as_before(monkeypatch) -> Any:
-    """Entry files are imported by names that other tests use, too."""
+    """Entry files are imported by names that other tests use, too. Each solution is packed once."""
+    monkeypatch.setattr(forms, "pack", packed_once)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield
@@ -425,24 +426,17 @@ def modules_as_before(monkeypatch) -> Any:
 
 
 def packed_by_the_kit(kit: Path) -> Any:
-    """What the kit's pack_solution.py documents: config.toml says name, definition, author and how
-    to build; the sources are the files of the one folder solution/<language>, none below it."""
+    """As the kit's pack_solution.py does: config.toml says name, definition, author and how to
+    build; the sources are the files of the one folder solution/<language>, none below it."""
     tomllib = pytest.importorskip("tomllib")
-    from flashinfer_bench.data import BuildSpec, Solution, SourceFile
+    from flashinfer_bench.agents import pack_solution_from_files
+    from flashinfer_bench.data import BuildSpec
 
     config = tomllib.loads((kit / "config.toml").read_text("utf-8"))
-    build = config["build"]
-    folder = {"triton": "solution/triton", "cuda": "solution/cuda"}[build["language"]]
-    files = sorted(p for p in (kit / folder).iterdir() if p.is_file() and p.suffix == ".py")
-    return Solution(
+    return pack_solution_from_files(
+        path=str(kit / "solution" / config["build"]["language"]),
+        spec=BuildSpec(target_hardware=["cuda"], **config["build"]),
         **config["solution"],
-        spec=BuildSpec(
-            language=build["language"],
-            target_hardware=["cuda"],
-            entry_point=build["entry_point"],
-            destination_passing_style=build.get("destination_passing_style", True),
-        ),
-        sources=[SourceFile(path=p.name, content=p.read_text("utf-8")) for p in files],
     )
 
 
