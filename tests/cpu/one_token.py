@@ -1,37 +1,42 @@
-"""A call of the default layer at full size that touches little memory."""
+"""A call of a layer at full size that touches little memory."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
+(DEFAULT,) = (ROOT / "definitions" / "moe").glob("*ng8_kg4*.json")
+SCALARS = {"local_expert_offset": 0, "routed_scaling_factor": 8.0}
 
-def arguments() -> tuple[dict[str, Any], torch.Tensor]:
-    """One token with one local expert, the last one, of weights of full size, nearly all of them
-    untouched memory; and the output that it must have."""
-    e, h, i, t = 32, 7168, 2048, 1
 
-    def fp8(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(torch.float8_e4m3fn)
-
-    bias = torch.zeros(256)
-    bias[[31, 32, 33, 34, 64, 65, 96, 97]] = 10
-    w13, w2 = fp8(e, 2 * i, h), fp8(e, h, i)
+def arguments(definition: Path = DEFAULT) -> tuple[dict[str, Any], torch.Tensor]:
+    """One token that chose the first experts of the rank, of which the last has weights; nearly all
+    of them are memory that nobody touches. Inputs and output by name, and what it must be."""
+    said = json.loads(definition.read_text())
+    sizes = {name: axis.get("value", 1) for name, axis in said["axes"].items()}
+    values: dict[str, Any] = {}
+    for name, spec in said["inputs"].items():
+        if spec["shape"] is None:
+            values[name] = SCALARS[name]
+            continue
+        dtype = getattr(torch, spec["dtype"])
+        dims = [sizes[axis] for axis in spec["shape"]]  # new zeros are untouched memory
+        zeros = torch.from_numpy(np.zeros((*dims, dtype.itemsize), dtype=np.uint8))
+        values[name] = zeros.view(dtype).squeeze(-1)
+        if name.endswith("scale"):
+            values[name].fill_(1.0)
+    hidden, chosen = sizes["hidden_size"], sizes.get("top_k", 8)
+    last, i = chosen - 1, sizes["intermediate_size"]
+    values["routing_logits"].fill_(-100.0)[0, :chosen] = 1.0
+    values["hidden_states"][0, 0] = 1.0
     # Column 0 of the input reaches up[0] and gate[0], and these reach output 5.
-    w13[31, 0, 0] = w13[31, i, 0] = w2[31, 5, 0] = 1.0
-    values = {
-        "routing_logits": torch.zeros(t, 256),
-        "routing_bias": bias.bfloat16(),
-        "hidden_states": torch.ones(t, h).to(torch.float8_e4m3fn),
-        "hidden_states_scale": torch.ones(h // 128, t),
-        "gemm1_weights": w13,
-        "gemm1_weights_scale": torch.ones(e, 32, 56),
-        "gemm2_weights": w2,
-        "gemm2_weights_scale": torch.ones(e, 56, 16),
-        "local_expert_offset": 0,
-        "routed_scaling_factor": 8.0,
-        "output": torch.full((t, h), float("nan"), dtype=torch.bfloat16),
-    }
-    expected = torch.zeros(t, h)
-    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0)))
+    w13, w2 = values["gemm1_weights"], values["gemm2_weights"]
+    w13[last, 0, 0] = w13[last, i, 0] = w2[last, 5, 0] = 1.0
+    values["output"] = torch.full((1, hidden), torch.nan, dtype=torch.bfloat16)
+    expected = torch.zeros(1, hidden)
+    factor = values.get("routed_scaling_factor", 1.0) / chosen
+    expected[0, 5] = factor / (1 + torch.exp(torch.tensor(-1.0)))
     return values, expected

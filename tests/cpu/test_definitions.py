@@ -17,6 +17,7 @@ from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs, MoeShape
+from one_token import arguments
 from programs import packed_once
 
 from scripts.common import definitions
@@ -367,35 +368,6 @@ def unpacked(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def full_size(definition: MoeDefinition) -> tuple[list, torch.Tensor]:
-    """One token that chose the first experts of the rank, of which the last has weights; nearly all
-    of them are memory that nobody touches. The output, and what it must be."""
-    loaded = load(definition)
-    values: dict = {}
-    for name, dims in zip(
-        loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True
-    ):  # a new tensor of zeros is untouched memory
-        dtype = getattr(torch, loaded.inputs[name].dtype.value)
-        if dims is not None:
-            size = torch.empty((), dtype=dtype).element_size()
-            zeros = np.zeros((*dims, size), dtype=np.uint8)
-            values[name] = torch.from_numpy(zeros).view(dtype).squeeze(-1)
-    for name in values:
-        if name.endswith("scale"):
-            values[name].fill_(1.0)
-    last = definition.top_k - 1
-    values["routing_logits"].fill_(-100.0)
-    values["routing_logits"][0, : definition.top_k] = 1.0
-    values["hidden_states"][0, 0] = 1.0
-    w13, w2, i = values["gemm1_weights"], values["gemm2_weights"], definition.intermediate_size
-    w13[last, 0, 0] = w13[last, i, 0] = w2[last, 5, 0] = 1.0
-    scalars = {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
-    values |= {name: scalars[name] for name in loaded.inputs if name in scalars}
-    expected = torch.zeros(1, definition.hidden_size)
-    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0))) / definition.top_k
-    return [values[name] for name in loaded.inputs], expected
-
-
 @every
 def test_packed_solutions(definition, unpacked) -> None:
     """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
@@ -403,7 +375,8 @@ def test_packed_solutions(definition, unpacked) -> None:
     names = {g.path.stem for g in found}
     assert {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe"} == names
     loaded = load(definition)
-    inputs, expected = full_size(definition)
+    values, expected = arguments(ROOT / definition.path)
+    *inputs, output = values.values()
     for generation in found:
         assert generation.name == f"{generation.metadata['name']}_{definition.short}"
         if generation.path.stem not in ("v5_fused", "triton_moe"):
@@ -412,7 +385,6 @@ def test_packed_solutions(definition, unpacked) -> None:
         assert (packed["definition"], packed["name"]) == (definition.name, generation.name)
         run = unpacked(generation)
         assert list(inspect.signature(run).parameters) == [*loaded.inputs, *loaded.outputs]
-        output = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
         if generation.path.parent.name == BASELINES:
             with pytest.raises(RuntimeError, match="unsupported on cpu"):
                 run(*inputs, output)

@@ -128,8 +128,13 @@ def reference(definition: GemmDefinition):
     return namespace["run"]
 
 
+def test_both_shapes_have_one_reference() -> None:
+    one, two, masked_one, masked_two = (load(definition).reference for definition in GEMMS)
+    assert one == two != masked_one == masked_two
+
+
 @pytest.mark.parametrize("rows", [ROWS, (0, 0), (1,), (0, 130)], ids=str)
-@every
+@pytest.mark.parametrize("definition", GEMMS[::2], ids=lambda d: d.short)
 def test_reference_against_loop(definition, rows) -> None:
     inputs = arguments(definition.rows, rows)
     got, wanted = reference(definition)(*inputs), row_by_row(definition.rows, inputs)
@@ -249,7 +254,7 @@ def test_the_expected_rows_change_nothing(expected) -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("rows", [ROWS, (0, 0), (130, 0, 128), (1,)], ids=str)
+@pytest.mark.parametrize("rows", [ROWS, (0, 0)], ids=str)
 @pytest.mark.parametrize("layout", [CONTIGUOUS, MASKED])
 def test_peers_on_a_stand_in_for_the_library(layout, rows, monkeypatch) -> None:
     """Triton in its interpreter; the masked stand-in stores whole tiles, as the real kernel."""
