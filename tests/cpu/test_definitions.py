@@ -323,7 +323,7 @@ def test_no_choice_hangs_on_a_small_margin(definition) -> None:
         assert hashlib.sha256(content).hexdigest() == spec.sha256
 
 
-@every
+@every_layer
 def test_inputs_of_a_workload(definition, tmp_path) -> None:
     """As flashinfer-bench loads what the definition says."""
     from flashinfer_bench.bench.utils import load_safetensors
@@ -338,6 +338,8 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
     assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
     for name, tensor in loaded.items():
         assert str(tensor.dtype) == f"torch.{load(definition).inputs[name].dtype.value}"
+    (spec,) = (spec for spec in workload_specs.load_specs(definition) if spec.uuid == uuid)
+    assert np.array_equal(loaded["routing_logits"].float().numpy(), spec.draw().logits)
     assert list(trace.workload.inputs) == list(load(definition).inputs)
     scalars = {n: s.value for n, s in trace.workload.inputs.items() if s.type == "scalar"}
     if "routed_scaling_factor" in load(definition).inputs:
