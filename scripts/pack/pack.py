@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
@@ -222,11 +221,14 @@ def pack(generation: Generation) -> bytes:
 def private_build_cache() -> Iterator[None]:
     """Builds go to a directory of their own: cleaning up the shared one could pull the sources
     from under a benchmark that runs at the same time."""
-    with (
-        tempfile.TemporaryDirectory(prefix="pack-") as directory,
-        mock.patch.dict(os.environ, FIB_CACHE_PATH=directory),
-    ):
-        yield
+    before = {k: v for k, v in os.environ.items() if k == "FIB_CACHE_PATH"}
+    with tempfile.TemporaryDirectory(prefix="pack-") as directory:
+        os.environ["FIB_CACHE_PATH"] = directory
+        try:
+            yield
+        finally:
+            del os.environ["FIB_CACHE_PATH"]
+            os.environ.update(before)
 
 
 def validate(packed: bytes, of: Entry = DEFAULT) -> None:
