@@ -65,25 +65,20 @@ class Record:
     timing: str
     tolerance: str
     timestamp: str
-    speedup: float | None
-    """Reference over solution, both of this trace."""
+    speedup: float | None  # reference over solution, both of this trace
     latency_ms: float | None
     reference_ms: float | None
     extra: dict[str, Any]
     reason: str
     cpu: bool
-    source: str
-    """The file."""
-    run: str
-    """What was measured together: latencies of different runs differ by the hosts, too."""
-    hash: str = ""
-    """Of the solution's source; empty where nothing says it."""
+    source: str  # the file
+    run: str  # what was measured together: latencies of different runs differ by the hosts, too
+    hash: str = ""  # of the solution's source; empty where nothing says it
     settings: str = ""
     device: Timed | None = None
     harness: Timed | None = None
     software: tuple[tuple[str, str], ...] = ()
-    has_output: bool = False
-    """Whether an output was compared with the reference, right or wrong."""
+    has_output: bool = False  # whether one was compared with the reference, right or wrong
 
     @property
     def passed(self) -> bool:

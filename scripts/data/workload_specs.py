@@ -293,10 +293,6 @@ def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
     )
 
 
-def _with_hash(spec: Any, content: bytes) -> Any:
-    return replace(spec, sha256=hashlib.sha256(content).hexdigest())
-
-
 def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> WorkloadSpec:
     """A workload that stands for no captured one, for the ranks in turns: the draw of the first
     seed that is usable."""
@@ -321,7 +317,7 @@ def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> Workl
         sha256="",
         definition=definition,
     )
-    return _with_hash(spec, spec.blob_of(draw))
+    return replace(spec, sha256=hashlib.sha256(spec.blob_of(draw)).hexdigest())
 
 
 def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
@@ -329,7 +325,7 @@ def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
     rows = local_rows(layer.draw().ids, layer.local_expert_offset, definition.experts).tolist()
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
     spec = GemmSpec(str(name), layer.uuid, layer.seq_len, tuple(rows), name.hex, "", definition)
-    return _with_hash(spec, spec.content())
+    return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
 
 
 def own_specs(definition: Entry, max_tokens: int | None = None) -> list[Any]:

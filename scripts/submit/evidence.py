@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.common.command_line import Failure, UsageError
 from scripts.data.dataset import tokens
 from scripts.data.records import Record
-from scripts.data.traces import read_evaluations, read_run
+from scripts.data.traces import read_run
 from scripts.pack.availability import say_skipped
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ Found = Sequence[tuple[Record, dict[str, Any]]]
 
 class Refused(Failure):
     """A solution that is not exported: what stands against it, one line a reason."""
-
-
-def read(paths: Sequence[Path]) -> Found:
-    """What the trace files, run directories or data sets at `paths` hold. Raises UsageError."""
-    return read_evaluations(paths)
 
 
 def back(

@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import DEFINITION, OP_TYPE
-from scripts.data.traces import finite
+from scripts.data.traces import finite, read_evaluations
 from scripts.pack.availability import capability_of, requirements
 from scripts.pack.pack import (
     ENTRY_FILE,
@@ -54,10 +54,8 @@ class Export:
     """A packed solution, under the author's name that it is submitted by, and what backs it."""
 
     generation: Generation
-    content: dict[str, Any]
-    """The Solution JSON."""
-    traces: tuple[dict[str, Any], ...] = ()
-    """The JSON of the traces that back it."""
+    content: dict[str, Any]  # the Solution JSON
+    traces: tuple[dict[str, Any], ...] = ()  # the JSON of those that back it
 
     @property
     def name(self) -> str:
@@ -417,19 +415,13 @@ def kernels_files(export: Export) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of an export.
-
-    Attributes:
-        help: what it is.
-        files: makes the files of the solutions, which are of a definition, by their paths.
-        check: whether what was written to a directory is right; raises PackError.
-        several: how many solutions it takes, as argparse says it; None: one.
-    """
+    """A form of an export."""
 
     help: str
-    files: "Callable[[Sequence[Export], Definition], Mapping[str, str]]"
+    files: "Callable[[Sequence[Export], Definition], Mapping[str, str]]"  # of a tree, by path
+    # Whether what was written to a directory is right; raises PackError.
     check: Callable[[Path, Sequence[Export]], None] = lambda root, exports: None
-    several: str | None = None
+    several: str | None = None  # how many solutions it takes, as argparse says it; None: one
 
 
 APPLY = "apply"
@@ -468,7 +460,7 @@ def collect(
     """The solutions with their evidence among the results; where none was named, those that have
     some. `options` are those of `evidence.back`. Raises Refused, PackError, UsageError."""
     chosen = select(generations(), [Path(name).name for name in names])
-    found = evidence.read(results)
+    found = read_evaluations(results)
     exports, refused = [], []
     for generation in chosen:
         export = export_of(generation, author)

@@ -23,6 +23,7 @@ from test_submit import WORKLOADS, submit, traces_of, write
 import run
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
+from scripts.data.traces import read_evaluations
 from scripts.pack.pack import PackError
 from scripts.submit import evidence, forms
 from scripts.submit.forms import export_of, write_all
@@ -191,7 +192,7 @@ def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Pat
 
 def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkeypatch) -> None:
     results = measured(tmp_path / "run", {FUSED: {7: 5.0}, V1: {7: 6.0}})
-    found = evidence.read([results])
+    found = read_evaluations([results])
     exports = [
         replace(e, traces=evidence.back(e.solution, found, WORKLOADS, "H200", every=False)[0])
         for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))

@@ -19,6 +19,7 @@ from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_le
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data.dataset import load
+from scripts.data.traces import read_evaluations
 from scripts.measure.bench import configuration
 from scripts.pack import pack
 from scripts.pack.pack import PackError
@@ -77,7 +78,7 @@ def back(flat: Export, tmp_path: Path) -> Callable[..., tuple[tuple[Trace, ...],
     """What backs flat among these traces, and what is said of it."""
 
     def call(traces: list[Trace], gpu: str = "H200", **options: Any) -> Any:
-        found = evidence.read([write(tmp_path / "run", traces)])
+        found = read_evaluations([write(tmp_path / "run", traces)])
         return evidence.back(flat.solution, found, WORKLOADS, gpu, **options)
 
     return call
@@ -236,7 +237,7 @@ def test_an_author_that_is_no_folder_is_refused(author: str) -> None:
 
 
 def backed(export: Export, back_with: Path) -> Export:
-    found = evidence.read([write(back_with / export.name, traces_of(export))])
+    found = read_evaluations([write(back_with / export.name, traces_of(export))])
     return replace(export, traces=evidence.back(export.solution, found, WORKLOADS, "H200")[0])
 
 

@@ -24,6 +24,7 @@ from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
+from scripts.data.traces import read_evaluations
 from scripts.pack.pack import generations
 from scripts.submit import evidence, forms
 from scripts.submit.forms import export_of, write_all
@@ -64,7 +65,7 @@ def data_set(tmp_path_factory) -> Path:
             line = {"definition": DEFINITION, "workload": workload, "solution": name}
             lines.append(json.dumps(line | {"evaluation": evaluation}))
     (place / "traces.jsonl").write_text("\n".join(lines) + "\n")
-    found = evidence.read([place / "traces.jsonl"])
+    found = read_evaluations([place / "traces.jsonl"])
     workloads = known.workloads[DEFINITION]
     backed = [
         replace(e, traces=evidence.back(e.solution, found, workloads, "this GPU", every=False)[0])
