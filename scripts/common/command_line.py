@@ -4,6 +4,7 @@ Imports nothing but the standard library, so that `--help` answers at once.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -101,26 +102,20 @@ def whole(least: int) -> Callable[[str], int]:
     """The type of an option: a whole number of at least `least`."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return value
+        with contextlib.suppress(ValueError):
+            if least <= int(text) < 2**63:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
 
     return parse
 
 
 def positive(text: str) -> float:
     """The type of an option: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
 
 
 def share(text: str) -> float:

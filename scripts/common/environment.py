@@ -1,9 +1,9 @@
 """What a measurement was made on: hardware, driver, clocks, versions of the software, source."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
-import shutil
 import subprocess
 from datetime import datetime, timezone
 from typing import Any
@@ -27,22 +27,19 @@ PACKAGES = (
 
 def _output(command: list[str]) -> str:
     """What a command prints, or nothing where it is absent or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=30, cwd=ROOT
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -37,8 +37,8 @@ class Progress:
     def step(self, text: str) -> None:
         """Announce the step that begins now."""
         elapsed = self.elapsed()
-        line = f"[{self.done + 1:>{len(str(self.total))}}/{self.total}] {text}"
-        line += f"   elapsed {duration(elapsed)}"
+        number = f"{self.done + 1:>{len(str(self.total))}}/{self.total}"
+        line = f"[{number}] {text}   elapsed {duration(elapsed)}"
         if self.done_weight > 0:
             remaining = elapsed * (self.weight - self.done_weight) / self.done_weight
             line += f", remaining about {duration(remaining)}"

@@ -1,10 +1,11 @@
-"""What the JSON files of a run must look like to be read: run.json, stages.json, gemm*.json, ...
+"""What the JSON of a run must look like to be read: traces, run.json, stages.json, gemm*.json, ...
 
 Anyone may have written them, or a disk may have filled while they were: what does not fit is
 refused in one line that names the file and the place in it. What a file holds beyond these fields
 stays as it is.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -173,15 +174,67 @@ class Gemm(TypedDict):
     solutions: NotRequired[dict[str, str]]
 
 
+class Times(TypedDict, total=False):
+    method: str
+
+
+class Extra(TypedDict, total=False):
+    device: Times | None
+    harness: Times | None
+
+
+class Correctness(TypedDict, total=False):
+    extra: Extra | None
+
+
+class TraceEnvironment(TypedDict, total=False):
+    hardware: str | None
+    libs: dict[str, str | None] | None
+
+
+class Evaluation(TypedDict, total=False):
+    status: str | None
+    log: str | None
+    timestamp: str | None
+    environment: TraceEnvironment | None
+    performance: dict[str, Any] | None
+    correctness: Correctness | None
+
+
+class Workload(TypedDict):
+    axes: dict[str, int]
+    uuid: str
+
+
+class Trace(TypedDict):
+    """A line of a trace file, as flashinfer-bench writes it. Its figures may be no numbers."""
+
+    workload: Workload
+    solution: NotRequired[str | None]
+    evaluation: NotRequired[Evaluation | None]
+
+
+@functools.cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
+
+
+def fault(content: Any, shape: Any) -> str:
+    """The first place where the JSON has not this shape, and why; empty where it has."""
+    try:
+        _adapter(shape).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
+    return ""
+
+
 def read(path: Path, shape: Any) -> Any:
     """The file's JSON, of the given shape; UsageError otherwise."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
-        TypeAdapter(shape).validate_python(content)
-        return content
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
-        raise UsageError(f"{path}: {place}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
+    if said := fault(content, shape):
+        raise UsageError(f"{path}: {said}")
+    return content

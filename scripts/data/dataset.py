@@ -24,14 +24,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]":
     """The data set at `root` with one definition alone, and remarks on files passed over."""
-    from flashinfer_bench.data import (
-        Definition,
-        Solution,
-        Trace,
-        TraceSet,
-        load_json_file,
-        load_jsonl_file,
-    )
+    from flashinfer_bench import data
 
     if not root.is_dir():
         raise UsageError(f"{root} is not a directory")
@@ -39,19 +32,20 @@ def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]
     path = next(iter(sorted((root / "definitions").rglob(f"{name}.json"))), None)
     if path is None:
         raise UsageError(f"{root} is no data set with the definition {name}")
-    trace_set = TraceSet(root=root)
+    trace_set = data.TraceSet(root=root)
     try:
-        trace_set.definitions[name] = load_json_file(Definition, path)
+        trace_set.definitions[name] = data.load_json_file(data.Definition, path)
         trace_set.workloads[name] = []
         for path in sorted((root / "workloads").rglob(f"{name}.jsonl")):
-            trace_set.workloads[name] += load_jsonl_file(Trace, path)
+            trace_set.workloads[name] += data.load_jsonl_file(data.Trace, path)
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {_first_line(error)}") from None
-    remarks, solutions = [], dict[str, Solution]()
+    remarks: list[str] = []
+    solutions: dict[str, Solution] = {}
     for path in sorted((root / "solutions").rglob("*.json")):
         try:
             if name in path.read_text(encoding="utf-8", errors="replace"):
-                solution = load_json_file(Solution, path)
+                solution = data.load_json_file(data.Solution, path)
                 if solution.definition == name:
                     solutions[solution.name] = solution
         except OSError as error:
@@ -111,23 +105,23 @@ def select_workloads(
             return int(number) == tokens(workload)
         return workload.uuid.startswith(selector.lower())
 
-    unused = [s for s in selectors if not any(chooses(s, t.workload) for t in workloads)]
-    if unused:
+    chosen = {s: {t.workload.uuid for t in workloads if chooses(s, t.workload)} for s in selectors}
+    if unused := [selector for selector, found in chosen.items() if not found]:
         raise UsageError(
             f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
         )
-    chosen = [
+    left = [
         t
         for t in workloads
-        if (not selectors or any(chooses(s, t.workload) for s in selectors))
+        if (not selectors or any(t.workload.uuid in found for found in chosen.values()))
         and (max_tokens is None or tokens(t.workload) <= max_tokens)
     ]
-    if not chosen:
+    if not left:
         raise UsageError("no workload is left by this selection")
-    return chosen
+    return left
 
 
-def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool = True) -> None:
+def make_missing_workloads(root: Path, traces: "Sequence[Trace]") -> None:
     """Generate the tensors that these workloads load and that are not there; ours only."""
     missing = [
         trace.workload.uuid
@@ -146,8 +140,7 @@ def make_missing_workloads(root: Path, traces: "Sequence[Trace]", progress: bool
         )
     from scripts.data.workload_specs import make_workloads
 
-    definition = DEFINITIONS[traces[0].definition]
-    make_workloads(root, uuids=missing, progress=progress, definition=definition)
+    make_workloads(root, missing, definition=DEFINITIONS[traces[0].definition])
 
 
 def load_tensors(

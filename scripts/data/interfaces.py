@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.common.definitions import (
-    DEEPSEEK_V3,
     DEFAULT,
     MASKED,
     RENORMALIZE,
@@ -24,27 +22,31 @@ from scripts.common.definitions import (
 HERE = Path(__file__).parent
 BLOCK = 128
 FP8 = "float8_e4m3fn"
-BLOCK_LINE = f"BLOCK = {BLOCK}  # one scale per 128 {{}}, one per 128x128 block of a weight"
 
 Json = dict[str, Any]
 
 
-def axis(value: int | None, description: str) -> Json:
-    """An axis of this value; None: it varies."""
-    if value is None:
-        return {"type": "var", "description": description}
-    return {"type": "const", "value": value, "description": description}
+def axes_of(*rows: tuple[str, int | None, str]) -> Json:
+    """Axes by name, of a value or (None) variable."""
+    return {
+        name: {"type": "var", "description": said}
+        if value is None
+        else {"type": "const", "value": value, "description": said}
+        for name, value, said in rows
+    }
 
 
-def tensor(axes: str | None, dtype: str, description: str) -> Json:
-    """An input or output with these axes; None: a scalar."""
-    shape = None if axes is None else axes.split()
-    return {"shape": shape, "dtype": dtype, "description": description}
+def tensors(table: str) -> Json:
+    """Of lines "name | axes, or nothing for a scalar | type | description"."""
+    found = {}
+    for line in table.strip().splitlines():
+        name, axes, dtype, said = (cell.strip() for cell in line.split("|"))
+        found[name] = {"shape": axes.split() or None, "dtype": dtype, "description": said}
+    return found
 
 
 def functions(name: str) -> dict[str, str]:
-    """The source of each function at the top level of a file beside this one, decorators
-    included."""
+    """The source of each function of a file beside this one, decorators included."""
     text = (HERE / name).read_text(encoding="utf-8")
     found = {}
     for node in ast.parse(text).body:
@@ -54,119 +56,90 @@ def functions(name: str) -> dict[str, str]:
     return found
 
 
-def source(doc: str, constants: Sequence[str], *parts: str) -> str:
-    """The source of a reference."""
-    head = "\n\n".join((f'"""{doc}"""', "import torch", "\n".join(constants)))
-    return "\n\n\n".join((head, *parts)) + "\n"
+def source(doc: str, scaled: str, constants: list[str], *parts: str) -> str:
+    """The source of a reference: a scale for so many values, and functions, the last of them
+    `run_...`, which is called `run` there."""
+    block = f"BLOCK = {BLOCK}  # one scale per 128 {scaled}, one per 128x128 block of a weight"
+    head = "\n\n".join((f'"""{doc}"""', "import torch", "\n".join([block, *constants])))
+    *others, run = parts
+    before, after = run.split("def run_", 1)
+    run = f"{before}def run({after.split('(', 1)[1]}"
+    return "\n\n\n".join((head, *others, run)) + "\n"
 
 
 # --- the mixture-of-experts layers ----------------------------------------------------------------
 
-DESCRIPTIONS = {
-    DEEPSEEK_V3: (
-        "The mixture-of-experts layer of {model}: routing without auxiliary loss ({choice}), two "
-        "FP8 block-scaled grouped GEMMs with SwiGLU between them, and the weighted sum over the "
-        "experts held by this rank."
-    ),
-    RENORMALIZE: (
-        "The mixture-of-experts layer of {model}: renormalised softmax routing ({choice}), two FP8 "
-        "block-scaled grouped GEMMs with SwiGLU between them, and the weighted sum over a token's "
-        "experts."
-    ),
-}
-INPUTS = {
-    "routing_logits": tensor("seq_len num_experts", "float32", "Router output before the sigmoid."),
-    "routing_bias": tensor(
-        "num_experts",
-        "bfloat16",
-        "Added to the sigmoid to choose experts; not part of their weights.",
-    ),
-    "hidden_states": tensor("seq_len hidden_size", FP8, "Tokens, quantised."),
-    "hidden_states_scale": tensor(
-        "num_hidden_blocks seq_len",
-        "float32",
-        "One scale per token and 128 hidden columns, block-major.",
-    ),
-    "gemm1_weights": tensor(
-        "num_local_experts gemm1_out_size hidden_size",
-        FP8,
-        "First projection: the up rows, then the gate rows.",
-    ),
-    "gemm1_weights_scale": tensor(
-        "num_local_experts num_gemm1_out_blocks num_hidden_blocks",
-        "float32",
-        "One scale per 128x128 block of gemm1_weights.",
-    ),
-    "gemm2_weights": tensor(
-        "num_local_experts hidden_size intermediate_size",
-        FP8,
-        "Second projection, back to hidden_size.",
-    ),
-    "gemm2_weights_scale": tensor(
-        "num_local_experts num_hidden_blocks num_intermediate_blocks",
-        "float32",
-        "One scale per 128x128 block of gemm2_weights.",
-    ),
-    "local_expert_offset": tensor(
-        None,
-        "int32",
-        "First expert held by this rank; experts outside 0..num_experts-1 do not exist.",
-    ),
-    "routed_scaling_factor": tensor(None, "float32", "Multiplies the normalised routing weights."),
-}
-NOT_OF_RENORMALIZE = {"routing_bias", "local_expert_offset", "routed_scaling_factor"}
+LAYER = (
+    "The mixture-of-experts layer of {model}: {routing} ({choice}), two FP8 block-scaled grouped "
+    "GEMMs with SwiGLU between them, and the weighted sum over {summed}."
+)
+INPUTS = """
+routing_logits | seq_len num_experts | float32 | Router output before the sigmoid.
+routing_bias | num_experts | bfloat16 | \
+Added to the sigmoid to choose experts; not part of their weights.
+hidden_states | seq_len hidden_size | float8_e4m3fn | Tokens, quantised.
+hidden_states_scale | num_hidden_blocks seq_len | float32 | \
+One scale per token and 128 hidden columns, block-major.
+gemm1_weights | num_local_experts gemm1_out_size hidden_size | float8_e4m3fn | \
+First projection: the up rows, then the gate rows.
+gemm1_weights_scale | num_local_experts num_gemm1_out_blocks num_hidden_blocks | float32 | \
+One scale per 128x128 block of gemm1_weights.
+gemm2_weights | num_local_experts hidden_size intermediate_size | float8_e4m3fn | \
+Second projection, back to hidden_size.
+gemm2_weights_scale | num_local_experts num_hidden_blocks num_intermediate_blocks | float32 | \
+One scale per 128x128 block of gemm2_weights.
+local_expert_offset | | int32 | \
+First expert held by this rank; experts outside 0..num_experts-1 do not exist.
+routed_scaling_factor | | float32 | Multiplies the normalised routing weights.
+"""
+RENORMALIZED_LOGITS = (
+    "routing_logits | seq_len num_local_experts | bfloat16 | Router output before the softmax."
+)
+NOT_OF_RENORMALIZE = ("routing_bias", "local_expert_offset", "routed_scaling_factor")
+OUTPUT = "output | seq_len hidden_size | bfloat16 | This rank's share of the layer's output."
 
 
 def moe_axes(d: MoeDefinition) -> Json:
     h, i = d.hidden_size, d.intermediate_size
     grouped = f", in {d.n_group} groups of {d.num_experts // d.n_group}" if d.n_group > 1 else ""
-    axes = {"seq_len": axis(None, "Number of tokens.")}
+    experts: list[tuple[str, int | None, str]] = [
+        ("num_experts", d.num_experts, f"Experts of the whole layer{grouped}."),
+        ("num_local_experts", d.num_local_experts, "Experts held by this rank."),
+    ]
     if d.routing == RENORMALIZE:
-        axes["num_local_experts"] = axis(d.num_local_experts, "Experts, all of them held here.")
-    else:
-        axes["num_experts"] = axis(d.num_experts, f"Experts of the whole layer{grouped}.")
-        axes["num_local_experts"] = axis(d.num_local_experts, "Experts held by this rank.")
-    axes["hidden_size"] = axis(h, "Width of a token.")
-    axes["intermediate_size"] = axis(i, "Width inside an expert.")
-    axes["gemm1_out_size"] = axis(2 * i, "Rows of a gemm1 weight: 2 * intermediate_size.")
-    if d is not DEFAULT:  # in the public data set, all but that one have it
-        axes["top_k"] = axis(d.top_k, "Experts of a token.")
-    for name, of, size in (
-        ("num_hidden_blocks", "hidden_size", h),
-        ("num_intermediate_blocks", "intermediate_size", i),
-        ("num_gemm1_out_blocks", "gemm1_out_size", 2 * i),
-    ):
-        axes[name] = axis(size // BLOCK, f"Scale blocks of 128 along {of}.")
-    return axes
-
-
-def moe_inputs(d: MoeDefinition) -> Json:
-    """In the order of the call."""
-    if d.routing != RENORMALIZE:
-        return INPUTS
-    said = "Router output before the softmax."
-    logits = tensor("seq_len num_local_experts", "bfloat16", said)
-    inputs = {**INPUTS, "routing_logits": logits}
-    return {name: spec for name, spec in inputs.items() if name not in NOT_OF_RENORMALIZE}
+        experts = [("num_local_experts", d.num_local_experts, "Experts, all of them held here.")]
+    # In the public data set, all but the default definition have it.
+    top_k = [] if d is DEFAULT else [("top_k", d.top_k, "Experts of a token.")]
+    return axes_of(
+        ("seq_len", None, "Number of tokens."),
+        *experts,
+        ("hidden_size", h, "Width of a token."),
+        ("intermediate_size", i, "Width inside an expert."),
+        ("gemm1_out_size", 2 * i, "Rows of a gemm1 weight: 2 * intermediate_size."),
+        *top_k,
+        ("num_hidden_blocks", h // BLOCK, "Scale blocks of 128 along hidden_size."),
+        ("num_intermediate_blocks", i // BLOCK, "Scale blocks of 128 along intermediate_size."),
+        ("num_gemm1_out_blocks", 2 * i // BLOCK, "Scale blocks of 128 along gemm1_out_size."),
+    )
 
 
 def moe_reference(d: MoeDefinition) -> str:
     if d is DEFAULT:
         return (HERE / "moe_reference.py").read_text(encoding="utf-8")
     shared, own = functions("moe_reference.py"), functions("references.py")
-    constants = [BLOCK_LINE.format("hidden columns of a token"), f"TOP_K = {d.top_k}"]
-    route = own.get(f"route_{d.routing}")
-    if route is None:
-        constants[1:1] = [f"N_GROUP = {d.n_group}", f"TOPK_GROUP = {d.topk_group}"]
-        route = shared["route"]
+    groups = [f"N_GROUP = {d.n_group}", f"TOPK_GROUP = {d.topk_group}"]
+    route = shared["route"]
+    if d.routing == RENORMALIZE:
+        groups, route = [], own["route_renormalize"]
     return source(
         f"Reference of the MoE layer of {d.model}, in float32.",
-        constants,
+        "hidden columns of a token",
+        [*groups, f"TOP_K = {d.top_k}"],
         shared["dequantize_activations"],
         shared["dequantize_weights"],
         route,
         own["weighted_experts"],
-        own[f"run_{d.routing}"].replace(f"def run_{d.routing}(", "def run("),
+        own[f"run_{d.routing}"],
     )
 
 
@@ -175,19 +148,24 @@ def moe_interface(d: MoeDefinition) -> Json:
     choice = f"{d.top_k} experts out of {d.topk_group} of {d.n_group} groups"
     if d.n_group == 1:
         choice = f"{d.top_k} of {d.num_experts} experts"
-    said = "This rank's share of the layer's output."
+    inputs = tensors(INPUTS)
+    routing, summed = "routing without auxiliary loss", "the experts held by this rank"
+    if d.routing == RENORMALIZE:
+        routing, summed = "renormalised softmax routing", "a token's experts"
+        inputs |= tensors(RENORMALIZED_LOGITS)
+        inputs = {name: said for name, said in inputs.items() if name not in NOT_OF_RENORMALIZE}
     return {
-        "description": DESCRIPTIONS[d.routing].format(model=d.model, choice=choice),
+        "description": LAYER.format(model=d.model, routing=routing, choice=choice, summed=summed),
         "axes": moe_axes(d),
-        "inputs": moe_inputs(d),
-        "outputs": {"output": tensor("seq_len hidden_size", "bfloat16", said)},
+        "inputs": inputs,
+        "outputs": tensors(OUTPUT),
         "reference": moe_reference(d),
     }
 
 
 # --- the grouped GEMMs ----------------------------------------------------------------------------
 
-GEMM_DESCRIPTION = (
+GEMM = (
     "One grouped GEMM of the mixture-of-experts layer of {model}, alone: FP8 with block scales, "
     "the rows of every expert times its weights transposed, bfloat16 output. {rows}"
 )
@@ -200,66 +178,57 @@ MASKED_ROWS = (
     "from masked_m[e] on are zero in the output, whatever the inputs hold there: every solution "
     "writes them, so it is the same work for all."
 )
+OPERANDS = """
+a | {rows} k | float8_e4m3fn | Activations, quantised.
+a_scale | {scales} | float32 | One scale per row and 128 columns of a, block-major.
+b | num_experts n k | float8_e4m3fn | Weights, quantised.
+b_scale | num_experts num_n_blocks num_k_blocks | float32 | One scale per 128x128 block of b.
+"""
+INDPTR = """m_indptr | len_indptr | int32 | \
+From 0 to total_rows, ascending: expert e has the rows m_indptr[e] up to, not including, \
+m_indptr[e + 1].
+"""
+MASKS = """masked_m | num_experts | int32 | Rows of every expert, 0 to max_rows.
+expected_m | | int32 | About how many rows an expert has: all that the host knows of masked_m. \
+Kernels are chosen by it; the result does not depend on it.
+"""
 
 
 def gemm_interface(d: GemmDefinition) -> Json:
     """What a grouped GEMM's definition says beside its name. Activations have a float32 scale per
     row and 128 columns, block-major as those of the layers' hidden states; weights one per 128x128
     block."""
-    masked = d.rows == MASKED
-    rows, scales = "total_rows", "num_k_blocks total_rows"
-    of_rows = {"total_rows": axis(None, "Rows of all experts together.")}
-    if masked:
+    axes: list[tuple[str, int | None, str]] = [
+        ("num_experts", d.experts, "Experts, each with weights of its own."),
+        ("n", d.n, "Columns of the output."),
+        ("k", d.k, "Columns of the activations: what is summed over."),
+        ("num_n_blocks", d.n // BLOCK, "Scale blocks of 128 along n."),
+        ("num_k_blocks", d.k // BLOCK, "Scale blocks of 128 along k."),
+    ]
+    if d.rows == MASKED:
+        said, given = MASKED_ROWS, MASKS
         rows, scales = "num_experts max_rows", "num_experts num_k_blocks max_rows"
-        said = "Rows reserved for an expert, a multiple of 128, as tiles are high."
-        of_rows = {"max_rows": axis(None, said)}
-    axes = {
-        **of_rows,
-        "num_experts": axis(d.experts, "Experts, each with weights of its own."),
-        "n": axis(d.n, "Columns of the output."),
-        "k": axis(d.k, "Columns of the activations: what is summed over."),
-        "num_n_blocks": axis(d.n // BLOCK, "Scale blocks of 128 along n."),
-        "num_k_blocks": axis(d.k // BLOCK, "Scale blocks of 128 along k."),
-    }
-    said = "One scale per row and 128 columns of a, block-major."
-    blocks = "num_experts num_n_blocks num_k_blocks"
-    inputs = {
-        "a": tensor(f"{rows} k", FP8, "Activations, quantised."),
-        "a_scale": tensor(scales, "float32", said),
-        "b": tensor("num_experts n k", FP8, "Weights, quantised."),
-        "b_scale": tensor(blocks, "float32", "One scale per 128x128 block of b."),
-    }
-    if masked:
-        said = "Rows of every expert, 0 to max_rows."
-        inputs["masked_m"] = tensor("num_experts", "int32", said)
-        inputs["expected_m"] = tensor(
-            None,
-            "int32",
-            "About how many rows an expert has: all that the host knows of masked_m. Kernels are "
-            "chosen by it; the result does not depend on it.",
-        )
+        reserved = "Rows reserved for an expert, a multiple of 128, as tiles are high."
+        axes = [("max_rows", None, reserved), *axes]
         constraints = ["max_rows % 128 == 0", "masked_m.max().item() <= max_rows"]
     else:
-        axes["len_indptr"] = axis(d.experts + 1, "Boundaries: num_experts + 1.")
-        inputs["m_indptr"] = tensor(
-            "len_indptr",
-            "int32",
-            "From 0 to total_rows, ascending: expert e has the rows m_indptr[e] up to, not "
-            "including, m_indptr[e + 1].",
-        )
+        said, given = CONTIGUOUS_ROWS, INDPTR
+        rows, scales = "total_rows", "num_k_blocks total_rows"
+        boundaries = ("len_indptr", d.experts + 1, "Boundaries: num_experts + 1.")
+        axes = [("total_rows", None, "Rows of all experts together."), *axes, boundaries]
         constraints = ["total_rows == m_indptr[-1].item()"]
     found = functions("references.py")
-    said = MASKED_ROWS if masked else CONTIGUOUS_ROWS
     return {
-        "description": GEMM_DESCRIPTION.format(model=d.model, rows=said),
-        "axes": axes,
-        "inputs": inputs,
-        "outputs": {"out": tensor(f"{rows} n", "bfloat16", "Products, rounded once.")},
+        "description": GEMM.format(model=d.model, rows=said),
+        "axes": axes_of(*axes),
+        "inputs": tensors(OPERANDS.format(rows=rows, scales=scales) + given),
+        "outputs": tensors(f"out | {rows} n | bfloat16 | Products, rounded once."),
         "reference": source(
             f"Reference of a {d.rows} grouped GEMM with FP8 block scales, in float32.",
-            [BLOCK_LINE.format("columns of a row")],
+            "columns of a row",
+            [],
             found["scaled_product"],
-            found[f"run_{d.rows}"].replace(f"def run_{d.rows}(", "def run("),
+            found[f"run_{d.rows}"],
         ),
         "constraints": constraints,
     }

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from scripts.common import schemas
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
 
@@ -64,64 +65,76 @@ class Record:
     timing: str
     tolerance: str
     timestamp: str
-    speedup: float | None
-    """Reference over solution, both of this trace."""
+    speedup: float | None  # reference over solution, both of this trace
     latency_ms: float | None
     reference_ms: float | None
     extra: dict[str, Any]
     reason: str
     cpu: bool
-    source: str
-    """The file."""
-    run: str
-    """What was measured together: latencies of different runs differ by the hosts, too."""
-    hash: str = ""
-    """Of the solution's source; empty where nothing says it."""
+    source: str  # the file
+    run: str  # what was measured together: latencies of different runs differ by the hosts, too
+    hash: str = ""  # of the solution's source; empty where nothing says it
     settings: str = ""
     device: Timed | None = None
     harness: Timed | None = None
     software: tuple[tuple[str, str], ...] = ()
-    has_output: bool = False
-    """Whether an output was compared with the reference, right or wrong."""
+    has_output: bool = False  # whether one was compared with the reference, right or wrong
 
     @property
     def passed(self) -> bool:
         return self.status == PASSED
 
 
-def failure_reason(evaluation: dict[str, Any]) -> str:
+def failure_reason(evaluation: Mapping[str, Any]) -> str:
     """Why an evaluation failed, in one line: from the log, whose last exception says it best."""
-    return _short(_reason(evaluation))
-
-
-def _short(reason: str) -> str:
+    reason = _reason(evaluation)
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
 
 
-def _reason(evaluation: dict[str, Any]) -> str:
-    log = _text(evaluation, "log")
-    correctness = object_at(evaluation, "correctness")
-    if evaluation.get("status") == "INCORRECT_NUMERICAL":
-        matched = finite_number(object_at(correctness, "extra").get("matched_ratio"))
+def _reason(evaluation: Mapping[str, Any]) -> str:
+    status, log = evaluation.get("status"), evaluation.get("log") or ""
+    correctness = evaluation.get("correctness") or {}
+    extra = correctness.get("extra") or {}
+    if status == PASSED:
+        return _why_invalid(evaluation.get("performance") or {}, extra)
+    if status == "INCORRECT_NUMERICAL":
+        matched = finite_number(extra.get("matched_ratio"))
         error = correctness.get("max_absolute_error")
         if matched is not None:
             return f"matched ratio {matched:.4f} is too low (largest error {error})"
         if finite_number(error) is None:
             return "NaN or infinite values in the output"
         return f"too many values differ (largest error {error})"
-    if "timeout" in log.lower() and evaluation.get("status") == "TIMEOUT":
-        return log.strip().splitlines()[-1]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if "timeout" in log.lower() and status == "TIMEOUT":
+        return lines[-1]
     missing = re.findall(r"No module named '([\w.]+)'", log)
     if missing:
         return f"not installed: {missing[-1].split('.')[0]}"
     pattern = r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt)\b:.*)$"
     exceptions = re.findall(pattern, log, re.MULTILINE)
     if exceptions:
-        text = exceptions[-1].strip()
         # The wrapper's own name says less than what it wraps.
-        return re.sub(r"^(?:BuildError|RuntimeError|ValueError): ", "", text)
-    lines = [line for line in log.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no reason recorded"
+        return re.sub(r"^(?:BuildError|RuntimeError|ValueError): ", "", exceptions[-1].strip())
+    return lines[-1] if lines else "no reason recorded"
+
+
+def _why_invalid(performance: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+    """Why a trace that says PASSED cannot be counted as that; empty where it can."""
+    if changed := extra.get(INPUTS_CHANGED):
+        said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
+        return f"the solution changes its inputs: {said}"
+    if _positive(performance.get("latency_ms")) is None:
+        return f"a latency of {performance.get('latency_ms')} ms is no measurement"
+    for key, what in (
+        ("reference_latency_ms", "reference's latency"),
+        ("speedup_factor", "speed-up"),
+    ):
+        value = performance.get(key, 0.0)  # 0: the reference was not timed
+        number = finite_number(value)
+        if number is None or number < 0:
+            return f"a {what} of {value} is no measurement"
+    return ""
 
 
 def finite_number(value: Any) -> float | None:
@@ -139,28 +152,13 @@ def _positive(value: Any) -> float | None:
     return number if number is not None and number > 0 else None
 
 
-def object_at(parent: dict[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise TypeError(f"{key} is no object")
-    return value or {}
-
-
-def _text(parent: dict[str, Any], key: str) -> str:
-    value = parent.get(key)
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{key} is no text")
-    return value or ""
-
-
-def _timed(extra: dict[str, Any], key: str) -> Timed | None:
+def _timed(found: Mapping[str, Any] | None) -> Timed | None:
     """The figures of `check --only device`; None where there are none or they are no times."""
-    found = object_at(extra, key)
-    if (ms := _positive(found.get("ms"))) is None:
+    if found is None or (ms := _positive(found.get("ms"))) is None:
         return None
     calls = found.get("calls")
     return Timed(
-        method=_text(found, "method"),
+        method=found.get("method") or "",
         ms=ms,
         p10=_positive(found.get("p10")),
         p90=_positive(found.get("p90")),
@@ -168,57 +166,38 @@ def _timed(extra: dict[str, Any], key: str) -> Timed | None:
     )
 
 
-def _why_invalid(performance: dict[str, Any], extra: dict[str, Any]) -> tuple[str, str] | None:
-    """(status, reason) of a trace that says PASSED and cannot be counted as that."""
-    changed = extra.get(INPUTS_CHANGED)
-    if changed:
-        said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
-        return CHANGED_INPUTS, f"the solution changes its inputs: {said}"
-    if _positive(performance.get("latency_ms")) is None:
-        return INVALID, f"a latency of {performance.get('latency_ms')} ms is no measurement"
-    for key, what in (
-        ("reference_latency_ms", "reference's latency"),
-        ("speedup_factor", "speed-up"),
-    ):
-        value = performance.get(key, 0.0)  # 0: the reference was not timed
-        number = finite_number(value)
-        if number is None or number < 0:
-            return INVALID, f"a {what} of {value} is no measurement"
-    return None
-
-
 def parse_record(
     trace: dict[str, Any], source: str, hashes: Mapping[str, str] | None = None
 ) -> Record | None:
     """A record of a trace's JSON, or None for a trace that holds only a workload.
 
-    `hashes` are those of run.json, for traces that do not hold their solution's. Raises ValueError,
-    KeyError, TypeError or AttributeError for what is no trace.
+    `hashes` are those of run.json, for traces that do not hold their solution's. Raises ValueError
+    for what is no trace.
     """
-    evaluation = object_at(trace, "evaluation")
-    solution = _text(trace, "solution")
+    if fault := schemas.fault(trace, schemas.Trace):
+        raise ValueError(fault)
+    evaluation, solution = trace.get("evaluation"), trace.get("solution")
     if not solution or not evaluation:
         return None
-    environment = object_at(evaluation, "environment")
-    libs = object_at(environment, "libs")
-    performance = object_at(evaluation, "performance")
-    extra = object_at(object_at(evaluation, "correctness"), "extra")
-    axes = object_at(trace["workload"], "axes")
-    status = _text(evaluation, "status") or "UNKNOWN"
-    reason = "" if status == PASSED else failure_reason(evaluation)
-    if status == PASSED and (invalid := _why_invalid(performance, extra)):
-        status, reason = invalid[0], _short(invalid[1])
+    environment = evaluation.get("environment") or {}
+    libs = environment.get("libs") or {}
+    performance = evaluation.get("performance") or {}
+    extra = (evaluation.get("correctness") or {}).get("extra") or {}
+    status = evaluation.get("status") or "UNKNOWN"
+    reason = failure_reason(evaluation)
+    if status == PASSED and reason:
+        status = CHANGED_INPUTS if extra.get(INPUTS_CHANGED) else INVALID
     latency = _positive(performance.get("latency_ms"))
     reference = _positive(performance.get("reference_latency_ms"))
     return Record(
         solution=solution,
-        uuid=_text(trace["workload"], "uuid"),
-        tokens=size_of(axes),
+        uuid=trace["workload"]["uuid"],
+        tokens=size_of(trace["workload"]["axes"]),
         status=status,
-        hardware=_text(environment, "hardware") or "unknown hardware",
-        timing=_text(libs, TIMING),
-        tolerance=_text(libs, TOLERANCE),
-        timestamp=_text(evaluation, "timestamp"),
+        hardware=environment.get("hardware") or "unknown hardware",
+        timing=libs.get(TIMING) or "",
+        tolerance=libs.get(TOLERANCE) or "",
+        timestamp=evaluation.get("timestamp") or "",
         speedup=reference / latency if reference and latency else None,
         latency_ms=latency,
         reference_ms=reference,
@@ -226,11 +205,11 @@ def parse_record(
         reason=reason,
         cpu=libs.get("device") == "cpu",
         source=source,
-        run=_text(libs, RUN) or source,
-        hash=_text(libs, HASH) or (hashes or {}).get(solution, ""),
-        settings=_text(libs, SETTINGS),
-        device=_timed(extra, DEVICE),
-        harness=_timed(extra, HARNESS),
+        run=libs.get(RUN) or source,
+        hash=libs.get(HASH) or (hashes or {}).get(solution, ""),
+        settings=libs.get(SETTINGS) or "",
+        device=_timed(extra.get(DEVICE)),
+        harness=_timed(extra.get(HARNESS)),
         has_output=bool(evaluation.get("correctness")),
         software=tuple((name, str(libs[name])) for name in SOFTWARE if name in libs),
     )

@@ -1,13 +1,10 @@
 """Router logits drawn from a small model, the same bits on every machine.
 
-How the bits stay the same: the only source of randomness is the raw 64-bit output of Philox4x64-10
-under a key given directly, so neither NumPy's seeding nor its distributions (which may change) are
-involved. Everything up to the last affine map is integer arithmetic, whose sums do not depend on
-the order of summation. The affine map and the rounding use only +, *, / and sqrt, each an
-operation of its own and exactly rounded by IEEE 754. One transcendental function remains, the exp
-behind the routing margin; logits lie on a coarse grid, so margins take separate values, and the fit
-refuses a draw with a margin close to the threshold (see `margin_gap`). The SHA-256 of every file is
-kept beside the parameters and checked after the draw.
+The only source of randomness is the raw output of Philox4x64-10 under a key given directly: no
+seeding and no distribution of NumPy's. All up to the last affine map is integer arithmetic; the map
+and the rounding use only +, *, / and sqrt, which IEEE 754 rounds exactly. One transcendental
+function remains, the exp behind the routing margin; logits lie on a coarse grid, so margins take
+separate values, and a draw with one close to the threshold is not used (see `margin_gap`).
 """
 
 from __future__ import annotations
@@ -137,7 +134,6 @@ class Draw:
     logits: np.ndarray  # float32 [T, num_experts], values that bfloat16 holds exactly
     ids: np.ndarray  # [T, top_k] chosen experts, ascending
     redrawn: int  # rows drawn again, counted once per draw
-    margin: float  # smallest margin of the rows that stayed
     margin_gap: float  # distance from the threshold to the nearest margin met, kept or not
 
 
@@ -174,7 +170,7 @@ def draw_logits(
         gap = min(gap, float(np.abs(margin[rows] - MIN_MARGIN).min()))
     else:
         raise RuntimeError(f"no draw of {model} leaves every token a margin of {MIN_MARGIN}")
-    return Draw(logits, ids, redrawn, float(margin.min()), gap)
+    return Draw(logits, ids, redrawn, gap)
 
 
 # --- the routing of logits ------------------------------------------------------------------------
@@ -217,26 +213,23 @@ def route(
     return ids, np.minimum(group_margin, edge[:, 1] - edge[:, 0])
 
 
-@dataclass(frozen=True)
-class RoutingCounts:
-    """What one rank sees of a routing."""
-
-    pairs: int  # (token, local expert) pairs
-    hit: int  # tokens with at least one local expert
-    active: int  # local experts with at least one token
-    max: int  # rows of the fullest local expert
-
-
 def count_local(
     ids: np.ndarray, local_expert_offset: int, definition: MoeDefinition = DEFAULT
-) -> RoutingCounts:
-    experts = definition.num_local_experts
+) -> dict[str, int]:
+    """What one rank sees of a routing: (token, local expert) pairs, tokens with a local expert,
+    local experts with a token, and the rows of the fullest one."""
+    rows = local_rows(ids, local_expert_offset, definition.num_local_experts)
     local = ids - local_expert_offset
-    is_local = (local >= 0) & (local < experts)
-    rows = np.bincount(local[is_local], minlength=experts)
-    return RoutingCounts(
-        pairs=int(is_local.sum()),
-        hit=int(is_local.any(axis=1).sum()),
-        active=int((rows > 0).sum()),
-        max=int(rows.max()),
-    )
+    hit = ((local >= 0) & (local < definition.num_local_experts)).any(axis=1)
+    return {
+        "pairs": int(rows.sum()),
+        "hit": int(hit.sum()),
+        "active": int((rows > 0).sum()),
+        "max": int(rows.max()),
+    }
+
+
+def local_rows(ids: np.ndarray, local_expert_offset: int, experts: int) -> np.ndarray:
+    """How many rows each expert of a rank has."""
+    local = ids - local_expert_offset
+    return np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)

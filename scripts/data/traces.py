@@ -5,10 +5,10 @@ results that were to be added. A last line that was cut short all the same (by a
 by a copy) is left out with a remark.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from filelock import FileLock
 from scripts.common import files, schemas
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import DEFINITION
-from scripts.data.records import Record, object_at, parse_record
+from scripts.data.records import Record, parse_record
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -56,12 +56,10 @@ def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Re
 
 def read_evaluations(
     paths: Iterable[Path], definition: str = DEFINITION
-) -> Iterator[tuple[Record, dict[str, Any]]]:
+) -> list[tuple[Record, dict[str, Any]]]:
     """The same records, each with the JSON of its trace."""
-    for path in trace_files(paths):
-        for record, trace in _parsed(path, definition):
-            if record is not None:
-                yield record, trace
+    parsed = itertools.chain.from_iterable(_parsed(p, definition) for p in trace_files(paths))
+    return [(record, trace) for record, trace in parsed if record is not None]
 
 
 def _parsed(
@@ -78,8 +76,8 @@ def _parsed(
             if definition is not None and trace.get("definition") != definition:
                 continue
             record = parse_record(trace, str(path), hashes)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(f"{path}:{number} is no trace: {error!r}") from None
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise UsageError(f"{path}:{number} is no trace: {error}") from None
         yield record, trace
 
 
@@ -94,11 +92,9 @@ def read_run(traces: Path) -> schemas.RunInfo:
     return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(path: Path) -> FileLock:
     """Several programs may add to one file: the benchmark and the passes after it."""
-    with FileLock(path.with_name(f".{path.stem}.lock")):
-        yield
+    return FileLock(path.with_name(f".{path.stem}.lock"))
 
 
 def _write(path: Path, lines: Sequence[bytes]) -> None:
@@ -146,12 +142,11 @@ def merge_into_traces(
         lines, merged = [], 0
         for record, trace in _parsed(path):
             found = figures.get((record.uuid, record.solution)) if record is not None else None
-            correctness = object_at(object_at(trace, "evaluation"), "correctness")
-            if record is None or found is None or not correctness:
-                pass
-            elif why_not_same(record, hashes, hardware) is None:
-                correctness["extra"] = {**record.extra, **finite(dict(found))}
-                merged += 1
+            if record and found is not None and record.has_output:
+                if why_not_same(record, hashes, hardware) is None:
+                    extra = {**record.extra, **finite(dict(found))}
+                    trace["evaluation"]["correctness"]["extra"] = extra
+                    merged += 1
             lines.append(json.dumps(trace).encode("utf-8"))
         _write(path, lines)
     return merged

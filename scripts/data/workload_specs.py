@@ -12,17 +12,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import time
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from scripts.common import files
-from scripts.common.command_line import say
+from scripts.common.command_line import UsageError, say
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -33,14 +33,13 @@ from scripts.common.definitions import (
     MoeDefinition,
 )
 from scripts.common.project import ROOT
-from scripts.common.text import markdown_table, text_table
 from scripts.data.interfaces import build_definition
 from scripts.data.synthetic_logits import (
     Draw,
     LogitModel,
-    RoutingCounts,
     count_local,
     draw_logits,
+    local_rows,
     routing_bias,
 )
 
@@ -89,24 +88,6 @@ def is_foreign(path: Path) -> bool:
         return False
 
 
-def blob_bytes(logits: np.ndarray, definition: MoeDefinition = DEFAULT) -> bytes:
-    """The safetensors file of a layer's workload."""
-    if definition.routing == RENORMALIZE:
-        return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
-    bias = routing_bias(definition)
-    return safetensors_bytes(
-        {
-            "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
-            "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
-        }
-    )
-
-
-def _bfloat16(values: np.ndarray) -> bytes:
-    """Of float32 values that bfloat16 holds exactly."""
-    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
-
-
 # --- specs ----------------------------------------------------------------------------------------
 
 
@@ -118,9 +99,9 @@ class WorkloadSpec:
     seq_len: int
     local_expert_offset: int
     blob: str  # the part of the blob's file name after the definition's
-    captured: dict[str, int | None]  # pairs, hit, active, max (None: not known, or not captured)
+    captured: dict[str, int | None]  # as counts (None: not known, or not captured)
     model: LogitModel
-    counts: RoutingCounts
+    counts: dict[str, int]  # see `count_local`
     redrawn: int
     sha256: str  # of the blob
     definition: MoeDefinition = DEFAULT  # named once in the spec file, not here
@@ -133,11 +114,6 @@ class WorkloadSpec:
     def draw(self) -> Draw:
         return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
 
-    def tensors(self) -> list[str]:
-        """The names of those in the blob."""
-        with_bias = self.definition.routing != RENORMALIZE
-        return ["routing_logits", "routing_bias"] if with_bias else ["routing_logits"]
-
     def scalars(self) -> dict[str, float]:
         """Those that the workload pins."""
         if self.definition.routing == RENORMALIZE:
@@ -147,9 +123,31 @@ class WorkloadSpec:
             "routed_scaling_factor": self.definition.routed_scaling_factor,
         }
 
+    def tensors(self) -> list[str]:
+        """The names of those in the blob."""
+        with_bias = self.definition.routing != RENORMALIZE
+        return ["routing_logits", "routing_bias"] if with_bias else ["routing_logits"]
+
     def content(self) -> bytes:
         """The blob, drawn afresh."""
-        return blob_bytes(self.draw().logits, self.definition)
+        return self.blob_of(self.draw())
+
+    def blob_of(self, draw: Draw) -> bytes:
+        logits = draw.logits
+        if self.definition.routing == RENORMALIZE:
+            return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
+        bias = routing_bias(self.definition)
+        return safetensors_bytes(
+            {
+                "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
+                "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
+            }
+        )
+
+
+def _bfloat16(values: np.ndarray) -> bytes:
+    """Of float32 values that bfloat16 holds exactly."""
+    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
 @dataclass(frozen=True)
@@ -165,32 +163,31 @@ class GemmSpec:
     definition: GemmDefinition
 
     @property
+    def masked(self) -> bool:
+        return self.definition.rows == MASKED
+
+    @property
     def axes(self) -> dict[str, int]:
-        """As above."""
-        if self.definition.rows == MASKED:
+        if self.masked:
             return {"max_rows": -(-max(self.rows) // TILE_ROWS) * TILE_ROWS}
         return {"total_rows": sum(self.rows)}
 
-    def tensors(self) -> list[str]:
-        return ["masked_m" if self.definition.rows == MASKED else "m_indptr"]
-
     def scalars(self) -> dict[str, int]:
         """Of the rows the host knows what even routing would give."""
-        if self.definition.rows != MASKED:
+        if not self.masked:
             return {}
         return {"expected_m": -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)}
 
+    def tensors(self) -> list[str]:
+        return ["masked_m" if self.masked else "m_indptr"]
+
     def content(self) -> bytes:
-        (name,) = self.tensors()
-        values: Sequence[int] = self.rows
-        if self.definition.rows != MASKED:
-            values = list(itertools.accumulate(self.rows, initial=0))
-        tensor: Content = ("I32", (len(values),), np.array(values, dtype="<i4").tobytes())
-        return safetensors_bytes({name: tensor})
+        values = self.rows if self.masked else [*itertools.accumulate(self.rows, initial=0)]
+        content = ("I32", (len(values),), np.array(values, dtype="<i4").tobytes())
+        return safetensors_bytes({self.tensors()[0]: content})
 
 
 Spec = WorkloadSpec | GemmSpec
-AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def blob_path(spec: Spec) -> Path:
@@ -207,51 +204,55 @@ def workloads_path(definition: Entry) -> Path:
 
 def spec_path(definition: Entry) -> Path:
     """Of what its workloads' tensors are made of."""
-    return Path("workloads") / definition.op_type / f"{definition.name}.spec.json"
+    return workloads_path(definition).with_suffix(".spec.json")
 
 
-def load_specs(path: Path | None = None) -> list[WorkloadSpec]:
-    """Of a layer, in the order of the data set; the default one's."""
-    found = load_any_specs(path or ROOT / spec_path(DEFAULT))
-    assert all(isinstance(spec, WorkloadSpec) for spec in found)
-    return found  # type: ignore[return-value]
-
-
-def load_any_specs(path: Path) -> Sequence[Spec]:
-    """In the order of the data set."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+def load_specs(definition: Entry = DEFAULT) -> list[Any]:
+    """The committed specs of a definition (`Spec`), in the order of the data set."""
+    document = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))
     definition = DEFINITIONS[document["definition"]]
     if isinstance(definition, GemmDefinition):
         return [
             GemmSpec(**{**entry, "rows": tuple(entry["rows"])}, definition=definition)
             for entry in document["workloads"]
         ]
-    parsed = {"model": LogitModel, "counts": RoutingCounts}
     return [
-        WorkloadSpec(
-            **{key: parsed[key](**v) if key in parsed else v for key, v in entry.items()},
-            definition=definition,
-        )
+        WorkloadSpec(**{**entry, "model": LogitModel(**entry["model"])}, definition=definition)
         for entry in document["workloads"]
     ]
 
 
-def select(
-    specs: Sequence[AnySpec], uuids: Sequence[str] | None, max_tokens: int | None
-) -> list[AnySpec]:
-    """Those whose uuid starts with one of uuids and that have at most max_tokens tokens."""
+# --- making what the specs say --------------------------------------------------------------------
+
+
+def make_workloads(
+    root: Path,
+    uuids: Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    definition: Entry = DEFAULT,
+) -> list[Path]:
+    """Make the blobs of the selected workloads under root where they are needed; returns their
+    paths, made or kept. uuids may be abbreviated.
+
+    Raises:
+        UsageError: no workload has such a uuid.
+        RuntimeError: the content differs from the spec's.
+    """
+    specs = load_specs(definition)
     for prefix in uuids or ():
         if not any(spec.uuid.startswith(prefix) for spec in specs):
-            raise ValueError(f"workload {prefix!r}: no uuid of the spec starts with it")
-    return [
+            raise UsageError(f"workload {prefix!r}: no uuid of the spec starts with it")
+    selected = [
         spec
         for spec in specs
         if (uuids is None or spec.uuid.startswith(tuple(uuids)))
         and (max_tokens is None or spec.seq_len <= max_tokens)
     ]
-
-
-# --- making what the specs say --------------------------------------------------------------------
+    paths = [root / blob_path(spec) for spec in selected]
+    for number, (spec, path) in enumerate(zip(selected, paths, strict=True), 1):
+        done = _make_blob(spec, path)
+        say(f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}")
+    return paths
 
 
 def _make_blob(spec: Spec, path: Path) -> str:
@@ -269,51 +270,6 @@ def _make_blob(spec: Spec, path: Path) -> str:
         )
     files.write(path, content)
     return "made"
-
-
-def make_workloads(
-    root: Path,
-    uuids: Sequence[str] | None = None,
-    max_tokens: int | None = None,
-    progress: bool = True,
-    definition: Entry = DEFAULT,
-) -> list[Path]:
-    """Make the blobs of the selected workloads under root; returns their paths, made or kept.
-
-    uuids may be abbreviated. Raises ValueError on an unknown one and RuntimeError where the
-    content differs from the spec's.
-    """
-    selected = select(load_any_specs(ROOT / spec_path(definition)), uuids, max_tokens)
-    paths = []
-    for number, spec in enumerate(selected, 1):
-        path = Path(root) / blob_path(spec)
-        start = time.perf_counter()
-        done = _make_blob(spec, path)
-        if progress:
-            took = f"{spec.seq_len:6} tokens  {done}  ({time.perf_counter() - start:.1f} s)"
-            say(f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {took}")
-        paths.append(path)
-    return paths
-
-
-COUNTS = ("pairs", "hit", "active", "max")
-
-
-def captured_table(specs: Sequence[WorkloadSpec], markdown: bool) -> str:
-    """Captured / ours for every workload, ours counted in logits made afresh."""
-    header = ["uuid", "T", "offset", *(f"{column} captured / ours" for column in COUNTS)]
-    header += ["mean", "std", "smallest margin", "rows redrawn"]
-    rows = []
-    for spec in specs:
-        draw = spec.draw()
-        ours = asdict(count_local(draw.ids, spec.local_expert_offset, spec.definition))
-        logits = draw.logits.astype(np.float64)
-        cells = [spec.uuid[:8], str(spec.seq_len), str(spec.local_expert_offset)]
-        theirs = {c: "?" if spec.captured[c] is None else spec.captured[c] for c in COUNTS}
-        cells += [f"{theirs[c]} / {ours[c]}" for c in COUNTS]
-        cells += [f"{logits.mean():.4f}", f"{logits.std():.4f}", f"{draw.margin:.2e}"]
-        rows.append([*cells, str(draw.redrawn)])
-    return (markdown_table if markdown else text_table)(header, rows, left=0)
 
 
 # --- making specs ---------------------------------------------------------------------------------
@@ -337,63 +293,58 @@ def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
     )
 
 
-def own_layer_specs(definition: MoeDefinition, max_tokens: int | None = None) -> list[WorkloadSpec]:
-    """Workloads that stand for no captured ones, for the ranks in turns: each the draw of the first
+def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> WorkloadSpec:
+    """A workload that stands for no captured one, for the ranks in turns: the draw of the first
     seed that is usable."""
     ranks = definition.num_experts // definition.num_local_experts
-    specs = []
-    for number, tokens in enumerate(definition.tokens):
-        if max_tokens is not None and tokens > max_tokens:
-            continue
-        name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{tokens}")
-        requests = 1 + tokens // TOKENS_OF_A_REQUEST
-        offset = number % ranks * definition.num_local_experts
-        for seed in itertools.count(1 + number, 1000):
-            model = LogitModel(seed=seed, requests=requests, **OWN_STRENGTHS)
-            draw = draw_logits(model, tokens, offset, definition)
-            if is_usable(draw, definition):
-                break
-        specs.append(
-            WorkloadSpec(
-                uuid=str(name),
-                seq_len=tokens,
-                local_expert_offset=offset,
-                blob=name.hex,
-                captured=dict.fromkeys(COUNTS),
-                model=model,
-                counts=count_local(draw.ids, offset, definition),
-                redrawn=draw.redrawn,
-                sha256=hashlib.sha256(blob_bytes(draw.logits, definition)).hexdigest(),
-                definition=definition,
-            )
-        )
-    return specs
+    name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{tokens}")
+    requests = 1 + tokens // TOKENS_OF_A_REQUEST
+    offset = number % ranks * definition.num_local_experts
+    for seed in itertools.count(1 + number, 1000):
+        model = LogitModel(seed=seed, requests=requests, **OWN_STRENGTHS)
+        draw = draw_logits(model, tokens, offset, definition)
+        if is_usable(draw, definition):
+            break
+    spec = WorkloadSpec(
+        uuid=str(name),
+        seq_len=tokens,
+        local_expert_offset=offset,
+        blob=name.hex,
+        captured=dict.fromkeys(("pairs", "hit", "active", "max")),
+        model=model,
+        counts=count_local(draw.ids, offset, definition),
+        redrawn=draw.redrawn,
+        sha256="",
+        definition=definition,
+    )
+    return replace(spec, sha256=hashlib.sha256(spec.blob_of(draw)).hexdigest())
 
 
-def own_gemm_specs(definition: GemmDefinition, max_tokens: int | None = None) -> list[GemmSpec]:
-    """The rows of every expert in the default layer's workloads with the definition's token counts,
-    fewest tokens first."""
-    specs = []
-    for layer in sorted(load_specs(), key=lambda spec: spec.seq_len):
-        if layer.seq_len not in definition.tokens:
-            continue
-        if max_tokens is not None and layer.seq_len > max_tokens:
-            continue
-        local = layer.draw().ids - layer.local_expert_offset
-        here = local[(local >= 0) & (local < definition.experts)]
-        rows = tuple(np.bincount(here, minlength=definition.experts).tolist())
-        name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
-        spec = GemmSpec(str(name), layer.uuid, layer.seq_len, rows, name.hex, "", definition)
-        specs.append(replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest()))
-    return specs
+def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
+    """The rows of every expert in a workload of the default layer."""
+    rows = local_rows(layer.draw().ids, layer.local_expert_offset, definition.experts).tolist()
+    name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
+    spec = GemmSpec(str(name), layer.uuid, layer.seq_len, tuple(rows), name.hex, "", definition)
+    return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
 
 
-def own_specs(definition: Entry, max_tokens: int | None = None) -> Sequence[Spec]:
-    """Of a definition of either kind whose workloads stand for no captured ones."""
+def own_specs(definition: Entry, max_tokens: int | None = None) -> list[Any]:
+    """Of a definition of either kind whose workloads stand for no captured ones, fewest tokens
+    first."""
+    limit = math.inf if max_tokens is None else max_tokens
     if isinstance(definition, GemmDefinition):
-        return own_gemm_specs(definition, max_tokens)
+        layers = sorted(load_specs(), key=lambda spec: spec.seq_len)
+        return [
+            own_gemm_spec(definition, layer)
+            for layer in layers
+            if layer.seq_len in definition.tokens and layer.seq_len <= limit
+        ]
     assert isinstance(definition, MoeDefinition)
-    return own_layer_specs(definition, max_tokens)
+    return [
+        own_layer_spec(definition, number, tokens)
+        for number, tokens in enumerate(definition.tokens)
+        if tokens <= limit
+    ]
 
 
 def workload_line(spec: Spec) -> str:
@@ -419,10 +370,7 @@ def write_specs(specs: Sequence[Spec], root: Path) -> list[Path]:
     definition = specs[0].definition
     entries = [{k: v for k, v in asdict(s).items() if k != "definition"} for s in specs]
     document = {"definition": definition.name, "workloads": entries}
-    written = {
-        root / spec_path(definition): json.dumps(document, indent=1) + "\n",
-        root / workloads_path(definition): "".join(workload_line(s) + "\n" for s in specs),
-    }
-    for path, text in written.items():
-        files.write(path, text)
-    return list(written)
+    files.write_json(root / spec_path(definition), document)
+    lines = "".join(workload_line(s) + "\n" for s in specs)
+    files.write(root / workloads_path(definition), lines)
+    return [root / spec_path(definition), root / workloads_path(definition)]

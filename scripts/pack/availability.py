@@ -74,12 +74,10 @@ def this_machine(use_gpu: bool = True) -> Machine:
 
 def capability_of(name: str) -> Capability | None:
     """The compute capability of a GPU by its name, or of 'sm_90' itself; None if not known."""
-    words = re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm"))
-    for word in words:
+    for word in re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm")):
         if word in CAPABILITIES:
             return CAPABILITIES[word]
-        number = re.fullmatch(r"sm(\d+)(\d)[af]?", word)
-        if number:
+        if number := re.fullmatch(r"sm(\d+)(\d)[af]?", word):
             return int(number[1]), int(number[2])
     return None
 
@@ -98,19 +96,15 @@ def requirements(solution: "Solution") -> list[Requirement]:
     return found
 
 
-def sm(capability: Capability) -> str:
-    return f"{capability[0]}{capability[1]}"
-
-
 def why_not(solution: "Solution", machine: Machine) -> str | None:
     """Why the solution cannot run on the machine's GPU, in one line; None if it can."""
     if machine.capability is None:
         return NEEDS_GPU
     wanted = [capability_of(name) for name in solution.spec.target_hardware]
-    known = [capability for capability in wanted if capability is not None]
-    if known and len(known) == len(wanted) and machine.capability not in known:
-        needed = "/".join(dict.fromkeys(map(sm, sorted(known))))
-        return f"{UNSUPPORTED} sm_{sm(machine.capability)} (needs sm_{needed})"
+    known = sorted({capability for capability in wanted if capability is not None})
+    if known and None not in wanted and machine.capability not in known:
+        here, *there = (f"{major}{minor}" for major, minor in (machine.capability, *known))
+        return f"{UNSUPPORTED} sm_{here} (needs sm_{'/'.join(there)})"
     absent = [str(r) for r in requirements(solution) if machine.version(r.name) is None]
     if absent:
         # A shell takes < and > for redirections.

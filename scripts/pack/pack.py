@@ -87,11 +87,6 @@ run = importlib.import_module(f"{PACKAGE}.layer.calls").run_of(
 $shape)"""
 
 
-MANIFEST = ".moe_fp8_packed"
-"""In a directory of packed solutions: the names of the files that were packed there. No JSON, which
-flashinfer-bench would take for a solution."""
-
-
 class PackError(Failure):
     """A generation that cannot be packed, with the file and the reason."""
 
@@ -114,26 +109,26 @@ class Generation:
 def read_generation(path: Path, root: Path) -> Generation | None:
     """The generation that the file holds, or None if it has no SOLUTION. Nothing is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    literals = {
+        ast.unparse(target): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    if "SOLUTION" not in literals:
+        return None
     where = path.relative_to(root).as_posix()
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        if not any(isinstance(t, ast.Name) and t.id == "SOLUTION" for t in targets):
-            continue
-        assert isinstance(node, ast.Assign | ast.AnnAssign)
-        try:
-            metadata = dict(ast.literal_eval(node.value))  # type: ignore[arg-type]
-        except (ValueError, TypeError):
-            raise PackError(f"{where}: SOLUTION must be a literal dict") from None
-        if "name" not in metadata or (unknown := sorted(metadata.keys() - KEYS)):
-            wrong = f"has unknown {unknown}" if "name" in metadata else "lacks 'name'"
-            raise PackError(f"{where}: SOLUTION {wrong}")
-        description = ast.get_docstring(tree)
-        if not description:
-            raise PackError(f"{where}: no module docstring, which is the solution's description")
-        return Generation(path, root, DEFAULTS | metadata, description)
-    return None
+    try:
+        metadata = dict(ast.literal_eval(literals["SOLUTION"]))
+    except (ValueError, TypeError):
+        raise PackError(f"{where}: SOLUTION must be a literal dict") from None
+    if "name" not in metadata or (unknown := sorted(metadata.keys() - KEYS)):
+        wrong = f"has unknown {unknown}" if "name" in metadata else "lacks 'name'"
+        raise PackError(f"{where}: SOLUTION {wrong}")
+    description = ast.get_docstring(tree)
+    if not description:
+        raise PackError(f"{where}: no module docstring, which is the solution's description")
+    return Generation(path, root, DEFAULTS | metadata, description)
 
 
 def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
@@ -167,15 +162,13 @@ def entry_file(
     `folder` beside it, or around it where there is no folder; with a `shape` that of its layer
     there."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in (shape or {}).items())
-    run = string.Template(RUN_AT_SHAPE if shape else RUN).safe_substitute(
-        module=module, shape=lines
-    )
+    run = string.Template(RUN_AT_SHAPE if shape else RUN)
     return ENTRY.substitute(
         name=name,
         where=where,
         package=PACKAGE,
         folder=f' / "{folder}"' if folder else "",
-        run=run,
+        run=run.safe_substitute(module=module, shape=lines),
     )
 
 
@@ -204,6 +197,9 @@ def pack(generation: Generation) -> bytes:
         }
         for path in files
     ]
+    empty = [source["path"] for source in sources if not source["content"].strip()]
+    if empty:
+        raise PackError(f"{generation.name}: empty source files are not allowed: {empty}")
     solution = {
         "name": generation.name,
         "definition": definition.name,
@@ -218,9 +214,6 @@ def pack(generation: Generation) -> bytes:
         },
         "sources": [{"path": ENTRY_FILE, "content": entry}, *sources],
     }
-    empty = [s["path"] for s in sources if not s["content"].strip()]
-    if empty:
-        raise PackError(f"{generation.name}: empty source files are not allowed: {empty}")
     return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -228,15 +221,14 @@ def pack(generation: Generation) -> bytes:
 def private_build_cache() -> Iterator[None]:
     """Builds go to a directory of their own: cleaning up the shared one could pull the sources
     from under a benchmark that runs at the same time."""
-    previous = os.environ.get("FIB_CACHE_PATH")
+    before = {k: v for k, v in os.environ.items() if k == "FIB_CACHE_PATH"}
     with tempfile.TemporaryDirectory(prefix="pack-") as directory:
         os.environ["FIB_CACHE_PATH"] = directory
         try:
             yield
         finally:
             del os.environ["FIB_CACHE_PATH"]
-            if previous is not None:
-                os.environ["FIB_CACHE_PATH"] = previous
+            os.environ.update(before)
 
 
 def validate(packed: bytes, of: Entry = DEFAULT) -> None:
@@ -274,6 +266,29 @@ def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation
     return [g for g in found if not names or called[g.name] & set(names)]
 
 
+def packed_dir(definition: Entry) -> Path:
+    """Where the packed solutions of a definition lie."""
+    return PACKED_DIR / definition.short
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file is a solution that was packed under its name."""
+    return f"The solution {path.stem}: `run` of ".encode() in path.read_bytes()
+
+
+def plan(
+    names: Sequence[str], output: Path, root: Path, definition: Entry
+) -> tuple[dict[Path, tuple[Generation, bytes]], list[Path]]:
+    """What the files of the named generations are to hold, and the files in `output` that were
+    packed of generations that are no more. Raises PackError, UsageError."""
+    every = every_generation(root)
+    chosen = select([g for g in every if g.definition == definition], names)
+    packed = {output / f"{g.name}.json": (g, pack(g)) for g in chosen}
+    known = {g.name for g in every}
+    there = [] if names else sorted(output.glob("*.json"))
+    return packed, [path for path in there if path.stem not in known and is_ours(path)]
+
+
 def write_packed(
     names: Sequence[str] = (),
     output: Path | None = None,
@@ -292,53 +307,18 @@ def write_packed(
         UsageError: there is no generation of a name, or another file has a solution's place.
         OSError: the output cannot be written.
     """
-    output = output or packed_dir(definition)
-    every = every_generation(root)
-    chosen = select([g for g in every if g.definition == definition], names)
-    packed = {output / f"{g.name}.json": pack(g) for g in chosen}
-    listed = packed_before(output)
-    for generation, path in zip(chosen, packed, strict=True):
-        if path.is_file() and path.name not in listed and not holds(path, generation):
+    packed, stale = plan(names, output or packed_dir(definition), root, definition)
+    for path in packed:
+        if path.is_file() and not is_ours(path):
             raise UsageError(f"{path} is no solution of ours: move it, or name another --output")
-    for path, content in packed.items():
-        if not is_current(path, content):
+    for path, (_, content) in packed.items():
+        if not path.is_file() or path.read_bytes() != content:
             if build:
                 validate(content, definition)
             files.write(path, content)
-    stale = set() if names else listed - {f"{g.name}.json" for g in every}
-    for name in stale:
-        (output / name).unlink()
-    now = listed - stale | {path.name for path in packed}
-    manifest = "".join(f"{name}\n" for name in sorted(now)).encode()
-    if not is_current(output / MANIFEST, manifest):
-        files.write(output / MANIFEST, manifest)
+    for path in stale:
+        path.unlink()
     return list(packed)
-
-
-def is_current(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
-
-
-def packed_before(output: Path) -> set[str]:
-    """The names of the files there that were packed there."""
-    manifest = output / MANIFEST
-    listed = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
-    return {path.name for path in output.glob("*.json")} & set(listed)
-
-
-def holds(path: Path, generation: Generation) -> bool:
-    """Whether the file is the generation's as it was packed once, listed or not."""
-    try:
-        solution = json.loads(path.read_bytes())
-        found = solution["name"], solution["author"]
-    except (ValueError, TypeError, KeyError):
-        return False
-    return found == (generation.name, generation.metadata["author"])
-
-
-def packed_dir(definition: Entry) -> Path:
-    """Where the packed solutions of a definition lie."""
-    return PACKED_DIR / definition.short
 
 
 def stale_files(
@@ -348,13 +328,11 @@ def stale_files(
     definition: Entry = DEFAULT,
 ) -> list[str]:
     """What is wrong with the packed files, one line each; empty if they are current."""
-    every = every_generation(root)
+    packed, stale = plan(names, output, root, definition)
     problems = []
-    for generation in select([g for g in every if g.definition == definition], names):
-        path = output / f"{generation.name}.json"
+    for path, (generation, content) in packed.items():
         if not path.is_file():
             problems.append(f"{path.name}: missing")
-        elif not is_current(path, pack(generation)):
+        elif path.read_bytes() != content:
             problems.append(f"{path.name}: not what {generation.path.name} packs to")
-    extra = set() if names else packed_before(output) - {f"{g.name}.json" for g in every}
-    return problems + [f"{name}: no generation of that name" for name in sorted(extra)]
+    return problems + [f"{path.name}: no generation of that name" for path in stale]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from scripts.common.command_line import os_error, say
 from scripts.common.definitions import DEFAULT, Entry
-from scripts.data.dataset import definition_of, load
+from scripts.data.dataset import load
 from scripts.pack import pack
 
 if TYPE_CHECKING:
@@ -18,20 +18,6 @@ def packed_solutions(packed: Sequence[Path]) -> "list[Solution]":
     from flashinfer_bench.data import Solution, load_json_file
 
     return [load_json_file(Solution, path) for path in packed]
-
-
-def add_solutions(trace_set: "TraceSet", ours: "Sequence[Solution]") -> list[str]:
-    """Put our solutions into the data set in memory; remarks where one replaces another."""
-    remarks = []
-    name = definition_of(trace_set).name
-    merged = {s.name: s for s in trace_set.solutions.get(name, [])}
-    for solution in ours:
-        present = merged.get(solution.name)
-        if present is not None and present.hash() != solution.hash():
-            remarks.append(f"{solution.name}: the data set's copy differs; the current one is used")
-        merged[solution.name] = solution
-    trace_set.solutions[name] = list(merged.values())
-    return remarks
 
 
 def load_with_ours(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[Solution]]":
@@ -46,6 +32,12 @@ def load_with_ours(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, 
             paths = pack.write_packed(output=Path(directory), build=False, definition=definition)
             packed = packed_solutions(paths)
     trace_set, remarks = load(root, definition)
-    for remark in remarks + add_solutions(trace_set, packed):
+    ours = {solution.name: solution for solution in packed}
+    theirs = {solution.name: solution for solution in trace_set.solutions[definition.name]}
+    for name, solution in ours.items():
+        if name in theirs and theirs[name].hash() != solution.hash():
+            remarks.append(f"{name}: the data set's copy differs; the current one is used")
+    trace_set.solutions[definition.name] = list((theirs | ours).values())
+    for remark in remarks:
         say(remark)
     return trace_set, packed

@@ -3,7 +3,7 @@
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
 form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
 loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
-.moe_fp8_packed beside it lists what was packed there; other files there are left alone.
+What is no packed solution there is left alone.
 
 A generation whose SOLUTION names "routings" is packed once more for every further definition with
 one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
@@ -12,7 +12,7 @@ whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with t
 
 from pathlib import Path
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main, say
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main
 from scripts.programs.options import add_options
 
 
@@ -31,21 +31,17 @@ def main(argv: list[str] | None = None) -> int:
 
     definition = args.definition
     output = args.output or pack.packed_dir(definition)
-    try:
-        if args.list:
-            for generation in pack.generations(definition=definition):
-                print(f"{generation.name}  {generation.path.name}")
-        elif args.check:
-            problems = pack.stale_files(args.names, output, definition=definition)
-            print("\n".join(problems) if problems else "packed solutions are current")
-            return EXIT_FAILED if problems else EXIT_OK
-        else:
-            build = not args.no_build
-            for path in pack.write_packed(args.names, output, build=build, definition=definition):
-                print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
-    except pack.PackError as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    if args.list:
+        for generation in pack.generations(definition=definition):
+            print(f"{generation.name}  {generation.path.name}")
+    elif args.check:
+        problems = pack.stale_files(args.names, output, definition=definition)
+        print("\n".join(problems) if problems else "packed solutions are current")
+        return EXIT_FAILED if problems else EXIT_OK
+    else:
+        build = not args.no_build
+        for path in pack.write_packed(args.names, output, build=build, definition=definition):
+            print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     return EXIT_OK
 
 

@@ -15,13 +15,10 @@ will do, and without a name all solutions are taken that have some.
 
 from pathlib import Path
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, say
+from scripts.common.command_line import EXIT_OK, UsageError, parser, run_main, say
 from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
-from scripts.pack.pack import PackError
-from scripts.submit.evidence import Refused
-from scripts.submit.forms import APPLY, FORMS, collect, write
-from scripts.submit.trees import fastest
+from scripts.submit.forms import APPLY, FORMS, collect, fastest, write
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,29 +39,24 @@ def main(argv: list[str] | None = None) -> int:
         said = "take traces that were measured with other sources than are exported"
         add("--other-sources", action="store_true", help=said)
     args = arguments.parse_args(argv)
-    try:
-        data_set = load(args.local)[0]
-        workloads = data_set.workloads[DEFINITION]
-        if not workloads:
-            raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
-        exports = collect(
-            args.solutions,
-            args.author,
-            args.gpu,
-            args.results,
-            workloads,
-            other_sources=args.other_sources,
-            synthetic=ours(args.local),
-            every=args.form != APPLY,
-        )
-        definition = data_set.definitions[DEFINITION]
-        for name in write(FORMS[args.form], args.output, exports, definition):
-            print(args.output / name)
-        if args.form == APPLY:
-            say(", ".join(f"T={length}: {name}" for length, name in fastest(exports).items()))
-    except (PackError, Refused) as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+    data_set = load(args.local)[0]
+    if not data_set.workloads[DEFINITION]:
+        raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
+    exports = collect(
+        args.solutions,
+        args.author,
+        args.results,
+        workloads=data_set.workloads[DEFINITION],
+        gpu=args.gpu,
+        other_sources=args.other_sources,
+        synthetic=ours(args.local),
+        every=args.form != APPLY,
+    )
+    definition = data_set.definitions[DEFINITION]
+    for name in write(FORMS[args.form], args.output, exports, definition):
+        print(args.output / name)
+    if args.form == APPLY:
+        say(", ".join(f"T={length}: {name}" for length, name in fastest(exports).items()))
     return EXIT_OK
 
 

@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Failure, UsageError
 from scripts.data.dataset import tokens
 from scripts.data.records import Record
-from scripts.data.traces import read_evaluations, read_run
+from scripts.data.traces import read_run
 from scripts.pack.availability import say_skipped
 
 if TYPE_CHECKING:
@@ -19,44 +18,21 @@ Found = Sequence[tuple[Record, dict[str, Any]]]
 """Records, each with the JSON of its trace."""
 
 
-class Refused(Exception):
+class Refused(Failure):
     """A solution that is not exported: what stands against it, one line a reason."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A trace for each workload that is backed, in the data set's order."""
-
-    solution: str
-    hardware: str
-    tolerance: str
-    traces: tuple[dict[str, Any], ...]
-    remarks: tuple[str, ...]
-    workloads: int
-    """How many the data set has."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.solution}: {len(self.traces)} of {self.workloads} workloads passed on "
-            f"{self.hardware} ({self.tolerance or 'tolerance unknown'})"
-        )
-
-
-def read(paths: Sequence[Path]) -> Found:
-    """What the trace files, run directories or data sets at `paths` hold. Raises UsageError."""
-    return list(read_evaluations(paths))
 
 
 def back(
     solution: "Solution",
-    workloads: "Sequence[Trace]",
     found: Found,
+    workloads: "Sequence[Trace]",
     gpu: str,
     other_sources: bool = False,
     synthetic: bool = True,
     every: bool = True,
-) -> Evidence:
-    """The evidence for a packed solution, on the GPU whose name has the words of `gpu`.
+) -> tuple[tuple[dict[str, Any], ...], str]:
+    """The traces that back a packed solution on the GPU whose name has the words of `gpu`, in the
+    data set's order, and what to say of them.
 
     Of several traces of one workload the latest counts. Traces of other sources than the packed
     ones (known by flashinfer-bench's hash) count only with `other_sources`, and then only those of
@@ -72,14 +48,14 @@ def back(
     name, packed = solution.name, solution.hash()
     mine = [(r, t) for r, t in found if r.solution == name and not r.cpu]
     hardware = _one_gpu(name, {r.hardware for r, _ in mine}, gpu)
-    there = [(r, t) for r, t in mine if r.hardware == hardware]
-    there.sort(key=lambda pair: pair[0].timestamp)
+    there = sorted(
+        ((r, t) for r, t in mine if r.hardware == hardware), key=lambda pair: pair[0].timestamp
+    )
     wanted = there[-1][0].hash if other_sources else packed
     chosen = {r.uuid: (r, t) for r, t in there if r.hash == wanted}
     latest = {r.uuid: r for r, _ in there}
     # Those whose run.json says that the tensors were this repository's.
-    sources = {r.source for r, _ in there}
-    ours = {source for source in sources if read_run(Path(source)).get("dataset") == "."}
+    ours = {s for s in {r.source for r, _ in there} if read_run(Path(s)).get("dataset") == "."}
 
     def against(workload: "Workload") -> str:
         """Why a workload is not backed; empty where it is."""
@@ -97,41 +73,35 @@ def back(
             return "measured on this repository's synthetic tensors, not on those of the data set"
         return ""
 
-    reasons = {t.workload.uuid: against(t.workload) for t in workloads}
-    said = {
-        f"T={tokens(t.workload)} {t.workload.uuid[:8]}": why
-        for t in workloads
-        if (why := reasons[t.workload.uuid])
-    }
+    reasons = [(t.workload, against(t.workload)) for t in workloads]
+    said = {f"T={tokens(w)} {w.uuid[:8]}": why for w, why in reasons if why}
     if said and (every or len(said) == len(workloads)):
         raise Refused(
             f"{name} is not exported: on {hardware} {len(said)} of {len(workloads)} "
             f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
         )
-    backed = [chosen[uuid] for uuid, why in reasons.items() if not why]
-    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r, _ in backed}
-    if len(set(ways.values())) > 1:
+    backed = [chosen[workload.uuid] for workload, why in reasons if not why]
+    ways = {(r.tolerance, r.timing): r.source for r, _ in backed}
+    if len(ways) > 1:
+        lines = sorted(f"{of}: {tolerance}; {clock}" for (tolerance, clock), of in ways.items())
         raise UsageError(
             f"{name}: the traces are of several tolerances or clocks, name one run:\n  "
-            + "\n  ".join(sorted(ways))
+            + "\n  ".join(lines)
         )
-    ((tolerance, _),) = set(ways.values())
-    remarks = []
+    lines = [
+        f"{name}: {len(backed)} of {len(workloads)} workloads passed on {hardware} "
+        f"({backed[0][0].tolerance or 'tolerance unknown'})"
+    ]
     if wanted != packed:
-        remarks.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
-    if ours & {r.source for r, _ in backed}:
-        remarks.append(
-            "measured on this repository's synthetic routing (docs/dataset.md), not on the "
-            "captured tensors: bench --local PATH measures on those"
+        lines.append(
+            f"{name}: the traces are of {_source(wanted)}, the exported one is {packed[:8]}"
         )
-    return Evidence(
-        solution=name,
-        hardware=hardware,
-        tolerance=tolerance,
-        traces=tuple(trace for _, trace in backed),
-        remarks=tuple(f"{name}: {remark}" for remark in remarks),
-        workloads=len(workloads),
-    )
+    if ours & {r.source for r, _ in backed}:
+        lines.append(
+            f"{name}: measured on this repository's synthetic routing (docs/dataset.md), not on "
+            "the captured tensors: bench --local PATH measures on those"
+        )
+    return tuple(trace for _, trace in backed), "\n".join(lines)
 
 
 def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:

@@ -1,20 +1,20 @@
 """A package with folders as one folder: the modules renamed, their relative imports with them.
 
-`layer/fused.py` becomes `layer_fused.py`. Only two kinds of expression change, found in the syntax
-tree and replaced in the text, so that all else stays as it was written: relative imports, and
-`Path(__file__).resolve().parents[N]` where it means the package's own folder. What cannot be told
-to mean the same in one folder is refused.
+`layer/fused.py` becomes `layer_fused.py`. Only two kinds of expression change, so that all else
+stays as it was written: relative imports, and `Path(__file__).resolve().parents[N]` where it means
+the package's own folder. What cannot be told to mean the same in one folder is refused. That every
+import names a module of the package was found when the solution was packed.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 INIT = "__init__"
-FILES = ("Path(__file__)", "Path(__file__).resolve()")
-PARENTS = f"{FILES[1]}.parents"
 Parts = tuple[str, ...]
 """A module below the package: ("layer", "fused"); () is the package itself."""
+PLACE = re.compile(r"Path\(__file__\)\.resolve\(\)\.parents\[(\d+)\](?!\.| */)")
+OWN_FILE = re.compile(r"Path\(__file__\)(?=[,)])")
 
 
 class FlattenError(ValueError):
@@ -28,13 +28,14 @@ def flatten(sources: Mapping[str, str], reserved: str) -> dict[str, str]:
     those of inner folders must hold a docstring alone, and are left out.
 
     Raises:
-        FlattenError: two files would get one name, an inner `__init__.py` has code, an import names
-            no module or a package, or code depends on where its file lies.
+        FlattenError: two files would get one name, an inner `__init__.py` has code, a package is
+            imported as a module, or code depends on where its file lies.
     """
-    modules = {_parts(path): path for path in sources}
+    modules = {_parts(path) for path in sources}
+    packages = {_parts(path) for path in sources if path.endswith(f"{INIT}.py")}
     flat: dict[str, str] = {}
-    for parts, path in modules.items():
-        tree = ast.parse(sources[path], filename=path)
+    for path, source in sources.items():
+        parts, tree = _parts(path), ast.parse(source, filename=path)
         if path.endswith(f"/{INIT}.py"):
             if len(tree.body) != 1 or ast.get_docstring(tree) is None:
                 raise FlattenError(f"{path}: has code, which no file of a single folder would run")
@@ -42,7 +43,23 @@ def flatten(sources: Mapping[str, str], reserved: str) -> dict[str, str]:
         name = f"{flat_name(parts) or INIT}.py"
         if name in flat or name == reserved:
             raise FlattenError(f"{path}: another file is called {name}, too")
-        flat[name] = _Module(path, parts, modules, sources[path], tree).rewritten()
+        _check_places(path, parts, source, tree)
+        around = parts[:-1]  # the folder's package, of which `__init__.py` is a part
+        lines = [line.encode() for line in source.splitlines(keepends=True)]
+        imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
+        # From the end, so that what is before stays where it is. Offsets are in bytes.
+        for node in sorted(imports, key=lambda n: (n.lineno, n.col_offset))[::-1]:
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            base = around[: len(around) - (node.level - 1)]
+            target = (*base, *(node.module.split(".") if node.module else ()))
+            try:
+                made = [ast.unparse(n) for n in _flat_imports(node, target, modules, packages)]
+            except FlattenError as error:
+                raise FlattenError(f"{path}:{node.lineno}: {error}") from None
+            first, last = node.lineno - 1, node.end_lineno - 1
+            before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+            lines[first : last + 1] = [before + "; ".join(made).encode() + after]
+        flat[name] = PLACE.sub("Path(__file__).resolve().parents[0]", b"".join(lines).decode())
     return flat
 
 
@@ -56,87 +73,33 @@ def _parts(path: str) -> Parts:
     return parts[:-1] if parts[-1] == INIT else parts
 
 
-Node = ast.ImportFrom | ast.Constant
+def _flat_imports(
+    node: ast.ImportFrom, target: Parts, modules: set[Parts], packages: set[Parts]
+) -> Iterator[ast.ImportFrom]:
+    """The statements that import from `target` the same in one folder."""
+    if target not in packages:
+        yield ast.ImportFrom(flat_name(target), node.names, 1)
+        return
+    inner, own = [], []
+    for alias in node.names:
+        module = (*target, alias.name)
+        if module in packages:
+            raise FlattenError(f"{'.'.join(module)} is a package, which one folder has not")
+        if module in modules:
+            inner.append(ast.alias(flat_name(module), alias.asname or alias.name))
+        else:
+            own.append(alias)
+    yield from (ast.ImportFrom(None, names, 1) for names in (own, inner) if names)
 
 
-@dataclass(frozen=True)
-class _Module:
-    path: str
-    parts: Parts
-    modules: Mapping[Parts, str]
-    """All modules of the package, with their paths."""
-    source: str
-    tree: ast.Module
-
-    def fail(self, node: ast.expr | ast.stmt, why: str) -> FlattenError:
-        return FlattenError(f"{self.path}:{node.lineno}: {why}")
-
-    def rewritten(self) -> str:
-        lines = [line.encode() for line in self.source.splitlines(keepends=True)]
-        changes = [*self._imports(), *self._places()]
-        # From the end, so that what is before stays where it is. Offsets are in bytes.
-        for node, text in sorted(changes, key=lambda c: (c[0].lineno, c[0].col_offset))[::-1]:
-            assert node.end_lineno is not None and node.end_col_offset is not None
-            first, last = node.lineno - 1, node.end_lineno - 1
-            before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-            lines[first : last + 1] = [before + text.encode() + after]
-        return b"".join(lines).decode()
-
-    def _imports(self) -> Iterator[tuple[Node, str]]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                statements = self._flat_imports(node)
-                yield node, "; ".join(ast.unparse(statement) for statement in statements)
-
-    def _flat_imports(self, node: ast.ImportFrom) -> list[ast.ImportFrom]:
-        """The statements that import the same in one folder."""
-        around = self.parts if self._is_package(self.parts) else self.parts[:-1]
-        if node.level - 1 > len(around):
-            raise self.fail(node, "the import leaves the package")
-        base = around[: len(around) - (node.level - 1)]
-        target = (*base, *(node.module.split(".") if node.module else ()))
-        if target not in self.modules:
-            raise self.fail(node, f"{'.'.join(target)} is no module of the package")
-        if not self._is_package(target):
-            return [ast.ImportFrom(flat_name(target), node.names, 1)]
-        inner, own = [], []
-        for alias in node.names:
-            module = (*target, alias.name)
-            if module not in self.modules:
-                own.append(alias)
-            elif self._is_package(module):
-                raise self.fail(node, f"{'.'.join(module)} is a package, which one folder has not")
-            else:
-                inner.append(ast.alias(flat_name(module), alias.asname or alias.name))
-        if own and target:
-            raise self.fail(node, f"{own[0].name} is no module of {'.'.join(target)}")
-        return [ast.ImportFrom(None, names, 1) for names in (own, inner) if names]
-
-    def _is_package(self, parts: Parts) -> bool:
-        return parts in self.modules and self.modules[parts].endswith(f"{INIT}.py")
-
-    def _places(self) -> Iterator[tuple[Node, str]]:
-        """Uses of `__file__`: the file itself stays one; its package's folder is the one folder."""
-        known = set[ast.AST]()
-        for outer in ast.walk(self.tree):
-            for node in ast.iter_child_nodes(outer):
-                handed_on = isinstance(outer, ast.Call) and node in outer.args
-                if handed_on and ast.unparse(node) in FILES:
-                    known.update(ast.walk(node))
-                if (
-                    isinstance(node, ast.Subscript)
-                    and isinstance(node.slice, ast.Constant)
-                    and ast.unparse(node.value) == PARENTS
-                    and not isinstance(outer, ast.Attribute | ast.BinOp)
-                ):
-                    if node.slice.value != len(self.parts) - 1:
-                        place = f"parents[{node.slice.value!r}]"
-                        raise self.fail(node, f"{place} is not the package's folder")
-                    known.update(ast.walk(node))
-                    yield node.slice, "0"
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and node not in known:
-                if node.id in ("__path__", "__package__", "__spec__"):
-                    raise self.fail(node, f"{node.id} is another in one folder")
-                if node.id == "__file__":
-                    raise self.fail(node, "__file__ may mean another place in one folder")
+def _check_places(path: str, parts: Parts, source: str, tree: ast.Module) -> None:
+    """Refuse what depends on where the file lies, but the package's folder and the file itself."""
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    for name in ("__path__", "__package__", "__spec__"):
+        if name in names:
+            raise FlattenError(f"{path}: {name} is another in one folder")
+    places = PLACE.findall(source)
+    if any(int(level) != len(parts) - 1 for level in places):
+        raise FlattenError(f"{path}: parents[{places[0]}] is not the package's folder")
+    if names.count("__file__") != len(places) + len(OWN_FILE.findall(source)):
+        raise FlattenError(f"{path}: __file__ may mean another place in one folder")

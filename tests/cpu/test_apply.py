@@ -16,15 +16,17 @@ import torch
 from flashinfer_bench import ApplyConfig, apply, disable_apply, enable_apply
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.integration import flashinfer
-from test_pack import GENERATIONS, arguments, by_its_path, unpack
+from one_token import arguments
+from test_pack import GENERATIONS, by_its_path, unpack
 from test_submit import WORKLOADS, submit, traces_of, write
 
 import run
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
+from scripts.data.traces import read_evaluations
 from scripts.pack.pack import PackError
-from scripts.submit import evidence, trees
-from scripts.submit.export import export_of, write_all
+from scripts.submit import evidence, forms
+from scripts.submit.forms import export_of, write_all
 
 FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
 TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
@@ -132,7 +134,7 @@ def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
 SCRIPT = """
 import math, sys
 sys.path[:0] = {paths!r}
-from test_pack import arguments
+from one_token import arguments
 from flashinfer_bench import ApplyConfig, apply
 from flashinfer_bench.apply import get_default_registry
 
@@ -190,18 +192,18 @@ def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Pat
 
 def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkeypatch) -> None:
     results = measured(tmp_path / "run", {FUSED: {7: 5.0}, V1: {7: 6.0}})
-    found = evidence.read([results])
+    found = read_evaluations([results])
     exports = [
-        replace(e, evidence=evidence.back(e.solution, WORKLOADS, found, "H200", every=False))
+        replace(e, traces=evidence.back(e.solution, found, WORKLOADS, "H200", every=False)[0])
         for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))
     ]
     write_all(
-        tmp_path / "tree", trees.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
+        tmp_path / "tree", forms.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
     )
-    trees.check_apply(tmp_path / "tree", exports)
-    monkeypatch.setattr(trees, "fastest", lambda exports: {7: FUSED})
+    forms.check_apply(tmp_path / "tree", exports)
+    monkeypatch.setattr(forms, "fastest", lambda exports: {7: FUSED})
     with pytest.raises(PackError, match=f"apply would take {V1} at T=7, the fastest is {FUSED}"):
-        trees.check_apply(tmp_path / "tree", exports)
+        forms.check_apply(tmp_path / "tree", exports)
 
 
 # --- FlashInfer's Trace Apply ---------------------------------------------------------------------
@@ -243,7 +245,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
         if a != b
     ]
     assert changed == [("main.py", True)]
-    trees.check_flashinfer(measured_one)
+    forms.check_flashinfer(folder, [measured_one])
 
 
 CALL = """
@@ -252,7 +254,7 @@ import torch
 sys.path[:0] = {paths!r}
 torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
 import flashinfer
-from test_pack import arguments
+from one_token import arguments
 
 values, expected = arguments()
 del values["output"]

@@ -131,14 +131,22 @@ SLOW = """
 import pathlib, time
 pathlib.Path({ready!r}).touch()
 try:
-    time.sleep({seconds})
+    for _ in range(10 * {seconds}):  # a signal just before one sleep ends the next
+        time.sleep(0.1)
 except BaseException:
     raise ImportError("cannot be loaded twice")  # as C++ code says
 """
 
 
-@pytest.mark.parametrize("module", ["filelock", "torch"])  # before main begins, and in it
-@pytest.mark.parametrize("mask", ["started by run.py", "ignored", ""])
+@pytest.mark.parametrize(
+    ("mask", "module"),
+    [
+        ("started by run.py", "filelock"),  # before main begins
+        ("started by run.py", "torch"),  # in it
+        ("", "torch"),
+        ("ignored", "filelock"),
+    ],
+)
 def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp_path: Path):
     ready = tmp_path / "ready"
     seconds = 2 if mask == "ignored" else 60

@@ -61,7 +61,7 @@ def test_solutions_are_selected_by_pattern() -> None:
         dataset.select_solutions(every, ["c"])
 
 
-def test_another_data_set_is_completed_in_memory_only(tmp_path: Path) -> None:
+def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "definitions").mkdir()
     shutil.copy(DEFINITION_FILE, tmp_path / "definitions")
     theirs = tmp_path / "solutions" / "them" / "moe" / DEFINITION
@@ -71,10 +71,14 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path) -> None:
     (theirs / "future.json").write_text(json.dumps({"definition": DEFINITION, "schema": 9}))
     before = sorted(p.name for p in tmp_path.rglob("*"))
 
-    trace_set, remarks = dataset.load(tmp_path)
-    assert len(remarks) == 1 and "future.json" in remarks[0]
-    remarks = packed.add_solutions(trace_set, [solution("same"), solution("new")])
-    assert remarks == ["same: the data set's copy differs; the current one is used"]
+    ours = [solution("same"), solution("new")]
+    monkeypatch.setattr(packed.pack, "write_packed", lambda **_: [])
+    monkeypatch.setattr(packed, "packed_solutions", lambda paths: ours)
+    trace_set, found = packed.load_with_ours(tmp_path)
+    assert found == ours
+    future, same = capsys.readouterr().err.split("\n", 1)
+    assert "future.json" in future
+    assert same == "same: the data set's copy differs; the current one is used\n"
     by_name = {s.name: s for s in trace_set.solutions[DEFINITION]}
     assert sorted(by_name) == ["new", "peer", "same"]
     assert by_name["same"].sources[0].content == "def run(): pass\n"

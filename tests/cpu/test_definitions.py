@@ -1,4 +1,4 @@
-"""The other layers of the family: interface, reference, workloads and packed solutions."""
+"""The layers as definitions: interface, reference, workloads and packed solutions."""
 
 import dataclasses
 import hashlib
@@ -17,21 +17,24 @@ from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs, MoeShape
+from one_token import arguments
+from programs import packed_once
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
-from scripts.common.project import BASELINES, ROOT
+from scripts.common.project import BASELINES, DEFINITION, ROOT
 from scripts.data import dataset, workload_specs
 from scripts.data.synthetic_logits import routing_bias
 from scripts.pack import pack, sources
-from scripts.programs import bench
+from scripts.programs import bench, make_definition
 from scripts.programs import make_workloads as program
 from scripts.table import rankings, recorded
 
 FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
 OTHERS = MOE[1:]
 every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
+every_layer = pytest.mark.parametrize("definition", MOE, ids=lambda d: d.short or "default")
 SMALL = 1024
 """Tokens of the largest workload whose draw is looked at here."""
 
@@ -71,6 +74,10 @@ def renormalize(t: int, e: int, h: int, i: int) -> list[tuple]:
 
 
 PUBLIC = {
+    DEFINITION: (
+        {"num_experts": 256, "num_local_experts": 32},
+        deepseek_v3(5, 256, 32, 7168, 2048),
+    ),
     "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e48_h7168_i2048": (
         {"num_experts": 384, "num_local_experts": 48, "top_k": 8},
         deepseek_v3(5, 384, 48, 7168, 2048),
@@ -96,11 +103,23 @@ PUBLIC = {
 
 
 def test_the_table_has_the_public_names() -> None:
-    assert [d.name for d in OTHERS] == list(PUBLIC)
+    assert [d.name for d in MOE] == list(PUBLIC)
     assert len({d.short for d in TABLE}) == len(TABLE) and TABLE[0] is DEFAULT
 
 
-@every
+def test_committed_files_are_what_the_program_writes(tmp_path: Path) -> None:
+    assert make_definition.main(["--check"]) == 0
+    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
+    assert make_definition.main(["--root", str(tmp_path)]) == 0
+    for definition in TABLE:
+        written = (tmp_path / definition.path).read_text()
+        assert written == (ROOT / definition.path).read_text()
+    written = (tmp_path / DEFAULT.path).read_text()
+    (tmp_path / DEFAULT.path).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
+    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
+
+
+@every_layer
 def test_interface_is_that_of_the_public_definition(definition) -> None:
     axes, inputs = PUBLIC[definition.name]
     loaded = load(definition)
@@ -143,7 +162,7 @@ def test_names_are_found_in_full_and_in_short() -> None:
 
 # --- the references ------------------------------------------------------------------------------
 
-EXPERTS, LOCAL, HIDDEN, INTER = 24, 6, 256, 128
+HIDDEN, INTER = 256, 128
 """References take every size but those of the routing from their inputs."""
 
 
@@ -152,13 +171,15 @@ def all_local(definition: MoeDefinition) -> bool:
 
 
 def small_shape(definition: MoeDefinition) -> MoeShape:
-    local = EXPERTS if all_local(definition) else LOCAL
+    experts, local = (64, 8) if definition.n_group > 1 else (24, 6)
+    local = experts if all_local(definition) else local
     sizes = {"num_local_experts": local, "hidden_size": HIDDEN, "intermediate_size": INTER}
-    return MoeShape(**{**definition.shape, "num_experts": EXPERTS, **sizes})
+    return MoeShape(**{**definition.shape, "num_experts": experts, **sizes})
 
 
 def small_inputs(shape: MoeShape, tokens: int, offset: int) -> MoeInputs:
-    return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=EXPERTS - 2)
+    favourite = shape.num_experts - 2
+    return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=favourite)
 
 
 def reference(definition: MoeDefinition):
@@ -197,25 +218,31 @@ def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
 
 
 CASES = [(d, offset) for d in OTHERS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
-every_case = pytest.mark.parametrize(
-    ("definition", "offset"), CASES, ids=[f"{d.short}-{offset}" for d, offset in CASES]
-)
+EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 56, 60, -3, -8, 64, -100, 1000)), *CASES]
 
 
-@every_case
+def of_cases(cases: list) -> pytest.MarkDecorator:
+    ids = [f"{d.short or 'default'}-{offset}" for d, offset in cases]
+    return pytest.mark.parametrize(("definition", "offset"), cases, ids=ids)
+
+
+@of_cases(EVERY_CASE)
 def test_reference_against_loop(definition, offset) -> None:
     shape = small_shape(definition)
     inputs = small_inputs(shape, 9, offset)
     expected, got = by_hand(inputs, shape), reference(definition)(*arguments_of(definition, inputs))
     assert got.dtype == torch.bfloat16 and got.shape == expected.shape
     assert torch.equal(got.double() == 0, expected == 0)  # tokens without a local expert
-    assert bool((expected != 0).any()) == (offset < 24)
+    exists = -shape.num_local_experts < offset < shape.num_experts
+    assert exists or not (expected != 0).any()
+    chosen = shape.num_experts - 2 - offset  # by every token
+    assert (expected != 0).any() or chosen not in range(shape.num_local_experts)
     tolerance = 1e-4 * expected.std().item()
     torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=tolerance)
 
 
 @pytest.mark.parametrize("module", [v4_flat, v5_fused, v6_fused_hifi])
-@every_case
+@of_cases(CASES)
 def test_layers_against_brute_force(definition, offset, module) -> None:
     shape = small_shape(definition)
     inputs = small_inputs(shape, 9, offset)
@@ -223,18 +250,36 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
     output = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16)
     run = run_of(module.LAYER, **dataclasses.asdict(shape))
     run(*arguments_of(definition, inputs), output)
-    if offset < EXPERTS:
+    if offset < shape.num_experts:
         # The brute force rounds up and gate to bfloat16 as flat does, and has one FP8 term.
         assert calc_diff(output, wanted) < (1e-4 if module is v4_flat else 1e-3)
     else:
         assert torch.equal(output, torch.zeros_like(output))
 
 
-@every
+@every_layer
 def test_reference_without_tokens(definition) -> None:
     inputs = small_inputs(small_shape(definition), 0, 0)
     got = reference(definition)(*arguments_of(definition, inputs))
     assert got.shape == (0, HIDDEN) and got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("definition", [DEFAULT, OTHERS[0]], ids=["default", "kimi_k2"])
+def test_reference_leaves_its_inputs_and_takes_scalars_as_tensors(definition) -> None:
+    shape = small_shape(definition)
+    offset = shape.num_experts - shape.num_local_experts
+    inputs = arguments_of(definition, small_inputs(shape, 9, offset))
+    before = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
+    once = reference(definition)(*inputs)
+    for value, copy in zip(inputs, before, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.view(torch.uint8), copy.view(torch.uint8))
+    inputs[-2:] = torch.tensor(offset, dtype=torch.int32), torch.tensor(2.5)
+    assert torch.equal(reference(definition)(*inputs), once)
+    inputs[-1] = 5.0
+    assert once.abs().max() > 0
+    twice = reference(definition)(*inputs).float()
+    torch.testing.assert_close(twice, 2 * once.float(), rtol=2**-7, atol=0)
 
 
 # --- the workloads -------------------------------------------------------------------------------
@@ -243,7 +288,7 @@ def test_reference_without_tokens(definition) -> None:
 @every
 def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
     arguments = ["--root", str(tmp_path), "--definition", definition.short]
-    specs = workload_specs.load_specs(ROOT / workload_specs.spec_path(definition))
+    specs = workload_specs.load_specs(definition)
     drawn = workload_specs.own_specs(definition, SMALL)
     assert drawn == specs[: len(drawn)] and drawn[-1].seq_len <= SMALL
     for spec in drawn:
@@ -254,14 +299,14 @@ def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None
     assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
         definition.tokens
     )
-    assert program.main([*arguments, "--max-tokens", "7", "--quiet"]) == 0
+    assert program.main([*arguments, "--max-tokens", "7"]) == 0
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
 @every
 def test_no_choice_hangs_on_a_small_margin(definition) -> None:
     """In float32 and in torch: another implementation than the generator's own."""
-    for spec in workload_specs.load_specs(ROOT / workload_specs.spec_path(definition)):
+    for spec in workload_specs.load_specs(definition):
         if spec.seq_len > SMALL:
             continue
         made = spec.draw()
@@ -274,11 +319,11 @@ def test_no_choice_hangs_on_a_small_margin(definition) -> None:
         k = definition.top_k
         assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
         assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
-        content = workload_specs.blob_bytes(made.logits, definition)
+        content = spec.blob_of(made)
         assert hashlib.sha256(content).hexdigest() == spec.sha256
 
 
-@every
+@every_layer
 def test_inputs_of_a_workload(definition, tmp_path) -> None:
     """As flashinfer-bench loads what the definition says."""
     from flashinfer_bench.bench.utils import load_safetensors
@@ -287,12 +332,14 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
     assert dataset.definition_of(trace_set).name == definition.name
     (trace,) = dataset.select_workloads(trace_set.workloads[definition.name], ["7"])
     uuid = trace.workload.uuid
-    workload_specs.make_workloads(tmp_path, [uuid], progress=False, definition=definition)
+    workload_specs.make_workloads(tmp_path, [uuid], definition=definition)
     loaded = load_safetensors(load(definition), trace.workload, tmp_path)
     pinned = {n for n, spec in trace.workload.inputs.items() if spec.type == "safetensors"}
     assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
     for name, tensor in loaded.items():
         assert str(tensor.dtype) == f"torch.{load(definition).inputs[name].dtype.value}"
+    (spec,) = (spec for spec in workload_specs.load_specs(definition) if spec.uuid == uuid)
+    assert np.array_equal(loaded["routing_logits"].float().numpy(), spec.draw().logits)
     assert list(trace.workload.inputs) == list(load(definition).inputs)
     scalars = {n: s.value for n, s in trace.workload.inputs.items() if s.type == "scalar"}
     if "routed_scaling_factor" in load(definition).inputs:
@@ -308,7 +355,7 @@ def unpacked(tmp_path, monkeypatch):
 
     def load_run(generation: pack.Generation):
         directory = tmp_path / generation.name
-        for source in json.loads(pack.pack(generation))["sources"]:
+        for source in json.loads(packed_once(generation))["sources"]:
             path = directory / source["path"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source["content"], encoding="utf-8")
@@ -323,35 +370,6 @@ def unpacked(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def full_size(definition: MoeDefinition) -> tuple[list, torch.Tensor]:
-    """One token that chose the first experts of the rank, of which the last has weights; nearly all
-    of them are memory that nobody touches. The output, and what it must be."""
-    loaded = load(definition)
-    values: dict = {}
-    for name, dims in zip(
-        loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True
-    ):  # a new tensor of zeros is untouched memory
-        dtype = getattr(torch, loaded.inputs[name].dtype.value)
-        if dims is not None:
-            size = torch.empty((), dtype=dtype).element_size()
-            zeros = np.zeros((*dims, size), dtype=np.uint8)
-            values[name] = torch.from_numpy(zeros).view(dtype).squeeze(-1)
-    for name in values:
-        if name.endswith("scale"):
-            values[name].fill_(1.0)
-    last = definition.top_k - 1
-    values["routing_logits"].fill_(-100.0)
-    values["routing_logits"][0, : definition.top_k] = 1.0
-    values["hidden_states"][0, 0] = 1.0
-    w13, w2, i = values["gemm1_weights"], values["gemm2_weights"], definition.intermediate_size
-    w13[last, 0, 0] = w13[last, i, 0] = w2[last, 5, 0] = 1.0
-    scalars = {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
-    values |= {name: scalars[name] for name in loaded.inputs if name in scalars}
-    expected = torch.zeros(1, definition.hidden_size)
-    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0))) / definition.top_k
-    return [values[name] for name in loaded.inputs], expected
-
-
 @every
 def test_packed_solutions(definition, unpacked) -> None:
     """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
@@ -359,16 +377,16 @@ def test_packed_solutions(definition, unpacked) -> None:
     names = {g.path.stem for g in found}
     assert {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe"} == names
     loaded = load(definition)
-    inputs, expected = full_size(definition)
+    values, expected = arguments(ROOT / definition.path)
+    *inputs, output = values.values()
     for generation in found:
-        packed = json.loads(pack.pack(generation))
-        assert packed["definition"] == definition.name
-        assert packed["name"] == f"{generation.metadata['name']}_{definition.short}"
+        assert generation.name == f"{generation.metadata['name']}_{definition.short}"
         if generation.path.stem not in ("v5_fused", "triton_moe"):
             continue
+        packed = json.loads(packed_once(generation))
+        assert (packed["definition"], packed["name"]) == (definition.name, generation.name)
         run = unpacked(generation)
         assert list(inspect.signature(run).parameters) == [*loaded.inputs, *loaded.outputs]
-        output = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
         if generation.path.parent.name == BASELINES:
             with pytest.raises(RuntimeError, match="unsupported on cpu"):
                 run(*inputs, output)
@@ -378,25 +396,34 @@ def test_packed_solutions(definition, unpacked) -> None:
 
 
 def test_packing_a_definition(tmp_path, monkeypatch) -> None:
-    """Into a directory of its own, whose solutions are known as ours."""
-    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path)
-    definition = OTHERS[0]
-    name = definition.packed_name("triton_moe")
-    (path,) = pack.write_packed([name], build=False, definition=definition)
-    assert path == tmp_path / definition.short / f"{name}.json"
-    assert pack.stale_files([name], path.parent, definition=definition) == []
-    (path.parent / "gone.json").write_text("{}")
-    with (path.parent / pack.MANIFEST).open("a") as listed:
-        listed.write("gone.json\n")
-    assert pack.write_packed(build=False)[0].parent == tmp_path
-    assert (path.parent / "gone.json").is_file(), "of another definition"
-    pack.write_packed(build=False, definition=definition)
-    assert not (path.parent / "gone.json").is_file()
+    """Into a directory of its own, from which packing another definition removes nothing."""
+    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "packed")
+    definition, root = OTHERS[0], tmp_path / "package"
+    (root / "layer").mkdir(parents=True)
+    for name in ("__init__.py", "layer/__init__.py", "layer/calls.py"):
+        (root / name).write_text('"""Empty."""\n')
+    text = '"""It."""\n\nSOLUTION = {"name": "NAME", "routings": ("deepseek_v3",)}\n'
+    for name in ("it", "gone"):
+        (root / f"{name}.py").write_text(text.replace("NAME", name))
+    paths = pack.write_packed(root=root, build=False, definition=definition)
+    folder = tmp_path / "packed" / "kimi_k2"
+    assert paths == [folder / "gone_kimi_k2.json", folder / "it_kimi_k2.json"]
+    assert pack.stale_files([], folder, root, definition) == []
+    (root / "gone.py").unlink()
+    assert pack.write_packed(root=root, build=False) == [tmp_path / "packed" / "it.json"]
+    assert paths[0].is_file(), "of another definition"
+    pack.write_packed(root=root, build=False, definition=definition)
+    assert not paths[0].is_file()
     # Those of two definitions can lie in one directory.
-    pack.write_packed(output=path.parent, build=False)
+    pack.write_packed(output=folder, root=root, build=False)
     for of in (DEFAULT, definition):
-        assert pack.stale_files([], path.parent, definition=of) == []
-    hashes = sources.current(definition)
+        assert pack.stale_files([], folder, root, of) == []
+
+
+def test_sources_of_another_definition_are_known_as_ours(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "pack", packed_once)
+    definition = OTHERS[0]
+    name, hashes = definition.packed_name("triton_moe"), sources.current(definition)
     assert sources.remark({name: {hashes[name]}}) == ""
     assert "triton_moe_kimi_k2 has changed" in sources.remark({name: {"another"}})
     names = {g.name for g in pack.every_generation()}
@@ -410,6 +437,8 @@ def test_packing_a_definition(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def listing(monkeypatch, capsys):
     """What `bench --list` prints for a definition, on a CPU."""
+
+    monkeypatch.setattr(pack, "pack", packed_once)
 
     def of(definition: definitions.Entry) -> str:
         argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]

@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from one_token import arguments
+from programs import packed_once
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
@@ -63,7 +63,7 @@ def test_our_generations_are_found_with_their_metadata() -> None:
 def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
         "import sys; from scripts.pack import pack; assert pack.generations(); "
-        "[pack.pack(g) for g in pack.generations()]; "
+        "pack.pack(pack.generations()[0]); "
         "sys.exit(bool({'torch', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"
     )
@@ -71,13 +71,13 @@ def test_reading_a_generation_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": paths}).returncode == 0
 
 
+def packed_of(name: str) -> bytes:
+    return packed_once(GENERATIONS[name])
+
+
 def test_packing_twice_gives_the_same_bytes() -> None:
-    for generation in pack.generations():
-        first = pack.pack(generation)
-        assert first == pack.pack(generation)
-        sources = [s["path"] for s in json.loads(first)["sources"]]
-        assert sources == sorted(sources)
-        assert f"moe_fp8/{generation.path.relative_to(PACKAGE_DIR).as_posix()}" in sources
+    for name, generation in GENERATIONS.items():
+        assert packed_of(name) == pack.pack(generation)
 
 
 def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> None:
@@ -89,12 +89,15 @@ def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> Non
     assert path.read_bytes() == unix and b"\\r" not in unix
 
 
-def test_a_generation_packs_no_other_generation() -> None:
-    entries = {f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}" for g in pack.generations()}
-    for generation in pack.generations():
-        sources = {s["path"] for s in json.loads(pack.pack(generation))["sources"]}
-        own = f"moe_fp8/{generation.path.relative_to(PACKAGE_DIR).as_posix()}"
-        assert sources & entries == {own}
+def test_a_generation_packs_no_other_generation_and_no_gemm_alone() -> None:
+    own = {
+        name: f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}"
+        for name, g in GENERATIONS.items()
+    }
+    for name, entry in own.items():
+        sources = [s["path"] for s in json.loads(packed_of(name))["sources"]]
+        assert sources == sorted(sources) and set(sources) & set(own.values()) == {entry}
+        assert not any("/gemms/" in path for path in sources)
 
 
 def test_fields_of_the_solution(package: Path) -> None:
@@ -116,46 +119,26 @@ def test_check_sees_a_changed_a_missing_and_a_stale_file(package: Path) -> None:
     assert pack.stale_files([], output, package) == []
     (package / "helper.py").write_text("def fill(x):\n    x.fill_(4)\n")
     assert pack.stale_files([], output, package) == ["sample.json: not what gen.py packs to"]
-    (output / "sample.json").write_text("{")
     (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
     write(package)
     assert pack.stale_files([], output, package) == []
     (package / "gone.py").unlink()
     assert pack.stale_files([], output, package) == ["gone.json: no generation of that name"]
-    write(package)
-    assert sorted(p.name for p in output.iterdir()) == [pack.MANIFEST, "sample.json"]
-
-
-def test_only_what_was_packed_is_removed_or_replaced(package: Path) -> None:
-    """The directory may be anyone's."""
-    output = package.parent / "packed"
-    output.mkdir()
-    foreign = [output / name for name in ("mine.json", "packages.json")]
-    for path in foreign:
-        path.write_text("{}")
-    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
-    write(package)
     write(package, "sample")  # forgets nothing
-    manifest = output / pack.MANIFEST
-    assert manifest.read_text() == "gone.json\nsample.json\n"
-    # A name that leads out of the directory, and one that is no file's.
-    with manifest.open("a") as file:
-        file.write("../mine.json\nabsent.json\n")
-    (package.parent / "mine.json").write_text("{}")
-    (package / "gone.py").unlink()
+    assert {p.name for p in output.iterdir()} == {"gone.json", "sample.json"}
     write(package)
-    assert sorted(output.glob("*")) == sorted([*foreign, manifest, output / "sample.json"])
-    assert (package.parent / "mine.json").is_file() and manifest.read_text() == "sample.json\n"
-    assert pack.stale_files([], output, package) == []
-    # A file that was removed is forgotten: who takes its name next keeps it.
-    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
+    assert [p.name for p in output.iterdir()] == ["sample.json"]
+
+
+def test_only_what_was_packed_is_removed(package: Path) -> None:
+    """The directory may be anyone's, with copies of ours under names of their own."""
+    (path,) = write(package)
+    foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
+    for file, content in foreign.items():
+        file.write_bytes(content)
     write(package)
-    (output / "gone.json").unlink()
-    (package / "gone.py").unlink()
-    write(package)
-    (output / "gone.json").write_text("{}")
-    write(package)
-    assert (output / "gone.json").read_text() == "{}"
+    assert {file: file.read_bytes() for file in foreign} == foreign
+    assert pack.stale_files([], path.parent, package) == []
 
 
 @pytest.mark.parametrize(
@@ -171,26 +154,10 @@ def test_a_file_in_a_solutions_place_is_refused(content: str, package: Path) -> 
     assert [p.read_text() for p in output.iterdir()] == [content]
 
 
-def test_what_was_packed_before_there_was_a_list_is_ours(package: Path) -> None:
-    (path,) = write(package)
-    (path.parent / pack.MANIFEST).unlink()
-    (package / "helper.py").write_text("def fill(x):\n    x.fill_(4)\n")
-    write(package)
-    assert pack.stale_files([], path.parent, package) == []
-    assert (path.parent / pack.MANIFEST).read_text() == "sample.json\n"
-
-
-def test_flashinfer_bench_reads_the_packed_and_not_their_list(package: Path, tmp_path) -> None:
-    from flashinfer_bench.data import TraceSet
-
-    pack.write_packed(output=tmp_path / "solutions" / "packed", root=package, build=False)
-    (found,) = TraceSet.from_path(str(tmp_path)).solutions.values()
-    assert [solution.name for solution in found] == ["sample"]
-
-
 def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys) -> None:
     monkeypatch.setattr(pack, "PACKED_DIR", Path("/dev/null/packed"))
     monkeypatch.setattr(pack, "validate", lambda *_: None)
+    monkeypatch.setattr(pack, "pack", packed_once)
     trace_set, packed = load_with_ours(ROOT)
     names = {solution.name for solution in packed}
     assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
@@ -229,7 +196,7 @@ def test_what_a_solution_does_not_say_is_that_of_our_own_kernels(package: Path) 
     said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
     (package / "gen.py").write_text("".join(said))
     (path,) = write(package)
-    made, ours = json.loads(path.read_text()), json.loads(pack.pack(GENERATIONS[OWN[0]]))
+    made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
     assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
     assert "nvidia-cutlass-dsl==4.8.1" in made["spec"]["dependencies"]
 
@@ -269,8 +236,6 @@ def test_an_unknown_name_is_a_usage_error(package: Path) -> None:
 GENERATIONS = {g.name: g for g in pack.generations()}
 OWN = [name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES]
 DEFINED = json.loads(DEFINITION_FILE.read_text("utf-8"))
-
-every_solution = pytest.mark.parametrize("name", GENERATIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -324,37 +289,6 @@ def by_its_path(directory: Path) -> Any:
 every_way = pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
 
 
-def arguments() -> tuple[dict[str, Any], torch.Tensor]:
-    """One token with one local expert, the last one, of weights of full size, nearly all of them
-    untouched memory; and the output that it must have."""
-    e, h, i, t = 32, 7168, 2048, 1
-
-    def fp8(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(torch.float8_e4m3fn)
-
-    bias = torch.zeros(256)
-    bias[[31, 32, 33, 34, 64, 65, 96, 97]] = 10
-    w13, w2 = fp8(e, 2 * i, h), fp8(e, h, i)
-    # Column 0 of the input reaches up[0] and gate[0], and these reach output 5.
-    w13[31, 0, 0] = w13[31, i, 0] = w2[31, 5, 0] = 1.0
-    values = {
-        "routing_logits": torch.zeros(t, 256),
-        "routing_bias": bias.bfloat16(),
-        "hidden_states": torch.ones(t, h).to(torch.float8_e4m3fn),
-        "hidden_states_scale": torch.ones(h // 128, t),
-        "gemm1_weights": w13,
-        "gemm1_weights_scale": torch.ones(e, 32, 56),
-        "gemm2_weights": w2,
-        "gemm2_weights_scale": torch.ones(e, 56, 16),
-        "local_expert_offset": 0,
-        "routed_scaling_factor": 8.0,
-        "output": torch.full((t, h), float("nan"), dtype=torch.bfloat16),
-    }
-    expected = torch.zeros(t, h)
-    expected[0, 5] = 1 / (1 + torch.exp(torch.tensor(-1.0)))
-    return values, expected
-
-
 def check_call(name: str, run: Callable[..., None]) -> None:
     values, expected = arguments()
     if name in OWN:
@@ -365,12 +299,17 @@ def check_call(name: str, run: Callable[..., None]) -> None:
             run(**values)
 
 
-@every_way
-@every_solution
+# Every solution as flashinfer-bench imports it; one of ours and a peer's in the other ways, too.
+WAYS = [(name, of_a_package) for name in GENERATIONS]
+for some in ("cutedsl_moe_fp8_fused", "triton_moe"):
+    WAYS += [(some, top_level), (some, by_its_path)]
+
+
+@pytest.mark.parametrize(("name", "load"), WAYS)
 def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     name: str, load: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    directory = unpack(pack.pack(GENERATIONS[name]), tmp_path / "a directory")
+    directory = unpack(packed_of(name), tmp_path / "a directory")
     run = load(directory).run
     assert Path(inspect.getfile(run)).is_relative_to(directory), "not the bundle's"
     # FlashInfer calls by name, flashinfer-bench and SOL-ExecBench by position.
@@ -381,10 +320,10 @@ def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
 @every_way
 def test_bundles_live_side_by_side(load: Callable[[Path], Any], tmp_path: Path) -> None:
     """Two solutions, two versions of one, and the same one at two places."""
-    flat = pack.pack(GENERATIONS["cutedsl_moe_fp8_flat"])
+    flat = packed_of("cutedsl_moe_fp8_flat")
     assert b"layer(MoeInputs(" in flat
     other = flat.replace(b"layer(MoeInputs(", b"raise ArithmeticError(MoeInputs(")
-    bundles = [flat, pack.pack(GENERATIONS["cutedsl_moe_fp8_v2"]), other, flat]
+    bundles = [flat, packed_of("cutedsl_moe_fp8_v2"), other, flat]
     places = [tmp_path / str(i) for i in range(len(bundles))]
     runs = [load(unpack(b, p)).run for b, p in zip(bundles, places, strict=True)]
     assert len({run.__globals__["MoeInputs"] for run in runs}) == len(runs)
@@ -411,7 +350,7 @@ def test_a_version_that_takes_anothers_place_is_loaded(
 
 
 def test_a_bundle_is_loaded_once_and_goes_with_the_package_around_it(tmp_path: Path) -> None:
-    directory = unpack(pack.pack(GENERATIONS["triton_moe"]), tmp_path / "x")
+    directory = unpack(packed_of("triton_moe"), tmp_path / "x")
     run = top_level(directory).run
     package = sys.modules[run.__module__.split(".")[0]]
     assert by_its_path(directory).run is run and sys.modules[package.__name__] is package
@@ -447,7 +386,7 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
         names = ("compile", "sm90.gemm")
         return key(*(importlib.import_module(f"{package}.kernels.{name}") for name in names))
 
-    flat = pack.pack(GENERATIONS["cutedsl_moe_fp8_flat"])
+    flat = packed_of("cutedsl_moe_fp8_flat")
     ours = key(compiling, gemm_sm90)
     assert bundles_key(flat, "a place") == ours
     options = b"--enable-tvm-ffi --gpu-arch"
@@ -461,8 +400,8 @@ def test_flashinfers_trace_apply_loads_the_bundles(tmp_path: Path, monkeypatch) 
 
     monkeypatch.setenv("HOME", str(tmp_path))
     loaded: dict[str, Any] = {}
-    for name, generation in GENERATIONS.items():
-        solution = Solution.from_dict(json.loads(pack.pack(generation)))
+    for name in ("cutedsl_moe_fp8_fused", "triton_moe"):
+        solution = Solution.from_dict(json.loads(packed_of(name)))
         loaded[name] = loaders.load(solution)
         monkeypatch.delitem(sys.modules, f"flashinfer_trace_apply_solution_{solution.hash()[:16]}")
     for name, run in loaded.items():
@@ -477,50 +416,27 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution, load_json_file
 
 definition = load_json_file(Definition, sys.argv[1])
-E, H, I, T = 32, 7168, 2048, 1
-fp8 = torch.float8_e4m3fn
-torch.manual_seed(0)
-w13, w2 = torch.zeros(E, 2 * I, H, dtype=fp8), torch.zeros(E, H, I, dtype=fp8)
-inputs = [
-    torch.randn(T, 256), torch.randn(256).bfloat16(), torch.ones(T, H).to(fp8),
-    torch.ones(H // 128, T), w13, torch.ones(E, 32, 56), w2, torch.ones(E, 56, 16), 0, 2.5,
-]
-s = torch.sigmoid(inputs[0]) + inputs[1].float()
-outputs = []
-for path in sys.argv[2:]:
+sys.path.append(sys.argv[2])
+from one_token import arguments
+
+values, expected = arguments()
+*inputs, output = values.values()
+for path in sys.argv[3:]:
     run = BuilderRegistry.get_instance().build(definition, load_json_file(Solution, path))
-    result = torch.full((T, H), float("nan"), dtype=torch.bfloat16)
-    run(*inputs, result)
-    assert (result == 0).all(), "zero weights give a zero output"
-    outputs.append(run)
-# One weight an expert: column 0 of the input reaches up[0] and gate[0], that reaches output 5.
-for e in range(E):
-    w13[e, 0, 0] = w13[e, I, 0] = 1.0
-    w2[e, 5, 0] = 1.0
-silu = 1 / (1 + torch.exp(torch.tensor(-1.0)))
-for run in outputs:
-    inputs[8] = 0
-    total = torch.zeros(T, H)
-    for offset in range(0, 256, E):  # all ranks together: the weights add up to the factor
-        inputs[8] = offset
-        result = torch.full((T, H), float("nan"), dtype=torch.bfloat16)
-        run(*inputs, result)
-        total += result.float()
-    assert abs(total[0, 5] / (2.5 * silu) - 1) < 0.05, total[0, 5]
-    assert (total[0, :5] == 0).all() and (total[0, 6:] == 0).all()
+    run(*inputs, output.fill_(float("nan")))
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0)
 assert not any(m == "moe_fp8" or m.startswith("moe_fp8.") for m in sys.modules), "not the bundle"
 """
 
 
 @pytest.mark.large_memory
 def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
-    own = [g.name for g in pack.generations() if g.path.parent == PACKAGE_DIR]  # peers need a GPU
+    own = [g.name for g in GENERATIONS.values() if g.path.parent == PACKAGE_DIR]
     packed = pack.write_packed(own, output=tmp_path / "packed", build=False)
-    definition = ROOT / "definitions" / "moe" / f"{DEFINITION}.json"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
-    command = [sys.executable, "-c", textwrap.dedent(CALL_BUNDLES), str(definition)]
+    command = [sys.executable, "-c", CALL_BUNDLES, DEFINITION_FILE, Path(__file__).parent]
     result = subprocess.run(
-        [*command, *map(str, packed)], cwd=tmp_path, env=env, capture_output=True, text=True
+        [*command, *packed], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr

@@ -34,11 +34,6 @@ def test_the_reason_is_the_logs_last_line_where_no_exception_is_named() -> None:
     assert passed is not None and passed.reason == ""
 
 
-def test_a_path_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="absent does not exist"):
-        read_records([tmp_path / "absent"])
-
-
 def test_lines_without_a_result_are_passed_over(tmp_path: Path) -> None:
     """A data set's workloads have the form of traces."""
     workload = trace("x", 7, 1.0) | {"solution": None, "evaluation": None}
@@ -79,14 +74,14 @@ INF = float("inf")
 # --- files that are not as they should be ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [5, -1, -30])
+@pytest.mark.parametrize("cut", ['{"def', '{"a": 1', '{"definition": "é'])
 def test_a_last_line_that_was_cut_short_is_left_out_with_a_remark(
-    tmp_path: Path, capsys, keep: int
+    tmp_path: Path, capsys, cut: str
 ) -> None:
     path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
     line = json.dumps(trace("y", 7, 1.0)).encode()
     whole = path.read_bytes()
-    path.write_bytes(whole + line[:keep])
+    path.write_bytes(whole + cut.encode()[:-1])  # a last letter of two bytes in its midst
     assert [r.solution for r in read_records([path])] == ["x"]
     assert capsys.readouterr().err == f"{path}: the last line is cut short and left out\n"
     path.write_bytes(whole + line)  # only the end of the line is missing
@@ -94,12 +89,6 @@ def test_a_last_line_that_was_cut_short_is_left_out_with_a_remark(
     path.write_bytes(whole)
     assert [r.solution for r in read_records([path])] == ["x"]
     assert capsys.readouterr().err == ""
-
-
-def test_a_line_cut_inside_a_letter_is_left_out_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0)])
-    path.write_bytes(path.read_bytes() + '{"definition": "é'.encode()[:-1])
-    assert len(read_records([path])) == 1
 
 
 def changed(**fields: Any) -> dict:
@@ -116,23 +105,16 @@ def changed_evaluation(**fields: Any) -> dict:
     [
         [1, 2],
         changed(workload=None),
-        changed(workload=[]),
         changed(workload={"axes": {"seq_len": "many"}, "uuid": "u"}),
-        changed(workload={"axes": {"seq_len": [7]}, "uuid": "u"}),
         changed(workload={"axes": {"seq_len": 7}, "uuid": 5}),
-        changed(workload={"axes": 7, "uuid": "u"}),
         changed(solution=["x"]),
         changed(evaluation=[1]),
         changed_evaluation(status=5),
         changed_evaluation(status="TIMEOUT", log=5),
-        changed_evaluation(timestamp=5),
-        changed_evaluation(environment="GPU"),
         changed_evaluation(environment={"hardware": 5}),
-        changed_evaluation(environment={"hardware": "GPU", "libs": []}),
         changed_evaluation(environment={"hardware": "GPU", "libs": {"timing": 5}}),
         changed_evaluation(performance=[1.0]),
         changed_evaluation(correctness={"extra": [1]}),
-        changed_evaluation(correctness={"extra": {"device": 5}}),
         changed_evaluation(correctness={"extra": {"device": {"ms": 1.0, "method": 5}}}),
     ],
 )
@@ -156,11 +138,7 @@ def test_bytes_that_are_no_text_or_no_json_are_named_too(tmp_path: Path, content
     [
         ("{broken", "is no JSON"),
         ("[]", "the whole"),
-        ('{"peers": []}', "peers"),
         ('{"peers": {"x": "maybe"}}', "peers.x"),
-        ('{"skipped": {"x": 5}}', "skipped.x"),
-        ('{"solutions": ["x"]}', "solutions"),
-        ('{"earlier": 5}', "earlier"),
         ('{"environment": {"gpus": 5}}', "environment.gpus"),
     ],
 )
@@ -180,10 +158,8 @@ def test_a_broken_run_json_is_named_in_one_line(tmp_path: Path, content: str, sa
     ("figures", "reason"),
     [
         ({"latency_ms": 0.0}, "a latency of 0.0 ms is no measurement"),
-        ({"latency_ms": -1.0}, "a latency of -1.0 ms is no measurement"),
         ({"latency_ms": "NaN"}, "a latency of NaN ms is no measurement"),
         ({"latency_ms": float("nan")}, "a latency of nan ms is no measurement"),
-        ({"latency_ms": float("inf")}, "a latency of inf ms is no measurement"),
         ({"latency_ms": None}, "a latency of None ms is no measurement"),
         ({"latency_ms": True}, "a latency of True ms is no measurement"),
         ({"latency_ms": 10**400}, "a latency of 1000"),
@@ -230,13 +206,6 @@ def test_texts_are_kept_as_they_are() -> None:
     assert (record.hardware, record.timing, record.tolerance) == (evil, evil, evil)
     assert (record.status, record.reason) == (f"BAD{evil}", f"a{evil[:-1]}b")
     assert record.software == (("torch", evil),)
-
-
-def test_figures_find_a_result_by_its_name_as_it_is(tmp_path: Path) -> None:
-    name = "x\u202e"
-    path = write(tmp_path / "traces.jsonl", [trace(name, 7, 1.0, libs={"solution_hash": "1"})])
-    figures = {(UUIDS[7], name): {"cosine": 0.5}}
-    assert merge_into_traces(path, figures, {name: "1"}, "GPU A") == 1
 
 
 def test_a_long_line_of_a_log_is_cut() -> None:

@@ -24,9 +24,10 @@ from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
+from scripts.data.traces import read_evaluations
 from scripts.pack.pack import generations
-from scripts.submit import evidence, trees
-from scripts.submit.export import export_of, write_all
+from scripts.submit import evidence, forms
+from scripts.submit.forms import export_of, write_all
 
 pytestmark = pytest.mark.gpu
 
@@ -64,16 +65,16 @@ def data_set(tmp_path_factory) -> Path:
             line = {"definition": DEFINITION, "workload": workload, "solution": name}
             lines.append(json.dumps(line | {"evaluation": evaluation}))
     (place / "traces.jsonl").write_text("\n".join(lines) + "\n")
-    found = evidence.read([place / "traces.jsonl"])
+    found = read_evaluations([place / "traces.jsonl"])
     workloads = known.workloads[DEFINITION]
     backed = [
-        replace(e, evidence=evidence.back(e.solution, workloads, found, "this GPU", every=False))
+        replace(e, traces=evidence.back(e.solution, found, workloads, "this GPU", every=False)[0])
         for e in exports.values()
     ]
     definition = known.definitions[DEFINITION]
-    write_all(place / "apply", trees.apply_files(backed, definition))
-    trees.check_apply(place / "apply", backed)
-    write_all(place / "flashinfer", trees.flashinfer_files(exports[FUSED], definition))
+    write_all(place / "apply", forms.apply_files(backed, definition))
+    forms.check_apply(place / "apply", backed)
+    write_all(place / "flashinfer", forms.flashinfer_files(exports[FUSED], definition))
     return place
 
 

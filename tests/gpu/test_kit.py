@@ -15,8 +15,8 @@ from test_layer import new_output, output_of
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.pack.pack import generations
-from scripts.submit import packages
-from scripts.submit.export import export_of, write_all
+from scripts.submit import forms
+from scripts.submit.forms import export_of, write_all
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +30,10 @@ def test_what_the_kit_packs_gives_the_same_bits(module, make_inputs, tmp_path, m
     monkeypatch.setattr(BuilderRegistry, "_instance", None)
     stem = module.__name__.split(".")[-1]
     export = export_of(next(g for g in generations() if g.path.stem == stem), "some-team")
-    write_all(tmp_path / "kit", packages.kit_files(export))
+    write_all(tmp_path / "kit", forms.kit_files(export))
     config = tomllib.loads((tmp_path / "kit/config.toml").read_text("utf-8"))
     solution = pack_solution_from_files(
-        path=str(tmp_path / "kit" / packages.KIT_FOLDER),
+        path=str(tmp_path / "kit" / forms.KIT_FOLDER),
         spec=BuildSpec(target_hardware=["cuda"], **config["build"]),
         **config["solution"],
     )
