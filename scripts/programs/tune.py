@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
 OF = {
     "gemm": ("rows", "gemm", "experts", "uneven", "layout"),
-    "layer": ("tokens", "accurate", "reach", "offset"),
+    "layer": ("tokens", "accurate", "reach"),
     "triton": ("tokens",),
 }
 """The options that a search has of its own."""
@@ -54,7 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="layer, triton")
     add("--accurate", action="store_true", help="layer: two FP8 terms, as in hifi")
     add("--reach", type=whole(1), help="layer: steps of the ladder to either side (1)")
-    add("--offset", type=int, help="layer: first local expert where routing is drawn (0)")
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
     add_gemm_options(arguments, launches=4, repeats=10)
     args = arguments.parse_args()
@@ -73,7 +72,7 @@ def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found
 
     timing = Timing(args.launches, args.repeats, args.seed)
     if args.what == "layer":
-        problems = Problems(args.local, "cuda:0", args.seed, args.offset or 0)
+        problems = Problems(args.local, "cuda:0", args.seed)
         tokens, terms = args.tokens or tune.LAYER_TOKENS, 2 if args.accurate else 1
         return tune.tune_layer(problems, tokens, terms, args.reach or 1, args.repeats)
     if args.what == "triton":
