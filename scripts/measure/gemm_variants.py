@@ -4,23 +4,25 @@ peer's, beside readings of the weights; and whether an output is right."""
 import functools
 import importlib
 import itertools
-import sys
+import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flashinfer_bench.data import Solution
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import batched_rows, flat_rows
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
 
+from scripts.common.command_line import say
+from scripts.common.project import short_name
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
 from scripts.measure.timing import Call, Reading
 from scripts.measure.weight_stream import readers
+from scripts.pack import sources
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
@@ -142,12 +144,13 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its name and how to prepare a call on a set of operands."""
+    """A kernel with its name and how to prepare a call on a set of operands; ours with its config,
+    as it prints itself."""
 
     name: str
     prepare: Callable[[Operands], Call]
+    config: str = ""
     peer: bool = False
-    config: Callable[[Problem], Any] = lambda problem: None
 
 
 def heuristic(problem: Problem) -> Any:
@@ -157,17 +160,10 @@ def heuristic(problem: Problem) -> Any:
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 
-def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
-    """Our kernel with a config, with that which a function gives for the problem, or, without
-    either, the heuristic's."""
-
-    def chosen(problem: Problem) -> Any:
-        if config is None:
-            return heuristic(problem)
-        return config(problem) if callable(config) else config
+def ours(name: str, config: Any, layout: str = "flat") -> Variant:
+    """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
     def prepare(x: Operands) -> Call:
-        picked = chosen(x.problem)
         if layout == "batched":
             placed, rows = x.batched, batched_rows(x.rows_per_expert, x.problem.max_rows)
         elif layout == "aligned":
@@ -177,11 +173,11 @@ def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
         arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
 
         def launch() -> None:
-            kernels.grouped_gemm(*arguments, config=picked)
+            kernels.grouped_gemm(*arguments, config=config)
 
         return Call(launch, placed.out, placed.index)
 
-    return Variant(name, prepare, False, chosen)
+    return Variant(name, prepare, str(config))
 
 
 class Checker:
@@ -232,11 +228,6 @@ def shipped(name: str, problem: Problem) -> Any:
     return placed.config1 if first else placed.config2
 
 
-def solution_variant(name: str) -> Variant:
-    """A solution's kernel, config and row layout."""
-    return ours(name, lambda problem: shipped(name, problem), SOLUTIONS[name][1])
-
-
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
     """The heuristic's configs of a GEMM for rows that differ from expert to expert, from few rows
     to many; `known` is what else the heuristic is told."""
@@ -244,41 +235,41 @@ def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
-def neighbours(name: str, problem: Problem) -> list[Variant]:
-    """The solution's kernel with the configs beside the one that it launches.
+def beside(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
+    """A config of a ladder between the ones next to it."""
+    at = rungs.index(config)
+    return rungs[max(at - 1, 0) : at + 2]
 
-    What the tables call best known is the fastest of these and of the shipped one.
-    """
-    rungs = ladder()
-    at = rungs.index(shipped(name, problem))
-    return [
-        ours(f"{name}, next {side}", rungs[i], SOLUTIONS[name][1])
-        for side, i in (("smaller", at - 1), ("larger", at + 1))
-        if 0 <= i < len(rungs)
-    ]
+
+def solution_variants(name: str, problem: Problem) -> list[Variant]:
+    """A solution's kernel and row layout with the config that it launches and, for flat, with
+    those next to it: what the tables call best known is the fastest of these."""
+    config, layout = shipped(name, problem), SOLUTIONS[name][1]
+    variants = [ours(name, config, layout)]
+    if name == "flat":
+        rungs = ladder()
+        for other in beside(config, rungs):
+            side = rungs.index(other) - rungs.index(config)
+            if side:
+                said = f"{name}, next {'larger' if side > 0 else 'smaller'}"
+                variants.append(ours(said, other, layout))
+    return variants
 
 
 def solution_hashes() -> dict[str, str]:
     """The hashes of the solutions whose kernel is timed, as flashinfer-bench counts them."""
-    from scripts.pack.pack import generations, pack
-
-    modules = {module for module, _ in SOLUTIONS.values()}
-    packed = (pack(g) for g in generations() if g.path.stem in modules)
-    found = [Solution.model_validate_json(content) for content in packed]
-    return {solution.name: solution.hash() for solution in found}
+    return {n: h for n, h in sources.current().items() if short_name(n) in SOLUTIONS}
 
 
 # --- peers ----------------------------------------------------------------------------------------
 
 
-def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
+def deepgemm_variants() -> list[Variant]:
     """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
     run along the rows, which the block-major ones already do."""
     import deep_gemm
 
-    options: dict[str, Any] = {"recipe": (1, BLOCK, BLOCK)}
-    if compiled_dims is not None:
-        options["compiled_dims"] = compiled_dims
+    recipe = (1, BLOCK, BLOCK)
 
     def contiguous(x: Operands) -> Call:
         rows = x.aligned
@@ -288,7 +279,7 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
         a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
 
         def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, **options)
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, recipe=recipe)
 
         return Call(launch, rows.out, rows.index)
 
@@ -303,7 +294,7 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
 
         def launch() -> None:
             deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-                a, b, out, x.rows_per_expert, expected, **options
+                a, b, out, x.rows_per_expert, expected, recipe=recipe
             )
 
         return Call(launch, rows.out, rows.index)
@@ -395,20 +386,15 @@ def triton_call(x: Operands, tile: "Tile") -> Call:
     return Call(launch, placed.out, placed.index)
 
 
-def peer_variants(
-    names: Sequence[str], compiled_dims: str | None = None, quiet: bool = False
-) -> list[Variant]:
-    """The variants of these peers; one that is not there is said, and left out."""
-    peers: dict[str, Callable[[], list[Variant]]] = {
-        "deepgemm": lambda: deepgemm_variants(compiled_dims),
-        "sgl": sgl_variants,
-        "triton": triton_variants,
-    }
+@functools.cache
+def peer_variants(names: tuple[str, ...]) -> list[Variant]:
+    """The variants of these of PEERS; one that is not there is said, and left out."""
+    peers = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
     variants = []
     for name in names:
         try:
             variants += peers[name]()
         except Exception as error:  # a peer's import compiles and loads its own libraries
-            if not quiet:
-                print(f"{name}: not measured, {type(error).__name__}: {error}", file=sys.stderr)
+            if multiprocessing.parent_process() is None:  # once, not by every one that compiles
+                say(f"{name}: not measured, {type(error).__name__}: {error}")
     return variants
