@@ -3,6 +3,7 @@ the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem 
 fastest candidate, what ships, and what that loses.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,60 +50,40 @@ MANY_ROWS = 128
 CONFIRM_REPEATS = 40
 
 
-def product(**values: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of a value of each field."""
-    for chosen in itertools.product(*values.values()):
-        yield dict(zip(values, chosen, strict=True))
+Space = dict[str, Sequence[Any]]
+"""Values of a config's fields; its configs are all combinations that the class takes."""
 
 
-def fitting(tiles: Sequence[int], rows: float) -> list[int]:
-    """The tile heights with swapped operands that are worth a try for so many rows."""
-    return [tile for tile in tiles if rows / 2 <= tile <= max(tiles[0], 4 * rows)]
+def swapped(tiles: Sequence[int], rows: float) -> Space:
+    """With swapped operands, and tile heights that are worth a try for so many rows."""
+    heights = [tile for tile in tiles if rows / 2 <= tile <= max(tiles[0], 4 * rows)]
+    return {"swap_ab": [True], "tile_m": heights, "cluster_n": (1, 2), "stages": (0, 6)}
 
 
-def candidates_sm90(rows: float) -> Iterator[dict[str, Any]]:
-    swapped = fitting((8, 16, 32, 64, 128), rows)
-    yield from product(
-        swap_ab=[True], tile_m=swapped, tile_n=(64, 128), cluster_n=(1, 2), stages=(0, 6)
-    )
-    if rows < 16:
-        return
-    tiles = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
-    for (tile_m, tile_n), (cluster_m, cluster_n) in itertools.product(
-        tiles, ((1, 1), (2, 1), (1, 2))
-    ):
-        of_tile = dict(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m, cluster_n=cluster_n)
+def spaces_sm90(rows: float) -> Iterator[Space]:
+    yield {**swapped((8, 16, 32, 64, 128), rows), "tile_n": (64, 128)}
+    clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2)}
+    tiles = {"tile_m": (64, 128, 192), "tile_n": (64, 128)}
+    if rows >= 16:
         # Tiles on demand are for many of them, constants in the main loop for large ones.
-        dynamic = (False, True) if rows > 64 else (False,)
-        for fields in product(dynamic=dynamic, overlap=(False, True)):
-            yield of_tile | fields
-        if rows > 64 and tile_m == 192:
-            yield of_tile | {"dynamic": True, "unroll": True, "stages": 4}
+        yield {**tiles, **clusters, "dynamic": (False, rows > 64), "overlap": (False, True)}
+    if rows > 64:
+        yield {"tile_m": [192], **clusters, "dynamic": [True], "unroll": [True], "stages": [4]}
 
 
-def candidates_sm100(rows: float) -> Iterator[dict[str, Any]]:
+def spaces_sm100(rows: float) -> Iterator[Space]:
     # Accumulators: the fewest, and as many as fit, against one in the making and one read.
-    yield from product(
-        swap_ab=[True],
-        tile_m=fitting((16, 32, 64), rows),
-        cluster_n=(1, 2),
-        stages=(0, 6),
-        accumulators=(2, 0),
-    )
-    if rows < 16:
-        return
-    # An MMA of two CTAs is of those below each other.
-    clusters = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 1))
-    for tile_n, (cluster_m, cluster_n, mma_ctas) in itertools.product((64, 128, 256), clusters):
-        of_tile = dict(tile_n=tile_n, cluster_m=cluster_m, cluster_n=cluster_n, mma_ctas=mma_ctas)
-        dynamic = (False, True) if rows > 64 else (False,)  # tiles on demand: for many of them
-        for fields in product(stages=(0, 4), accumulators=(2, 0), dynamic=dynamic):
-            yield of_tile | fields
+    accumulators = {"accumulators": (2, 0)}
+    yield {**swapped((16, 32, 64), rows), **accumulators}
+    if rows >= 16:
+        clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2), "mma_ctas": (1, 2)}
+        tiles = {"tile_n": (64, 128, 256), **clusters, "dynamic": (False, rows > 64)}
+        yield {**tiles, "stages": (0, 4), **accumulators}
 
 
-SPACES = {"sm90": candidates_sm90, "sm100": candidates_sm100}
-"""By the folder of the architecture's kernels: fields of the configs worth timing for experts with
-about so many rows, legal or not; the config's class decides."""
+SPACES = {"sm90": spaces_sm90, "sm100": spaces_sm100}
+"""By the folder of the architecture's kernels: what is worth timing for experts with about so many
+rows."""
 
 
 def candidates(rows: float) -> list[Any]:
@@ -110,13 +91,12 @@ def candidates(rows: float) -> list[Any]:
     a GPU, Hopper's."""
     cls = type(gpu.architecture().config)
     found: dict[str, Any] = {}
-    for fields in SPACES[cls.__module__.split(".")[-2]](rows):
-        try:
-            config = cls(**fields)
-        except ValueError:
-            continue
-        # By what they say: 0 stages and the number that fits are the same config.
-        found.setdefault(str(config), config)
+    for space in SPACES[cls.__module__.split(".")[-2]](rows):
+        for values in itertools.product(*space.values()):
+            with contextlib.suppress(ValueError):
+                config = cls(**dict(zip(space, values, strict=True)))
+                # By what they say: 0 stages and the number that fits are the same config.
+                found.setdefault(str(config), config)
     return list(found.values())
 
 

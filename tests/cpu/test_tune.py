@@ -100,14 +100,13 @@ def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
     """What a config class refuses by value is left out; what it does not know is a mistake."""
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 
-    def tried(*fields: dict) -> None:
-        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: fields)
+    def tried(**space) -> list:
+        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: [space])
+        return tune.candidates(100)
 
-    tried({"tile_m": 64}, {"tile_n": 64})
-    assert tune.candidates(100) == [Blackwell(tile_n=64)]
-    tried({"overlap": True})
+    assert tried(tile_m=(64, 128), tile_n=[64]) == [Blackwell(tile_n=64)]
     with pytest.raises(TypeError, match="overlap"):
-        tune.candidates(100)
+        tried(overlap=[True])
 
 
 def test_the_heuristics_choice_is_always_timed(architecture) -> None:
