@@ -13,7 +13,7 @@ import torch
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.layer.rows import flat_rows
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
 
 from scripts.common.command_line import say
@@ -67,12 +67,20 @@ def weights(experts: int, n: int, k: int, device: str, seed: int) -> Weights:
 
 @dataclass(frozen=True)
 class Placed:
-    """The rows of a problem at other places: operands, output, and where each row now lies."""
+    """The rows of a problem in a layout: operands and output.
+
+    Attributes:
+        index: where each row now lies, in the flat order.
+        rows: [2, E] int32, first row and end of every expert.
+        expert: int32, of every row there is; -1 of padding.
+    """
 
     a: torch.Tensor
     a_scale: torch.Tensor
     out: torch.Tensor
     index: torch.Tensor
+    rows: torch.Tensor
+    expert: torch.Tensor
 
 
 class Operands:
@@ -83,49 +91,48 @@ class Operands:
         self.problem = problem
         self.b, self.b_scale = source.get(index)
         device = self.b.device
-        blocks = problem.k // BLOCK
         total = max(TMA_ROWS, padded(problem.pairs, TMA_ROWS))
         self.a = source.fp8(total, problem.k)
-        self.a_scale = source.normal(blocks, total)
+        self.a_scale = source.normal(problem.k // BLOCK, total)
         self.out = torch.empty((total, problem.n), dtype=torch.bfloat16, device=device)
         self.rows_per_expert = torch.tensor(problem.rows, dtype=torch.int32, device=device)
         ends = self.rows_per_expert.cumsum(0, dtype=torch.int32)
         self.m_indptr = torch.cat([ends.new_zeros(1), ends])
-        self.index = torch.arange(problem.pairs, device=device)
+        numbers = torch.arange(problem.experts, dtype=torch.int32, device=device)
+        self.expert = numbers.repeat_interleave(self.rows_per_expert.long())
+        places = torch.arange(problem.pairs, device=device)
+        rows = flat_rows(self.m_indptr)
+        self.flat = Placed(self.a, self.a_scale, self.out, places, rows, self.expert)
 
     def placed(self, starts: Sequence[int], total: int) -> Placed:
         """Expert e's rows from row `starts[e]` on, of `total`; the other rows are zero."""
-        counts = self.rows_per_expert.long()
-        shift = torch.tensor(starts, device=self.a.device) - self.m_indptr[:-1]
-        index = self.index + shift.repeat_interleave(counts)
-        p, pairs = self.problem, self.problem.pairs
-        a = torch.zeros((total, p.k), dtype=torch.uint8, device=self.a.device)
-        a[index] = self.a[:pairs].view(torch.uint8)  # indexing knows no FP8
-        a_scale = self.a_scale.new_zeros((self.a_scale.shape[0], total))
-        a_scale[:, index] = self.a_scale[:, :pairs]
-        out = self.out.new_empty((total, p.n))
-        return Placed(a.view(self.a.dtype), a_scale, out, index)
+        p, pairs, flat = self.problem, self.problem.pairs, self.flat
+        begin = torch.tensor(starts, device=flat.a.device)
+        index = flat.index + (begin - self.m_indptr[:-1])[self.expert.long()]
+        a = torch.zeros((total, p.k), dtype=torch.uint8, device=flat.a.device)
+        a[index] = flat.a[:pairs].view(torch.uint8)  # indexing knows no FP8
+        a_scale = flat.a_scale.new_zeros((len(flat.a_scale), total))
+        a_scale[:, index] = flat.a_scale[:, :pairs]
+        rows = torch.stack([begin, begin + self.rows_per_expert]).int()
+        expert = self.expert.new_full((total,), -1)
+        expert[index] = self.expert
+        out = flat.out.new_empty((total, p.n))
+        return Placed(a.view(flat.a.dtype), a_scale, out, index, rows, expert)
+
+    def aligned_to(self, multiple: int) -> Placed:
+        """Every expert begins at a multiple of so many rows, with no room for those without."""
+        ends = list(itertools.accumulate(padded(rows, multiple) for rows in self.problem.rows))
+        return self.placed([0, *ends[:-1]], max(multiple, ends[-1]))
+
+    @functools.cached_property
+    def aligned(self) -> Placed:
+        return self.aligned_to(BLOCK)
 
     @functools.cached_property
     def batched(self) -> Placed:
         """Expert e owns rows from `e * max_rows` on."""
         p = self.problem
         return self.placed([e * p.max_rows for e in range(p.experts)], p.experts * p.max_rows)
-
-    @functools.cached_property
-    def aligned(self) -> Placed:
-        """Every expert begins at a multiple of 128 rows, with no room for those without rows."""
-        starts = self.aligned_rows[0].tolist()
-        total = sum(padded(rows, BLOCK) for rows in self.problem.rows)
-        return self.placed(starts, max(BLOCK, total))
-
-    @functools.cached_property
-    def aligned_rows(self) -> torch.Tensor:
-        """[2, E] int32: first row and end of every expert in `aligned`."""
-        padded_rows = [padded(rows, BLOCK) for rows in self.problem.rows]
-        starts = list(itertools.accumulate([0, *padded_rows[:-1]]))
-        ends = [start + rows for start, rows in zip(starts, self.problem.rows, strict=True)]
-        return torch.tensor([starts, ends], dtype=torch.int32).to(self.a.device)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -164,13 +171,8 @@ def ours(name: str, config: Any, layout: str = "flat") -> Variant:
     """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
     def prepare(x: Operands) -> Call:
-        if layout == "batched":
-            placed, rows = x.batched, batched_rows(x.rows_per_expert, x.problem.max_rows)
-        elif layout == "aligned":
-            placed, rows = x.aligned, x.aligned_rows
-        else:
-            placed, rows = Placed(x.a, x.a_scale, x.out, x.index), flat_rows(x.m_indptr)
-        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
+        placed: Placed = getattr(x, layout)
+        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, placed.rows)
 
         def launch() -> None:
             kernels.grouped_gemm(*arguments, config=config)
@@ -235,12 +237,6 @@ def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
-def beside(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
-    """A config of a ladder between the ones next to it."""
-    at = rungs.index(config)
-    return rungs[max(at - 1, 0) : at + 2]
-
-
 def solution_variants(name: str, problem: Problem) -> list[Variant]:
     """A solution's kernel and row layout with the config that it launches and, for flat, with
     those next to it: what the tables call best known is the fastest of these."""
@@ -248,11 +244,12 @@ def solution_variants(name: str, problem: Problem) -> list[Variant]:
     variants = [ours(name, config, layout)]
     if name == "flat":
         rungs = ladder()
-        for other in beside(config, rungs):
-            side = rungs.index(other) - rungs.index(config)
-            if side:
-                said = f"{name}, next {'larger' if side > 0 else 'smaller'}"
-                variants.append(ours(said, other, layout))
+        at = rungs.index(config)
+        variants += [
+            ours(f"{name}, next {side}", rungs[i], layout)
+            for side, i in (("smaller", at - 1), ("larger", at + 1))
+            if 0 <= i < len(rungs)
+        ]
     return variants
 
 
@@ -273,13 +270,12 @@ def deepgemm_variants() -> list[Variant]:
 
     def contiguous(x: Operands) -> Call:
         rows = x.aligned
-        expert = torch.arange(x.problem.experts, dtype=torch.int32, device=x.a.device)
-        groups = torch.full((len(rows.a),), -1, dtype=torch.int32, device=x.a.device)  # padding
-        groups[rows.index] = expert.repeat_interleave(x.rows_per_expert.long())
         a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
 
         def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, recipe=recipe)
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(
+                a, b, rows.out, rows.expert, recipe=recipe
+            )
 
         return Call(launch, rows.out, rows.index)
 
@@ -322,7 +318,7 @@ def sgl_variants() -> list[Variant]:
         def launch() -> None:
             grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
 
-        return Call(launch, x.out, x.index)
+        return Call(launch, x.out, x.flat.index)
 
     return [Variant("sgl_kernel", flat, peer=True)]
 
@@ -356,17 +352,13 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
     """
     from moe_fp8.baselines.triton_stages import Rows, row_bound
 
-    problem = x.problem
-    ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))
-    placed = x.placed([0, *ends[:-1]], ends[-1])
-    tokens = problem.tokens or problem.pairs
-    bound = max(row_bound(tokens, DEEPSEEK_V3, block_m), ends[-1])
-    device, i32 = x.a.device, torch.int32
-    token, expert = (torch.full((bound,), -1, dtype=i32, device=device) for _ in range(2))
-    token[placed.index] = x.index.int()
-    numbers = torch.arange(problem.experts, dtype=i32, device=device)
-    expert[placed.index] = numbers.repeat_interleave(x.rows_per_expert.long())
-    m_indptr = torch.tensor([0, *ends], dtype=i32, device=device)
+    problem, placed = x.problem, x.aligned_to(block_m)
+    total = len(placed.a)
+    bound = max(row_bound(problem.tokens or problem.pairs, DEEPSEEK_V3, block_m), total)
+    token, expert = placed.expert.new_full((2, bound), -1)
+    token[placed.index] = x.flat.index.int()
+    expert[:total] = placed.expert
+    m_indptr = torch.cat([placed.rows[0], placed.rows.new_tensor([total])])
     pair_row = placed.index.int().unsqueeze(1)
     return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
 

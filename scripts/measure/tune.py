@@ -26,7 +26,6 @@ from scripts.measure.gemm_bench import (
 from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, histograms, uneven_rows
 from scripts.measure.gemm_variants import (
     Variant,
-    beside,
     heuristic,
     ladder,
     ours,
@@ -165,8 +164,12 @@ def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
 
 def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
     """The shipped one first, then all that are at most a step from it on the two GEMMs' ladders."""
-    near = [beside(config, rungs) for config, rungs in zip(shipped, ladders, strict=True)]
-    return list(dict.fromkeys([shipped, *itertools.product(*near)]))
+
+    def near(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
+        at = rungs.index(config)
+        return rungs[max(at - 1, 0) : at + 2]
+
+    return list(dict.fromkeys([shipped, *itertools.product(*map(near, shipped, ladders))]))
 
 
 def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:

@@ -183,7 +183,7 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
     flat = [x.m_indptr[:-1].tolist(), x.m_indptr[1:].tolist()]
     batched = [[e * x.problem.max_rows for e in range(len(rows))], []]
     batched[1] = [start + count for start, count in zip(batched[0], rows, strict=True)]
-    assert kernel == [(there, chosen) for there in (batched, x.aligned_rows.tolist(), flat)]
+    assert kernel == [(there, chosen) for there in (batched, x.aligned.rows.tolist(), flat)]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
@@ -343,7 +343,7 @@ def no_gpu(monkeypatch):
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
-    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.index))
+    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.flat.index))
     problem = Problem(UNEVEN, 256, 384, tokens=7)
     variants = [ours("ours", heuristic(problem)), *peers, wrong]
     rows = run_problem(problem, variants, Timing(FLOORS, 3))
