@@ -1,6 +1,7 @@
 """The GEMM comparison off the GPU: what it parses, and that every peer gets the same problem."""
 
 import dataclasses
+import importlib
 import math
 import sys
 import types
@@ -8,6 +9,7 @@ import types
 import pytest
 import torch
 from fake_cuda import Kernel
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -338,8 +340,11 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(
         gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
-    reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading, reading])
+
+    def readings(*_):
+        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
+
+    monkeypatch.setattr(gemm_bench, "readings", readings)
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
@@ -366,11 +371,7 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
         seen.update({name: [id(call) for call in of] for name, of in calls.items()})
         return clock(calls, repeats)
 
-    def readings(*_):
-        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
-
     monkeypatch.setattr(gemm_bench, "time_variants", time_variants)
-    monkeypatch.setattr(gemm_bench, "readings", readings)
     monkeypatch.setattr(gemm_bench, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
     run_problem(problem, [ours("ours", None)], Timing(FLOORS, 3))
@@ -417,11 +418,8 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
-    import importlib
-
     from moe_fp8.layer import pipeline
-    from moe_fp8.problem import DEEPSEEK_V3 as SHAPE
-    from moe_fp8.problem import GroupedRows
+    from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeInputs
 
     launched = []
 
@@ -432,22 +430,14 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
         def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
             launched.append(config)
 
-    # A routing that gives these rows: expert e to the first rows[e] tokens.
-    table = torch.zeros(tokens, SHAPE.num_experts, dtype=torch.bool)
-    for expert, count in enumerate(rows):
-        table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
     monkeypatch.setattr(pipeline, "select", lambda device: Backend)
-    with torch.device("meta"):
-        inputs = types.SimpleNamespace(
-            hidden_states=None, hidden_states_scale=None, gemm1_weights=None,
-            gemm1_weights_scale=None, gemm2_weights=None, gemm2_weights_scale=None,
-        )  # fmt: skip
-    output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
+    inputs = MoeInputs(*[None] * 8, 0, 1.0)
+    output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
     layer.finish(inputs, output, grouped, lambda stage: None)
     shapes = LAYER_SHAPES.values()
     found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
@@ -499,37 +489,30 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     assert [v.name for v in gemm_variants.peer_variants(("triton",))] == ["triton_moe"]
 
 
-@pytest.fixture
-def on_blackwell(monkeypatch):
-    from moe_fp8.kernels.architectures import BLACKWELL
-
-    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-
-
-def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
-    """The shipped ones, those beside them and those that are named, each of the GPU's own class."""
-    from moe_fp8.kernels.sm100.config import GemmConfig
-    from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, UNEVEN
-
+@pytest.mark.parametrize("name", ["sm90", "sm100"])
+def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
+    """The ladder is its heuristic's; the shipped configs and those beside them are its own."""
+    rules = importlib.import_module(f"moe_fp8.kernels.{name}.heuristic")
+    architecture = HOPPER if name == "sm90" else BLACKWELL
+    monkeypatch.setattr(gpu, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
     rungs = gemm_variants.ladder()
-    assert rungs == [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
+    assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
-        assert isinstance(heuristic(problem), GemmConfig)
-        for name in SOLUTIONS:
-            assert isinstance(gemm_variants.shipped(name, problem), GemmConfig)
-            gemm_variants.solution_variants(name, problem)
+        chosen = [heuristic(problem), *(gemm_variants.shipped(s, problem) for s in SOLUTIONS)]
+        assert {type(config) for config in chosen} == {type(architecture.config)}
+        tried = gemm_variants.solution_variants("flat", problem)
+        assert {variant.config for variant in tried} <= set(map(str, rungs))
+
+
+def test_a_named_config_is_of_the_gpus_own_class(monkeypatch) -> None:
+    from moe_fp8.kernels.sm100.heuristic import LARGEST
+
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
     assert gemm_bench.parse_config("tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1") == LARGEST
     with pytest.raises(UsageError, match="overlap"):
         gemm_bench.parse_config("overlap=1")
-
-
-def test_the_ladder_of_hopper_is_its_heuristic() -> None:
-    from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
-
-    expected = [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
-    assert gemm_variants.ladder() == expected
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -3,35 +3,31 @@
 import itertools
 import json
 import sys
-import types
 
 import pytest
 import torch
-from moe_fp8.kernels.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
-from moe_fp8.layer import model
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from test_baselines_triton import DEVICE, interpreter_that_rounds
+from test_gemm_bench import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
 from scripts.measure import gemm_bench, gemm_variants, gpu, stages, tune
 from scripts.measure.gemm_bench import Timing
 from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
-from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder, weights
-from scripts.measure.timing import Reading
+from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder
 from scripts.programs import tune as program
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import triton_moe
 from moe_fp8.baselines.triton_gemm import Tile
 
-__all__ = ["interpreter_that_rounds"]  # a fixture that every test here uses
-
-RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+__all__ = ["interpreter_that_rounds", "kernel", "no_gpu"]  # fixtures
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
@@ -39,12 +35,6 @@ def architecture(request, monkeypatch):
     """As on a GPU of each."""
     monkeypatch.setattr(gpu, "architecture", lambda: request.param)
     return request.param
-
-
-def test_every_architecture_has_configs_to_try(monkeypatch) -> None:
-    for architecture in ARCHITECTURES.values():
-        monkeypatch.setattr(gpu, "architecture", lambda found=architecture: found)
-        assert tune.candidates(64)
 
 
 TRIED = [0.5, *program.ROWS, 10000]
@@ -127,23 +117,14 @@ def test_uneven_rows_keep_the_sum_and_spread() -> None:
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(no_gpu, kernel, monkeypatch):
     """run_problem on the CPU with the model as kernel; config -> us, to be filled by the test."""
     spans: dict[str, float] = {}
 
     def clock(calls, repeats):
         return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
 
-    cache = types.SimpleNamespace(L2_cache_size=2**20)
-    source = weights
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
     monkeypatch.setattr(gemm_bench, "time_variants", clock)
-    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", model.grouped_gemm)
-    monkeypatch.setattr(
-        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
-    )
-    reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading])
     return spans
 
 
@@ -151,7 +132,7 @@ def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> No
     problem = Problem((2,) * 4, 128, 256)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: 10.4, other: 10.0})
-    rows, found = tune.tune_problem(problem, Timing(RATES, 3), 5.0)
+    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
     assert (found["best"], found["shipped"]) == (other, choice)
     assert found["loss"] == pytest.approx(4.0)
     assert len(rows) == len(tune.configs_of(problem))
@@ -176,7 +157,7 @@ def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None
         return run(problem, variants, timing)
 
     monkeypatch.setattr(tune, "run_problem", noting)
-    rows, found = tune.tune_problem(problem, Timing(RATES, 3), 5.0)
+    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
     assert seen[1] == ([choice, other], tune.CONFIRM_REPEATS) and len(seen) == 2
     assert found["loss"] == pytest.approx(1.0) and len(rows) == len(seen[0][0])
 
@@ -191,7 +172,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
     monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
 
     def run(*arguments: str) -> tuple[int, dict]:
