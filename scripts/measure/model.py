@@ -56,13 +56,13 @@ class Gpu:
     name: str
     multiprocessors: int
     clock_hz: float
-    mma_per_clock: int  # FP8 FLOPs of the tensor cores
-    fma_per_clock: int  # float32 multiply-adds
-    fma_per_instruction: int  # of a lane; two where there is a packed one
-    smem_per_clock: int  # bytes of shared memory, read and written
-    l2_per_clock: int  # bytes that come from L2
-    tmem_per_clock: int  # bytes read from tensor memory; 0 where there is none
     dram_per_s: float  # bytes
+    mma_per_clock: int  # FP8 FLOPs of the tensor cores
+    fma_per_instruction: int = 1  # float32 multiply-adds of a lane; two where there is a packed one
+    tmem_per_clock: int = 0  # bytes read from tensor memory; 0 where there is none
+    fma_per_clock: int = 128
+    smem_per_clock: int = 128  # bytes of shared memory, read and written
+    l2_per_clock: int = 64  # bytes that come from L2
 
     @property
     def flops_per_s(self) -> float:
@@ -228,37 +228,18 @@ def config_sm90(text: str) -> GemmConfigSm90:
 # --- the GPUs -------------------------------------------------------------------------------------
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-23"
-H200 = Gpu(
-    name="H200, nominal",
-    multiprocessors=132,
-    clock_hz=1.83e9,
-    mma_per_clock=8192,
-    fma_per_clock=128,
-    fma_per_instruction=1,
-    smem_per_clock=128,
-    l2_per_clock=64,
-    tmem_per_clock=0,
-    dram_per_s=4.8e12,
-)
-H200_MEASURED = replace(
-    # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of
-    # the records' kernels are short. Bandwidth: floors.json at b1af57c.
-    H200,
-    name="H200, as measured",
-    clock_hz=1.55e9,
-    dram_per_s=4.30e12,
-)
+H200 = Gpu("H200, nominal", 132, clock_hz=1.83e9, dram_per_s=4.8e12, mma_per_clock=8192)
+# Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of the
+# records' kernels are short. Bandwidth: floors.json at b1af57c.
+H200_MEASURED = replace(H200, name="H200, as measured", clock_hz=1.55e9, dram_per_s=4.30e12)
 B200 = Gpu(
-    name="B200, nominal",
-    multiprocessors=148,
+    "B200, nominal",
+    148,
     clock_hz=1.856e9,
-    mma_per_clock=16384,
-    fma_per_clock=128,
-    fma_per_instruction=2,
-    smem_per_clock=128,
-    l2_per_clock=64,
-    tmem_per_clock=512,
     dram_per_s=8.0e12,
+    mma_per_clock=16384,
+    fma_per_instruction=2,
+    tmem_per_clock=512,
 )
 B200_AS_H200 = replace(
     B200,
@@ -266,7 +247,6 @@ B200_AS_H200 = replace(
     clock_hz=B200.clock_hz * H200_MEASURED.clock_hz / H200.clock_hz,
     dram_per_s=B200.dram_per_s * H200_MEASURED.dram_per_s / H200.dram_per_s,
 )
-GPUS = (H200, H200_MEASURED, B200, B200_AS_H200)
 Table = tuple[str, list[str], list[list[Any]]]
 """Title, header, rows."""
 
