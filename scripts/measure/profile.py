@@ -135,22 +135,18 @@ def with_work(
     kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates
 ) -> list[dict[str, Any]]:
     """Timings of a call's kernels with what is known of each one's work."""
-    known = stages([k["name"] for k in kernels])
-    others = any(OTHERS_GEMM.search(short_name(k["name"])) for k in kernels)
+    names = [kernel["name"] for kernel in kernels]
+    known, short = stages(names), list(map(short_name, names))
+    others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
-    terms = 2 if any(TWO_TERMS.search(k["name"]) for k in kernels) else 1
-    of_stage = work(h, gathers, quantises, terms)
-    return [
-        {
-            **kernel,
-            "short": short_name(kernel["name"]),
-            "stage": stage,
-            **(rates_of(of_stage[stage], kernel["us"], rates) if stage else {}),
-        }
-        for kernel, stage in zip(kernels, known, strict=True)
-    ]
+    of_stage = work(h, gathers, quantises, 2 if any(map(TWO_TERMS.search, names)) else 1)
+    found = []
+    for kernel, name, stage in zip(kernels, short, known, strict=True):
+        reached = rates_of(of_stage[stage], kernel["us"], rates) if stage else {}
+        found.append({**kernel, "short": name, "stage": stage, **reached})
+    return found
 
 
 # --- the trace of a call --------------------------------------------------------------------------

@@ -120,9 +120,9 @@ def ratios(rows: list[dict[str, Any]]) -> "pd.DataFrame":
     if not compared:
         return pd.DataFrame()
     of = pd.DataFrame(compared).groupby(["variant", "of"], sort=False).vs_best_peer
-    found = of.agg(["count", "median", "min"])
+    below = {"below 1.0": lambda ratio: (ratio < 1).sum()}
+    found = of.agg(problems="count", median="median", min="min", **below)
     found[["median", "min"]] = found[["median", "min"]].map("{:.3f}x".format)
-    found["below 1.0"] = of.agg(lambda ratio: (ratio < 1).sum()).astype(int)
     return found.reset_index()
 
 
