@@ -16,7 +16,6 @@ from scripts.data import dataset
 BLOCK = 128
 LAYER_SHAPES = {"gemm1": (4096, 7168), "gemm2": (7168, 2048)}
 """(N, K) of the layer's two GEMMs."""
-LAYOUTS = ("batched", "aligned", "flat")
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
 """Module and row layout of those that choose their configs."""
 PEERS = ("deepgemm", "sgl", "triton")

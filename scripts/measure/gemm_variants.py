@@ -4,23 +4,25 @@ peer's, beside readings of the weights; and whether an output is right."""
 import functools
 import importlib
 import itertools
-import sys
+import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flashinfer_bench.data import Solution
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.layer.rows import flat_rows
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
 
+from scripts.common.command_line import say
+from scripts.common.project import short_name
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
 from scripts.measure.timing import Call, Reading
 from scripts.measure.weight_stream import readers
+from scripts.pack import sources
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
@@ -65,12 +67,20 @@ def weights(experts: int, n: int, k: int, device: str, seed: int) -> Weights:
 
 @dataclass(frozen=True)
 class Placed:
-    """The rows of a problem at other places: operands, output, and where each row now lies."""
+    """The rows of a problem in a layout: operands and output.
+
+    Attributes:
+        index: where each row now lies, in the flat order.
+        rows: [2, E] int32, first row and end of every expert.
+        expert: int32, of every row there is; -1 of padding.
+    """
 
     a: torch.Tensor
     a_scale: torch.Tensor
     out: torch.Tensor
     index: torch.Tensor
+    rows: torch.Tensor
+    expert: torch.Tensor
 
 
 class Operands:
@@ -81,49 +91,48 @@ class Operands:
         self.problem = problem
         self.b, self.b_scale = source.get(index)
         device = self.b.device
-        blocks = problem.k // BLOCK
         total = max(TMA_ROWS, padded(problem.pairs, TMA_ROWS))
         self.a = source.fp8(total, problem.k)
-        self.a_scale = source.normal(blocks, total)
+        self.a_scale = source.normal(problem.k // BLOCK, total)
         self.out = torch.empty((total, problem.n), dtype=torch.bfloat16, device=device)
         self.rows_per_expert = torch.tensor(problem.rows, dtype=torch.int32, device=device)
         ends = self.rows_per_expert.cumsum(0, dtype=torch.int32)
         self.m_indptr = torch.cat([ends.new_zeros(1), ends])
-        self.index = torch.arange(problem.pairs, device=device)
+        numbers = torch.arange(problem.experts, dtype=torch.int32, device=device)
+        self.expert = numbers.repeat_interleave(self.rows_per_expert.long())
+        places = torch.arange(problem.pairs, device=device)
+        rows = flat_rows(self.m_indptr)
+        self.flat = Placed(self.a, self.a_scale, self.out, places, rows, self.expert)
 
     def placed(self, starts: Sequence[int], total: int) -> Placed:
         """Expert e's rows from row `starts[e]` on, of `total`; the other rows are zero."""
-        counts = self.rows_per_expert.long()
-        shift = torch.tensor(starts, device=self.a.device) - self.m_indptr[:-1]
-        index = self.index + shift.repeat_interleave(counts)
-        p, pairs = self.problem, self.problem.pairs
-        a = torch.zeros((total, p.k), dtype=torch.uint8, device=self.a.device)
-        a[index] = self.a[:pairs].view(torch.uint8)  # indexing knows no FP8
-        a_scale = self.a_scale.new_zeros((self.a_scale.shape[0], total))
-        a_scale[:, index] = self.a_scale[:, :pairs]
-        out = self.out.new_empty((total, p.n))
-        return Placed(a.view(self.a.dtype), a_scale, out, index)
+        p, pairs, flat = self.problem, self.problem.pairs, self.flat
+        begin = torch.tensor(starts, device=flat.a.device)
+        index = flat.index + (begin - self.m_indptr[:-1])[self.expert.long()]
+        a = torch.zeros((total, p.k), dtype=torch.uint8, device=flat.a.device)
+        a[index] = flat.a[:pairs].view(torch.uint8)  # indexing knows no FP8
+        a_scale = flat.a_scale.new_zeros((len(flat.a_scale), total))
+        a_scale[:, index] = flat.a_scale[:, :pairs]
+        rows = torch.stack([begin, begin + self.rows_per_expert]).int()
+        expert = self.expert.new_full((total,), -1)
+        expert[index] = self.expert
+        out = flat.out.new_empty((total, p.n))
+        return Placed(a.view(flat.a.dtype), a_scale, out, index, rows, expert)
+
+    def aligned_to(self, multiple: int) -> Placed:
+        """Every expert begins at a multiple of so many rows, with no room for those without."""
+        ends = list(itertools.accumulate(padded(rows, multiple) for rows in self.problem.rows))
+        return self.placed([0, *ends[:-1]], max(multiple, ends[-1]))
+
+    @functools.cached_property
+    def aligned(self) -> Placed:
+        return self.aligned_to(BLOCK)
 
     @functools.cached_property
     def batched(self) -> Placed:
         """Expert e owns rows from `e * max_rows` on."""
         p = self.problem
         return self.placed([e * p.max_rows for e in range(p.experts)], p.experts * p.max_rows)
-
-    @functools.cached_property
-    def aligned(self) -> Placed:
-        """Every expert begins at a multiple of 128 rows, with no room for those without rows."""
-        starts = self.aligned_rows[0].tolist()
-        total = sum(padded(rows, BLOCK) for rows in self.problem.rows)
-        return self.placed(starts, max(BLOCK, total))
-
-    @functools.cached_property
-    def aligned_rows(self) -> torch.Tensor:
-        """[2, E] int32: first row and end of every expert in `aligned`."""
-        padded_rows = [padded(rows, BLOCK) for rows in self.problem.rows]
-        starts = list(itertools.accumulate([0, *padded_rows[:-1]]))
-        ends = [start + rows for start, rows in zip(starts, self.problem.rows, strict=True)]
-        return torch.tensor([starts, ends], dtype=torch.int32).to(self.a.device)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -142,12 +151,13 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its name and how to prepare a call on a set of operands."""
+    """A kernel with its name and how to prepare a call on a set of operands; ours with its config,
+    as it prints itself."""
 
     name: str
     prepare: Callable[[Operands], Call]
+    config: str = ""
     peer: bool = False
-    config: Callable[[Problem], Any] = lambda problem: None
 
 
 def heuristic(problem: Problem) -> Any:
@@ -157,31 +167,19 @@ def heuristic(problem: Problem) -> Any:
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 
-def ours(name: str, config: Any = None, layout: str = "flat") -> Variant:
-    """Our kernel with a config, with that which a function gives for the problem, or, without
-    either, the heuristic's."""
-
-    def chosen(problem: Problem) -> Any:
-        if config is None:
-            return heuristic(problem)
-        return config(problem) if callable(config) else config
+def ours(name: str, config: Any, layout: str = "flat") -> Variant:
+    """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
     def prepare(x: Operands) -> Call:
-        picked = chosen(x.problem)
-        if layout == "batched":
-            placed, rows = x.batched, batched_rows(x.rows_per_expert, x.problem.max_rows)
-        elif layout == "aligned":
-            placed, rows = x.aligned, x.aligned_rows
-        else:
-            placed, rows = Placed(x.a, x.a_scale, x.out, x.index), flat_rows(x.m_indptr)
-        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, rows)
+        placed: Placed = getattr(x, layout)
+        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, placed.rows)
 
         def launch() -> None:
-            kernels.grouped_gemm(*arguments, config=picked)
+            kernels.grouped_gemm(*arguments, config=config)
 
         return Call(launch, placed.out, placed.index)
 
-    return Variant(name, prepare, False, chosen)
+    return Variant(name, prepare, str(config))
 
 
 class Checker:
@@ -232,11 +230,6 @@ def shipped(name: str, problem: Problem) -> Any:
     return placed.config1 if first else placed.config2
 
 
-def solution_variant(name: str) -> Variant:
-    """A solution's kernel, config and row layout."""
-    return ours(name, lambda problem: shipped(name, problem), SOLUTIONS[name][1])
-
-
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
     """The heuristic's configs of a GEMM for rows that differ from expert to expert, from few rows
     to many; `known` is what else the heuristic is told."""
@@ -244,51 +237,45 @@ def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
-def neighbours(name: str, problem: Problem) -> list[Variant]:
-    """The solution's kernel with the configs beside the one that it launches.
-
-    What the tables call best known is the fastest of these and of the shipped one.
-    """
-    rungs = ladder()
-    at = rungs.index(shipped(name, problem))
-    return [
-        ours(f"{name}, next {side}", rungs[i], SOLUTIONS[name][1])
-        for side, i in (("smaller", at - 1), ("larger", at + 1))
-        if 0 <= i < len(rungs)
-    ]
+def solution_variants(name: str, problem: Problem) -> list[Variant]:
+    """A solution's kernel and row layout with the config that it launches and, for flat, with
+    those next to it: what the tables call best known is the fastest of these."""
+    config, layout = shipped(name, problem), SOLUTIONS[name][1]
+    variants = [ours(name, config, layout)]
+    if name == "flat":
+        rungs = ladder()
+        at = rungs.index(config)
+        variants += [
+            ours(f"{name}, next {side}", rungs[i], layout)
+            for side, i in (("smaller", at - 1), ("larger", at + 1))
+            if 0 <= i < len(rungs)
+        ]
+    return variants
 
 
 def solution_hashes() -> dict[str, str]:
     """The hashes of the solutions whose kernel is timed, as flashinfer-bench counts them."""
-    from scripts.pack.pack import generations, pack
-
-    modules = {module for module, _ in SOLUTIONS.values()}
-    packed = (pack(g) for g in generations() if g.path.stem in modules)
-    found = [Solution.model_validate_json(content) for content in packed]
-    return {solution.name: solution.hash() for solution in found}
+    return {n: h for n, h in sources.current().items() if short_name(n) in SOLUTIONS}
 
 
 # --- peers ----------------------------------------------------------------------------------------
 
 
-def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
+def deepgemm_variants() -> list[Variant]:
     """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
     run along the rows, which the block-major ones already do."""
     import deep_gemm
 
-    options: dict[str, Any] = {"recipe": (1, BLOCK, BLOCK)}
-    if compiled_dims is not None:
-        options["compiled_dims"] = compiled_dims
+    recipe = (1, BLOCK, BLOCK)
 
     def contiguous(x: Operands) -> Call:
         rows = x.aligned
-        expert = torch.arange(x.problem.experts, dtype=torch.int32, device=x.a.device)
-        groups = torch.full((len(rows.a),), -1, dtype=torch.int32, device=x.a.device)  # padding
-        groups[rows.index] = expert.repeat_interleave(x.rows_per_expert.long())
         a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
 
         def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, rows.out, groups, **options)
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(
+                a, b, rows.out, rows.expert, recipe=recipe
+            )
 
         return Call(launch, rows.out, rows.index)
 
@@ -303,7 +290,7 @@ def deepgemm_variants(compiled_dims: str | None = None) -> list[Variant]:
 
         def launch() -> None:
             deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-                a, b, out, x.rows_per_expert, expected, **options
+                a, b, out, x.rows_per_expert, expected, recipe=recipe
             )
 
         return Call(launch, rows.out, rows.index)
@@ -331,7 +318,7 @@ def sgl_variants() -> list[Variant]:
         def launch() -> None:
             grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
 
-        return Call(launch, x.out, x.index)
+        return Call(launch, x.out, x.flat.index)
 
     return [Variant("sgl_kernel", flat, peer=True)]
 
@@ -365,17 +352,13 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
     """
     from moe_fp8.baselines.triton_stages import Rows, row_bound
 
-    problem = x.problem
-    ends = list(itertools.accumulate(padded(rows, block_m) for rows in problem.rows))
-    placed = x.placed([0, *ends[:-1]], ends[-1])
-    tokens = problem.tokens or problem.pairs
-    bound = max(row_bound(tokens, DEEPSEEK_V3, block_m), ends[-1])
-    device, i32 = x.a.device, torch.int32
-    token, expert = (torch.full((bound,), -1, dtype=i32, device=device) for _ in range(2))
-    token[placed.index] = x.index.int()
-    numbers = torch.arange(problem.experts, dtype=i32, device=device)
-    expert[placed.index] = numbers.repeat_interleave(x.rows_per_expert.long())
-    m_indptr = torch.tensor([0, *ends], dtype=i32, device=device)
+    problem, placed = x.problem, x.aligned_to(block_m)
+    total = len(placed.a)
+    bound = max(row_bound(problem.tokens or problem.pairs, DEEPSEEK_V3, block_m), total)
+    token, expert = placed.expert.new_full((2, bound), -1)
+    token[placed.index] = x.flat.index.int()
+    expert[:total] = placed.expert
+    m_indptr = torch.cat([placed.rows[0], placed.rows.new_tensor([total])])
     pair_row = placed.index.int().unsqueeze(1)
     return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
 
@@ -395,20 +378,15 @@ def triton_call(x: Operands, tile: "Tile") -> Call:
     return Call(launch, placed.out, placed.index)
 
 
-def peer_variants(
-    names: Sequence[str], compiled_dims: str | None = None, quiet: bool = False
-) -> list[Variant]:
-    """The variants of these peers; one that is not there is said, and left out."""
-    peers: dict[str, Callable[[], list[Variant]]] = {
-        "deepgemm": lambda: deepgemm_variants(compiled_dims),
-        "sgl": sgl_variants,
-        "triton": triton_variants,
-    }
+@functools.cache
+def peer_variants(names: tuple[str, ...]) -> list[Variant]:
+    """The variants of these of PEERS; one that is not there is said, and left out."""
+    peers = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
     variants = []
     for name in names:
         try:
             variants += peers[name]()
         except Exception as error:  # a peer's import compiles and loads its own libraries
-            if not quiet:
-                print(f"{name}: not measured, {type(error).__name__}: {error}", file=sys.stderr)
+            if multiprocessing.parent_process() is None:  # once, not by every one that compiles
+                say(f"{name}: not measured, {type(error).__name__}: {error}")
     return variants

@@ -3,15 +3,14 @@ sources of all figures and tables: docs/gemm-model.md. Needs no GPU.
 """
 
 import heapq
-import json
 import math
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd
 from moe_fp8.kernels.limits import WARPS
 from moe_fp8.kernels.sm90.config import WGMMA_M
 from moe_fp8.kernels.sm90.config import GemmConfig as GemmConfigSm90
@@ -19,7 +18,7 @@ from moe_fp8.kernels.sm100.config import MMA_ROWS
 from moe_fp8.kernels.sm100.config import GemmConfig as GemmConfigSm100
 from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
 
-from scripts.common.command_line import UsageError
+from scripts.common import schemas
 from scripts.common.project import RESULTS_DIR
 from scripts.common.text import markdown_table
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Problem, grid_problems, uneven_rows
@@ -57,13 +56,13 @@ class Gpu:
     name: str
     multiprocessors: int
     clock_hz: float
-    mma_per_clock: int  # FP8 FLOPs of the tensor cores
-    fma_per_clock: int  # float32 multiply-adds
-    fma_per_instruction: int  # of a lane; two where there is a packed one
-    smem_per_clock: int  # bytes of shared memory, read and written
-    l2_per_clock: int  # bytes that come from L2
-    tmem_per_clock: int  # bytes read from tensor memory; 0 where there is none
     dram_per_s: float  # bytes
+    mma_per_clock: int  # FP8 FLOPs of the tensor cores
+    fma_per_instruction: int = 1  # float32 multiply-adds of a lane; two where there is a packed one
+    tmem_per_clock: int = 0  # bytes read from tensor memory; 0 where there is none
+    fma_per_clock: int = 128
+    smem_per_clock: int = 128  # bytes of shared memory, read and written
+    l2_per_clock: int = 64  # bytes that come from L2
 
     @property
     def flops_per_s(self) -> float:
@@ -173,29 +172,23 @@ def row_tiles(config: Any, count: int) -> Iterator[int]:
         yield min(config.tile_m, end - begin)
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What the model says of a GEMM."""
 
     us: float  # from launch to launch
-    dram_us: float  # bytes over the bandwidth
     schedule_us: float  # of the busiest cluster, if DRAM gave everything at once
-    tiles: int  # of clusters
-    waves: float
     limit: str  # `DRAM`, or the slowest resource of the schedule
 
 
 def predict(
     gpu: Gpu, config: Any, problem: Problem, constants: Constants = CONSTANTS
 ) -> Prediction:
-    """The time of a problem with a config: launch, and the largest of DRAM, schedule and tail.
-    Raises ValueError: no expert has rows."""
+    """The time of a problem, of which an expert has rows, with a config: launch, and the largest of
+    DRAM, schedule and tail."""
     block_of = block_sm100 if isinstance(config, GemmConfigSm100) else block_sm90
     columns = math.ceil(problem.n / (config.tile_n * config.cluster_n))
     of_expert = [list(row_tiles(config, count)) for count in problem.rows if count]
     tiles = [rows for expert in of_expert for rows in expert * columns]
-    if not tiles:
-        raise ValueError("no expert has rows")
     clusters = gpu.multiprocessors // config.cluster_size
     end = constants.tile_end_us
     blocks = {rows: block_of(gpu, config, rows, constants) for rows in set(tiles)}
@@ -204,18 +197,12 @@ def predict(
     schedule = _busiest([of_tile[rows] for rows in tiles], clusters, config.dynamic)
     dram = 1e6 * problem.bytes / gpu.dram_per_s
     last = len(tiles) % clusters
-    longest = max(of_tile.values())
-    tail = dram * (1 - last / len(tiles)) + longest if last else dram + end
-    bound = max(dram + end, tail, schedule)
-    slow = blocks[max(of_tile, key=lambda rows: of_tile[rows])].slowest
-    return Prediction(
-        us=constants.launch_us + bound,
-        dram_us=dram,
-        schedule_us=schedule,
-        tiles=len(tiles),
-        waves=len(tiles) / clusters,
-        limit=slow if schedule >= max(dram + end, tail) else "DRAM",
-    )
+    longest = max(of_tile, key=lambda rows: of_tile[rows])
+    memory = dram + end
+    if last:  # a wave of few tiles cannot draw the whole bandwidth
+        memory = max(memory, dram * (1 - last / len(tiles)) + of_tile[longest])
+    limit = blocks[longest].slowest if schedule >= memory else "DRAM"
+    return Prediction(constants.launch_us + max(memory, schedule), schedule, limit)
 
 
 def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
@@ -230,11 +217,9 @@ def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
 
 
 def config_sm90(text: str) -> GemmConfigSm90:
-    """The config that a record names, from what it prints of itself. Raises ValueError: the text is
-    no such line."""
+    """The config that a record names, from what it prints of itself."""
     found = re.fullmatch(r"(\d+)x(\d+)x128, cluster (\d)x(\d), (\d+) stages((?:, \w+)*)", text)
-    if found is None:
-        raise ValueError(f"{text!r}: expected what a GemmConfig prints")
+    assert found is not None, text
     tile_m, tile_n, cluster_m, cluster_n, stages = map(int, found.groups()[:5])
     flags = dict.fromkeys(found[6].split(", ")[1:], True)
     return GemmConfigSm90(tile_m, tile_n, cluster_m, cluster_n, stages, **flags)
@@ -243,37 +228,18 @@ def config_sm90(text: str) -> GemmConfigSm90:
 # --- the GPUs -------------------------------------------------------------------------------------
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-23"
-H200 = Gpu(
-    name="H200, nominal",
-    multiprocessors=132,
-    clock_hz=1.83e9,
-    mma_per_clock=8192,
-    fma_per_clock=128,
-    fma_per_instruction=1,
-    smem_per_clock=128,
-    l2_per_clock=64,
-    tmem_per_clock=0,
-    dram_per_s=4.8e12,
-)
-H200_MEASURED = replace(
-    # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of
-    # the records' kernels are short. Bandwidth: floors.json at b1af57c.
-    H200,
-    name="H200, as measured",
-    clock_hz=1.55e9,
-    dram_per_s=4.30e12,
-)
+H200 = Gpu("H200, nominal", 132, clock_hz=1.83e9, dram_per_s=4.8e12, mma_per_clock=8192)
+# Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of the
+# records' kernels are short. Bandwidth: floors.json at b1af57c.
+H200_MEASURED = replace(H200, name="H200, as measured", clock_hz=1.55e9, dram_per_s=4.30e12)
 B200 = Gpu(
-    name="B200, nominal",
-    multiprocessors=148,
+    "B200, nominal",
+    148,
     clock_hz=1.856e9,
-    mma_per_clock=16384,
-    fma_per_clock=128,
-    fma_per_instruction=2,
-    smem_per_clock=128,
-    l2_per_clock=64,
-    tmem_per_clock=512,
     dram_per_s=8.0e12,
+    mma_per_clock=16384,
+    fma_per_instruction=2,
+    tmem_per_clock=512,
 )
 B200_AS_H200 = replace(
     B200,
@@ -281,100 +247,82 @@ B200_AS_H200 = replace(
     clock_hz=B200.clock_hz * H200_MEASURED.clock_hz / H200.clock_hz,
     dram_per_s=B200.dram_per_s * H200_MEASURED.dram_per_s / H200.dram_per_s,
 )
-GPUS = (H200, H200_MEASURED, B200, B200_AS_H200)
-Table = tuple[str, list[str], list[list[str]]]
+Table = tuple[str, list[str], list[list[Any]]]
 """Title, header, rows."""
 
 
 def gpu_table() -> Table:
     """The GPUs' figures; where they come from: docs/gemm-model.md."""
-    fields = (
-        ("FP8 PFLOP/s", lambda g: f"{g.flops_per_s / 1e15:.2f}"),
-        ("multiprocessors", lambda g: str(g.multiprocessors)),
-        ("clock GHz", lambda g: f"{g.clock_hz / 1e9:.3f}"),
-        ("DRAM TB/s", lambda g: f"{g.dram_per_s / 1e12:.2f}"),
-        ("FP8 FLOPs a clock", lambda g: str(g.mma_per_clock)),
-        ("shared memory, bytes a clock", lambda g: str(g.smem_per_clock)),
-        ("L2, bytes a clock", lambda g: str(g.l2_per_clock)),
-        ("tensor memory, bytes a clock", lambda g: str(g.tmem_per_clock or "-")),
-        ("multiply-adds a clock", lambda g: str(g.fma_per_clock)),
-    )
-    figures = [[name, *(of(gpu) for gpu in GPUS)] for name, of in fields]
-    return "GPUs", ["", *(gpu.name for gpu in GPUS)], figures
+    gpus = (H200, H200_MEASURED, B200, B200_AS_H200)
+    rows: list[list[Any]] = [
+        ["FP8 PFLOP/s", *(f"{g.flops_per_s / 1e15:.2f}" for g in gpus)],
+        ["multiprocessors", *(g.multiprocessors for g in gpus)],
+        ["clock GHz", *(f"{g.clock_hz / 1e9:.3f}" for g in gpus)],
+        ["DRAM TB/s", *(f"{g.dram_per_s / 1e12:.2f}" for g in gpus)],
+        ["FP8 FLOPs a clock", *(g.mma_per_clock for g in gpus)],
+        ["shared memory, bytes a clock", *(g.smem_per_clock for g in gpus)],
+        ["L2, bytes a clock", *(g.l2_per_clock for g in gpus)],
+        ["tensor memory, bytes a clock", *(g.tmem_per_clock or "-" for g in gpus)],
+        ["multiply-adds a clock", *(g.fma_per_clock for g in gpus)],
+    ]
+    return "GPUs", ["", *(g.name for g in gpus)], rows
 
 
 # --- the check on Hopper --------------------------------------------------------------------------
 
+Rows = Mapping[int, tuple[int, ...]]
+"""The rows of every expert, by a workload's tokens."""
+
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The timed rows of our kernel in a record of gemm_bench. Raises UsageError: it is none."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
-        return [row for row in rows if not row["peer"] and "us" in row]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: not a record of gemm_bench ({error!r})") from None
-
-
-def problem_of(row: dict[str, Any], rows_of: dict[int, tuple[int, ...]]) -> Problem:
-    """The problem of a recorded row; `rows_of` has the experts' rows by a workload's tokens."""
-    if row["tokens"] is None:
-        rows = (row["pairs"] // row["experts"],) * row["experts"]
-        return Problem(rows, row["n"], row["k"])
-    return Problem(rows_of[row["tokens"]], row["n"], row["k"], row["tokens"])
-
-
-Checked = tuple[dict[str, Any], Prediction, float]
-"""A recorded row, the prediction, and its error: predicted over measured, less one."""
+    """The timed rows of our kernel in a record of gemm_bench."""
+    rows = schemas.read(path, schemas.Gemm)["results"]
+    return [row for row in rows if not row["peer"] and "us" in row]
 
 
 def check(
-    rows: Iterable[dict[str, Any]],
-    rows_of: dict[int, tuple[int, ...]],
+    recorded: Iterable[dict[str, Any]],
+    rows_of: Rows,
     gpu: Gpu = H200_MEASURED,
     constants: Constants = CONSTANTS,
-) -> list[Checked]:
-    """Every recorded row beside what the model says."""
-    made = []
-    for row in rows:
-        predicted = predict(gpu, config_sm90(row["config"]), problem_of(row, rows_of), constants)
-        made.append((row, predicted, predicted.us / row["us"] - 1))
-    return made
+) -> pd.DataFrame:
+    """Every recorded row beside what the model says: `model` in us, its `limit`, and its `error`,
+    predicted over measured, less one."""
+    found = []
+    for row in recorded:
+        tokens = row["tokens"]
+        even = (row["pairs"] // row["experts"],) * row["experts"]
+        rows = even if tokens is None else rows_of[tokens]
+        problem = Problem(rows, row["n"], row["k"], tokens)
+        made = predict(gpu, config_sm90(row["config"]), problem, constants)
+        error = made.us / row["us"] - 1
+        found.append({**row, "model": made.us, "limit": made.limit, "error": error})
+    return pd.DataFrame(found)
 
 
-def error_row(name: str, checked: Sequence[Checked]) -> list[str]:
-    """Count, median and worst error, and how many are within 10 %."""
-    errors = [error for *_, error in checked]
-    absolute = [abs(error) for error in errors]
-    return [
-        name,
-        str(len(errors)),
-        f"{100 * statistics.median(absolute):.1f} %",
-        f"{100 * statistics.median(errors):+.1f} %",
-        f"{100 * max(errors, key=abs):+.1f} %",
-        f"{sum(error <= 0.1 for error in absolute)} of {len(errors)}",
-    ]
-
-
-def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) -> list[Table]:
+def hopper_tables(rows_of: Rows) -> list[Table]:
     """The error on the records, and the rows that it is largest on."""
-    layers = read_record(record / "gemm_layers.json")
-    study = check(read_record(record / "gemm_study.json"), rows_of)
-    shipped = check((r for r in layers if r["variant"] in ("flat", "v3")), rows_of)
-    beside = check((r for r in layers if r["variant"] not in ("flat", "v3")), rows_of)
-    summary = [
-        error_row("19 workloads, shipped configs", shipped),
-        error_row("the same, the configs beside them (not looked at for the choice)", beside),
-        error_row("81 configurations", study),
-    ]
-    everything = [*shipped, *beside, *study]
-    worst = sorted(everything, key=lambda c: -abs(c[2]))[:12]
+    layers = check(read_record(RECORD / "gemm_layers.json"), rows_of)
+    shipped = layers.variant.isin(["flat", "v3"])
+    parts = {
+        "19 workloads, shipped configs": layers[shipped],
+        "the same, the configs beside them (not looked at for the choice)": layers[~shipped],
+        "81 configurations": check(read_record(RECORD / "gemm_study.json"), rows_of),
+    }
+    summary = []
+    for name, part in parts.items():
+        error, absolute = 100 * part.error, 100 * part.error.abs()
+        worst = error[absolute.idxmax()]
+        signs = [f"{absolute.median():.1f} %", f"{error.median():+.1f} %", f"{worst:+.1f} %"]
+        summary.append([name, len(part), *signs, f"{(absolute <= 10).sum()} of {len(part)}"])
+    every = [row for part in parts.values() for row in part.to_dict("records")]
     rows = [
         [
-            str(row["tokens"] or "-"), f"{row['active']} x {row['rows']:g}",
-            f"{row['n']}x{row['k']}", row["config"], f"{row['us']:.1f}", f"{made.us:.1f}",
-            f"{100 * error:+.1f} %", made.limit,
+            row["tokens"] or "-", f"{row['active']} x {row['rows']:g}", f"{row['n']}x{row['k']}",
+            row["config"], f"{row['us']:.1f}", f"{row['model']:.1f}",
+            f"{100 * row['error']:+.1f} %", row["limit"],
         ]
-        for row, made, error in worst
+        for row in sorted(every, key=lambda row: -abs(row["error"]))[:12]
     ]  # fmt: skip
     header = ["", "rows", "median", "signed", "worst", "within 10 %"]
     of_row = ["T", "experts x rows", "NxK", "config", "us", "model", "error", "limit"]
@@ -384,7 +332,7 @@ def hopper_tables(rows_of: dict[int, tuple[int, ...]], record: Path = RECORD) ->
     ]
 
 
-# --- Blackwell -----------------------------------------------------------------------------------
+# --- Blackwell ------------------------------------------------------------------------------------
 
 
 def shapes_sm100() -> list[Any]:
@@ -394,30 +342,25 @@ def shapes_sm100() -> list[Any]:
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
 
 
-def block_table(gpu: Gpu = B200) -> Table:
+def block_table() -> Table:
     """Clocks of every resource for a K block, and what share of them the tensor cores work: if
     everything is as assumed, and if TMA's writes cost nothing and L2 gives twice as much."""
     rows = []
     for config in shapes_sm100():
-        block = block_sm100(gpu, config)
+        # In the middle of a tile, with all stages full.
+        block = replace(block_sm100(B200, config), latency=0.0)
         generous = replace(block, write=0.0, l2=block.l2 / 2)
         clocks = (block.mma, block.read, block.write, block.l2, block.tmem, block.promote)
-        shares = (block.mma / steady(block), block.mma / steady(generous))
+        busy = (f"{100 * block.mma / b.clocks:.0f} %" for b in (block, generous))
         rows.append(
             [
-                short(config), str(config.num_stages), str(config.num_accumulators),
-                *(f"{c:.0f}" for c in (*clocks, block.chain)),
-                *(f"{100 * share:.0f} %" for share in shares),
+                short(config), config.num_stages, config.num_accumulators,
+                *(f"{c:.0f}" for c in (*clocks, block.chain)), *busy,
             ]
         )  # fmt: skip
     header = ["tile", "stages", "accumulators", "MMA", "operand reads", "TMA writes", "L2"]
     header += ["tensor memory", "promotion", "accumulator", "tensor cores", "at best"]
-    return ("B200: clocks of a K block, and how busy the tensor cores can be", header, rows)
-
-
-def steady(block: Block) -> float:
-    """Clocks of a K block in the middle of a tile with all its stages full."""
-    return replace(block, latency=0.0).clocks
+    return "B200: clocks of a K block, and how busy the tensor cores can be", header, rows
 
 
 def chosen_sm100(problem: Problem) -> Any:
@@ -443,79 +386,72 @@ def workload_table(problems: Sequence[Problem]) -> Table:
     rows = []
     for tokens in sorted({p.tokens for p in problems if p.tokens is not None}):
         pair = [p for p in problems if p.tokens == tokens]
-        cells = [str(tokens), str(pair[0].pairs), str(pair[0].active)]
-        cells.append(short(chosen_sm100(pair[0])))
-        for gpu in (B200, B200_AS_H200):
-            made = [predict(gpu, chosen_sm100(p), p) for p in pair]
-            cells += [f"{m.us:.1f}" for m in made]
-        cells.append(" / ".join(dict.fromkeys(m.limit for m in made)))
+        chosen = [chosen_sm100(p) for p in pair]
+        nominal, shares = (
+            [predict(gpu, *of) for of in zip(chosen, pair, strict=True)]
+            for gpu in (B200, B200_AS_H200)
+        )
         best = sum(best_sm100(B200_AS_H200, p)[1].us for p in pair)
-        cells.append(f"{sum(m.us for m in made) / best:.2f}")
-        rows.append(cells)
-    header = ["T", "pairs", "active", "config", "GEMM1 us", "GEMM2 us", "GEMM1 us, H200's shares"]
-    header += ["GEMM2 us, H200's shares", "limit", "over best tile"]
-    return ("B200: the two GEMMs of the 19 workloads", header, rows)
-
-
-def study_table(gpu: Gpu, every: bool) -> Table:
-    """The 81 configurations as predicted, all of them or one line for E and rows."""
-    problems, rows = grid_problems("study"), []
-    groups: dict[tuple[int, ...], list[Problem]] = {}
-    for p in problems:
-        key = (p.experts, p.rows[0], *((p.n, p.k) if every else ()))
-        groups.setdefault(key, []).append(p)
-    for key, group in sorted(groups.items()):
-        made = [predict(gpu, chosen_sm100(p), p) for p in group]
-        best = [best_sm100(gpu, p) for p in group]
-        rate = [p.flops / m.us / 1e6 for p, m in zip(group, made, strict=True)]
-        over = [m.us / least.us for m, (_, least) in zip(made, best, strict=True)]
         rows.append(
             [
-                *map(str, key), short(chosen_sm100(group[0])),
-                " to ".join(dict.fromkeys(f"{f(m.us for m in made):.1f}" for f in (min, max))),
-                f"{statistics.median(rate):.0f}", f"{statistics.median(over):.2f}",
-                ", ".join(dict.fromkeys(short(c) for c, _ in best)),
-                ", ".join(dict.fromkeys(m.limit for m in made)),
+                tokens, pair[0].pairs, pair[0].active, short(chosen[0]),
+                *(f"{made.us:.1f}" for made in nominal + shares),
+                " / ".join(dict.fromkeys(made.limit for made in shares)),
+                f"{sum(made.us for made in shares) / best:.2f}",
             ]
         )  # fmt: skip
-    header = ["experts", "rows", *(("N", "K") if every else ()), "config", "us", "TFLOP/s"]
-    header += ["over best tile", "best tiles", "limit"]
-    return (f"{gpu.name}: the {len(problems)} configurations", header, rows)
+    header = ["T", "pairs", "active", "config", "GEMM1 us", "GEMM2 us", "GEMM1 us, H200's shares"]
+    header += ["GEMM2 us, H200's shares", "limit", "over best tile"]
+    return "B200: the two GEMMs of the 19 workloads", header, rows
+
+
+def study_table() -> Table:
+    """The 81 configurations as predicted."""
+    gpu, rows = B200_AS_H200, []
+    for p in sorted(grid_problems("study"), key=lambda p: (p.experts, p.rows[0], p.n, p.k)):
+        made, (config, best) = predict(gpu, chosen_sm100(p), p), best_sm100(gpu, p)
+        rows.append(
+            [
+                p.experts, p.rows[0], p.n, p.k, short(chosen_sm100(p)), f"{made.us:.1f}",
+                f"{p.flops / made.us / 1e6:.0f}", f"{made.us / best.us:.2f}", short(config),
+                made.limit,
+            ]
+        )  # fmt: skip
+    header = ["experts", "rows", "N", "K", "config", "us", "TFLOP/s", "over best tile"]
+    header += ["best tile", "limit"]
+    return f"{gpu.name}: the {len(rows)} configurations", header, rows
 
 
 ROWS = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Rows per expert that the configs are compared at."""
 
 
-def heuristic_table(gpu: Gpu = B200_AS_H200, experts: int = 32, seed: int = 2026) -> Table:
-    """Both GEMMs with every tile, by the rows that an expert has on average, uneven as drawn."""
+def heuristic_table() -> Table:
+    """Both GEMMs of 32 experts with every tile, by the rows that an expert has on average, uneven
+    as drawn."""
+    gpu, rows = B200_AS_H200, []
     configs = [replace(c, dynamic=True) for c in shapes_sm100()]
-    rows = []
     for mean in ROWS:
-        drawn = uneven_rows(mean, experts, seed)
+        drawn = uneven_rows(mean, 32, seed=2026)
         problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
         us = [sum(predict(gpu, c, p).us for p in problems) for c in configs]
+        cells = [f"{t:.0f}" + " *" * (t == min(us)) for t in us]
         chosen = sum(predict(gpu, chosen_sm100(p), p).us for p in problems)
-        picked = short(chosen_sm100(problems[0]))
-        cells = [f"{t:.0f}" + (" *" if t == min(us) else "") for t in us]
-        rows.append([str(mean), *cells, picked, f"{chosen:.0f}"])
+        rows.append([mean, *cells, short(chosen_sm100(problems[0])), f"{chosen:.0f}"])
     header = ["rows", *(short(c).removesuffix(" dynamic") for c in configs), "heuristic", "us"]
-    return (f"{gpu.name}: GEMM1 + GEMM2 us of {experts} experts, tiles on demand", header, rows)
+    return f"{gpu.name}: GEMM1 + GEMM2 us of 32 experts, tiles on demand", header, rows
 
 
-def tables(
-    rows_of: dict[int, tuple[int, ...]], problems: Sequence[Problem], every: bool
-) -> Iterator[Table]:
+def tables(rows_of: Rows, problems: Sequence[Problem]) -> Iterator[Table]:
     """Everything, in the order of docs/gemm-model.md."""
     yield gpu_table()
     yield from hopper_tables(rows_of)
     yield block_table()
     yield workload_table(problems)
-    yield study_table(B200_AS_H200, every)
+    yield study_table()
     yield heuristic_table()
 
 
-def to_text(title: str, header: list[str], rows: list[list[str]]) -> str:
+def to_text(title: str, header: list[str], rows: list[list[Any]]) -> str:
     """A table under its title, as the page has it."""
-    left = len(header) if header[-1] == "from" else 1
-    return f"### {title}\n\n{markdown_table(header, rows, left)}"
+    return f"### {title}\n\n{markdown_table(header, rows)}"

@@ -1,5 +1,4 @@
-"""One call of a solution kernel by kernel: time, gap, bytes and rates against a floor; and what
-Nsight Compute counts.
+"""One call of a solution kernel by kernel: time, gap, bytes and rates against a floor.
 
 A kernel's work is what it has to move and to compute on a workload. Bytes: every operand once, the
 weights of the experts that have rows, the rows of the pairs there are; no padding, nothing read
@@ -7,20 +6,16 @@ twice, no table that only one implementation keeps. FLOPs: those of the GEMMs. A
 its name.
 """
 
-import csv
 import re
-import shutil
-import statistics
-import subprocess
-import tempfile
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import torch
 
-from scripts.common.command_line import UsageError
 from scripts.common.floors import LOGIT_BYTES, OUTPUT_BYTES, TOKEN_BYTES, bandwidth
+from scripts.common.text import number
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Histogram, Problem
 from scripts.measure.gpu import Rates
 from scripts.measure.timing import (
@@ -90,8 +85,8 @@ def stages(kernels: Sequence[str]) -> list[str | None]:
         for k in kernels
     ]
     gemms = [i for i, stage in enumerate(found) if stage == GEMM]
-    for number, i in enumerate(gemms, 1):
-        found[i] = f"{GEMM}{number}" if len(gemms) == 2 else None
+    for place, i in enumerate(gemms, 1):
+        found[i] = f"{GEMM}{place}" if len(gemms) == 2 else None
     # A stage in several launches: how its work is divided among them is not known.
     return [stage if stage is None or found.count(stage) == 1 else None for stage in found]
 
@@ -140,56 +135,45 @@ def with_work(
     kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates
 ) -> list[dict[str, Any]]:
     """Timings of a call's kernels with what is known of each one's work."""
-    known = stages([k["name"] for k in kernels])
-    others = any(OTHERS_GEMM.search(short_name(k["name"])) for k in kernels)
+    names = [kernel["name"] for kernel in kernels]
+    known, short = stages(names), list(map(short_name, names))
+    others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
-    terms = 2 if any(TWO_TERMS.search(k["name"]) for k in kernels) else 1
-    of_stage = work(h, gathers, quantises, terms)
-    return [
-        {
-            **kernel,
-            "short": short_name(kernel["name"]),
-            "stage": stage,
-            **(rates_of(of_stage[stage], kernel["us"], rates) if stage else {}),
-        }
-        for kernel, stage in zip(kernels, known, strict=True)
-    ]
+    of_stage = work(h, gathers, quantises, 2 if any(map(TWO_TERMS.search, names)) else 1)
+    found = []
+    for kernel, name, stage in zip(kernels, short, known, strict=True):
+        reached = rates_of(of_stage[stage], kernel["us"], rates) if stage else {}
+        found.append({**kernel, "short": name, "stage": stage, **reached})
+    return found
 
 
 # --- the trace of a call --------------------------------------------------------------------------
 
-COPIES = ("Memset", "Memcpy")
-"""Beginnings of the names of what the profiler lists and ncu does not: no kernels."""
 
-
-def timings(calls: Sequence[Sequence[Span]]) -> list[dict[str, Any]]:
-    """Of each kernel, in the order of beginning: its name, the median and spread of its time, and
-    the median gap to the end of the kernel before it (None for the first), in us. A negative gap is
-    a dependent launch that began before."""
-    found = []
-    for i, kernel in enumerate(calls[0]):
-        times = [call[i].end - call[i].start for call in calls]
-        gaps = [call[i].start - call[i - 1].end for call in calls] if i else []
-        found.append(
-            {
-                "name": kernel.name,
-                "us": statistics.median(times),
-                "us_p10": percentile(times, 0.1),
-                "us_p90": percentile(times, 0.9),
-                "gap_us": statistics.median(gaps) if gaps else None,
-            }
-        )
-    return found
-
-
-def totals(calls: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Medians over the calls: the sum of the kernels, and from the first's start to the last's end,
-    in us."""
+def timings(calls: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    """Medians over the calls, in us: of each kernel, in the order of beginning, its time with the
+    spread, and the gap to the end of the kernel before it (None for the first); of the call the sum
+    of the kernels, and from the first's start to the last's end. A negative gap is a dependent
+    launch that began before."""
+    spans = np.array([[(s.start, s.end) for s in call] for call in calls])
+    start, end = spans[..., 0], spans[..., 1]  # [calls, kernels]
+    us, gaps = end - start, start[:, 1:] - end[:, :-1]
+    kernels = [
+        {
+            "name": kernel.name,
+            "us": float(np.median(us[:, i])),
+            "us_p10": percentile(us[:, i].tolist(), 0.1),
+            "us_p90": percentile(us[:, i].tolist(), 0.9),
+            "gap_us": float(np.median(gaps[:, i - 1])) if i else None,
+        }
+        for i, kernel in enumerate(calls[0])
+    ]
     return {
-        "sum_us": statistics.median(sum(s.end - s.start for s in call) for call in calls),
-        "span_us": statistics.median(max(s.end for s in call) - call[0].start for call in calls),
+        "kernels": kernels,
+        "sum_us": float(np.median(us.sum(axis=1))),
+        "span_us": float(np.median(end.max(axis=1) - start[:, 0])),
     }
 
 
@@ -201,8 +185,7 @@ def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
     calls = traced_calls(replay or call, flush_buffer().zero_, repeats)
     return {
         "traced": "replays of a CUDA graph" if replay else "calls",
-        "kernels": timings(calls),
-        **totals(calls),
+        **timings(calls),
         "device": device_times({"": call}, repeats)[""],
     }
 
@@ -218,84 +201,9 @@ def one_call(call: Timed) -> None:
     torch.cuda.profiler.stop()
 
 
-# --- Nsight Compute -------------------------------------------------------------------------------
-
-METRICS = {
-    "read_bytes": "dram__bytes_read.sum",
-    "written_bytes": "dram__bytes_write.sum",
-    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "registers": "launch__registers_per_thread",
-    "spilled_loads": "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",
-    "spilled_stores": "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
-}
-"""Spilled: sectors of local memory."""
-
-
-def count(program: Sequence[str]) -> list[dict[str, Any]]:
-    """What ncu counts in the kernels that a program marks by cudaProfilerStart and Stop. It runs
-    each kernel alone and several times over, with cold caches: times are not taken from it. Raises
-    UsageError: there is no ncu; RuntimeError: it failed; the message is what it said last."""
-    if shutil.which("ncu") is None:
-        raise UsageError("--ncu: Nsight Compute's ncu is not on the PATH")
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "ncu.csv"
-        command = [
-            *("ncu", "--profile-from-start", "off", "--target-processes", "all"),
-            *("--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"),
-            *("--log-file", str(report), "--metrics", ",".join(METRICS.values()), *program),
-        ]
-        result = subprocess.run(command, capture_output=True, text=True)
-        written = report.read_text(encoding="utf-8") if report.is_file() else ""
-    if kernels := parse_counts(written.splitlines()):
-        return kernels
-    said = f"{written}\n{result.stdout}\n{result.stderr}".strip().splitlines()[-8:]
-    raise RuntimeError("ncu: no kernel in what it wrote: " + "\n".join(said))
-
-
-def parse_counts(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """What was counted in each kernel, in the order of launch; None where ncu has no figure.
-
-    Lines of `--csv --page raw`: names of the columns, their units, a line for each kernel; between
-    them ncu's own remarks, `==PROF== ...`.
-    """
-
-    def number(text: str) -> float | None:
-        try:
-            return float(text.replace(",", ""))
-        except ValueError:  # n/a
-            return None
-
-    rows = list(csv.DictReader(line for line in lines if line.startswith('"')))
-    return [
-        {"name": row["Kernel Name"], **{k: number(row.get(m, "")) for k, m in METRICS.items()}}
-        for row in rows[1:]
-        if "Kernel Name" in row
-    ]
-
-
-def with_counts(
-    kernels: Sequence[dict[str, Any]], counts: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The kernels with what ncu counted in each: both are in the order of launch. Raises
-    RuntimeError: they are not the same kernels."""
-    traced = [k["short"] for k in kernels if not k["name"].startswith(COPIES)]
-    seen = [short_name(counted["name"]) for counted in counts]
-    if seen != traced:
-        said = f"ncu saw {', '.join(seen)}; the profiler {', '.join(traced)}"
-        raise RuntimeError(f"ncu saw other kernels than the profiler: {said}")
-    left = iter({k: v for k, v in counted.items() if k != "name"} for counted in counts)
-    return [
-        k if k["name"].startswith(COPIES) else {**k, "ncu": next(left)}  # copies: not ncu's
-        for k in kernels
-    ]
-
-
 # --- tables ---------------------------------------------------------------------------------------
 
-Column = tuple[str, float, str]
-"""Key of a kernel's figures, what it is divided by, and its format."""
-COLUMNS: dict[str, Column] = {
+COLUMNS = {
     "us": ("us", 1, ".2f"),
     "gap": ("gap_us", 1, "+.2f"),
     "MB": ("bytes", 1e6, ".2f"),
@@ -305,34 +213,20 @@ COLUMNS: dict[str, Column] = {
     "floor us": ("floor_us", 1, ".2f"),
     "% of floor": ("percent_of_floor", 1, ".0f"),
 }
-COUNTED: dict[str, Column] = {
-    "read MB": ("read_bytes", 1e6, ".2f"),
-    "written MB": ("written_bytes", 1e6, ".2f"),
-    "L2 %": ("l2_percent", 1, ".0f"),
-    "tensor %": ("tensor_percent", 1, ".0f"),
-    "registers": ("registers", 1, ".0f"),
-    "spilled loads": ("spilled_loads", 1, ".0f"),
-    "stores": ("spilled_stores", 1, ".0f"),
-}
+"""Key of a kernel's figures, what it is divided by, and its format."""
 
 
-def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(result: dict[str, Any]) -> pd.DataFrame:
     """A line for each kernel, in the order of launch."""
-
-    def cells(figures: dict[str, Any], columns: dict[str, Column]) -> list[str]:
-        values = [(figures.get(key), by, form) for key, by, form in columns.values()]
-        return ["-" if value is None else format(value / by, form) for value, by, form in values]
-
-    kernels = result["kernels"]
-    with_ncu = any("ncu" in k for k in kernels)
-    header = ["kernel", *COLUMNS, "p10-p90", *(COUNTED if with_ncu else ())]
-    rows = []
-    for k in kernels:
-        timed = k if k.get("flops") else {**k, "flops": None, "tflops": None}
-        row = [k["stage"] or k["short"], *cells(timed, COLUMNS)]
-        row.append(f"{k['us_p10']:.2f}-{k['us_p90']:.2f}")
-        rows.append(row + (cells(k.get("ncu", {}), COUNTED) if with_ncu else []))
-    return header, rows
+    f = pd.DataFrame(result["kernels"]).reindex(
+        columns=["stage", "short", "us_p10", "us_p90", *(key for key, *_ in COLUMNS.values())]
+    )
+    f[["flops", "tflops"]] = f[["flops", "tflops"]].where(f.flops > 0)  # none: no 0 TFLOP/s
+    text = {"kernel": f.stage.fillna(f.short)}
+    for name, (key, by, form) in COLUMNS.items():
+        text[name] = (f[key].astype(float) / by).map(lambda value, form=form: number(value, form))
+    text["p10-p90"] = f.us_p10.map("{:.2f}-".format) + f.us_p90.map("{:.2f}".format)
+    return pd.DataFrame(text)
 
 
 def title(result: dict[str, Any]) -> str:

@@ -9,25 +9,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
-from flashinfer_bench.data import Solution
+from flashinfer_bench.data import RandomInput, ScalarInput, Solution
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.project import DEFINITION
+from scripts.common.project import DEFINITION, PREFIX
 from scripts.common.schemas import STAGES, TOTAL
-from scripts.data.dataset import Inputs, draw, load, make_missing_workloads, tokens
-from scripts.data.synthetic_logits import MEAN, ROUTED_SCALING_FACTOR, STD
+from scripts.common.text import number
+from scripts.data.dataset import Inputs, load, make_missing_workloads, tokens
+from scripts.data.synthetic_logits import MEAN, STD
 from scripts.measure.timing import flush_buffer
-from scripts.pack.availability import (
-    is_peer,
-    own_hashes,
-    say_skipped,
-    split_available,
-    this_machine,
-)
+from scripts.pack.availability import own_hashes, say_skipped, split_available, this_machine
 from scripts.pack.pack import generations, pack, select
+
+WARMUP = 5
+"""Calls of each layer that do not count."""
 
 
 class Clock:
@@ -71,12 +70,11 @@ def time_layers(
     inputs: MoeInputs,
     output: torch.Tensor,
     iterations: int,
-    warmup: int,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every stage and end to end, a list over the iterations, for each layer."""
     clock = Clock(output.device.type == "cuda")
     for layer in layers.values():
-        for _ in range(warmup):
+        for _ in range(WARMUP):
             layer(inputs, output)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in layers}
     for _ in range(iterations):
@@ -112,42 +110,27 @@ def compare_outputs(
 
 
 class Problems:
-    """Inputs for any token count: a workload's, or drawn."""
+    """Inputs for any token count: a workload's, or drawn, with the first local expert 0."""
 
-    def __init__(self, root: Path, device: str, seed: int, offset: int):
-        self.root, self.device, self.seed, self.offset = root, device, seed, offset
-        self.trace_set, _ = load(root)
-        self.workloads = {tokens(t.workload): t for t in self.trace_set.workloads[DEFINITION]}
-        self.inputs = Inputs(self.trace_set, device, seed)
+    def __init__(self, root: Path, device: str, seed: int):
+        self.root, self.seed = root, seed
+        trace_set, _ = load(root)
+        self.workloads = {tokens(t.workload): t for t in trace_set.workloads[DEFINITION]}
+        self.inputs = Inputs(trace_set, device, seed)
 
     def of(self, length: int) -> tuple[MoeInputs, str]:
         """The inputs and where their routing comes from."""
         trace = self.workloads.get(length)
-        if trace is not None:
-            make_missing_workloads(self.root, [trace])
-            values = self.inputs.of(trace.workload)
-            return MoeInputs(*values), f"workload {trace.workload.uuid[:8]}"
-        template = next(iter(self.workloads.values()))
+        template = trace or next(iter(self.workloads.values()))
         make_missing_workloads(self.root, [template])
-        weights = dict(
-            zip(self.inputs.definition.inputs, self.inputs.of(template.workload), strict=True)
-        )
-        device = torch.device(self.device)
-        drawn = {}
-        for name in ("routing_logits", "hidden_states", "hidden_states_scale"):
-            axes = self.inputs.definition.inputs[name].shape or []
-            const = self.inputs.definition.const_axes
-            shape = [const.get(axis, length) for axis in axes]
-            drawn[name] = draw(self.inputs.definition, name, shape, device, self.seed + length)
-        logits = drawn["routing_logits"] * STD + MEAN
-        drawn["routing_logits"] = logits.to(torch.bfloat16).to(torch.float32)
-        scalars = {
-            "local_expert_offset": self.offset,
-            "routed_scaling_factor": ROUTED_SCALING_FACTOR,
-        }
-        named = {**weights, **drawn, **scalars}
-        said = f"independent draws, seed {self.seed}, offset {self.offset}"
-        return MoeInputs(*(named[name] for name in self.inputs.definition.inputs)), said
+        workload = template.workload
+        if trace is not None:
+            return MoeInputs(*self.inputs.of(workload)), f"workload {workload.uuid[:8]}"
+        drawn = {"routing_logits": RandomInput(), "local_expert_offset": ScalarInput(value=0)}
+        changed = {"axes": {"seq_len": length}, "inputs": {**workload.inputs, **drawn}}
+        logits, *others = self.inputs.of(workload.model_copy(update=changed))
+        logits = (logits * STD + MEAN).to(torch.bfloat16).to(torch.float32)
+        return MoeInputs(logits, *others), f"independent draws, seed {self.seed}"
 
 
 def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callable[..., None]]:
@@ -160,34 +143,28 @@ def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callabl
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     layers = {}
-    for solution in sorted(runnable, key=lambda s: is_peer(s, own)):
-        generation = found[solution.name]
-        relative = generation.path.relative_to(generation.root).with_suffix("")
+    for name in sorted((s.name for s in runnable), key=lambda name: not name.startswith(PREFIX)):
+        relative = found[name].path.relative_to(found[name].root).with_suffix("")
         module = importlib.import_module(".".join(["moe_fp8", *relative.parts]))
         if hasattr(module, "LAYER"):
-            layers[generation.name] = module.LAYER
+            layers[name] = module.LAYER
         elif names:
-            raise UsageError(f"{generation.name} has no LAYER: it marks no stages")
+            raise UsageError(f"{name} has no LAYER: it marks no stages")
     if not layers:
         raise UsageError("no solution marks its stages")
     return layers
 
 
-def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(result: dict[str, Any]) -> pd.DataFrame:
     """Stages down, solutions across in ms, and the speed of each relative to the first."""
-    names = list(result["solutions"])
-    medians = {name: result["solutions"][name]["median_ms"] for name in names}
-    header = ["stage", *names, *(f"{n} vs first" for n in names[1:])]
-    rows = []
-    others = {stage for stages in medians.values() for stage in stages} - {*STAGES, TOTAL}
-    for stage in (*STAGES, *sorted(others), TOTAL):
-        row = [stage, *(f"{medians[n][stage]:.4f}" if stage in medians[n] else "-" for n in names)]
-        for name in names[1:]:
-            both = stage in medians[names[0]] and stage in medians[name]
-            ratio = medians[names[0]][stage] / medians[name][stage] if both else 0.0
-            row.append(f"{ratio:.2f}x" if both and medians[name][stage] > 0 else "-")
-        rows.append(row)
-    return header, rows
+    ms = pd.DataFrame({name: of["median_ms"] for name, of in result["solutions"].items()})
+    others = sorted(set(ms.index) - {*STAGES, TOTAL})
+    ms = ms.reindex([*STAGES, *others, TOTAL])
+    text = ms.map(lambda value: number(value, ".4f"))
+    for name in ms.columns[1:]:
+        ratio = ms.iloc[:, 0] / ms[name]
+        text[f"{name} vs first"] = ratio.map(lambda value: number(value, ".2f", "x"))
+    return text.rename_axis("stage").reset_index()
 
 
 def measure(
@@ -195,14 +172,13 @@ def measure(
     problems: Problems,
     length: int,
     iterations: int,
-    warmup: int,
 ) -> dict[str, Any]:
     """What is recorded of one token count."""
     inputs, routing = problems.of(length)
     shape = (length, inputs.hidden_states.shape[1])
     output = torch.empty(shape, dtype=torch.bfloat16, device=inputs.hidden_states.device)
     said = compare_outputs(layers, inputs, output)
-    samples = time_layers(layers, inputs, output, iterations, warmup)
+    samples = time_layers(layers, inputs, output, iterations)
     return {
         "tokens": length,
         "routing": routing,

@@ -3,9 +3,9 @@ the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem 
 fastest candidate, what ships, and what that loses.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,102 +14,75 @@ from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 
 from scripts.common.progress import steps
-from scripts.data import dataset
 from scripts.measure import gpu
 from scripts.measure.gemm_bench import (
     Timing,
-    Verdict,
     compile_ahead,
     compile_kernel,
     compile_variants,
     run_problem,
     verdict,
 )
-from scripts.measure.gemm_problems import (
-    LAYER_SHAPES,
-    Histogram,
-    Problem,
-    histograms,
-    layer_problems,
-    uneven_rows,
+from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, histograms, uneven_rows
+from scripts.measure.gemm_variants import (
+    Variant,
+    heuristic,
+    ladder,
+    ours,
+    shipped_tile,
+    triton_call,
 )
-from scripts.measure.gemm_variants import Variant, heuristic, ladder, ours, triton_call
-from scripts.measure.gpu import Rates
 from scripts.measure.stages import Problems
 from scripts.measure.timing import Timed, device_times
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
 
-GEMMS = {shape: name for name, shape in LAYER_SHAPES.items()}
-"""gemm1 or gemm2 by (N, K)."""
-Found = tuple[str, list[dict[str, Any]], list[Verdict]]
-"""A problem, its rows of figures, and what is known from them."""
+Found = tuple[list[dict[str, Any]], dict[str, Any]]
+"""The rows of figures of a problem, and the verdict on them."""
 
 
 # --- our GEMM alone -------------------------------------------------------------------------------
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""Rows per expert."""
 MANY_ROWS = 128
-"""Up to here 32 experts are timed, above 8: the same bytes or FLOPs, in less time."""
+"""Of an expert: up to here 32 experts are timed, above 8: the same bytes or FLOPs, in less time."""
 CONFIRM_REPEATS = 40
 
 
-def product(**values: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of a value of each field."""
-    for chosen in itertools.product(*values.values()):
-        yield dict(zip(values, chosen, strict=True))
+Space = dict[str, Sequence[Any]]
+"""Values of a config's fields; its configs are all combinations that the class takes."""
 
 
-def fitting(tiles: Sequence[int], rows: float) -> list[int]:
-    """The tile heights with swapped operands that are worth a try for so many rows."""
-    return [tile for tile in tiles if rows / 2 <= tile <= max(tiles[0], 4 * rows)]
+def swapped(tiles: Sequence[int], rows: float) -> Space:
+    """With swapped operands, and tile heights that are worth a try for so many rows."""
+    heights = [tile for tile in tiles if rows / 2 <= tile <= max(tiles[0], 4 * rows)]
+    return {"swap_ab": [True], "tile_m": heights, "cluster_n": (1, 2), "stages": (0, 6)}
 
 
-def candidates_sm90(rows: float) -> Iterator[dict[str, Any]]:
-    swapped = fitting((8, 16, 32, 64, 128), rows)
-    yield from product(
-        swap_ab=[True], tile_m=swapped, tile_n=(64, 128), cluster_n=(1, 2), stages=(0, 6)
-    )
-    if rows < 16:
-        return
-    tiles = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128))
-    for (tile_m, tile_n), (cluster_m, cluster_n) in itertools.product(
-        tiles, ((1, 1), (2, 1), (1, 2))
-    ):
-        of_tile = dict(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m, cluster_n=cluster_n)
+def spaces_sm90(rows: float) -> Iterator[Space]:
+    yield {**swapped((8, 16, 32, 64, 128), rows), "tile_n": (64, 128)}
+    clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2)}
+    tiles = {"tile_m": (64, 128, 192), "tile_n": (64, 128)}
+    if rows >= 16:
         # Tiles on demand are for many of them, constants in the main loop for large ones.
-        dynamic = (False, True) if rows > 64 else (False,)
-        for fields in product(dynamic=dynamic, overlap=(False, True)):
-            yield of_tile | fields
-        if rows > 64 and tile_m == 192:
-            yield of_tile | {"dynamic": True, "unroll": True, "stages": 4}
+        yield {**tiles, **clusters, "dynamic": (False, rows > 64), "overlap": (False, True)}
+    if rows > 64:
+        yield {"tile_m": [192], **clusters, "dynamic": [True], "unroll": [True], "stages": [4]}
 
 
-def candidates_sm100(rows: float) -> Iterator[dict[str, Any]]:
+def spaces_sm100(rows: float) -> Iterator[Space]:
     # Accumulators: the fewest, and as many as fit, against one in the making and one read.
-    yield from product(
-        swap_ab=[True],
-        tile_m=fitting((16, 32, 64), rows),
-        cluster_n=(1, 2),
-        stages=(0, 6),
-        accumulators=(2, 0),
-    )
-    if rows < 16:
-        return
-    # An MMA of two CTAs is of those below each other.
-    clusters = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 1))
-    for tile_n, (cluster_m, cluster_n, mma_ctas) in itertools.product((64, 128, 256), clusters):
-        of_tile = dict(tile_n=tile_n, cluster_m=cluster_m, cluster_n=cluster_n, mma_ctas=mma_ctas)
-        dynamic = (False, True) if rows > 64 else (False,)  # tiles on demand: for many of them
-        for fields in product(stages=(0, 4), accumulators=(2, 0), dynamic=dynamic):
-            yield of_tile | fields
+    accumulators = {"accumulators": (2, 0)}
+    yield {**swapped((16, 32, 64), rows), **accumulators}
+    if rows >= 16:
+        clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2), "mma_ctas": (1, 2)}
+        tiles = {"tile_n": (64, 128, 256), **clusters, "dynamic": (False, rows > 64)}
+        yield {**tiles, "stages": (0, 4), **accumulators}
 
 
-SPACES = {"sm90": candidates_sm90, "sm100": candidates_sm100}
-"""By the folder of the architecture's kernels: fields of the configs worth timing for experts with
-about so many rows, legal or not; the config's class decides."""
+SPACES = {"sm90": spaces_sm90, "sm100": spaces_sm100}
+"""By the folder of the architecture's kernels: what is worth timing for experts with about so many
+rows."""
 
 
 def candidates(rows: float) -> list[Any]:
@@ -117,56 +90,47 @@ def candidates(rows: float) -> list[Any]:
     a GPU, Hopper's."""
     cls = type(gpu.architecture().config)
     found: dict[str, Any] = {}
-    for fields in SPACES[cls.__module__.split(".")[-2]](rows):
-        try:
-            config = cls(**fields)
-        except ValueError:
-            continue
-        # By what they say: 0 stages and the number that fits are the same config.
-        found.setdefault(str(config), config)
+    for space in SPACES[cls.__module__.split(".")[-2]](rows):
+        for values in itertools.product(*space.values()):
+            with contextlib.suppress(ValueError):
+                config = cls(**dict(zip(space, values, strict=True)))
+                # By what they say: 0 stages and the number that fits are the same config.
+                found.setdefault(str(config), config)
     return list(found.values())
 
 
 def configs_of(problem: Problem) -> list[Any]:
     """The heuristic's choice first, then the candidates."""
-    found = {str(config): config for config in candidates(problem.mean_rows)}
-    choice = heuristic(problem)
-    return list({str(choice): choice, **found}.values())
+    found = [heuristic(problem), *candidates(problem.mean_rows)]
+    return list({str(config): config for config in found}.values())
 
 
-def gemm_problem(rows: int, n: int, k: int, experts: int | None, even: bool, seed: int) -> Problem:
-    experts = experts or (32 if rows <= MANY_ROWS else 8)
+def gemm_problem(rows: int, n: int, k: int, even: bool, seed: int) -> Problem:
+    experts = 32 if rows <= MANY_ROWS else 8
     return Problem((rows,) * experts if even else uneven_rows(rows, experts, seed), n, k)
 
 
-def tune_problem(
-    problem: Problem, rates: Rates, timing: Timing, layout: str, max_loss: float
-) -> tuple[list[dict[str, Any]], Verdict]:
+def tune_problem(problem: Problem, timing: Timing, max_loss: float) -> Found:
     """All timings of a problem, and what they say. A loss above `max_loss` percent is timed again,
     best against choice alone and more often, before it is believed."""
     configs, choice = configs_of(problem), str(heuristic(problem))
-    where = f"{problem.mean_rows:g} rows x {problem.experts}"
 
-    def judge(chosen: Sequence[Any], how: Timing) -> tuple[list[dict[str, Any]], Verdict]:
-        variants = [ours(str(config), config, layout) for config in chosen]
-        rows = run_problem(problem, variants, rates, how)
+    def judge(chosen: Sequence[Any], timing: Timing) -> Found:
+        variants = [ours(str(config), config) for config in chosen]
+        rows = run_problem(problem, variants, timing)
         us = {row["config"]: row["us"] for row in rows if "us" in row}
+        where = f"{problem.mean_rows:g} rows x {problem.experts}"
         return rows, verdict(where, f"{problem.n}x{problem.k}", us, choice)
 
     rows, found = judge(configs, timing)
-    if (found.loss or 0.0) > max_loss:
-        again = [config for config in configs if str(config) in (choice, found.best)]
-        found = judge(again, replace(timing, repeats=max(timing.repeats, CONFIRM_REPEATS)))[1]
+    if (found["loss"] or 0.0) > max_loss:
+        again = [config for config in configs if str(config) in (choice, found["best"])]
+        _, found = judge(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
     return rows, found
 
 
 def tune_gemm(
-    problems: Sequence[Problem],
-    timing: Timing,
-    workers: int,
-    layout: str,
-    max_loss: float,
-    rates: Rates,
+    problems: Sequence[Problem], timing: Timing, workers: int, max_loss: float
 ) -> Iterator[Found]:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
     the rows (v3 does; flat knows the tokens alone: `gemm_bench --layers`)."""
@@ -176,13 +140,11 @@ def tune_gemm(
     kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
     compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
     for problem in steps(problems):
-        rows, said = tune_problem(problem, rates, timing, layout, max_loss)
-        yield str(problem), rows, [said]
+        yield tune_problem(problem, timing, max_loss)
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
 
-LAYER_TOKENS = (80, 320, 901, 2048)
 Pair = tuple[Any, Any]
 """What the heuristic picks for the first and the second GEMM."""
 
@@ -200,15 +162,14 @@ def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
     return first, second
 
 
-def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]], reach: int) -> list[Pair]:
-    """The shipped one first, then all within so many steps of it on the two GEMMs' ladders."""
+def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
+    """The shipped one first, then all that are at most a step from it on the two GEMMs' ladders."""
 
-    def beside(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
+    def near(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
         at = rungs.index(config)
-        return rungs[max(at - reach, 0) : at + reach + 1]
+        return rungs[max(at - 1, 0) : at + 2]
 
-    firsts, seconds = (beside(*of) for of in zip(shipped, ladders, strict=True))
-    return list(dict.fromkeys([shipped, *itertools.product(firsts, seconds)]))
+    return list(dict.fromkeys([shipped, *itertools.product(*map(near, shipped, ladders))]))
 
 
 def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:
@@ -224,48 +185,33 @@ def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:
     return configs
 
 
-def time_pairs(
-    problems: Problems, tokens: int, terms: int, reach: int, repeats: int
-) -> list[dict[str, Any]]:
-    """The times of all pairs at one number of tokens, the shipped one's first. One whose output is
-    not that of the shipped one, to the bit, is an error."""
-    inputs, routing = problems.of(tokens)
-    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
-    calls = {}
-    for pair in pairs(picked(tokens, DEEPSEEK_V3, terms), ladders, reach):
-        output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
-        layer = FusedLayer(DEEPSEEK_V3, terms, with_pair(pair))
-        calls[" + ".join(map(str, pair))] = Timed(layer, [inputs, output])
-    times = device_times(calls, repeats)
-    wanted = next(iter(calls.values())).output
-    rows = []
-    for name, call in calls.items():
-        row = {"tokens": tokens, "routing": routing, "variant": name, **times[name]}
-        if "error" not in row:
-            if torch.equal(call.output, wanted):
-                row["us"] = 1e3 * row["ms"]
-            else:
-                row["error"] = "not the output of the shipped pair"
-        rows.append(row)
-    return rows
-
-
 def tune_layer(
-    problems: Problems, tokens: Sequence[int], terms: int, reach: int, repeats: int
+    problems: Problems, tokens: Sequence[int], terms: int, repeats: int
 ) -> Iterator[Found]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds
-    to a config it adds to these. The best config of a GEMM alone need not be the layer's: the
-    second GEMM begins while the first one ends."""
+    to a config it adds to these. One whose output is not that of the shipped pair, to the bit, is
+    an error. The best config of a GEMM alone need not be the layer's: the second GEMM begins while
+    the first one ends."""
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
-        rows = time_pairs(problems, t, terms, reach, repeats)
+        inputs, routing = problems.of(t)
+        calls = {}
+        for pair in pairs(picked(t, DEEPSEEK_V3, terms), ladders):
+            output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
+            layer = FusedLayer(DEEPSEEK_V3, terms, with_pair(pair))
+            calls[" + ".join(map(str, pair))] = Timed(layer, [inputs, output])
+        times, shipped, rows = device_times(calls, repeats), next(iter(calls)), []
+        for name, call in calls.items():
+            row = {"tokens": t, "routing": routing, "variant": name, **times[name]}
+            if "error" not in row and not torch.equal(call.output, calls[shipped].output):
+                row["error"] = "not the output of the shipped pair"
+            rows.append(row if "error" in row else row | {"us": 1e3 * row["ms"]})
         us = {row["variant"]: row["us"] for row in rows if "us" in row}
-        yield f"T={t}", rows, [verdict(f"T={t}", "layer", us, rows[0]["variant"])]
+        yield rows, verdict(f"T={t}", "layer", us, shipped)
 
 
 # --- the Triton baseline --------------------------------------------------------------------------
-
-TRITON_TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
 
 
 def tiles_for(rows: float) -> "list[Tile]":
@@ -298,59 +244,46 @@ def tile_variant(tile: "Tile") -> Variant:
 
 def tiles_of(problem: Problem) -> "list[Tile]":
     """The shipped tile first, then the candidates."""
-    from moe_fp8.baselines.triton_moe import tiles
-
-    shipped = tiles(problem.tokens or 1)[problem.n > problem.k]
-    return list(dict.fromkeys([shipped, *tiles_for(problem.mean_rows)]))
+    return list(dict.fromkeys([shipped_tile(problem), *tiles_for(problem.mean_rows)]))
 
 
 def compile_tiles(problem: Problem) -> None:
     """Leave the kernels of all its tiles in Triton's cache on disk."""
-    compile_variants(lambda: [tile_variant(tile) for tile in tiles_of(problem)], problem)
+    compile_variants(lambda problem: list(map(tile_variant, tiles_of(problem))), problem)
 
 
-def triton_problems(root: Path, tokens: Sequence[int], seed: int) -> list[Problem]:
+def triton_problems(root: Path, tokens: Sequence[int], seed: int) -> dict[int, list[Problem]]:
     """Both GEMMs at every token count: a workload's rows, or drawn ones."""
-    trace_set, _ = dataset.load(root)
-    traces = itertools.chain.from_iterable(trace_set.workloads.values())
-    there = {dataset.tokens(trace.workload) for trace in traces}
-    found = histograms(root, [t for t in tokens if t in there]) if there & set(tokens) else []
-    found = list({h.tokens: h for h in found}.values())
-    for t in tokens:
-        if t not in there:
-            drawn = uneven_rows(max(1, t // 32), 32, seed)
-            found.append(Histogram(uuid="", tokens=t, hit=t, rows=drawn))
-    return layer_problems(sorted(found, key=lambda h: h.tokens))
+    rows = {t: uneven_rows(max(1, t // 32), 32, seed) for t in sorted(tokens)}
+    rows |= {h.tokens: h.rows for h in histograms(root) if h.tokens in rows and any(h.rows)}
+    shapes = LAYER_SHAPES.values()
+    return {t: [Problem(of, n, k, t) for n, k in shapes] for t, of in rows.items()}
 
 
-def tile_pairs(timed: dict[str, dict[str, float]], tiles: "dict[str, Tile]") -> dict[str, float]:
-    """The us of both GEMMs by each pair of tiles of one height, from `timed` in us: they work on
+def tile_pairs(timed: "Sequence[dict[Tile, float]]") -> dict[str, float]:
+    """The us of both GEMMs by each pair of tiles of one height, from those of either: they work on
     the same rows."""
     return {
-        f"{a}, {b}": timed["gemm1"][a] + timed["gemm2"][b]
-        for a, b in itertools.product(timed["gemm1"], timed["gemm2"])
-        if tiles[a].block_m == tiles[b].block_m
+        f"{a}, {b}": timed[0][a] + timed[1][b]
+        for a, b in itertools.product(*timed)
+        if a.block_m == b.block_m
     }
 
 
 def tune_triton(
-    problems: Sequence[Problem], timing: Timing, workers: int, rates: Rates
+    problems: dict[int, list[Problem]], timing: Timing, workers: int
 ) -> Iterator[Found]:
     """The tiles of triton_moe's two GEMMs, for each number of tokens the pair with the least sum.
     What wins goes into `tiles` of solutions/moe_fp8/baselines/triton_moe.py, in the words that are
     printed."""
-    from moe_fp8.baselines.triton_moe import tiles as current
-
-    compile_ahead(compile_tiles, problems, workers)
-    tiles = {str(tile): tile for p in problems for tile in tiles_of(p)}
-    timed: dict[int, dict[str, dict[str, float]]] = {}
-    for p in steps(problems):
-        rows = run_problem(p, [tile_variant(tile) for tile in tiles_of(p)], rates, timing)
-        tokens = p.tokens or 0
-        of = timed.setdefault(tokens, {})
-        of[GEMMS[p.n, p.k]] = {row["variant"]: row["us"] for row in rows if "us" in row}
-        shipped = ", ".join(map(str, current(tokens)))
-        both = len(of) == len(GEMMS)
-        sums = tile_pairs(of, tiles) if both else {}
-        said = [verdict(f"T={tokens}", "both GEMMs", sums, shipped)] if both else []
-        yield str(p), rows, said
+    compile_ahead(compile_tiles, [p for pair in problems.values() for p in pair], workers)
+    for t in steps(list(problems), lambda t: f"T={t}"):
+        rows, timed = [], []
+        for p in problems[t]:
+            tiles = tiles_of(p)
+            found = run_problem(p, list(map(tile_variant, tiles)), timing)
+            both = zip(tiles, found, strict=True)
+            timed.append({tile: row["us"] for tile, row in both if "us" in row})
+            rows += found
+        shipped = ", ".join(str(shipped_tile(p)) for p in problems[t])
+        yield rows, verdict(f"T={t}", "both GEMMs", tile_pairs(timed), shipped)

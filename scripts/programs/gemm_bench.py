@@ -4,7 +4,7 @@
     python3 run.py gemm_bench --layers --json layers.json       the layer's GEMMs, 19 workloads
 
 For each shape every variant is checked against the torch model first, then timed: CUDA graphs of
-several launches that rotate over copies of the operands (together at least four times the L2 cache,
+eight launches that rotate over copies of the operands (together at least four times the L2 cache,
 so no launch finds its weights there), replayed in turns, L2 overwritten before each replay; a
 figure is the replay's time over its launches, as median and 10th to 90th percentile. A variant that
 cannot be captured is timed by events around single launches and marked so.
@@ -16,7 +16,8 @@ ratio to the best peer is above 1 where our kernel is faster.
 
 With --layers our kernel has the configs that the solutions flat and v3 launch on these workloads,
 taken from their own code; beside flat stand the configs next to its own, and "best known" is the
-fastest of the three. Elsewhere the config is what the heuristic gives who knows the rows.
+fastest of the three. Elsewhere the config is what the heuristic gives who knows the rows, and every
+expert's rows are padded to the same number.
 
 Peers compile a kernel a shape, for seconds each: --compile-workers processes do that before the
 timing. The JSON is written anew after each problem.
@@ -24,13 +25,21 @@ timing. The JSON is written anew after each problem.
 
 import argparse
 import functools
-import sys
+from typing import TYPE_CHECKING, Any
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main, whole
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    parser,
+    run_main,
+    say,
+    whole,
+)
 from scripts.common.progress import steps
+from scripts.common.text import markdown_table, number, text_table
 from scripts.measure.gemm_problems import (
     GRIDS,
-    LAYOUTS,
     PEERS,
     SOLUTIONS,
     Problem,
@@ -41,9 +50,12 @@ from scripts.measure.gemm_problems import (
 )
 from scripts.programs.options import add_gemm_options
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 def parse_arguments() -> argparse.Namespace:
-    """The options, `shapes` as pairs and `config` and `layout` with their defaults filled in."""
+    """The options, `shapes` as pairs and `config` with its default filled in."""
     arguments = parser(__doc__)
     add = arguments.add_argument
     what = arguments.add_mutually_exclusive_group()
@@ -51,72 +63,119 @@ def parse_arguments() -> argparse.Namespace:
     what.add_argument("--layers", action="store_true", help="the layer's GEMMs, workloads' rows")
     add("--experts", nargs="+", type=whole(1), metavar="E", help="instead of the grid's")
     add("--rows", nargs="+", type=whole(1), metavar="M", help="instead of the grid's")
-    add("--shapes", nargs="+", metavar="NxK", help="instead of the grid's")
+    add("--shapes", nargs="+", default=[], metavar="NxK", help="instead of the grid's")
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="with --layers")
     said = "of our kernel; 'default': the heuristic's; with --layers 'flat' and 'v3' as they ship"
     add("--config", nargs="+", default=[], metavar="FIELD=VALUE,...", help=said)
-    add("--layout", choices=LAYOUTS, help="of our kernel's rows (batched; flat with --layers)")
     add("--peers", nargs="*", default=PEERS, choices=PEERS)
-    said = "dimensions that DeepGEMM compiles in, '' for none (its own default)"
-    add("--compiled-dims", metavar="DIMS", help=said)
-    add_gemm_options(arguments, launches=8, repeats=20)
+    add_gemm_options(arguments, repeats=20)
     args = arguments.parse_args()
-    args.shapes = [shape(text) for text in args.shapes or ()]
-    if args.layers and (args.experts or args.rows):
-        raise UsageError("--experts and --rows are those of the workloads with --layers")
-    if args.tokens and not args.layers:
-        raise UsageError("--tokens: only with --layers")
-    if not args.layers and set(args.config) & set(SOLUTIONS):
-        raise UsageError(f"--config {'/'.join(SOLUTIONS)}: only with --layers")
+    args.shapes = [shape(text) for text in args.shapes]
+    if args.layers and (args.experts or args.rows or args.shapes):
+        raise UsageError("--experts, --rows and --shapes: not with --layers")
+    if not args.layers and (args.tokens or set(args.config) & set(SOLUTIONS)):
+        raise UsageError(f"--tokens and --config {'/'.join(SOLUTIONS)}: only with --layers")
     args.config = args.config or (list(SOLUTIONS) if args.layers else ["default"])
-    args.layout = args.layout or ("flat" if args.layers else "batched")
     return args
 
 
 def chosen_problems(args: argparse.Namespace) -> list[Problem]:
     if not args.layers:
         return grid_problems(args.grid, args.experts, args.rows, args.shapes)
-    problems = layer_problems(histograms(args.local, args.tokens))
-    return [p for p in problems if not args.shapes or (p.n, p.k) in args.shapes]
+    return layer_problems(histograms(args.local, args.tokens))
+
+
+def line(row: dict[str, Any]) -> dict[str, str]:
+    """A row of the table; in the place of a time what went wrong."""
+    timed = "us" in row
+    us = f"{row['us']:.1f}" + " (events)" * (row["method"] != "graph") if timed else row["error"]
+    return {
+        "T": number(row["tokens"], "d"),
+        "experts": f"{row['active']} of {row['experts']}",
+        "rows": f"{row['rows']:g}",
+        "N": str(row["n"]),
+        "K": str(row["k"]),
+        "variant": row["variant"],
+        "us": us[:20],
+        "p10-p90": f"{row['us_p10']:.1f}-{row['us_p90']:.1f}" if timed else "-",
+        "TFLOP/s": number(row.get("tflops"), ".0f"),
+        "GB/s": number(row.get("gbytes"), ".0f"),
+        "% of floor": number(row.get("percent_of_floor"), ".0f"),
+        "vs best peer": number(row.get("vs_best_peer"), ".2f", "x"),
+        "calc_diff": number(row.get("calc_diff"), ".1e"),
+    }
+
+
+def ratios(rows: list[dict[str, Any]]) -> "pd.DataFrame":
+    """The ratio to the best peer of each of our variants: over all problems, and for each row count
+    (even rows) or weight shape (workloads)."""
+    import pandas as pd
+
+    compared = [
+        {**row, "of": of}
+        for row in rows
+        if not row["peer"] and "vs_best_peer" in row
+        for of in ("all", f"{row['n']}x{row['k']}" if row["tokens"] else f"{row['rows']:g} rows")
+    ]
+    if not compared:
+        return pd.DataFrame()
+    of = pd.DataFrame(compared).groupby(["variant", "of"], sort=False).vs_best_peer
+    below = {"below 1.0": lambda ratio: (ratio < 1).sum()}
+    found = of.agg(problems="count", median="median", min="min", **below)
+    found[["median", "min"]] = found[["median", "min"]].map("{:.3f}x".format)
+    return found.reset_index()
 
 
 def main() -> int:
     args = parse_arguments()
 
+    import pandas as pd
     import torch
 
-    from scripts.measure import gemm_bench, gpu
-    from scripts.measure.gemm_variants import neighbours, solution_hashes
+    from scripts.measure import gemm_bench, gemm_variants, gpu
 
     hardware = gpu.require_gpu()
     problems = chosen_problems(args)
-    collect = functools.partial(
-        gemm_bench.collect_variants, args.config, args.peers, args.layout, args.compiled_dims
+    layout = "flat" if args.layers else "batched"
+    collect = functools.partial(gemm_bench.collect_variants, args.config, tuple(args.peers), layout)
+    collect(problems[0])  # a wrong --config is refused before anything is compiled
+    compile_all = functools.partial(gemm_bench.compile_variants, collect)
+    gemm_bench.compile_ahead(compile_all, problems, args.compile_workers)
+    method = (
+        f"graphs of {gemm_bench.LAUNCHES} launches over rotating operands, {args.repeats} replays "
+        "in turns, L2 overwritten before each; median"
     )
-    variants = collect()
-    quiet = functools.partial(collect, quiet=True)
-    gemm_bench.compile_ahead(
-        functools.partial(gemm_bench.compile_variants, quiet), problems, args.compile_workers
-    )
-    timing = gemm_bench.Timing(args.launches, args.repeats, args.seed)
+    verdicts = []
     with torch.no_grad():
         rates = gpu.measure_rates()
-        header = {"hardware": hardware, "method": str(timing), "floors": rates}
-        record = gemm_bench.Record(args.json, **header, solutions=solution_hashes())
+        record = gemm_bench.new_record(hardware, rates, method=method)
+        timing, rows = gemm_bench.Timing(rates, args.repeats, args.seed), record["results"]
         for problem in steps(problems):
-            beside = neighbours("flat", problem) if "flat" in args.config else []
-            record.add(gemm_bench.run_problem(problem, variants + beside, rates, timing))
-    rows = record.rows
-    record.finish(summary=gemm_bench.summarise(rows))
+            found = gemm_bench.run_problem(problem, collect(problem), timing)
+            rows += found
+            gemm_bench.save(args.json, record)
+            of_flat = [r for r in found if r["variant"].startswith("flat") and "us" in r]
+            if of_flat:
+                us = {r["config"]: r["us"] for r in of_flat}
+                where, shipped = f"T={problem.tokens}", gemm_variants.shipped("flat", problem)
+                what = f"{problem.n}x{problem.k}"
+                verdicts.append(gemm_bench.verdict(where, what, us, str(shipped)))
+    gemm_bench.save(args.json, record | {"finished": True})
+
+    def show(title: str, frame: pd.DataFrame) -> None:
+        if len(frame):
+            render = markdown_table if args.markdown else text_table
+            print(f"{title}\n\n{render(list(frame), frame.values.tolist(), 0)}\n")
+
     print(f"{'### ' if args.markdown else ''}{hardware}: grouped FP8 GEMM, kernel only\n")
-    print(f"{timing}. Floors: {gpu.describe_rates(rates)}.\n")
-    gemm_bench.print_report(rows, args.markdown)
-    for row in rows:
-        if "us" not in row:
-            where = f"{row['variant']}, {row['rows']} rows, {row['n']}x{row['k']}"
-            print(f"error: {where}: {row.get('error')}", file=sys.stderr)
-    failed = [r for r in rows if not r["peer"] and "us" not in r]
-    return EXIT_FAILED if failed else EXIT_OK
+    show(f"{method}. Floors: {gpu.describe_rates(rates)}.", pd.DataFrame(map(line, rows)))
+    show("What flat ships, and the best known:", gemm_bench.verdict_table(verdicts))
+    show("Ratio to the best peer:", ratios(rows))
+    failed = [row for row in rows if "error" in row]
+    for row in failed:
+        where = f"{row['variant']}, {row['rows']} rows, {row['n']}x{row['k']}"
+        say(f"error: {where}: {row['error']}")
+    return EXIT_OK if all(row["peer"] for row in failed) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The grouped GEMM on paper: what limits it on which GPU, and how long it then takes.
 
-    python3 run.py model [--all]
+    python3 run.py model
 
 From public figures of the GPUs and the kernels' configs: clocks of every resource for a K block of
 a tile, accumulators that keep the tensor cores busy, and predicted times of the 81 configurations
@@ -17,14 +17,13 @@ from scripts.programs.options import add_options
 def main() -> int:
     arguments = parser(__doc__)
     add_options(arguments, "local")
-    arguments.add_argument("--all", action="store_true", help="a line for each of the 81")
     args = arguments.parse_args()
 
     from scripts.measure import model
 
     found = histograms(args.local)
     rows_of = {h.tokens: h.rows for h in found}
-    for table in model.tables(rows_of, layer_problems(found), args.all):
+    for table in model.tables(rows_of, layer_problems(found)):
         print(model.to_text(*table) + "\n")
     return EXIT_OK
 

@@ -52,10 +52,9 @@ def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any)
         arguments.add_argument(f"--{name}", **(OPTIONS[name] | changed.get(name, {})))
 
 
-def add_gemm_options(arguments: argparse.ArgumentParser, launches: int, repeats: int) -> None:
-    """What programs that time variants of a GEMM can be told, with their own defaults."""
+def add_gemm_options(arguments: argparse.ArgumentParser, repeats: int) -> None:
+    """What programs that time variants of a GEMM can be told."""
     add = arguments.add_argument
-    add("--launches", type=whole(1), default=launches, help=f"launches in a graph ({launches})")
     add("--repeats", type=whole(1), default=repeats, help=f"replays of each graph ({repeats})")
     add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
     add_options(arguments, "local", "seed", "markdown", "json")

@@ -12,7 +12,11 @@ it waited for: only the span from the first start to the last end adds up. Besid
 device time without the profiler. MB and GFLOP are what a kernel has to move and to compute for the
 routing of the workload, its floor the larger of both over the rates of this GPU, the floor of the
 call that of `check --only floors`. A workload whose weights or intermediates stay in the L2 cache
-can beat the former. --ncu adds what Nsight Compute counts in each kernel of one call.
+can beat the former. For Nsight Compute or Systems --only-call makes one call between
+cudaProfilerStart and Stop:
+
+    ncu --profile-from-start off --target-processes all --metrics dram__bytes_read.sum,... \\
+        python3 run.py profile --workloads 80 --only-call
 
 Stages: routing, GEMM1, SwiGLU + requantisation, GEMM2 and combine of every solution that marks
 them, by CUDA events; gemm1 and gemm2 include the padding before and the unpadding after the kernel.
@@ -21,20 +25,11 @@ Routing is that of the workload with this token count, if there is one, else dra
 """
 
 import argparse
-import sys
-from pathlib import Path
+import functools
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
-from scripts.common.command_line import (
-    EXIT_FAILED,
-    EXIT_OK,
-    UsageError,
-    parser,
-    run_main,
-    say,
-    whole,
-)
+from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, whole
 from scripts.common.floors import floor_ms
 from scripts.common.progress import steps
 from scripts.common.text import markdown_table, text_table
@@ -43,8 +38,7 @@ from scripts.pack import sources
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
-    from scripts.measure.gpu import Rates
-    from scripts.measure.plan import Plan
+    import pandas as pd
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -61,70 +55,25 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
-    add("--ncu", action="store_true", help="kernels: add what Nsight Compute counts; minutes")
-    add("--only-call", action="store_true", help=argparse.SUPPRESS)  # what --ncu starts
+    add("--only-call", action="store_true", help="kernels: one call for ncu or nsys, no figures")
     add("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T", help="stages")
-    add("--warmup", type=whole(0), default=5, help="stages: calls that do not count (5)")
-    add("--offset", type=int, default=0, help="stages: first local expert of draws (0)")
-    return arguments.parse_args()
+    args = arguments.parse_args()
+    args.repeats = args.repeats or (50 if args.stages else 20)
+    return args
 
 
-def show(args: argparse.Namespace, title: str, header: list[str], rows: list[list[str]]) -> None:
-    print(("### " if args.markdown else "") + title + "\n")
-    print((markdown_table if args.markdown else text_table)(header, rows))
+def show(args: argparse.Namespace, title: str, frame: "pd.DataFrame") -> None:
+    render = markdown_table if args.markdown else text_table
+    print(f"{'### ' if args.markdown else ''}{title}\n")
+    print(render(list(frame.columns), frame.values.tolist()), flush=True)
 
 
-def counted(args: argparse.Namespace, uuid: str, solution: str) -> list[dict[str, Any]]:
-    """What ncu counts in this program's --only-call."""
-    from scripts.measure import profile
-
-    program = [sys.executable, str(Path(__file__)), "--only-call", "--local", str(args.local)]
-    program += ["--workloads", uuid, "--solutions", solution, "--seed", str(args.seed)]
-    return profile.count(program)
-
-
-def profile_kernels(
-    args: argparse.Namespace, chosen: "Plan", rates: "Rates", trace: Any, inputs: list[Any]
-) -> list[dict[str, Any]]:
-    """The figures of every solution on a workload, printed as they are known."""
-    from scripts.measure import floors, profile
-    from scripts.measure.gemm_problems import histogram
-    from scripts.measure.timing import timed
-
-    repeats = args.repeats or 20
-    h = histogram(chosen.trace_set, trace.workload)
-    (workload,) = floors.workloads([h])
-    if args.rates is None:
-        workload["read_ms"] = floors.measure_reading([h], repeats)[h.uuid]
-    results = []
-    for solution in chosen.solutions:
-        call = timed(definition_of(chosen.trace_set), solution, inputs)
-        result = {
-            "solution": solution.name,
-            "workload": workload,
-            "floor_us": 1e3 * max(floor_ms(workload, rates)),
-            **profile.measure(call, repeats, args.eager),
-        }
-        del call  # its buffers: ncu's process needs the memory, too
-        result["kernels"] = profile.with_work(result["kernels"], h, rates)
-        if args.ncu:
-            try:
-                counts = counted(args, h.uuid, solution.name)
-                result["kernels"] = profile.with_counts(result["kernels"], counts)
-            except RuntimeError as error:  # the times are there all the same
-                result["ncu_error"] = str(error)
-                say(f"error: {solution.name}: {error}")
-        results.append(result)
-        show(args, profile.title(result), *profile.table(result))
-        print("\n" + profile.summary(result) + "\n", flush=True)
-    return results
-
-
-def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Exit status, and all figures of the kernels."""
+def kernels(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of the kernels; nothing with --only-call."""
     import torch
 
     from scripts.measure import floors, gpu, plan, profile
+    from scripts.measure.gemm_problems import histogram
     from scripts.measure.timing import timed
 
     hardware = gpu.require_gpu()
@@ -136,26 +85,40 @@ def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         run_foreign=args.run_foreign,
     )
     inputs_of = Inputs(chosen.trace_set, "cuda", args.seed)
-    results: list[dict[str, Any]] = []
+    build = functools.partial(timed, definition_of(chosen.trace_set))
     if args.only_call:
         for trace in chosen.workloads:
             for solution in chosen.solutions:
                 with torch.no_grad():
-                    inputs = inputs_of.of(trace.workload)
-                    profile.one_call(timed(definition_of(chosen.trace_set), solution, inputs))
-        return EXIT_OK, {}
+                    profile.one_call(build(solution, inputs_of.of(trace.workload)))
+        return {}
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
     print(f"{hardware}: {gpu.describe_rates(rates)}\n")
+    results: list[dict[str, Any]] = []
     for trace in steps(
         chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
     ):
         with torch.no_grad():
-            results += profile_kernels(args, chosen, rates, trace, inputs_of.of(trace.workload))
-    failed = any("ncu_error" in r for r in results)
-    return EXIT_FAILED if failed else EXIT_OK, {
+            inputs = inputs_of.of(trace.workload)
+            h = histogram(chosen.trace_set, trace.workload)
+            (workload,) = floors.workloads([h])
+            if args.rates is None:
+                workload["read_ms"] = floors.measure_reading([h], args.repeats)[h.uuid]
+            for solution in chosen.solutions:
+                result = {
+                    "solution": solution.name,
+                    "workload": workload,
+                    "floor_us": 1e3 * max(floor_ms(workload, rates)),
+                    **profile.measure(build(solution, inputs), args.repeats, args.eager),
+                }
+                result["kernels"] = profile.with_work(result["kernels"], h, rates)
+                results.append(result)
+                show(args, profile.title(result), profile.table(result))
+                print(f"\n{profile.summary(result)}\n", flush=True)
+    return {
         "hardware": hardware,
         "method": "torch.profiler (CUPTI), L2 overwritten before each call, medians",
-        "repeats": args.repeats or 20,
+        "repeats": args.repeats,
         "seed": args.seed,
         "environment": environment.capture(),
         "floors": rates,
@@ -164,8 +127,8 @@ def kernels(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     }
 
 
-def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Exit status, and the content of stages.json."""
+def layer_stages(args: argparse.Namespace) -> dict[str, Any]:
+    """The content of stages.json."""
     import torch
     from flashinfer_bench.utils import hardware_from_device
 
@@ -173,32 +136,27 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     if not args.cpu and not torch.cuda.is_available():
         raise UsageError("no GPU is visible; --cpu times the torch model on the CPU instead")
-    device, iterations = "cpu" if args.cpu else "cuda:0", args.repeats or 50
+    device = "cpu" if args.cpu else "cuda:0"
     hardware = hardware_from_device(device)
     timing = "host clock" if args.cpu else "CUDA events between the stages, L2 overwritten"
     layers = stages.load_layers(args.solutions, use_gpu=not args.cpu)
     hashes = sources.current()
-    problems = stages.Problems(args.local, device, args.seed, args.offset)
-    names = ", ".join(layers)
-    results = [
-        stages.measure(layers, problems, length, iterations, args.warmup)
-        for length in steps(args.tokens, lambda t: f"T={t}: {names}", lambda t: 4000 + t)
-    ]
+    problems = stages.Problems(args.local, device, args.seed)
+    names, results = ", ".join(layers), []
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
-    for result in results:
-        how = f"median ms of {iterations} calls ({timing}; routing: {result['routing']})"
-        show(args, f"T={result['tokens']}, {where}: {how}", *stages.table(result))
-        for name, solution in list(result["solutions"].items())[1:]:
-            print(f"\n{name}: output {solution['output']}")
+    for length in steps(args.tokens, lambda t: f"T={t}: {names}", lambda t: 4000 + t):
+        result = stages.measure(layers, problems, length, args.repeats)
+        results.append(result)
+        how = f"median ms of {args.repeats} calls ({timing}; routing: {result['routing']})"
+        show(args, f"T={length}, {where}: {how}", stages.table(result))
+        for name in list(layers)[1:]:
+            print(f"\n{name}: output {result['solutions'][name]['output']}")
         print()
-    outputs = {s["output"] for result in results for s in result["solutions"].values()}
-    if "not finite" in outputs:
-        say("error: an output holds NaN or infinite values")
-    return EXIT_FAILED if "not finite" in outputs else EXIT_OK, {
+    return {
         "hardware": hardware,
         "device": "cpu" if args.cpu else "cuda",
         "timing": timing,
-        "iterations": iterations,
+        "iterations": args.repeats,
         "seed": args.seed,
         "environment": environment.capture(),
         "solutions": {name: hashes[name] for name in layers},
@@ -208,10 +166,15 @@ def layer_stages(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def main() -> int:
     args = parse_arguments()
-    status, record = layer_stages(args) if args.stages else kernels(args)
+    record = layer_stages(args) if args.stages else kernels(args)
     if args.json and record:
         files.write_json(args.json, record)
-    return status
+    measured = (
+        [s for r in record["results"] for s in r["solutions"].values()] if args.stages else []
+    )
+    if any(of["output"] == "not finite" for of in measured):
+        raise Failure("an output holds NaN or infinite values")
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Exit status 1: what ships loses more than --max-loss percent somewhere, or did n
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -27,39 +27,33 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.text import markdown_table, text_table
-from scripts.measure.gemm_problems import LAYER_SHAPES, LAYOUTS
+from scripts.measure.gemm_problems import LAYER_SHAPES
 from scripts.programs.options import add_gemm_options
 
 if TYPE_CHECKING:
     from scripts.measure.tune import Found
 
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+LAYER_TOKENS = (80, 320, 901, 2048)
+TRITON_TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
-OF = {
-    "gemm": ("rows", "gemm", "experts", "uneven", "layout"),
-    "layer": ("tokens", "accurate", "reach", "offset"),
-    "triton": ("tokens",),
-}
-"""The options that a search has of its own."""
+OF = {"rows": ["gemm"], "uneven": ["gemm"], "tokens": ["layer", "triton"], "accurate": ["layer"]}
+"""The searches that an option belongs to."""
 
 
 def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--what", choices=list(OF), required=True)
+    add("--what", choices=list(MAX_LOSS), required=True)
     add("--rows", nargs="+", type=whole(1), metavar="M", help="gemm: per expert")
-    add("--gemm", choices=list(LAYER_SHAPES), help="gemm: one of the two (both)")
-    add("--experts", type=whole(1), metavar="E", help="gemm: 32 or 8, by the rows")
     add("--uneven", action="store_true", help="gemm: drawn around the number of rows")
-    add("--layout", choices=LAYOUTS, help="gemm: of the rows (flat)")
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="layer, triton")
     add("--accurate", action="store_true", help="layer: two FP8 terms, as in hifi")
-    add("--reach", type=whole(1), help="layer: steps of the ladder to either side (1)")
-    add("--offset", type=int, help="layer: first local expert where routing is drawn (0)")
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
-    add_gemm_options(arguments, launches=4, repeats=10)
+    add_gemm_options(arguments, repeats=10)
     args = arguments.parse_args()
-    for option in {name for names in OF.values() for name in names} - set(OF[args.what]):
-        if getattr(args, option):
+    for option, searches in OF.items():
+        if getattr(args, option) and args.what not in searches:
             raise UsageError(f"--{option}: not with --what {args.what}")
     args.max_loss = args.max_loss or MAX_LOSS[args.what]
     return args
@@ -71,22 +65,20 @@ def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found
     from scripts.measure.gemm_bench import Timing
     from scripts.measure.stages import Problems
 
-    timing = Timing(args.launches, args.repeats, args.seed)
+    timing = Timing(rates, args.repeats, args.seed)
     if args.what == "layer":
-        problems = Problems(args.local, "cuda:0", args.seed, args.offset or 0)
-        tokens, terms = args.tokens or tune.LAYER_TOKENS, 2 if args.accurate else 1
-        return tune.tune_layer(problems, tokens, terms, args.reach or 1, args.repeats)
+        problems = Problems(args.local, "cuda:0", args.seed)
+        terms = 2 if args.accurate else 1
+        return tune.tune_layer(problems, args.tokens or LAYER_TOKENS, terms, args.repeats)
     if args.what == "triton":
-        of = tune.triton_problems(args.local, args.tokens or tune.TRITON_TOKENS, args.seed)
-        return tune.tune_triton(of, timing, args.compile_workers, rates)
-    shapes = [LAYER_SHAPES[args.gemm]] if args.gemm else list(LAYER_SHAPES.values())
+        of_tokens = tune.triton_problems(args.local, args.tokens or TRITON_TOKENS, args.seed)
+        return tune.tune_triton(of_tokens, timing, args.compile_workers)
     of = [
-        tune.gemm_problem(m, n, k, args.experts, not args.uneven, args.seed)
-        for n, k in shapes
-        for m in args.rows or tune.ROWS
+        tune.gemm_problem(m, n, k, not args.uneven, args.seed)
+        for n, k in LAYER_SHAPES.values()
+        for m in args.rows or ROWS
     ]
-    layout, workers = args.layout or "flat", args.compile_workers
-    return tune.tune_gemm(of, timing, workers, layout, args.max_loss, rates)
+    return tune.tune_gemm(of, timing, args.compile_workers, args.max_loss)
 
 
 def main() -> int:
@@ -95,31 +87,29 @@ def main() -> int:
     import torch
 
     from scripts.measure import gpu
-    from scripts.measure.gemm_bench import VERDICTS, Record, Verdict
-    from scripts.measure.gemm_variants import solution_hashes
+    from scripts.measure.gemm_bench import new_record, save, verdict_table
 
-    hardware = gpu.require_gpu()
+    hardware, verdicts = gpu.require_gpu(), []
     with torch.no_grad():
         rates = gpu.measure_rates()
-        header: dict[str, Any] = {"hardware": hardware, "what": args.what, "floors": rates}
-        record = Record(args.json, **header, solutions=solution_hashes(), max_loss=args.max_loss)
-        found: list[Verdict] = []
-        for where, rows, said in search(args, rates):
-            found += said
-            record.add(rows, table=[one.record() for one in found])
-            for row in (row for row in rows if "us" not in row):
-                say(f"error: {where}: {row['variant']}: {row.get('error')}")
-    record.finish()
+        record = new_record(hardware, rates, what=args.what, max_loss=args.max_loss)
+        for rows, verdict in search(args, rates):
+            record["results"] += rows
+            verdicts.append(verdict)
+            save(args.json, record | {"table": verdicts})
+    save(args.json, record | {"table": verdicts, "finished": True})
     print(f"{'### ' if args.markdown else ''}{hardware}: tune --what {args.what}\n")
     print(f"{gpu.describe_rates(rates)}\n")
-    cells = [verdict.cells() for verdict in found]
-    print((markdown_table if args.markdown else text_table)(VERDICTS, cells, 0))
-    losing = [v for v in found if v.loss is None or v.loss > args.max_loss]
+    table = verdict_table(verdicts)
+    print((markdown_table if args.markdown else text_table)(list(table), table.values.tolist(), 0))
+    failed = [row for row in record["results"] if "us" not in row]
+    for row in failed:
+        say(f"error: {row['variant']}: {row['error']}")
+    losing = [v for v in verdicts if v["loss"] is None or v["loss"] > args.max_loss]
     for v in losing:
-        lost = "did not run" if v.loss is None else f"loses {v.loss:.1f} %"
-        say(f"{v.where}, {v.what}: {v.shipped} {lost}; best: {v.best}")
-    failed = losing or any("error" in row for row in record.rows if args.what == "layer")
-    return EXIT_FAILED if failed else EXIT_OK
+        lost = "did not run" if v["loss"] is None else f"loses {v['loss']:.1f} %"
+        say(f"{v['where']}, {v['what']}: {v['shipped']} {lost}; best: {v['best']}")
+    return EXIT_FAILED if losing or (failed and args.what == "layer") else EXIT_OK
 
 
 if __name__ == "__main__":

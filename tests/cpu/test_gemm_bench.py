@@ -1,8 +1,7 @@
 """The GEMM comparison off the GPU: what it parses, and that every peer gets the same problem."""
 
 import dataclasses
-import functools
-import json
+import importlib
 import math
 import sys
 import types
@@ -10,6 +9,7 @@ import types
 import pytest
 import torch
 from fake_cuda import Kernel
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -24,7 +24,6 @@ from scripts.measure.gemm_bench import Timing, run_problem
 from scripts.measure.gemm_problems import (
     BLOCK,
     LAYER_SHAPES,
-    LAYOUTS,
     SOLUTIONS,
     Histogram,
     Problem,
@@ -49,9 +48,9 @@ CPU = torch.device("cpu")
 
 
 def test_configs_are_parsed_by_the_fields_of_the_dataclass() -> None:
-    parsed = gemm_bench.parse_config("tile_m=64, stages=4,swap_ab=true,dynamic=0", GemmConfig)
+    parsed = gemm_bench.parse_config("tile_m=64, stages=4,swap_ab=true,dynamic=0")
     assert parsed == GemmConfig(tile_m=64, stages=4, swap_ab=True)
-    assert gemm_bench.parse_config("", GemmConfig) == GemmConfig()
+    assert gemm_bench.parse_config("") == GemmConfig()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_configs_are_parsed_by_the_fields_of_the_dataclass() -> None:
 )
 def test_a_bad_config_is_a_usage_error(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"--config {text}: .*{message}"):
-        gemm_bench.parse_config(text, GemmConfig)
+        gemm_bench.parse_config(text)
 
 
 def test_work_of_a_problem() -> None:
@@ -173,7 +172,8 @@ def kernel(monkeypatch):
 def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) -> None:
     x = operands(rows)
     reference = expected(x)
-    variants = [*peers, *(ours(name, layout=name) for name in LAYOUTS)]
+    chosen = heuristic(x.problem)
+    variants = [*peers, *(ours(name, chosen, name) for name in ("batched", "aligned", "flat"))]
     assert len(variants) == 6
     for variant in variants:
         call = variant.prepare(x)
@@ -182,18 +182,17 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
         result = call.result()
         assert result.shape == (sum(rows), 256), variant.name
         assert calc_diff(result, reference) < 1e-5, variant.name
-    chosen = heuristic(x.problem)
     flat = [x.m_indptr[:-1].tolist(), x.m_indptr[1:].tolist()]
     batched = [[e * x.problem.max_rows for e in range(len(rows))], []]
     batched[1] = [start + count for start, count in zip(batched[0], rows, strict=True)]
-    assert kernel == [(there, chosen) for there in (batched, x.aligned_rows.tolist(), flat)]
+    assert kernel == [(there, chosen) for there in (batched, x.aligned.rows.tolist(), flat)]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
     x = operands(UNEVEN)
     checker = Checker(x)
     assert [rows for rows, _ in checker.expected] == [slice(0, 5), slice(5, 135), slice(135, 136)]
-    good = ours("good")
+    good = ours("good", None)
     assert checker.calc_diff(good) < 1e-6
 
     def broken(spoil):
@@ -254,29 +253,29 @@ def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **m
     row.update(variant="ours default", peer=False, config="128x128", calc_diff=0.0)
     if ratio is not None:
         row.update(us=10.0 / ratio, us_p10=1.0, us_p90=2.0, tflops=1.0, gbytes=2.0)
-        row.update(percent_of_floor=50.0, method="graph", vs_best_peer=ratio, **more)
-    return row
+        row.update(percent_of_floor=50.0, method="graph", vs_best_peer=ratio)
+    return row | more
 
 
-def test_the_summary_of_ratios(capsys) -> None:
+def test_the_ratios_to_the_best_peer() -> None:
     rows = [row_of(r, m) for r, m in [(0.8, 64), (1.2, 64), (1.1, 64), (0.9, 128), (2.0, 128)]]
-    rows += [{**row_of(1.0), "peer": True}, {**row_of(None), "error": "wrong: calc_diff 1"}]
-    summary = {s["group"]: s for s in gemm_bench.summarise(rows)}
-    assert list(summary) == ["all", "64 rows", "128 rows"]
-    assert summary["all"] == {
-        "variant": "ours default",
-        "group": "all",
-        "problems": 5,
-        "median": 1.1,
-        "min": 0.8,
-        "below_1": 2,
-    }
-    assert (summary["64 rows"]["median"], summary["128 rows"]["below_1"]) == (1.1, 1)
-    assert [r["vs_best_peer"] for r in gemm_bench.worst(rows, 2)] == [0.8, 0.9]
-    assert {s["group"] for s in gemm_bench.summarise([row_of(1.0, tokens=7)])} == {"all", "256x256"}
-    gemm_bench.print_report(rows, markdown=True)
-    said = capsys.readouterr().out
-    assert "The worst:" in said and "1.100x" in said and "wrong: calc_diff 1" in said
+    rows += [row_of(1.0, peer=True), row_of(None, error="wrong: calc_diff 1")]
+    ratios = program.ratios(rows)
+    assert ratios.values.tolist() == [
+        ["ours default", "all", 5, "1.100x", "0.800x", 2],
+        ["ours default", "64 rows", 3, "1.100x", "0.800x", 1],
+        ["ours default", "128 rows", 2, "1.450x", "0.900x", 1],
+    ]
+    assert program.ratios([row_of(1.0, tokens=7)]).of.tolist() == ["all", "256x256"]
+    assert program.ratios(rows[-1:]).empty
+
+
+def test_a_line_says_the_time_or_what_went_wrong() -> None:
+    timed, wrong = program.line(row_of(2.0)), program.line(row_of(None, error="wrong: no"))
+    assert list(timed) == list(wrong)
+    assert (timed["us"], timed["vs best peer"], timed["experts"]) == ("5.0", "2.00x", "8 of 8")
+    assert (wrong["us"], wrong["vs best peer"], wrong["T"]) == ("wrong: no", "-", "-")
+    assert program.line(row_of(2.0, method="events"))["us"] == "5.0 (events)"
 
 
 def test_figures_of_a_problem() -> None:
@@ -317,20 +316,6 @@ def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
     assert "not captured: called a synchronizing CUDA operation" in capsys.readouterr().err
 
 
-def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path) -> None:
-    path = tmp_path / "new" / "run.json"
-    record = gemm_bench.Record(path, hardware="none")
-    record.add([{"us": 1.0}])
-    assert json.loads(path.read_text())["results"] == [{"us": 1.0}]
-    assert not json.loads(path.read_text())["finished"]
-    record.add([{"us": 2.0}], note="x")
-    record.finish(summary=[])
-    content = json.loads(path.read_text())
-    assert content["finished"] and len(content["results"]) == 2 and content["note"] == "x"
-    assert content["environment"]["versions"] and list(path.parent.iterdir()) == [path]
-    gemm_bench.Record(None).add([{"us": 1.0}])
-
-
 def clock(calls, repeats):
     """In the place of the timing: our kernel takes 10 us, a peer 11, the n-th config n more; once
     each takes far longer."""
@@ -355,15 +340,18 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(
         gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
     )
-    reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading, reading])
+
+    def readings(*_):
+        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
+
+    monkeypatch.setattr(gemm_bench, "readings", readings)
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
-    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.index))
+    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.flat.index))
     problem = Problem(UNEVEN, 256, 384, tokens=7)
-    variants = [ours("ours"), *peers, wrong]
-    rows = run_problem(problem, variants, FLOORS, Timing(2, 3))
+    variants = [ours("ours", heuristic(problem)), *peers, wrong]
+    rows = run_problem(problem, variants, Timing(FLOORS, 3))
     assert [r["variant"] for r in rows] == [v.name for v in variants]
     assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
     assert rows[0]["config"] == str(heuristic(problem))
@@ -383,13 +371,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
         seen.update({name: [id(call) for call in of] for name, of in calls.items()})
         return clock(calls, repeats)
 
-    def readings(*_):
-        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
-
     monkeypatch.setattr(gemm_bench, "time_variants", time_variants)
-    monkeypatch.setattr(gemm_bench, "readings", readings)
+    monkeypatch.setattr(gemm_bench, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
-    run_problem(problem, [ours("ours")], FLOORS, Timing(40, 3))
+    run_problem(problem, [ours("ours", None)], Timing(FLOORS, 3))
     assert list(seen) == ["ours", "reading 0", "reading 1"]
     for launches in seen.values():
         sets = len(set(launches))
@@ -406,16 +391,11 @@ def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
-    variants = gemm_bench.collect_variants(["default", "tile_m=64"], ["sgl"])
+    gemm_variants.peer_variants.cache_clear()
+    configs = ["default", "tile_m=64"]
+    variants = gemm_bench.collect_variants(configs, ("sgl",), "flat", Problem((1,), 128, 128))
     assert [v.name for v in variants] == ["ours default", "ours tile_m=64"]
     assert "sgl: not measured" in capsys.readouterr().err
-
-
-def test_a_wrong_or_failed_variant_is_a_row_with_the_reason() -> None:
-    row = {**Problem((128,) * 8, 256, 256).describe()}
-    row.update(variant="x", error="wrong: ...")
-    cells = gemm_bench.table_row(row)
-    assert len(cells) == len(gemm_bench.HEADER) and "wrong: ..." in cells
 
 
 def test_shapes() -> None:
@@ -438,11 +418,8 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
-    import importlib
-
     from moe_fp8.layer import pipeline
-    from moe_fp8.problem import DEEPSEEK_V3 as SHAPE
-    from moe_fp8.problem import GroupedRows
+    from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeInputs
 
     launched = []
 
@@ -453,22 +430,14 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
         def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
             launched.append(config)
 
-    # A routing that gives these rows: expert e to the first rows[e] tokens.
-    table = torch.zeros(tokens, SHAPE.num_experts, dtype=torch.bool)
-    for expert, count in enumerate(rows):
-        table[:count, expert] = True
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
     layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
     monkeypatch.setattr(pipeline, "select", lambda device: Backend)
-    with torch.device("meta"):
-        inputs = types.SimpleNamespace(
-            hidden_states=None, hidden_states_scale=None, gemm1_weights=None,
-            gemm1_weights_scale=None, gemm2_weights=None, gemm2_weights_scale=None,
-        )  # fmt: skip
-    output = torch.empty(tokens, SHAPE.hidden_size, dtype=torch.bfloat16, device="meta")
+    inputs = MoeInputs(*[None] * 8, 0, 1.0)
+    output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
     layer.finish(inputs, output, grouped, lambda stage: None)
     shapes = LAYER_SHAPES.values()
     found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
@@ -486,24 +455,18 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
     assert v3 == [heuristic(p) for p in problems]
 
 
-def test_the_best_known_config_is_the_fastest_of_the_shipped_and_its_neighbours() -> None:
+def test_beside_flats_config_stand_those_next_to_it() -> None:
     n, k = LAYER_SHAPES["gemm1"]
-    beside = functools.partial(gemm_variants.neighbours, "flat")
-    names = {t: [v.name for v in beside(Problem((1,) * 32, n, k, t))] for t in (1, 80)}
-    assert names == {1: ["flat, next larger"], 80: ["flat, next smaller", "flat, next larger"]}
-    rungs = gemm_variants.ladder()
-    problem = Problem((1,) * 32, n, k, 80)
-    around = [variant.config(problem) for variant in beside(problem)]
-    assert [
-        rungs.index(c) - rungs.index(gemm_variants.shipped("flat", problem)) for c in around
-    ] == [-1, 1]
-    rows = [row_of(1.0, tokens=7) for _ in range(4)]
-    names = ("flat", "flat, next smaller", "flat, next larger", "v3")
-    for row, name, us in zip(rows, names, (10.0, 11.0, 8.0, 1.0), strict=True):
-        row.update(variant=name, us=us, config=f"config of {name}")
-    (said,) = gemm_bench.best_known(rows, "flat")
-    assert (said.best, said.shipped) == ("config of flat, next larger", "config of flat")
-    assert said.loss == pytest.approx(25.0) and said.where == "T=7"
+    rungs = list(map(str, gemm_variants.ladder()))
+
+    def tried(tokens: int) -> dict[str, int]:
+        found = gemm_variants.solution_variants("flat", Problem((1,) * 32, n, k, tokens))
+        return {v.name: rungs.index(v.config) - rungs.index(found[0].config) for v in found}
+
+    assert tried(1) == {"flat": 0, "flat, next larger": 1}
+    assert tried(80) == {"flat": 0, "flat, next smaller": -1, "flat, next larger": 1}
+    (v3,) = gemm_variants.solution_variants("v3", Problem((1,) * 32, n, k, 80))
+    assert v3.name == "v3"
 
 
 def test_records_name_the_solutions_that_they_measured() -> None:
@@ -523,54 +486,47 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
         assert gemm_variants.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
     even = Problem((64,) * 8, n, k)
     assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
-    assert [v.name for v in gemm_variants.peer_variants(["triton"])] == ["triton_moe"]
+    assert [v.name for v in gemm_variants.peer_variants(("triton",))] == ["triton_moe"]
 
 
-@pytest.fixture
-def on_blackwell(monkeypatch):
-    from moe_fp8.kernels.architectures import BLACKWELL
-
-    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-
-
-def test_on_blackwell_its_own_configs_are_timed(on_blackwell) -> None:
-    """The shipped ones, those beside them and those that are named, each of the GPU's own class."""
-    from moe_fp8.kernels.sm100.config import GemmConfig
-    from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, UNEVEN
-
+@pytest.mark.parametrize("name", ["sm90", "sm100"])
+def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
+    """The ladder is its heuristic's; the shipped configs and those beside them are its own."""
+    rules = importlib.import_module(f"moe_fp8.kernels.{name}.heuristic")
+    architecture = HOPPER if name == "sm90" else BLACKWELL
+    monkeypatch.setattr(gpu, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
     rungs = gemm_variants.ladder()
-    assert rungs == [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
+    assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
-        chosen = [gemm_variants.shipped(name, problem) for name in SOLUTIONS]
-        chosen += [v.config(problem) for v in gemm_variants.neighbours("flat", problem)]
-        chosen.append(heuristic(problem))
-        assert all(isinstance(config, GemmConfig) for config in chosen)
-    (variant,) = gemm_bench.collect_variants(["tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1"], [])
-    assert variant.config(problem) == LARGEST
+        chosen = [heuristic(problem), *(gemm_variants.shipped(s, problem) for s in SOLUTIONS)]
+        assert {type(config) for config in chosen} == {type(architecture.config)}
+        tried = gemm_variants.solution_variants("flat", problem)
+        assert {variant.config for variant in tried} <= set(map(str, rungs))
+
+
+def test_a_named_config_is_of_the_gpus_own_class(monkeypatch) -> None:
+    from moe_fp8.kernels.sm100.heuristic import LARGEST
+
+    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
+    assert gemm_bench.parse_config("tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1") == LARGEST
     with pytest.raises(UsageError, match="overlap"):
-        gemm_bench.collect_variants(["overlap=1"], [])
-
-
-def test_the_ladder_of_hopper_is_its_heuristic() -> None:
-    from moe_fp8.kernels.sm90.heuristic import FEW_ROWS, LARGEST, UNEVEN
-
-    expected = [config for _, config in (*FEW_ROWS, *UNEVEN)] + [LARGEST]
-    assert gemm_variants.ladder() == expected
+        gemm_bench.parse_config("overlap=1")
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> None:
     """Everything but the timing, on the layer's GEMMs at the smallest workload."""
 
-    def run_problem(problem, variants, rates, timing):
+    def run_problem(problem, variants, timing):
         rows = []
         for number, variant in enumerate(variants):
             row = {**problem.describe(), "variant": variant.name, "peer": False}
-            row |= {"config": str(variant.config(problem)), "calc_diff": 0.0, "vs_best_peer": 1.0}
-            figures = gemm_bench.figures(problem, [10.0 + number], rates, 5.0)
+            row |= {"config": variant.config, "calc_diff": 0.0, "vs_best_peer": 1.0}
+            figures = gemm_bench.figures(problem, [10.0 - number], timing.rates, 5.0)
             rows.append(row | ({"error": "wrong"} if wrong else {**figures, "method": "graph"}))
+        assert wrong or rows[0]["variant"] == "flat"
         return rows
 
     monkeypatch.setattr(gemm_bench, "run_problem", run_problem)
@@ -582,8 +538,10 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
     monkeypatch.setattr(sys, "argv", ["gemm_bench.py", *arguments])
     assert program.main() == (1 if wrong else 0)
     record = schemas.read(out, schemas.Gemm)
+    assert record["finished"] and list(record["solutions"])
     assert {row["variant"] for row in record["results"]} >= {"flat", "v3", "flat, next larger"}
     said = capsys.readouterr()
     assert "a GPU: grouped FP8 GEMM" in said.out
     assert ("What flat ships, and the best known" in said.out) != wrong
+    assert ("11.1 %" in said.out) != wrong, "flat takes 10 us, the larger config 9"
     assert ("error: flat, " in said.err) == wrong

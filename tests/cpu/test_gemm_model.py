@@ -1,17 +1,13 @@
 """The model on paper: its arithmetic against figures worked out by hand, its rules of tiles against
 a simple count, and its error on the recorded times."""
 
-import json
 import math
-import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 
-from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.measure import model
 from scripts.measure.gemm_problems import Problem
@@ -100,10 +96,10 @@ def test_time_of_a_wave() -> None:
     one = predict(gpu, config, Problem((128,), 128 * 132, 2048))
     two = predict(gpu, config, Problem((128,), 128 * 133, 2048))
     of_tile = 16 * block_sm90(gpu, config, 128).clocks / gpu.clock_hz * 1e6 + CONSTANTS.tile_end_us
-    assert one.us == pytest.approx(CONSTANTS.launch_us + of_tile) and one.waves == 1
+    assert one.us == pytest.approx(CONSTANTS.launch_us + of_tile)
     assert two.us == pytest.approx(CONSTANTS.launch_us + 2 * of_tile)
     slow = predict(replace(H200, dram_per_s=1e11), config, Problem((128,), 128 * 132, 2048))
-    assert slow.limit == "DRAM" and slow.us > slow.dram_us > one.us
+    assert slow.limit == "DRAM" and slow.us > one.us
 
 
 def test_tiles_on_demand_are_never_slower_than_turns() -> None:
@@ -115,11 +111,6 @@ def test_tiles_on_demand_are_never_slower_than_turns() -> None:
         assert demand.schedule_us <= turns.schedule_us * 1.02
 
 
-def test_no_rows() -> None:
-    with pytest.raises(ValueError, match="no expert has rows"):
-        predict(H200, Hopper(), Problem((0, 0), 4096, 7168))
-
-
 def test_configs_of_a_record_read_back() -> None:
     recorded = {
         row["config"] for name in ("gemm_layers", "gemm_study")
@@ -128,30 +119,18 @@ def test_configs_of_a_record_read_back() -> None:
     assert len(recorded) > 8
     for text in recorded:
         assert str(config_sm90(text)) == text
-    with pytest.raises(ValueError, match="expected what a GemmConfig prints"):
-        config_sm90("128x128")
 
 
 def test_the_study_is_predicted_within_10_percent_in_the_median() -> None:
     """What docs/gemm-model.md says of the 81 configurations."""
-    checked = model.check(model.read_record(RECORD / "gemm_study.json"), {})
-    errors = [abs(error) for *_, error in checked]
-    assert len(errors) == 81
-    assert statistics.median(errors) < 0.06
-    assert max(errors) < 0.16
+    errors = model.check(model.read_record(RECORD / "gemm_study.json"), {}).error.abs()
+    assert len(errors) == 81 and errors.median() < 0.06 and errors.max() < 0.16
 
 
 def test_a_constant_left_out_shows() -> None:
     rows = model.read_record(RECORD / "gemm_study.json")
     for constants in (replace(CONSTANTS, launch_us=0.0), replace(CONSTANTS, handoff_clocks=400.0)):
-        errors = [abs(e) for *_, e in model.check(rows, {}, H200_MEASURED, constants)]
-        assert max(errors) > 0.3
-
-
-def test_not_a_record(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps({"rows": []}))
-    with pytest.raises(UsageError, match="not a record of gemm_bench"):
-        model.read_record(tmp_path / "r.json")
+        assert model.check(rows, {}, H200_MEASURED, constants).error.abs().max() > 0.3
 
 
 def test_the_page_has_the_tables_that_the_program_prints() -> None:

@@ -1,12 +1,8 @@
-"""The profile of a call's kernels: work by hand, ncu's CSV read, and the program."""
+"""The profile of a call's kernels: work by hand, the table, and the program."""
 
-import argparse
-import csv
-import io
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,6 @@ from moe_fp8.problem import DEEPSEEK_V3
 from test_timing import FLUSH, calls_of
 
 import run
-from scripts.common.command_line import UsageError
 from scripts.common.floors import PAIR_FLOPS
 from scripts.measure import floors, gpu, plan, profile, timing
 from scripts.measure.gemm_problems import Histogram
@@ -40,11 +35,11 @@ FUSED_STAGES = ["choose", "number", "permute", "gemm1", "gemm2", "combine"]
 
 def test_timings_are_medians_and_gaps_may_be_negative() -> None:
     calls = timing.split(calls_of("a", "b", calls=3), 3)
-    assert profile.timings(calls) == [
+    kernels = [
         {"name": "a", "us": 11.0, "us_p10": 10.0, "us_p90": 12.0, "gap_us": None},
         {"name": "b", "us": 12.0, "us_p10": 11.0, "us_p90": 13.0, "gap_us": -2.0},
     ]
-    assert profile.totals(calls) == {"sum_us": 23.0, "span_us": 21.0}
+    assert profile.timings(calls) == {"kernels": kernels, "sum_us": 23.0, "span_us": 21.0}
 
 
 # --- the work --------------------------------------------------------------------------------
@@ -156,153 +151,23 @@ def test_kernels_get_the_work_of_their_call() -> None:
     assert flat[-1]["stage"] is None and "bytes" not in flat[-1]
 
 
-# --- Nsight Compute --------------------------------------------------------------------------
-
-FIRST = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"]
-FIRST += ["Block Size", "Grid Size", "Device", "CC"]
-COLUMNS = {
-    "dram__bytes_read.sum": ("byte", "1,073,655,000", "500000000"),
-    "dram__bytes_write.sum": ("byte", "30630144", "192164096"),
-    "launch__registers_per_thread": ("register/thread", "168", "128"),
-    "launch__func_cache_config": ("", "CachePreferNone", "CachePreferNone"),
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "41.5", "n/a"),
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum": ("sector", "1,024", "0"),
-    "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum": ("sector", "512", "0"),
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "81.2", "79.9"),
-}
-
-
-def report(names: list[str]) -> str:
-    """As ncu writes it: its own lines before and after, all cells in quotes."""
-    out = io.StringIO()
-    writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerow([*FIRST, *COLUMNS])
-    writer.writerow([""] * len(FIRST) + [unit for unit, *_ in COLUMNS.values()])
-    for i, name in enumerate(names):
-        first = [i, 1132, "python3.12", "127.0.0.1", name, 1, 7, "(512, 1, 1)", "(132, 1, 1)", 0]
-        writer.writerow([*first, "9.0", *(cells[1 + i % 2] for cells in COLUMNS.values())])
-    return "==PROF== Connected to process 1132\n==PROF== Disconnected\n" + out.getvalue()
-
-
-def test_ncus_table_is_read() -> None:
-    first, second = profile.parse_counts(report([FUSED[3], FUSED[4]]).splitlines())
-    assert first == {
-        "name": FUSED[3],
-        "read_bytes": 1_073_655_000,
-        "written_bytes": 30_630_144,
-        "l2_percent": 41.5,
-        "tensor_percent": 81.2,
-        "registers": 168,
-        "spilled_loads": 1024,
-        "spilled_stores": 512,
-    }
-    assert second["l2_percent"] is None and second["spilled_loads"] == 0
-
-
-def test_what_is_no_table_has_no_kernels() -> None:
-    for text in ("", "==ERROR== ERR_NVGPUCTRPERM", '"a","b"\n"1","2"\n"3","4"', report([])):
-        assert profile.parse_counts(text.splitlines()) == []
-
-
-def run_ncu(monkeypatch, written: str) -> list[list[str]]:
-    started: list[list[str]] = []
-
-    def run(command, **options):
-        started.append(command)
-        Path(command[command.index("--log-file") + 1]).write_text(written)
-        return types.SimpleNamespace(stdout="", stderr="the program's own end")
-
-    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
-    monkeypatch.setattr(profile.subprocess, "run", run)
-    return started
-
-
-def test_ncu_profiles_only_what_is_marked_and_leaves_the_clocks(monkeypatch) -> None:
-    started = run_ncu(monkeypatch, report(FUSED))
-    assert [k["name"] for k in profile.count(["python", "x.py"])] == FUSED
-    (command,) = started
-    assert command[0] == "ncu" and command[-2:] == ["python", "x.py"]
-    options = " ".join(command)
-    assert "--profile-from-start off" in options and "--clock-control none" in options
-    assert "--page raw" in options and "--csv" in options and "--print-units base" in options
-    for metric in profile.METRICS.values():
-        assert metric in COLUMNS and metric in options
-
-
-def test_why_ncu_failed_is_said(monkeypatch) -> None:
-    run_ncu(monkeypatch, "==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-    with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM(.|\n)*own end"):
-        profile.count(["python"])
-    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
-    with pytest.raises(UsageError, match="not on the PATH"):
-        profile.count(["python"])
-
-
-def test_counts_go_to_the_kernels_in_the_order_of_launch() -> None:
-    kernels = [{"name": n, "short": profile.short_name(n)} for n in (FLUSH, *FUSED[3:])]
-    counts = profile.parse_counts(report(FUSED[3:]).splitlines())
-    joined = profile.with_counts(kernels, counts)
-    assert "ncu" not in joined[0]
-    assert [k["ncu"]["registers"] for k in joined[1:]] == [168, 128, 168]
-    for wrong in (counts[:2], [counts[0], counts[2], counts[1]], [*counts, counts[0]]):
-        with pytest.raises(RuntimeError, match="ncu saw"):
-            profile.with_counts(kernels, wrong)
-
-
 # --- the program -----------------------------------------------------------------------------
 
 
-def a_result(ncu: bool) -> dict:
+def test_the_table_has_a_line_for_each_kernel() -> None:
     h = Histogram("a" * 12, 3, (3, 0, 1), hit=2)
     kernels = profile.with_work([of(n, 2.0) for n in [*FUSED, "other"]], h, RATES)
     kernels[1]["gap_us"] = -0.5
-    if ncu:
-        counts = profile.parse_counts(report([*FUSED, "other"]).splitlines())
-        kernels = profile.with_counts(kernels, counts)
-    (workload,) = floors.workloads([h])
-    return {
-        "solution": "x",
-        "workload": workload,
-        "traced": "calls",
-        "floor_us": 5.0,
-        "kernels": kernels,
-        "sum_us": 14.0,
-        "span_us": 10.0,
-        "device": {"ms": 0.009, "method": "graph"},
-    }
-
-
-@pytest.mark.parametrize("ncu", [False, True])
-def test_the_table_has_a_line_for_each_kernel(ncu: bool) -> None:
-    result = a_result(ncu)
-    header, rows = profile.table(result)
-    assert [row[0] for row in rows] == [*FUSED_STAGES, "other"]
-    assert {len(row) for row in rows} == {len(header)} and ("read MB" in header) == ncu
-    column = {name: [row[i] for row in rows] for i, name in enumerate(header)}
-    assert column["gap"][:3] == ["-", "-0.50", "-"]
-    assert column["TFLOP/s"][2:4] == ["-", number_of(result["kernels"][3]["tflops"])]
-    assert column["MB"][-1] == column["% of floor"][-1] == "-"
-    if ncu:
-        assert column["read MB"][0] == "1073.65" and column["spilled loads"][0] == "1024"
-    line = profile.summary(result)
+    table = profile.table({"kernels": kernels})
+    assert table.kernel.tolist() == [*FUSED_STAGES, "other"]
+    assert table.gap[:3].tolist() == ["-", "-0.50", "-"]
+    assert table["TFLOP/s"][2:4].tolist() == ["-", f"{kernels[3]['tflops']:.0f}"]
+    assert table.MB.iloc[-1] == table["% of floor"].iloc[-1] == "-"
+    assert table["p10-p90"][0] == "2.00-2.00"
+    device = {"ms": 0.009, "method": "graph"}
+    line = profile.summary({"device": device, "floor_us": 5.0, "sum_us": 14.0, "span_us": 10.0})
     assert "14.00" in line and "10.00" in line and "9.00 (graph)" in line
     assert "floor 5.00 (50 % of the span)" in line
-
-
-def number_of(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def test_ncu_runs_this_program_on_the_same_call(monkeypatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(profile, "count", started.append)
-    program.counted(argparse.Namespace(local=Path("/data"), seed=7), "u-u", "some_moe")
-    (command,) = started
-    assert command[:3] == [sys.executable, str(Path(program.__file__)), "--only-call"]
-    monkeypatch.setattr(sys, "argv", command[1:])
-    parsed = program.parse_arguments()
-    assert parsed.only_call and parsed.local == Path("/data") and parsed.seed == 7
-    assert parsed.workloads == ["u-u"] and parsed.solutions == ["some_moe"]
 
 
 def test_a_call_is_marked_once(monkeypatch) -> None:
@@ -316,11 +181,9 @@ def test_a_call_is_marked_once(monkeypatch) -> None:
 
 def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     """Everything but the GPU's own measurements, on the smallest workload."""
-    pairs = calls_of(*FUSED, calls=3)
     measured = {
         "traced": "replays of a CUDA graph",
-        "kernels": profile.timings(timing.split(pairs, 3)),
-        **profile.totals(timing.split(pairs, 3)),
+        **profile.timings(timing.split(calls_of(*FUSED, calls=3), 3)),
         "device": {"error": "RuntimeError: no"},
     }
     choose = plan.choose
@@ -344,16 +207,10 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     assert result["floor_us"] == pytest.approx(40.0) and result["workload"]["active"] == 3
     assert [k["stage"] for k in result["kernels"]] == FUSED_STAGES
 
-    # Where ncu fails, the times are kept.
-    def fails(*arguments) -> list[dict]:
-        raise RuntimeError("ncu: no permission")
-
-    monkeypatch.setattr(program, "counted", fails)
-    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--ncu"])
-    assert program.main() == 1
-    said = capsys.readouterr()
-    assert "no permission" in said.err and "| gemm1 " in said.out
-    assert json.loads(out.read_text())["results"][0]["ncu_error"] == "ncu: no permission"
+    marked: list[str] = []
+    monkeypatch.setattr(profile, "one_call", marked.append)
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--only-call"])
+    assert program.main() == 0 and marked == ["call"]
 
 
 def test_a_program_does_not_hide_pythons_own_module() -> None:

@@ -34,7 +34,7 @@ class Layer:
 
 
 def test_stages_add_up_and_each_has_its_own_time() -> None:
-    samples = stages.time_layers({"x": Layer(1.0, 4.0)}, None, OUTPUT, iterations=5, warmup=1)
+    samples = stages.time_layers({"x": Layer(1.0, 4.0)}, None, OUTPUT, iterations=5)
     times = {stage: min(values) for stage, values in samples["x"].items()}
     assert list(times) == [*stages.STAGES, stages.TOTAL]
     assert all(len(values) == 5 for values in samples["x"].values())
@@ -53,11 +53,12 @@ def test_on_a_gpu_a_call_begins_idle_and_cold_and_has_an_event_after_each_stage(
             mark(stage)
 
     output = SimpleNamespace(device=torch.device("cuda"))
-    found = stages.time_layers({"x": layer}, None, output, iterations=1, warmup=1)
+    found = stages.time_layers({"x": layer}, None, output, iterations=1)
     begin, count = ["flush", "wait", "event"], len(stages.STAGES)
     marked = [*begin, *["stage", "event"] * count, "wait"]
-    assert cuda.log[count:] == [*marked, *begin, *["stage"] * count, "event", "wait"]
-    times = dict(zip(stages.STAGES, kernel.took[count : 2 * count], strict=True))
+    warm = stages.WARMUP * count
+    assert cuda.log[warm:] == [*marked, *begin, *["stage"] * count, "event", "wait"]
+    times = dict(zip(stages.STAGES, kernel.took[warm : warm + count], strict=True))
     times[stages.TOTAL] = sum(kernel.took[-count:])
     assert {stage: ms for stage, (ms,) in found["x"].items()} == pytest.approx(times)
 
@@ -65,8 +66,8 @@ def test_on_a_gpu_a_call_begins_idle_and_cold_and_has_an_event_after_each_stage(
 def test_layers_take_turns() -> None:
     calls: list[float] = []
     layers = {"a": Layer(1.0, 0, calls), "b": Layer(2.0, 0, calls)}
-    stages.time_layers(layers, None, OUTPUT, iterations=3, warmup=0)
-    assert calls == [1.0, 1.0, 2.0, 2.0] * 3
+    stages.time_layers(layers, None, OUTPUT, iterations=3)
+    assert calls[2 * stages.WARMUP :] == [1.0, 1.0, 2.0, 2.0] * 3
 
 
 def test_outputs_are_compared_with_the_first() -> None:
@@ -86,8 +87,9 @@ def test_table_shows_the_ratio_to_the_first_solution() -> None:
     def solution(factor: float, *extra: str) -> dict:
         return {"median_ms": {s: factor for s in (*stages.STAGES, *extra, stages.TOTAL)}}
 
-    header, rows = stages.table({"solutions": {"a": solution(2.0), "b": solution(0.5, "fused")}})
-    assert header == ["stage", "a", "b", "b vs first"]
+    frame = stages.table({"solutions": {"a": solution(2.0), "b": solution(0.5, "fused")}})
+    rows = frame.values.tolist()
+    assert list(frame) == ["stage", "a", "b", "b vs first"]
     assert rows[0] == ["routing", "2.0000", "0.5000", "4.00x"]
     assert rows[-2] == ["fused", "-", "0.5000", "-"]
     assert rows[-1][0] == stages.TOTAL
@@ -110,7 +112,7 @@ def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(stages.Problems, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(stages.Problems, "of", problem)
     out = tmp_path / "stages.json"
-    arguments = ["--stages", "--cpu", "--tokens", "4", "--repeats", "2", "--warmup", "0"]
+    arguments = ["--stages", "--cpu", "--tokens", "4", "--repeats", "2"]
     monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--json", str(out)])
     assert program.main() == 0
     record = schemas.read(out, schemas.Stages)
@@ -120,9 +122,9 @@ def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> 
 
 @pytest.mark.large_memory
 def test_inputs_of_any_token_count() -> None:
-    problems = stages.Problems(ROOT, "cpu", seed=1, offset=64)
+    problems = stages.Problems(ROOT, "cpu", seed=1)
     drawn, said = problems.of(24)
-    assert "independent draws, seed 1" in said and drawn.local_expert_offset == 64
+    assert "independent draws, seed 1" in said and drawn.local_expert_offset == 0
     assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)
     assert abs(float(drawn.routing_logits.mean()) - stages.MEAN) < 0.05
     assert abs(float(drawn.routing_logits.std()) - stages.STD) < 0.05

@@ -1,36 +1,33 @@
 """tune off the GPU: what it tries of GEMM, layer and Triton, how it judges, and what it says."""
 
+import itertools
 import json
 import sys
-import types
 
 import pytest
 import torch
-from moe_fp8.kernels.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.limits import SMEM_BYTES
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
-from moe_fp8.layer import model
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from test_baselines_triton import DEVICE, interpreter_that_rounds
+from test_gemm_bench import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
 from scripts.measure import gemm_bench, gemm_variants, gpu, stages, tune
 from scripts.measure.gemm_bench import Timing
 from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
-from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder, weights
-from scripts.measure.timing import Reading
+from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder
 from scripts.programs import tune as program
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import triton_moe
 from moe_fp8.baselines.triton_gemm import Tile
 
-__all__ = ["interpreter_that_rounds"]  # a fixture that every test here uses
-
-RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+__all__ = ["interpreter_that_rounds", "kernel", "no_gpu"]  # fixtures
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
@@ -40,13 +37,7 @@ def architecture(request, monkeypatch):
     return request.param
 
 
-def test_every_architecture_has_configs_to_try(monkeypatch) -> None:
-    for architecture in ARCHITECTURES.values():
-        monkeypatch.setattr(gpu, "architecture", lambda found=architecture: found)
-        assert tune.candidates(64)
-
-
-TRIED = [0.5, *tune.ROWS, 10000]
+TRIED = [0.5, *program.ROWS, 10000]
 
 
 @pytest.mark.parametrize("rows", TRIED)
@@ -99,20 +90,19 @@ def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
     """What a config class refuses by value is left out; what it does not know is a mistake."""
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 
-    def tried(*fields: dict) -> None:
-        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: fields)
+    def tried(**space) -> list:
+        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: [space])
+        return tune.candidates(100)
 
-    tried({"tile_m": 64}, {"tile_n": 64})
-    assert tune.candidates(100) == [Blackwell(tile_n=64)]
-    tried({"overlap": True})
+    assert tried(tile_m=(64, 128), tile_n=[64]) == [Blackwell(tile_n=64)]
     with pytest.raises(TypeError, match="overlap"):
-        tune.candidates(100)
+        tried(overlap=[True])
 
 
 def test_the_heuristics_choice_is_always_timed(architecture) -> None:
-    for rows in tune.ROWS:
+    for rows in program.ROWS:
         for even in (True, False):
-            problem = tune.gemm_problem(rows, 4096, 7168, None, even, 1)
+            problem = tune.gemm_problem(rows, 4096, 7168, even, 1)
             assert problem.experts == (32 if rows <= 128 else 8)
             assert problem.even or not even
             names = [str(c) for c in tune.configs_of(problem)]
@@ -127,56 +117,49 @@ def test_uneven_rows_keep_the_sum_and_spread() -> None:
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(no_gpu, kernel, monkeypatch):
     """run_problem on the CPU with the model as kernel; config -> us, to be filled by the test."""
     spans: dict[str, float] = {}
 
     def clock(calls, repeats):
         return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
 
-    cache = types.SimpleNamespace(L2_cache_size=2**20)
-    source = weights
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
     monkeypatch.setattr(gemm_bench, "time_variants", clock)
-    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", model.grouped_gemm)
-    monkeypatch.setattr(
-        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
-    )
-    reading = Reading(lambda: None, torch.zeros(1))
-    monkeypatch.setattr(gemm_bench, "readings", lambda *_: [reading])
     return spans
 
 
 def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> None:
-    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    problem = Problem((2,) * 4, 128, 256)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: 10.4, other: 10.0})
-    rows, found = tune.tune_problem(problem, RATES, Timing(2, 3), "flat", 5.0)
-    assert (found.best, found.shipped) == (other, choice)
-    assert found.loss == pytest.approx(4.0)
+    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
+    assert (found["best"], found["shipped"]) == (other, choice)
+    assert found["loss"] == pytest.approx(4.0)
     assert len(rows) == len(tune.configs_of(problem))
-    assert len(found.cells()) == len(gemm_bench.VERDICTS) and found.record()["loss"] == found.loss
     lost = tune.verdict("here", "x", {other: 10.0}, choice)
-    assert lost.loss is None and lost.cells()[-1] == "not run"
-    assert tune.verdict("here", "x", {}, choice).best == "none ran"
+    none = tune.verdict("here", "x", {}, choice)
+    assert lost["loss"] is None is none["loss"] and none["best"] == "none ran"
+    table = gemm_bench.verdict_table([found, lost, none])
+    assert table.loss.tolist() == ["4.0 %", "not run", "not run"]
+    assert table.us.tolist() == ["10.0", "10.0", "-"]
 
 
 def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None:
-    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    problem = Problem((2,) * 4, 128, 256)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: 11.0, other: 10.0})
     seen, run = [], tune.run_problem
 
-    def noting(problem, variants, rates, timing):
+    def noting(problem, variants, timing):
         seen.append(([v.name for v in variants], timing.repeats))
         if len(seen) == 2:
             timed[choice] = 10.1
-        return run(problem, variants, rates, timing)
+        return run(problem, variants, timing)
 
     monkeypatch.setattr(tune, "run_problem", noting)
-    rows, found = tune.tune_problem(problem, RATES, Timing(2, 3), "batched", 5.0)
+    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
     assert seen[1] == ([choice, other], tune.CONFIRM_REPEATS) and len(seen) == 2
-    assert found.loss == pytest.approx(1.0) and len(rows) == len(seen[0][0])
+    assert found["loss"] == pytest.approx(1.0) and len(rows) == len(seen[0][0])
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -189,7 +172,7 @@ def on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
     monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
 
     def run(*arguments: str) -> tuple[int, dict]:
@@ -201,17 +184,17 @@ def on_a_gpu(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("us", "status"), [(10.4, EXIT_OK), (11.0, EXIT_FAILED)])
 def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256), "gemm2": (256, 128)})
-    problem = tune.gemm_problem(2, 128, 256, 4, True, 1)
+    monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256)})
+    monkeypatch.setattr(gemm_bench, "LAUNCHES", 2)
+    problem = tune.gemm_problem(2, 128, 256, True, 1)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: us, other: 10.0})
-    shape = ["--rows", "2", "--experts", "4", "--gemm", "gemm1"]
-    found, record = on_a_gpu("--what", "gemm", *shape, "--launches", "2", "--repeats", "3")
+    found, record = on_a_gpu("--what", "gemm", "--rows", "2", "--repeats", "3")
     assert found == status and record["finished"] and len(record["table"]) == 1
     out, err = capsys.readouterr()
     assert other in out
     assert (f"{choice} loses 10.0 %; best: {other}" in err) == (status == EXIT_FAILED)
-    loose = on_a_gpu("--what", "gemm", *shape, "--max-loss", "20")
+    loose = on_a_gpu("--what", "gemm", "--rows", "2", "--max-loss", "20")
     assert loose[0] == EXIT_OK
 
 
@@ -237,7 +220,7 @@ def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
     pair = tune.picked(tokens, DEEPSEEK_V3, terms)
     made = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
     assert made == HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
-    found = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)), 1)
+    found = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)))
     assert found[0] == pair and len(set(found)) == len(found)
 
 
@@ -248,7 +231,7 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
 
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     assert [len(set(rungs)) for rungs in ladders] == [len(rungs) for rungs in ladders]
-    for pair in tune.pairs((ladders[0][0], ladders[1][0]), ladders, 100):
+    for pair in itertools.product(*ladders):
         for tokens in (80, 2048):
             first, second = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
             classes = HOPPER.gemm(), HOPPER.swiglu(), HOPPER.gather(first)
@@ -257,11 +240,10 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
 
 def test_pairs_are_those_beside() -> None:
     ladders = ["a", "b", "c", "d"], ["x", "y"]
-    assert tune.pairs(("b", "y"), ladders, 1) == [
+    assert tune.pairs(("b", "y"), ladders) == [
         ("b", "y"), ("a", "x"), ("a", "y"), ("b", "x"), ("c", "x"), ("c", "y"),
     ]  # fmt: skip
-    assert tune.pairs(("a", "x"), ladders, 1)[0] == ("a", "x")
-    assert len(tune.pairs(("a", "x"), ladders, 3)) == 8
+    assert tune.pairs(("a", "x"), ladders)[0] == ("a", "x")
 
 
 class Problems:
@@ -335,29 +317,27 @@ def test_a_variant_computes_its_problem(gemm, tile, monkeypatch):
 
 def test_a_pair_has_one_height_and_the_sum_of_both():
     low, low_wide, high = Tile(16, 64), Tile(16, 128), Tile(32, 64)
-    tiles = {str(t): t for t in (low, low_wide, high)}
-    timed = {
-        "gemm1": {str(low): 10.0, str(low_wide): 12.0, str(high): 5.0},
-        "gemm2": {str(low): 9.0, str(low_wide): 7.0, str(high): 13.0},
-    }
-    us = tune.tile_pairs(timed, tiles)
+    timed = {low: 10.0, low_wide: 12.0, high: 5.0}, {low: 9.0, low_wide: 7.0, high: 13.0}
+    us = tune.tile_pairs(timed)
     assert len(us) == 5 and us[f"{high}, {high}"] == 18.0
-    assert tune.verdict("T=1", "", us, "").best == f"{low}, {low_wide}"
-    assert tune.tile_pairs({"gemm1": timed["gemm1"], "gemm2": {}}, tiles) == {}
+    assert tune.verdict("T=1", "", us, "")["best"] == f"{low}, {low_wide}"
+    assert tune.tile_pairs([timed[0], {}]) == {}
 
 
 def test_problems_are_a_workloads_or_drawn():
-    problems = tune.triton_problems(ROOT, [7, 300], seed=1)
-    assert [(p.tokens, p.n) for p in problems] == [(7, 4096), (300, 4096), (7, 7168), (300, 7168)]
-    assert problems[0].rows == histograms(ROOT, [7])[0].rows
-    assert problems[1].pairs == 32 * (300 // 32) and len(problems[1].rows) == 32
-    assert torch.tensor(problems[1].rows).unique().numel() > 1
+    problems = tune.triton_problems(ROOT, [300, 7], seed=1)
+    assert list(problems) == [7, 300]
+    for tokens, pair in problems.items():
+        assert [(p.tokens, p.n) for p in pair] == [(tokens, 4096), (tokens, 7168)]
+    assert problems[7][0].rows == histograms(ROOT, [7])[0].rows
+    drawn = problems[300][1]
+    assert drawn.pairs == 32 * (300 // 32) and len(drawn.rows) == 32 and not drawn.even
 
 
 def test_what_ships_is_judged_by_the_sum(on_a_gpu, monkeypatch, capsys):
     """The shipped pair takes 10 us a GEMM; the fifth tile of each 9."""
 
-    def run_problem(problem, variants, rates, timing):
+    def run_problem(problem, variants, timing):
         return [
             {**problem.describe(), "variant": v.name, "us": 9.0 if i == 4 else 10.0}
             for i, v in enumerate(variants)
