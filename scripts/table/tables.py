@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
 from scripts.common.schemas import TOTAL
 from scripts.common.text import markdown_table, number, percent, text_table
@@ -37,14 +38,12 @@ class Table:
         frame: of text; a * marks what is the fastest.
         left: how many columns, from the first on, are aligned to the left.
         title, note: of the table, where it has one.
-        wrap: columns of long text, by their places.
     """
 
     frame: pd.DataFrame
     left: int = 1
     title: str = ""
     note: str = ""
-    wrap: tuple[int, ...] = ()
 
     @property
     def header(self) -> list[str]:
@@ -53,11 +52,6 @@ class Table:
     @property
     def rows(self) -> list[list[str]]:
         return self.frame.to_numpy().tolist()
-
-    @property
-    def name(self) -> int:
-        """The column that names the rows, which a page keeps in sight."""
-        return self.header.index("solution") if "solution" in self.header else 0
 
     def __bool__(self) -> bool:
         """Whether there is a row."""
@@ -202,7 +196,7 @@ def failures_table(ranking: Ranking) -> Table:
     """One row a failure; empty where everything passed."""
     rows = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()]
     frame = pd.DataFrame(rows, columns=["solution", "T", "workload", "status", "reason"])
-    return Table(frame, left=5, title="Failed", wrap=(4,))
+    return Table(frame, left=5, title="Failed")
 
 
 def batch_invariant(checks: Checks) -> str:
@@ -361,12 +355,25 @@ def gemm_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     the shipped one ("flat, next larger"), which only says what would have been better, its
     solution: `beside` says that it is one."""
     names = [*PROBLEM, "experts", "pairs", "variant", "peer", "us", "tflops", "gbytes"]
-    names += ["vs_best_peer", "percent_of_floor", "read_us"]
+    names += ["floor_us", "vs_best_peer", "percent_of_floor", "read_us"]
     f = pd.DataFrame([r for r in rows if "us" in r]).reindex(columns=names)
     f["tokens"] = f.tokens.astype(float).fillna(0).astype(int)  # 0: rows of no workload
     f["active"] = f.active.astype(float).fillna(f.experts).astype(int)
     f["solution"] = f.variant.str.split(", next ").str[0]
     return f.assign(beside=f.solution != f.variant)
+
+
+def gemm_kind(record: Mapping[str, Any]) -> str:
+    """What a gemm*.json holds: an 'ablation', the workloads' 'layers', or a grid of 'even' rows."""
+    if any("vs_base" in row for row in record["results"]):
+        return "ablation"
+    by_tokens = any(row["tokens"] is not None for row in record["results"])
+    return "layers" if by_tokens else "even"
+
+
+def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
+    """Of the rows of a gemm_frame whether the FLOPs take longer than the bytes."""
+    return 1e12 * f.tflops / rates["fp8_flops_per_s"] > 1e9 * f.gbytes / bandwidth(rates)
 
 
 def first_of_ours(f: pd.DataFrame) -> str:
@@ -426,7 +433,7 @@ def environment_table(recorded: "Recorded") -> Table:
     if "command" in info:
         info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
     frame = pd.DataFrame(_leaves(info), columns=["what", "value"])
-    return Table(frame, wrap=(1,))
+    return Table(frame)
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
