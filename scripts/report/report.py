@@ -14,7 +14,6 @@ from typing import Any
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.project import short_name
 from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
@@ -176,17 +175,13 @@ def render(recorded: Recorded) -> str:
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda x: printable(x) if type(x) is str else x,  # not what a macro made
+        finalize=lambda x: printable(x) if type(x) is str else x,  # not what is safe
     )
     environment.filters["data_url"] = data_url
-    ranked = [*recorded.rankings, *(found.main for found in known)]
-    ours = [name for r in ranked for name in r.summary.solution[~r.summary.peer]]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title="MoE FP8 block scale: solutions ranked",
         subtitle=[recorded.main.hardware, recorded.day, recorded.main.timing],
         sections=sections,
-        bad={"not run", *(record.status for r in ranked for record in r.failures())},
-        ours={*ours, *map(short_name, ours)},
     )
 
 

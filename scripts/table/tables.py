@@ -15,7 +15,7 @@ import pandas as pd
 from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
 from scripts.common.schemas import TOTAL
-from scripts.common.text import markdown_table, number, percent, text_table
+from scripts.common.text import markdown_table, number, percent, printable, text_table
 from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ class Table:
 
     def markdown(self) -> str:
         return markdown_table(self.header, self.rows, self.left)
+
+    def html(self) -> str:
+        """An HTML table whose class says how many columns are aligned to the left."""
+        shown = self.frame.map(printable).rename(columns=printable)
+        with pd.option_context("display.max_colwidth", None):
+            return shown.to_html(index=False, border=0, justify="unset", classes=f"left{self.left}")
 
 
 def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.Series[str]":
