@@ -6,12 +6,12 @@ solution; what does not compare is kept apart or said. There are two clocks: the
 it. Ratios between solutions are formed of latencies of one run.
 """
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from scripts.common import schemas
@@ -150,15 +150,11 @@ def results_of(
     return f
 
 
-def geomean(values: "pd.Series[float]") -> float:
-    """NaN of none."""
-    found = values.dropna()
-    return statistics.geometric_mean(found) if len(found) else float("nan")
-
-
 def summary_of(results: pd.DataFrame) -> pd.DataFrame:
     """The frame `summary` of a ranking, by name, without the texts."""
     g = results.groupby("solution")
+    positive = ["speedup", *(clock + of for clock in CLOCKS for of in ("", "_vs_peer", "_against"))]
+    geomean = np.exp(np.log(results[positive]).groupby(results.solution).mean())
     columns = {
         "solution": g.solution.first(),
         "peer": g.peer.first(),
@@ -166,7 +162,7 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         "failed": g.size() - g.passed.sum(),
         "missing": results.uuid.nunique() - g.size(),
         "mean": g.speedup.mean(),
-        "geomean": g.speedup.agg(geomean),
+        "geomean": geomean.speedup,
         "median": g.speedup.median(),
         "lowest": g.speedup.min(),
         "highest": g.speedup.max(),
@@ -179,11 +175,11 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         columns |= {
             f"{clock}_count": g[clock].count(),
             f"{clock}_mean_ms": g[clock].mean(),
-            f"{clock}_geomean_ms": g[clock].agg(geomean),
+            f"{clock}_geomean_ms": geomean[clock],
             f"{clock}_spread": g[f"{clock}_spread"].mean(),
             f"{clock}_wins": g[f"{clock}_wins"].sum(),
-            f"{clock}_vs_peer": g[f"{clock}_vs_peer"].agg(geomean),
-            f"{clock}_against": g[f"{clock}_against"].agg(geomean),
+            f"{clock}_vs_peer": geomean[f"{clock}_vs_peer"],
+            f"{clock}_against": geomean[f"{clock}_against"],
         }
     return pd.DataFrame(columns).reset_index(drop=True)
 

@@ -6,7 +6,7 @@ measured, with the host's part, and that of `check` on the GPU alone.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +75,19 @@ def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.
     return values.map(lambda value: number(value, form, unit))
 
 
-def by_clock(ranking: Ranking, shown: "Callable[[Clock], pd.Series[str]]") -> "pd.Series[str]":
-    """A column with the text of each clock that has figures."""
-    return functools.reduce(lambda first, next: first + "/" + next, map(shown, ranking.clocks))
+ratio = functools.partial(number, unit="x")
+
+
+def joined(columns: "Iterable[pd.Series[str]]") -> "pd.Series[str]":
+    """A column with the texts of several: one for each clock."""
+    return functools.reduce(lambda first, next: first + "/" + next, columns)
+
+
+def by_clock(
+    ranking: Ranking, frame: pd.DataFrame, name: str, show: Callable[[Any], str] = ratio
+) -> "pd.Series[str]":
+    """A column with what the frame has by each clock that has figures."""
+    return joined(frame[f"{clock}_{name}"].map(show) for clock in ranking.clocks)
 
 
 # --- the solutions down ---------------------------------------------------------------------------
@@ -102,24 +112,20 @@ def summary_table(ranking: Ranking) -> Table:
         "#": [str(place) for place in range(1, len(s) + 1)],
         "solution": s.solution,
         "passed": _passed(s),
-        **{name: numbers(s[name], unit="x") for name in ("mean", "geomean", "median")},
-        "min": numbers(s.lowest, unit="x"),
-        "max": numbers(s.highest, unit="x"),
-        "wins": by_clock(ranking, lambda clock: s[f"{clock}_wins"].astype(str)),
-        "mean ms": by_clock(ranking, lambda clock: _means(s, clock, "mean_ms", ".4f")),
+        **{name: s[name].map(ratio) for name in ("mean", "geomean", "median")},
+        "min": s.lowest.map(ratio),
+        "max": s.highest.map(ratio),
+        "wins": by_clock(ranking, s, "wins", str),
+        "mean ms": joined(_means(s, clock, "mean_ms", ".4f") for clock in ranking.clocks),
     }
     if len(ranking.clocks) > 1:
-        geomeans = by_clock(ranking, lambda clock: _means(s, clock, "geomean_ms", ".4f"))
-        columns["geomean ms"] = geomeans
-        columns["spread"] = by_clock(ranking, lambda clock: s[f"{clock}_spread"].map(percent))
-
-    def versus(ratio: str) -> "pd.Series[str]":
-        return by_clock(ranking, lambda clock: numbers(s[f"{clock}_{ratio}"], unit="x"))
-
+        geomeans = [_means(s, clock, "geomean_ms", ".4f") for clock in ranking.clocks]
+        columns["geomean ms"] = joined(geomeans)
+        columns["spread"] = by_clock(ranking, s, "spread", percent)
     if ranking.compares_peers:
-        columns["vs best peer"] = versus("vs_peer")
+        columns["vs best peer"] = by_clock(ranking, s, "vs_peer")
     if ranking.against:
-        columns[f"vs {ranking.against}"] = versus("against")
+        columns[f"vs {ranking.against}"] = by_clock(ranking, s, "against")
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     return Table(pd.DataFrame(columns), left=2)
@@ -144,7 +150,7 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
         floor[f"{clock} ms"] = number(ms["the floor"].mean(), ".3f")
         columns |= dict(reached(ms, limits).reset_index(drop=True).items())
     if ranking.compares_peers:
-        columns["vs best peer"] = numbers(s[f"{clock}_vs_peer"], unit="x")
+        columns["vs best peer"] = s[f"{clock}_vs_peer"].map(ratio)
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
@@ -253,7 +259,7 @@ def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], Table]:
         legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
         s = r.summary.set_index("solution")
         partly = (" (" + s.passed.astype(str) + ")").where(s.passed < len(r.workloads), "")
-        speeds = numbers(s.geomean, unit="x") + partly
+        speeds = s.geomean.map(ratio) + partly
         frame[f"{label} geomean"] = speeds.reindex(names).fillna("not run").to_list()
         frame[f"{label} ms"] = numbers(s.harness_mean_ms.reindex(names), ".4f").to_list()
     return legend, Table(frame)
@@ -294,22 +300,16 @@ def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = "
         best = f.uuid.map({uuid: name for uuid, (name, _) in ranking.best(clock).items()})
         return numbers(f[clock], form) + (f.solution == best).map({True: "*", False: ""})
 
-    def share(clock: Clock) -> "pd.Series[str]":
-        return (floor / f.groupby("uuid")[clock].min()).map(percent)
-
-    def versus(clock: Clock) -> "pd.Series[str]":
-        return numbers(
-            f[~f.peer].groupby("uuid")[f"{clock}_vs_peer"].max().reindex(uuids), unit="x"
-        )
-
     uuids = [uuid for _, uuid in ranking.workloads]
     if floor_ms:
         floor = pd.Series(floor_ms).reindex(uuids)
         before["floor"] = numbers(floor, ".3f")
-        after["floor / best"] = by_clock(ranking, share)
+        fastest = f.groupby("uuid")[list(ranking.clocks)].min()
+        after["floor / best"] = joined((floor / fastest[c]).map(percent) for c in ranking.clocks)
     if ranking.compares_peers:
-        after["best peer / ours"] = by_clock(ranking, versus)
-    frame = by_workload(ranking, by_clock(ranking, times), before, after)
+        ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
+        after["best peer / ours"] = by_clock(ranking, ours, "vs_peer")
+    frame = by_workload(ranking, joined(map(times, ranking.clocks)), before, after)
     title = "Time in ms, * the fastest"
     if len(ranking.clocks) > 1:
         title = "Harness/device time in ms, * the fastest"
@@ -320,21 +320,18 @@ def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = Non
     """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
     f = ranking.results
     found = [latency_table(ranking, floor_ms or {}, ".4f")]
-    speedup = by_workload(ranking, numbers(f.speedup, unit="x"))
+    speedup = by_workload(ranking, f.speedup.map(ratio))
     found.append(Table(speedup, left=0, title="Speed-up over the reference"))
     if ranking.compares_peers:
-        ratios = by_clock(ranking, lambda clock: numbers(f[f"{clock}_vs_peer"], unit="x"))
-
-        def fastest(clock: Clock) -> "pd.Series[str]":
-            best = ranking.best(clock, peer=True)
-            return pd.Series({u: best[u][0] if u in best else "-" for _, u in ranking.workloads})
-
-        frame = by_workload(ranking, ratios, after={"best peer": by_clock(ranking, fastest)})
+        best = [ranking.best(clock, peer=True) for clock in ranking.clocks]
+        names = {u: "/".join(of[u][0] if u in of else "-" for of in best) for u in set(f.uuid)}
+        ratios = by_clock(ranking, f, "vs_peer")
+        frame = by_workload(ranking, ratios, after={"best peer": pd.Series(names)})
         title = "Time of the workload's best peer over the solution's"
         found.append(Table(frame, left=0, title=title))
     if len(ranking.clocks) > 1:
-        spread = by_clock(ranking, lambda clock: f[f"{clock}_spread"].map(percent))
-        found.append(Table(by_workload(ranking, spread), left=0, title="Spread of the calls"))
+        spread = by_workload(ranking, by_clock(ranking, f, "spread", percent))
+        found.append(Table(spread, left=0, title="Spread of the calls"))
     return found
 
 
@@ -414,7 +411,7 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
     }
     if f.beside.any():
         columns[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f")
-    columns["best peer / ours"] = numbers(ours.vs_best_peer, ".2f", "x")
+    columns["best peer / ours"] = ours.vs_best_peer.map(ratio)
     columns["TFLOP/s"] = numbers(ours.tflops, ".0f")
     columns["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
     named = named if f.tokens.any() else named.drop(columns="T")
@@ -429,7 +426,7 @@ def ablation_table(rows: list[dict[str, Any]]) -> Table:
     across = frame.pivot_table("vs_base", ["n", "k", "variant"], "tokens", sort=False).reset_index()
     columns = {"variant": across.variant, "N": across.n.astype(str), "K": across.k.astype(str)}
     for tokens in across.columns[3:]:
-        columns[f"T={tokens}"] = numbers(across[tokens], unit="x")
+        columns[f"T={tokens}"] = across[tokens].map(ratio)
     return Table(pd.DataFrame(columns))
 
 
