@@ -21,7 +21,7 @@ from scripts.report import plots
 from scripts.table import rank_text, tables
 from scripts.table.rankings import Ranking
 from scripts.table.recorded import Recorded, read, recorded_runs
-from scripts.table.tables import Table, gemm_kind
+from scripts.table.tables import Table
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 NEEDED = ("jinja2", "matplotlib")
@@ -117,38 +117,37 @@ def stages_section(recorded: Recorded) -> list[Section]:
 
 
 def gemm_figure(record: dict[str, Any]) -> Any:
-    """The figure of one gemm*.json; None where nothing of it is drawn."""
-    kind, f = gemm_kind(record), tables.gemm_frame(record["results"])
-    if kind == "layers" and (shown := f[(f.tokens > 0) & ~f.beside]).size:
+    """The figure of one gemm*.json; None where no peer stands beside ours."""
+    f = tables.gemm_frame(record["results"])
+    if not f.peer.any():
+        return None
+    if f.tokens.any():
+        shown = f[(f.tokens > 0) & ~f.beside]
         return plots.layers_figure(shown, record["floors"], record["hardware"])
-    if kind == "even" and (shown := f[~f.peer.astype(bool) & f.vs_best_peer.notna()]).size:
-        return plots.grid_figure(shown, record["hardware"])
-    return None
+    shown = f[~f.peer.astype(bool) & f.vs_best_peer.notna()]
+    return None if shown.empty else plots.grid_figure(shown, record["hardware"])
 
 
-def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
+def gemm_part(name: str, record: dict[str, Any]) -> Part:
     """The figure and the table of one gemm*.json."""
     text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
-    title, caption = {
-        "layers": (
-            "On the rows of the workloads",
-            "Reached rate against what a large read and a dense product reach (dashed).",
-        ),
-        "even": ("Even rows", "Best peer's time over ours: above the line ours is faster."),
-        "ablation": ("Ablation: time of the base over that of a config with one thing changed", ""),
-    }[gemm_kind(record)]
-    if gemm_kind(record) == "ablation":
-        return [Part(title, text, table=tables.ablation_table(record["results"]))]
-    table = tables.gemm_table(record["results"])
-    folded = f"{title}: the figures, in us"
-    return [Part(title, text, gemm_figure(record), caption, table, folded)] if table else []
+    if tables.gemm_frame(record["results"]).tokens.any():
+        title = "On the rows of the workloads"
+        caption = "Reached rate against what a large read and a dense product reach (dashed)."
+    else:
+        title = "Even rows"
+        caption = "Best peer's time over ours: above the line ours is faster."
+    table, folded = tables.gemm_table(record["results"]), f"{title}: the figures, in us"
+    return Part(title, text, gemm_figure(record), caption, table, folded)
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
-    """The grouped GEMM alone: workloads first, then even rows, then the ablation."""
-    order = ("layers", "even", "ablation")
-    ordered = sorted(recorded.gemm.items(), key=lambda i: order.index(gemm_kind(i[1])))
-    parts = [part for name, record in ordered for part in gemm_parts(name, record)]
+    """The grouped GEMM alone."""
+    parts = [
+        gemm_part(name, record)
+        for name, record in recorded.gemm.items()
+        if any("us" in row for row in record["results"])
+    ]
     text = ["The grouped GEMM alone, without the rest of the layer."]
     return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 

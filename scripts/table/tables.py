@@ -362,16 +362,8 @@ def gemm_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     f = pd.DataFrame([r for r in rows if "us" in r]).reindex(columns=names)
     f["tokens"] = f.tokens.astype(float).fillna(0).astype(int)  # 0: rows of no workload
     f["active"] = f.active.astype(float).fillna(f.experts).astype(int)
-    f["solution"] = f.variant.str.split(", next ").str[0]
+    f["solution"] = f.variant.astype(str).str.split(", next ").str[0]
     return f.assign(beside=f.solution != f.variant)
-
-
-def gemm_kind(record: Mapping[str, Any]) -> str:
-    """What a gemm*.json holds: an 'ablation', the workloads' 'layers', or a grid of 'even' rows."""
-    if any("vs_base" in row for row in record["results"]):
-        return "ablation"
-    by_tokens = any(row["tokens"] is not None for row in record["results"])
-    return "layers" if by_tokens else "even"
 
 
 def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
@@ -416,18 +408,6 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
     columns["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
     named = named if f.tokens.any() else named.drop(columns="T")
     return Table(pd.concat([named, pd.DataFrame(columns)], axis=1), left=0)
-
-
-def ablation_table(rows: list[dict[str, Any]]) -> Table:
-    """The changed things of each GEMM down, token counts across: the base's time over theirs."""
-    frame = pd.DataFrame([r for r in rows if "vs_base" in r and r["variant"] != "base"])
-    if frame.empty:
-        return Table(frame)
-    across = frame.pivot_table("vs_base", ["n", "k", "variant"], "tokens", sort=False).reset_index()
-    columns = {"variant": across.variant, "N": across.n.astype(str), "K": across.k.astype(str)}
-    for tokens in across.columns[3:]:
-        columns[f"T={tokens}"] = across[tokens].map(ratio)
-    return Table(pd.DataFrame(columns))
 
 
 def environment_table(recorded: "Recorded") -> Table:

@@ -18,7 +18,6 @@ from scripts.report import report
 from scripts.table import recorded as recorded_module
 from scripts.table import tables
 from scripts.table.recorded import find_run, read
-from scripts.table.tables import gemm_kind
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -124,12 +123,8 @@ def test_a_run_with_everything(record_page: str) -> None:
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
     recorded = read(RECORD)
-    # Speed-ups, latency, stages, and one for each record of the GEMM but the ablation.
+    # Speed-ups, latency, stages, and one for each record of the GEMM with peers.
     assert len(pictures) == 2 + len(recorded.gemm)
-    ablation = next(t for t in page.tables if t[0][:3] == ["variant", "N", "K"])
-    row = next(r for r in recorded.gemm["gemm_ablation"]["results"] if r.get("vs_base", 1) != 1)
-    cells = next(r for r in ablation if r[:3] == [row["variant"], str(row["n"]), str(row["k"])])
-    assert cells[ablation[0].index(f"T={row['tokens']}")] == f"{row['vs_base']:.2f}x"
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     assert "NVIDIA H200" in page.words and "580.159.04" in page.words
     latency = next(t for t in page.tables if "floor / best" in t[0])
@@ -221,17 +216,6 @@ def test_stages_figure_stacks_the_stages() -> None:
     assert [patch.get_x() for patch in ax.patches] == [0.0, 1.0, 3.0]
     (total,) = ax.get_lines()
     assert list(total.get_xdata()) == [3.25, 3.25]
-
-
-def test_kinds_of_gemm_records() -> None:
-    recorded = read(RECORD)
-    kinds = {name: gemm_kind(record) for name, record in recorded.gemm.items()}
-    assert kinds == {
-        "gemm": "even",
-        "gemm_ablation": "ablation",
-        "gemm_layers": "layers",
-        "gemm_study": "even",
-    }
 
 
 def test_gemm_table_compares_the_variants_of_a_problem() -> None:
