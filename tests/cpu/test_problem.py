@@ -156,9 +156,7 @@ def test_output_in_the_memory_of_an_input(good, name, where):
         return room[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     shared = {name: placed(at, good[name]), "output": placed(output_at, good["output"])}
-    assert refusal(good, **shared).startswith(
-        f"output: expected memory of its own, got some of {name}"
-    )
+    assert re.match(f"output: .* {name}", refusal(good, **shared))
     beside = (
         placed(at + 16 if at else 0, good[name]),
         placed(output_at + (0 if at else 16), good["output"]),
@@ -220,7 +218,7 @@ def test_renormalize_takes_no_bias():
     assert validate(inputs, output, shape) == TOKENS
     bias = torch.zeros(16, dtype=torch.bfloat16)
     for wrong, message in (
-        ({"routing_bias": bias}, "routing_bias: expected None with renormalize, got Tensor"),
+        ({"routing_bias": bias}, "routing_bias: expected None .* got Tensor"),
         ({"routing_logits": inputs.routing_logits.float()}, "routing_logits: expected dtype .*b"),
         ({"gemm2_weights": bias}, "gemm2_weights: expected dtype"),
         ({"hidden_states": misaligned(inputs.hidden_states)}, "hidden_states: expected an address"),
@@ -249,35 +247,31 @@ def test_validation_costs_little(good):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 7000}, "hidden_size=7000: expected a positive multiple of 128"),
-        ({"intermediate_size": 0}, "intermediate_size=0: expected a positive multiple of 128"),
-        ({"num_local_experts": 0}, "num_local_experts=0: expected at least 1"),
-        ({"n_group": 7}, "n_group=7: expected a divisor of num_experts=256"),
-        ({"n_group": 256}, "groups of 1 experts, expected at least 2"),
-        ({"topk_group": 9}, "topk_group=9: expected 1..n_group=8"),
-        ({"topk_group": 1, "top_k": 33}, "top_k=33: expected 1..32"),
-        ({"top_k": 0}, "top_k=0: expected 1..128"),
-        ({"num_experts": 1032}, "num_experts=1032: expected at most 1024"),
-        ({"num_local_experts": 1025}, "num_local_experts=1025: expected at most 1024"),
-        ({"hidden_size": 8320}, "hidden_size=8320: expected at most 8192"),
-        ({"intermediate_size": 16512}, "intermediate_size=16512: expected at most 16384"),
-        ({"top_k": 32}, "top_k=32: expected at most 31"),
-        (
-            {"num_experts": 80},
-            "n_group=8: groups of 10 experts, expected 3 times 1, 2, 4, 8 or 16",
-        ),
+        ({"hidden_size": 7000}, "hidden_size=7000: .* multiple of 128"),
+        ({"intermediate_size": 0}, "intermediate_size=0: .* multiple of 128"),
+        ({"num_local_experts": 0}, "num_local_experts=0: .* 1$"),
+        ({"n_group": 7}, "n_group=7: .*=256$"),
+        ({"n_group": 256}, "groups of 1 experts, .* 2 "),
+        ({"topk_group": 9}, r"topk_group=9: .*1\.\..*8"),
+        ({"topk_group": 1, "top_k": 33}, r"top_k=33: .*1\.\.32"),
+        ({"top_k": 0}, r"top_k=0: .*1\.\.128"),
+        ({"num_experts": 1032}, "num_experts=1032: .* 1024"),
+        ({"num_local_experts": 1025}, "num_local_experts=1025: .* 1024"),
+        ({"hidden_size": 8320}, "hidden_size=8320: .* 8192"),
+        ({"intermediate_size": 16512}, "intermediate_size=16512: .* 16384"),
+        ({"top_k": 32}, "top_k=32: .* 31"),
+        ({"num_experts": 80}, "n_group=8: groups of 10 experts, .* 3 times 1, 2, 4, 8 or 16"),
         (
             {"num_experts": 256, "n_group": 64, "topk_group": 8},
-            "n_group=64: groups of 4 experts, expected 8 times",
+            "n_group=64: groups of 4 experts, .* 8 times",
         ),
-        ({"routing": "top1"}, "routing='top1': expected one of ('deepseek_v3', 'renormalize')"),
-        ({"routing": "renormalize"}, "n_group=8: expected 1, renormalize knows no groups"),
+        ({"routing": "top1"}, "routing='top1': .*deepseek_v3.*renormalize"),
+        ({"routing": "renormalize"}, "n_group=8: .* 1, renormalize"),
     ],
 )
 def test_impossible_geometry(sizes, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         MoeShape(**sizes)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", LARGEST)

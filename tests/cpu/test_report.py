@@ -272,7 +272,7 @@ def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(report, "NEEDED", ("jinja2", "no_such_package"))
-    with pytest.raises(UsageError, match="no report without no_such_package: pip install"):
+    with pytest.raises(UsageError, match="no_such_package"):
         report.write(some_run(tmp_path))
 
 
@@ -344,8 +344,8 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     now = {"cutedsl_moe_fp8_flat": "2"}
     monkeypatch.setattr(sources, "current", lambda: now)
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))
-    assert "Since this run the source of flat has changed." in page.words
-    assert "Since this measurement the project's sources have changed." in page.words
+    assert "the source of flat has changed" in page.words
+    assert "the project's sources have changed" in page.words
     now["cutedsl_moe_fp8_flat"] = "1"
     stages["solutions"] = {"cutedsl_moe_fp8_flat": "1"}
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))
