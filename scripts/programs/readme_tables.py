@@ -21,16 +21,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--check", action="store_true", help="write nothing; fail if stale")
     args = arguments.parse_args(argv)
 
-    from scripts.report import readme
+    from scripts.report import generated
 
-    records = readme.Records(args.record)
-    problems = readme.check(records) if args.check else []
-    pictures = [] if args.check else readme.write(records)
-    for recorded in records.taken.values():
-        current = [f"{readme.relative(recorded)}: of the present sources"]
-        print("\n".join(map(printable, readme.changes(recorded) or current)))
-    for line in [*pictures, *problems]:
-        print(line)
+    found = generated.read_pages(args.record)
+    problems: list[str] = []
+    if args.check:
+        problems = [line for page, text, of in found for line in generated.stale(text, of, page)]
+    else:
+        list(map(print, generated.write(found)))
+    for recorded in {of.directory: of for _, _, of in found}.values():
+        current = [f"{generated.relative(recorded)}: of the present sources"]
+        print("\n".join(map(printable, generated.changes(recorded) or current)))
+    list(map(print, problems))
     return EXIT_FAILED if problems else EXIT_OK
 
 

@@ -1,32 +1,44 @@
-"""The generated blocks of the README and the docs: tables and sentences with a record's figures."""
+"""The pages with generated blocks: README.md, docs/results.md and docs/determinism.md.
 
-import math
+`<!-- record: DIRECTORY -->` names the record of what follows it in a page; what stands between
+`<!-- generated: NAME -->` and `<!-- /generated -->` is what the function NAME below makes of it:
+tables, sentences and pictures. Pictures go to docs/pictures and carry a hash of the record's data,
+by which a check knows them.
+"""
+
+import functools
+import hashlib
+import os
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
+from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
-from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
-from scripts.report.plots import CLOCK_TITLES, compute_bound
+from scripts.report.report import write_pictures
 from scripts.table import tables
 from scripts.table.rank_text import headline, notes, say_clocks
-from scripts.table.recorded import Recorded
-from scripts.table.tables import Table
+from scripts.table.recorded import Recorded, read
+from scripts.table.tables import Table, compute_bound
 
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "determinism.md")
+RECORD = re.compile(r"<!-- record: (\S+) -->")
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
 STUDY_TOKENS = 1024
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
 LADDER_TOKENS = (1, 80, 901, 14107)
 MANY_EXPERTS = 16
 """Active experts from which on the weights alone keep the whole GPU reading."""
-
 
 Block = Callable[[Recorded], str]
 BLOCKS: dict[str, Block] = {}
@@ -38,13 +50,10 @@ def block(made: Block) -> Block:
     return made
 
 
-def bold(cell: str) -> str:
-    """What is marked as the best in bold."""
-    return re.sub(r"([\d.]+)\*", r"**\1**", cell)
-
-
 def table(made: Table) -> str:
-    return replace(made, frame=made.frame.map(bold)).markdown()
+    """In Markdown, what is marked as the best in bold."""
+    bold = made.frame.replace(r"([\d.]+)\*", r"**\1**", regex=True)
+    return replace(made, frame=bold).markdown()
 
 
 def sources_of(recorded: Recorded) -> str:
@@ -62,8 +71,8 @@ def parts(*blocks: str) -> str:
 
 
 def relative(recorded: Recorded) -> str:
-    path = recorded.directory.resolve()
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+    """Where the record lies, from the root."""
+    return Path(os.path.relpath(recorded.directory, ROOT)).as_posix()
 
 
 def pictures_of(recorded: Recorded) -> Path:
@@ -76,9 +85,8 @@ def pictures_of(recorded: Recorded) -> Path:
 
 def picture(recorded: Recorded, name: str, what: str) -> str:
     """A picture in Markdown, its path from the root."""
-    path = pictures_of(recorded) / name
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    return f"![{what}]({shown.as_posix()})"
+    path = Path(os.path.relpath(pictures_of(recorded) / name, ROOT))
+    return f"![{what}]({path.as_posix()})"
 
 
 @block
@@ -130,21 +138,18 @@ def latency(recorded: Recorded) -> str:
     return parts(paragraph(text + ":"), table(by_tokens))
 
 
-def latency_picture(recorded: Recorded, clock: Clock) -> str:
-    file = {"harness": "latency.png", "device": "latency_device.png"}[clock]
-    return picture(recorded, file, f"{CLOCK_TITLES[clock]} of all solutions and the floor")
-
-
 @block
 def latency_plot(recorded: Recorded) -> str:
     """By the harness's clock."""
-    return latency_picture(recorded, "harness")
+    return picture(recorded, "latency.png", "Latency of all solutions and the floor")
 
 
 @block
 def first_plot(recorded: Recorded) -> str:
     """By the clock nearest to the kernels."""
-    return latency_picture(recorded, recorded.main.clocks[-1])
+    if "device" not in recorded.main.clocks:
+        return latency_plot(recorded)
+    return picture(recorded, "latency_device.png", "Device time of all solutions and the floor")
 
 
 @block
@@ -171,8 +176,7 @@ def invariance(recorded: Recorded) -> str:
     if recorded.invariance is None or not checks:
         return paragraph(f"{where}: not recorded.")
     of = [c for checks in recorded.main.summary.checks for c in checks.values()]
-    found = [c["largest"] for c in of if "largest" in c]
-    largest = max((x if isinstance(x, int | float) else math.inf for x in found), default=0.0)
+    largest = max((float(c["largest"]) for c in of if "largest" in c), default=0.0)
     return parts(
         paragraph(
             f"{where}, T={recorded.invariance['tokens']}. Where not, the tokens that differ of "
@@ -191,9 +195,8 @@ def stages(recorded: Recorded) -> str:
         raise UsageError(f"{recorded.directory} has no stages.json")
     results = record["results"]
     result = next((r for r in results if r["tokens"] == STUDY_TOKENS), results[0])
-    said = changed_since(record)
     title = f"T={result['tokens']}, median ms:"
-    return parts(title, table(tables.stages_table(result)), paragraph(said))
+    return parts(title, table(tables.stages_table(result)), paragraph(changed_since(record)))
 
 
 def _gemm(recorded: Recorded, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -214,23 +217,20 @@ def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
     record, ours = _gemm(recorded, "gemm_layers")
     every, ratios = tables.gemm_frame(record["results"]), ours.vs_best_peer
-    least = ours.loc[ratios.idxmin()]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
-    gemm = "GEMM1" if first[least.name] else "GEMM2"
+    least = ratios.idxmin()
+    gemm = "GEMM1" if first[least] else "GEMM2"
     workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.variant.iloc[0]
     shipped = f"of {name}, with the configs that it ships, " if " " not in name else ""
     text = (
         f"On the rows of the {workloads} workloads (flat rows, `gemm_bench --layers`) the two "
         f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
-        f"{ratios.min():.2f}x at the least ({gemm} at T={least.tokens})"
+        f"{ratios.min():.2f}x at the least ({gemm} at T={ours.tokens[least]})"
     )
     if every.beside.any():
         known = tables.best_known(every).vs_best_peer
         text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
-    bandwidth, peak = (
-        record["floors"][rate] / 1e12 for rate in ("read_bytes_per_s", "fp8_flops_per_s")
-    )
-    reading = ours[first & (ours.active >= MANY_EXPERTS) & ~compute_bound(ours, bandwidth, peak)]
+    reading = ours[first & (ours.active >= MANY_EXPERTS) & ~compute_bound(ours, record["floors"])]
     if not reading.empty:
         shares, measured = reading.percent_of_floor, reading.read_us.notna().all()
         rate = "rate of a kernel that only reads them" if measured else "bandwidth of a large read"
@@ -257,3 +257,120 @@ def gemm_study(recorded: Recorded) -> str:
 def gemm_plot(recorded: Recorded) -> str:
     what = "The two GEMMs of the layer against the floor and the peers"
     return picture(recorded, "gemm_layers.png", what)
+
+
+# --- the pages ---
+
+
+def passages(text: str) -> list[str]:
+    """What stands before the first record, which has no figures, and what each record is of."""
+    first, *others = re.split(r"(?=<!-- record: )", text)
+    if BLOCK.search(first):
+        raise UsageError("a generated block must follow a <!-- record: DIRECTORY -->")
+    return [first, *others]
+
+
+def record_of(text: str) -> Path:
+    """The directory of the record that a passage names."""
+    found = RECORD.findall(text)
+    if len(found) != 1:
+        raise UsageError("a passage must name one record: <!-- record: DIRECTORY -->")
+    return ROOT / found[0]
+
+
+def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
+    """A passage of a page in `folder` with every generated block made anew."""
+    unknown = [name for _, name, _ in BLOCK.findall(text) if name not in BLOCKS]
+    if unknown:
+        raise UsageError(f"no block {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
+
+    def from_folder(match: re.Match[str]) -> str:
+        return match[0].replace(match[1], os.path.relpath(ROOT / match[1], folder))
+
+    def block(match: re.Match[str]) -> str:
+        made = PICTURE.sub(from_folder, BLOCKS[match[2]](recorded))
+        return f"{match[1]}\n{made}\n\n{match[3]}"
+
+    made = RECORD.sub(f"<!-- record: {relative(recorded)} -->", text)
+    return BLOCK.sub(block, made)
+
+
+def data_hash(directory: Path) -> str:
+    """A hash of the data that pictures are drawn from."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("[!.]*.json*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def shown(text: str, recorded: Recorded) -> list[str]:
+    """The names of the record's pictures that a passage shows."""
+    folder = pictures_of(recorded).name
+    paths = map(Path, PICTURE.findall(text))
+    return list(dict.fromkeys(p.name for p in paths if p.parent.name == folder))
+
+
+def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
+    """Write these pictures of the record."""
+    source = data_hash(recorded.directory)
+    return write_pictures(recorded, pictures_of(recorded), names, source)
+
+
+def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
+    """What of a passage and its pictures is not made of the record as it is now."""
+    made = generate(text, recorded, page.parent)
+    blocks = zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True)
+    problems = [
+        f"{page.name}, block {old[2]}: not what {relative(recorded)} says"
+        for old, new in blocks
+        if old[0] != new[0]
+    ]
+    source = data_hash(recorded.directory).encode()
+    for name in shown(text, recorded):
+        picture = pictures_of(recorded) / name
+        if not picture.is_file():
+            problems.append(f"{picture.name} of {relative(recorded)}: missing")
+        elif source not in picture.read_bytes():
+            problems.append(f"{picture.name} of {relative(recorded)}: drawn from other data")
+    return problems
+
+
+def changes(recorded: Recorded) -> list[str]:
+    """What of the record is no longer of the present sources, one line each."""
+    found = {"traces.jsonl": sources_of(recorded)}
+    if recorded.stages is not None:
+        found["stages.json"] = changed_since(recorded.stages)
+    for name, record in recorded.gemm.items():
+        found[f"{name}.json"] = changed_since(record)
+    return [f"{relative(recorded)}/{name}: {text}" for name, text in found.items() if text]
+
+
+class Passage(NamedTuple):
+    """What a page says of one record."""
+
+    page: Path
+    text: str
+    recorded: Recorded
+
+
+def read_pages(instead: Path | None = None) -> list[Passage]:
+    """The passages of all pages, each record read once; with the record `instead` of the README's,
+    if one is given, wherever that is named."""
+    usual = record_of(README.read_text(encoding="utf-8"))
+    read_once = functools.cache(read)
+    return [
+        Passage(page, text, read_once(instead if instead and named == usual else named))
+        for page in PAGES
+        for text in passages(page.read_text(encoding="utf-8"))[1:]
+        for named in [record_of(text)]
+    ]
+
+
+def write(found: Iterable[Passage]) -> list[Path]:
+    """Write the pages anew and draw their pictures, whose paths are returned."""
+    drawn = []
+    for page, old, recorded in found:
+        text = generate(old, recorded, page.parent)
+        files.write(page, page.read_text(encoding="utf-8").replace(old, text))
+        drawn += draw(recorded, shown(text, recorded))
+    return drawn

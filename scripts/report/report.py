@@ -4,6 +4,7 @@ The page needs no network, follows the reader's light or dark setting and is rea
 Needs jinja2 and matplotlib: the extra `report`.
 """
 
+import base64
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,13 @@ from typing import Any
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.project import short_name
 from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report import plots
 from scripts.table import rank_text, tables
 from scripts.table.rankings import Ranking
-from scripts.table.recorded import Recorded, gemm_kind, read, recorded_runs, timed
+from scripts.table.recorded import Recorded, read, recorded_runs
 from scripts.table.tables import Table
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -29,39 +29,26 @@ NEEDED = ("jinja2", "matplotlib")
 
 @dataclass(frozen=True)
 class Part:
-    """A figure with its caption, a table, or both.
-
-    Attributes:
-        folded: the line that unfolds the table, for one that is long.
-        ours: names of the rows that are marked.
-    """
+    """A figure with its caption, a table, or both; `folded` is the line that unfolds a long
+    table."""
 
     title: str = ""
-    text: tuple[str, ...] = ()
-    svg: Any = None
+    text: Sequence[str] = ()
+    figure: Any = None
     caption: str = ""
     table: Table | None = None
     folded: str = ""
-    ours: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Section:
     id: str
     title: str
-    text: list[str] = field(default_factory=list)
+    text: Sequence[str] = ()
     parts: list[Part] = field(default_factory=list)
 
 
-def plot_part(figure: Any, name: str, caption: str, title: str = "", *text: str) -> Part:
-    """The figure inline; Markup, because it is our own and must not be escaped."""
-    from markupsafe import Markup
-
-    svg = Markup(plots.inline_svg(figure, name, caption))
-    return Part(title, tuple(filter(None, text)), svg, caption)
-
-
-def latency_parts(ranking: Ranking, floor_ms: dict[str, float], key: str) -> list[Part]:
+def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
     """A figure of each clock's latencies, and the table of both."""
     caption, text = "Workloads by their number of tokens; dashed lines and open markers: peers.", ""
     if floor_ms:
@@ -76,39 +63,33 @@ def latency_parts(ranking: Ranking, floor_ms: dict[str, float], key: str) -> lis
         if ranking.summary[f"{clock}_count"].any():
             figure = plots.latency_figure(ranking, floor_ms, clock)
             title = f"{plots.CLOCK_TITLES[clock]}, over the workloads"
-            parts.append(plot_part(figure, f"{key}{clock}", caption, title, text))
+            parts.append(Part(title, [text], figure, caption))
     table = tables.latency_table(ranking, floor_ms)
     return [*parts, Part(table.title, table=table)]
 
 
 def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Section:
-    """Everything about one machine, timing method and tolerance."""
-    floor_ms, key = recorded.floor_ms(ranking), f"r{number}"
+    """Everything about one machine, timing method and tolerance; of a run of the torch model on the
+    CPU whether the solutions are right, and no times."""
     head, *text = rank_text.headline(ranking)
-    text.append(rank_text.notes(ranking))
-    text += filter(None, [changed_sources(ranking.records.values())])
-    ours = frozenset(ranking.summary.solution[~ranking.summary.peer].map(short_name))
+    failures = tables.failures_table(ranking)
+    if ranking.cpu:
+        right = tables.correctness_table(ranking)
+        parts = [Part("", [right.note], table=right), Part(failures.title, table=failures)]
+        return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
+    text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
+    summary = tables.short_names(tables.summary_table(ranking))
     parts = [
-        Part(table=tables.short_table(ranking, recorded.limits(ranking)), ours=ours),
-        Part("Speed-ups", table=tables.short_names(tables.summary_table(ranking)), ours=ours),
+        Part(table=tables.short_table(ranking, recorded.limits(ranking))),
+        Part("Speed-ups", table=summary),
     ]
     if ranking.summary["mean"].notna().any():
         caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
-        parts.append(plot_part(plots.speedup_figure(ranking), f"{key}speedup", caption))
-    parts += latency_parts(ranking, floor_ms, key)
+        parts.append(Part(figure=plots.speedup_figure(ranking), caption=caption))
+    parts += latency_parts(ranking, recorded.floor_ms(ranking))
     for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
-    for table in rank_text.figures(ranking):
-        parts.append(Part(table.title, tuple(filter(None, [table.note])), table=table))
-    return Section(f"ranking{number}", head, text, parts)
-
-
-def correctness_section(ranking: Ranking, number: int) -> Section:
-    """A run of the torch model on the CPU: whether the solutions are right, and no times."""
-    head, *text = rank_text.headline(ranking)
-    right, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
-    parts = [Part("", (right.note,), table=right)]
-    parts += [Part(failures.title, table=failures)] if failures else []
+    parts += [Part(table.title, [table.note], table=table) for table in rank_text.figures(ranking)]
     return Section(f"ranking{number}", head, text, parts)
 
 
@@ -123,54 +104,50 @@ def stages_section(recorded: Recorded) -> list[Section]:
     record = recorded.stages
     if record is None or not record["results"]:
         return []
-    text = [f"{record['hardware']}; {record['timing']}; medians of {record['iterations']} calls."]
-    text += filter(None, [changed_since(record)])
+    text = f"{record['hardware']}; {record['timing']}; medians of {record['iterations']} calls."
     caption = (
-        "The black or white line is the whole call, timed without events between the stages; where "
+        "The black line is the whole call, timed without events between the stages; where "
         "the bar is longer, the events themselves cost the difference."
     )
-    parts = [plot_part(plots.stages_figure(record), "stages", caption)]
+    parts = [Part(figure=plots.stages_figure(record), caption=caption)]
     for result in record["results"]:
         title = f"T={result['tokens']}, ms (routing: {result['routing']})"
         parts.append(Part(title, table=tables.stages_table(result)))
-    return [Section("stages", "Stages", text, parts)]
+    return [Section("stages", "Stages", [text, changed_since(record)], parts)]
 
 
 def gemm_figure(record: dict[str, Any]) -> Any:
-    """The figure of one gemm*.json; None where nothing of it is drawn."""
-    kind = gemm_kind(record)
-    if kind == "layers":
-        return plots.layers_figure(timed(record), record["floors"], record["hardware"])
-    return plots.grid_figure(timed(record), record["hardware"]) if kind == "even" else None
+    """The figure of one gemm*.json; None where no peer stands beside ours."""
+    f = tables.gemm_frame(record["results"])
+    if not f.peer.any():
+        return None
+    if f.tokens.any():
+        shown = f[(f.tokens > 0) & ~f.beside]
+        return plots.layers_figure(shown, record["floors"], record["hardware"])
+    shown = f[~f.peer.astype(bool) & f.vs_best_peer.notna()]
+    return None if shown.empty else plots.grid_figure(shown, record["hardware"])
 
 
-def gemm_parts(name: str, record: dict[str, Any]) -> list[Part]:
+def gemm_part(name: str, record: dict[str, Any]) -> Part:
     """The figure and the table of one gemm*.json."""
-    rows, kind = timed(record), gemm_kind(record)
-    if not rows:
-        return []
-    said = (f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record))
-    text = tuple(filter(None, said))
-    if kind == "ablation":
-        title = "Ablation: time of the base over that of a config with one thing changed"
-        return [Part(title, text, table=tables.ablation_table(rows))]
-    title, caption = {
-        "layers": (
-            "On the rows of the workloads",
-            "Reached rate against what a large read and a dense product reach (dashed).",
-        ),
-        "even": ("Even rows", "Best peer's time over ours: above the line ours is faster."),
-    }[kind]
-    figure = gemm_figure(record)
-    first = Part(title, text) if figure is None else plot_part(figure, name, caption, title, *text)
-    return [first, Part(table=tables.gemm_table(rows), folded=f"{title}: the figures, in us")]
+    text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
+    if tables.gemm_frame(record["results"]).tokens.any():
+        title = "On the rows of the workloads"
+        caption = "Reached rate against what a large read and a dense product reach (dashed)."
+    else:
+        title = "Even rows"
+        caption = "Best peer's time over ours: above the line ours is faster."
+    table, folded = tables.gemm_table(record["results"]), f"{title}: the figures, in us"
+    return Part(title, text, gemm_figure(record), caption, table, folded)
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
-    """The grouped GEMM alone: workloads first, then even rows, then the ablation."""
-    order = ("layers", "even", "ablation")
-    ordered = sorted(recorded.gemm.items(), key=lambda i: order.index(gemm_kind(i[1])))
-    parts = [part for name, record in ordered for part in gemm_parts(name, record)]
+    """The grouped GEMM alone."""
+    parts = [
+        gemm_part(name, record)
+        for name, record in recorded.gemm.items()
+        if any("us" in row for row in record["results"])
+    ]
     text = ["The grouped GEMM alone, without the rest of the layer."]
     return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 
@@ -181,31 +158,30 @@ def render(recorded: Recorded) -> str:
 
     on_cpu = all(r.cpu for r in recorded.rankings)
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
-    with plots.plain_text():
-        sections = [
-            correctness_section(r, i) if r.cpu else ranking_section(recorded, r, i)
-            for i, r in enumerate(recorded.rankings)
-        ]
-        sections += [recorded_section(found, i) for i, found in enumerate(known, len(sections))]
-        if len(recorded.rankings) > 1:
-            legend, table = tables.side_by_side(recorded.rankings)
-            sections.append(Section("machines", "Side by side", legend, parts=[Part(table=table)]))
-        sections += stages_section(recorded) + gemm_section(recorded)
-    parts = [Part(table=tables.environment_table(recorded))]
-    sections.append(Section("environment", "Environment", parts=parts))
+    sections = [ranking_section(recorded, r, i) for i, r in enumerate(recorded.rankings)]
+    sections += [recorded_section(found, i) for i, found in enumerate(known, len(sections))]
+    if len(recorded.rankings) > 1:
+        legend, table = tables.side_by_side(recorded.rankings)
+        sections.append(Section("machines", "Side by side", legend, [Part(table=table)]))
+    sections += stages_section(recorded) + gemm_section(recorded)
+    environment_part = Part(table=tables.environment_table(recorded))
+    sections.append(Section("environment", "Environment", parts=[environment_part]))
+
+    def data_url(figure: Any) -> str:
+        svg = base64.b64encode(plots.image(figure, "svg"))
+        return f"data:image/svg+xml;base64,{svg.decode()}"
+
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        trim_blocks=False,
-        finalize=lambda x: printable(x) if type(x) is str else x,  # not Markup, which is our own
+        finalize=lambda x: printable(x) if type(x) is str else x,  # not what is safe
     )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    started = recorded.info.get("environment", {}).get("time", "")
-    subtitle = ", ".join(filter(None, [recorded.main.hardware, started[:10], recorded.main.timing]))
-    title = "MoE FP8 block scale: solutions ranked"
-    ranked = [*recorded.rankings, *(found.main for found in known)]
-    bad = {"not run", *(record.status for r in ranked for record in r.failures())}
-    return template.render(title=title, subtitle=subtitle, sections=sections, bad=bad)
+    environment.filters["data_url"] = data_url
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title="MoE FP8 block scale: solutions ranked",
+        subtitle=[recorded.main.hardware, recorded.day, recorded.main.timing],
+        sections=sections,
+    )
 
 
 def write(
@@ -244,12 +220,11 @@ def write_pictures(
     """The named figures of the run as PNGs, or all; `source` is kept in the files."""
     figures = run_figures(recorded)
     written = []
-    with plots.plain_text():
-        for name in figures if names is None else names:
-            figure = figures[name]() if name in figures else None
-            if figure is not None:
-                plots.save_png(figure, directory / name, source)
-                written.append(directory / name)
-            elif names is not None:
-                raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
+    for name in figures if names is None else names:
+        figure = figures[name]() if name in figures else None
+        if figure is not None:
+            files.write(directory / name, plots.image(figure, "png", source))
+            written.append(directory / name)
+        elif names is not None:
+            raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
     return written

@@ -5,13 +5,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scripts.common.project import PREFIX
+from scripts.common.project import PREFIX, short_name
 from scripts.common.text import markdown, printable
 from scripts.data.traces import finite
 from scripts.pack import sources
 from scripts.pack.availability import say_skipped
 from scripts.table import tables
-from scripts.table.rankings import Ranking, device_methods
+from scripts.table.rankings import Ranking
 from scripts.table.tables import Table
 
 if TYPE_CHECKING:
@@ -74,9 +74,13 @@ def say_clocks(ranking: Ranking) -> str:
 
 def say_device(ranking: Ranking) -> str:
     """What the device times are, and of which solutions they were taken in another way."""
-    (usual, _), *others = device_methods(ranking).items()
+    found: dict[str, set[str]] = {}
+    for (_, solution), record in ranking.records.items():
+        if record.passed and record.device is not None:
+            found.setdefault(record.device.method, set()).add(short_name(solution))
+    usual, *others = sorted(found, key=lambda method: (-len(found[method]), method))
     methods = say_method(usual)
-    methods += "".join(f"; {', '.join(names)}: {say_method(m)}" for m, names in others)
+    methods += "".join(f"; {', '.join(sorted(found[m]))}: {say_method(m)}" for m in others)
     return f"on the GPU alone ({methods}). (n): only n workloads timed."
 
 

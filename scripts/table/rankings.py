@@ -6,17 +6,17 @@ solution; what does not compare is kept apart or said. There are two clocks: the
 it. Ratios between solutions are formed of latencies of one run.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX, short_name
+from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX
 from scripts.data.dataset import matches
 from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number
 from scripts.data.traces import read_run
@@ -111,7 +111,7 @@ class Ranking:
 
 
 def results_of(
-    records: Iterable[Record], is_peer: Callable[[str], bool], against: str | None
+    records: Iterable[Record], peers: Mapping[str, bool], against: str | None
 ) -> pd.DataFrame:
     """The frame `results` of a ranking."""
 
@@ -124,7 +124,7 @@ def results_of(
             "solution": r.solution,
             "passed": r.passed,
             "status": r.status,
-            "peer": is_peer(r.solution),
+            "peer": peers[r.solution],
             "run": r.run,
             "reference_ms": r.reference_ms,
             "speedup": r.speedup if r.passed else None,
@@ -150,15 +150,11 @@ def results_of(
     return f
 
 
-def geomean(values: "pd.Series[float]") -> float:
-    """NaN of none."""
-    found = values.dropna()
-    return statistics.geometric_mean(found) if len(found) else float("nan")
-
-
 def summary_of(results: pd.DataFrame) -> pd.DataFrame:
     """The frame `summary` of a ranking, by name, without the texts."""
     g = results.groupby("solution")
+    positive = ["speedup", *(clock + of for clock in CLOCKS for of in ("", "_vs_peer", "_against"))]
+    geomean = np.exp(np.log(results[positive]).groupby(results.solution).mean())
     columns = {
         "solution": g.solution.first(),
         "peer": g.peer.first(),
@@ -166,7 +162,7 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         "failed": g.size() - g.passed.sum(),
         "missing": results.uuid.nunique() - g.size(),
         "mean": g.speedup.mean(),
-        "geomean": g.speedup.agg(geomean),
+        "geomean": geomean.speedup,
         "median": g.speedup.median(),
         "lowest": g.speedup.min(),
         "highest": g.speedup.max(),
@@ -179,11 +175,11 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         columns |= {
             f"{clock}_count": g[clock].count(),
             f"{clock}_mean_ms": g[clock].mean(),
-            f"{clock}_geomean_ms": g[clock].agg(geomean),
+            f"{clock}_geomean_ms": geomean[clock],
             f"{clock}_spread": g[f"{clock}_spread"].mean(),
             f"{clock}_wins": g[f"{clock}_wins"].sum(),
-            f"{clock}_vs_peer": g[f"{clock}_vs_peer"].agg(geomean),
-            f"{clock}_against": g[f"{clock}_against"].agg(geomean),
+            f"{clock}_vs_peer": geomean[f"{clock}_vs_peer"],
+            f"{clock}_against": geomean[f"{clock}_against"],
         }
     return pd.DataFrame(columns).reset_index(drop=True)
 
@@ -207,15 +203,13 @@ def read_invariance(directory: Path) -> schemas.Invariance | None:
     return schemas.read(path, schemas.Invariance) if path.is_file() else None
 
 
-def checks_of(
-    record: schemas.Invariance | None, solution: str, digest: str, hardware: str
-) -> Checks:
-    """The checks of a solution as it was ranked: of this source, on this hardware; else none."""
-    if record is None or record["hardware"] != hardware:
+def _checks(r: Record, invariance: schemas.Invariance | None) -> Checks:
+    """Those of a result's solution, of the same source and hardware; else none."""
+    if invariance is None or invariance["hardware"] != r.hardware:
         return {}
-    if not digest or record["solutions"].get(solution) != digest:
+    if not r.hash or invariance["solutions"].get(r.solution) != r.hash:
         return {}
-    return record["results"].get(solution, {}).get("checks", {})
+    return invariance["results"].get(r.solution, {}).get("checks", {})
 
 
 # --- what is said of the results ------------------------------------------------------------------
@@ -227,29 +221,25 @@ def _latest(group: Sequence[Record]) -> tuple[dict[tuple[str, str], Record], int
     ordered = sorted(group, key=lambda r: r.timestamp)
     hashes = {r.solution: r.hash for r in ordered}
     counted = [r for r in ordered if r.hash == hashes[r.solution]]
-    others: dict[str, list[Record]] = {}
-    for r in ordered:
-        if r.hash != hashes[r.solution]:
-            others.setdefault(r.solution, []).append(r)
     remarks = []
-    for name, left in sorted(others.items()):
-        sources = ", ".join(dict.fromkeys(r.hash[:8] or "unknown" for r in left))
-        remarks.append(
-            f"{name} is ranked with its source {hashes[name][:8] or 'unknown'}; {len(left)} results"
-            f" of other sources ({sources}) are left out."
-        )
+    for name, counts in sorted(hashes.items()):
+        left = [r.hash[:8] or "unknown" for r in ordered if r.solution == name and r.hash != counts]
+        if left:
+            remarks.append(
+                f"{name} is ranked with its source {counts[:8] or 'unknown'}; {len(left)} results "
+                f"of other sources ({', '.join(dict.fromkeys(left))}) are left out."
+            )
     chosen = {(r.uuid, r.solution): r for r in counted}
     return chosen, len(counted) - len(chosen), remarks
 
 
 def _different_software(records: Iterable[Record]) -> list[str]:
     """Remarks on packages of which the results were measured with several versions."""
-    found: dict[str, set[str]] = {}
-    for record in records:
-        for name, version in record.software:
-            found.setdefault(name, set()).add(version)
+    found: dict[str, list[str]] = {}
+    for name, version in sorted({pair for record in records for pair in record.software}):
+        found.setdefault(name, []).append(version)
     return [
-        f"Measured with different versions of {name}: {', '.join(sorted(versions))}."
+        f"Measured with different versions of {name}: {', '.join(versions)}."
         for name, versions in found.items()
         if len(versions) > 1
     ]
@@ -269,17 +259,6 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
         "reference took): each speed-up is over its own run's reference, ratios between solutions "
         "are formed within a run; wins and the fastest's mark are not."
     ] * bool(said)
-
-
-def device_methods(ranking: Ranking) -> dict[str, list[str]]:
-    """In which ways the device times were taken, the usual one first, and the short names of the
-    solutions whose times were."""
-    found: dict[str, set[str]] = {}
-    for (_, solution), record in ranking.records.items():
-        if record.passed and record.device is not None:
-            found.setdefault(record.device.method, set()).add(short_name(solution))
-    usual_first = sorted(found, key=lambda method: (-len(found[method]), method))
-    return {method: sorted(found[method]) for method in usual_first}
 
 
 # --- from records to rankings ---------------------------------------------------------------------
@@ -330,43 +309,38 @@ def rankings(
     for (where, timing, cpu, tolerance), group in sorted(groups.items()):
         latest, superseded, remarks = _latest(group)
         infos = [runs[source] for source in sorted({r.source for r in group})]
-        known = {n: peer for info in infos for n, peer in info.get("peers", {}).items()}
-
-        def is_peer(name: str, known: Mapping[str, bool] = known) -> bool:
-            return matches(name, peers) if peers else known.get(name, not is_ours(name, ours))
-
+        is_peer = {name: not is_ours(name, ours) for _, name in latest}
+        for info in infos:
+            is_peer |= info.get("peers", {})
+        if peers:
+            is_peer = {name: matches(name, peers) for name in is_peer}
         results = results_of(latest.values(), is_peer, against)
         summary = summary_of(results)
         order: Clock = by if summary[f"{by}_count"].any() else "harness"
         summary = _in_order(summary, order)
-        mine = [[r for r in latest.values() if r.solution == name] for name in summary.solution]
-        checks = (
-            (checks_of(invariance[r.source], r.solution, r.hash, r.hardware) for r in of)
-            for of in mine
-        )
-        summary["checks"] = pd.Series([next(filter(None, of), {}) for of in checks], dtype=object)
+        checks = {
+            r.solution: of for r in latest.values() if (of := _checks(r, invariance[r.source]))
+        }
+        summary["checks"] = [checks.get(name, {}) for name in summary.solution]
         skipped = {n: why for info in infos for n, why in sorted(info.get("skipped", {}).items())}
-        ranking = Ranking(
-            hardware=where,
-            timing=timing,
-            tolerance=tolerance,
-            cpu=cpu,
-            records=latest,
-            results=results,
-            summary=summary,
-            by=order,
-            against=against,
-            superseded=superseded,
-            skipped={
-                name: why
-                for name, why in skipped.items()
-                if name not in set(summary.solution) and matches(name, solutions)
-            },
-            remarks=[
-                *remarks,
-                *_several_runs(results),
-                *_different_software(latest.values()),
-            ],
+        ran = set(summary.solution)
+        remarks += _several_runs(results) + _different_software(latest.values())
+        found.append(
+            Ranking(
+                hardware=where,
+                timing=timing,
+                tolerance=tolerance,
+                cpu=cpu,
+                records=latest,
+                results=results,
+                summary=summary,
+                by=order,
+                against=against,
+                superseded=superseded,
+                skipped={
+                    n: why for n, why in skipped.items() if n not in ran and matches(n, solutions)
+                },
+                remarks=remarks,
+            )
         )
-        found.append(ranking)
     return found

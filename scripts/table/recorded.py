@@ -66,19 +66,6 @@ class Recorded:
         return self.limits(ranking).ms.to_dict()
 
 
-def gemm_kind(record: dict[str, Any]) -> str:
-    """What a gemm*.json holds: an 'ablation', the workloads' 'layers', or a grid of 'even' rows."""
-    if any("vs_base" in row for row in record["results"]):
-        return "ablation"
-    by_tokens = any(row.get("tokens") is not None for row in record["results"])
-    return "layers" if by_tokens else "even"
-
-
-def timed(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that have a time."""
-    return [row for row in record["results"] if "us" in row]
-
-
 def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> Recorded:
     """Everything that the directory holds; UsageError without traces."""
     traces = directory / "traces.jsonl"

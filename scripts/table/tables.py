@@ -6,15 +6,16 @@ measured, with the host's part, and that of `check` on the GPU alone.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
 from scripts.common.schemas import TOTAL
-from scripts.common.text import markdown_table, number, percent, text_table
+from scripts.common.text import markdown_table, number, percent, printable, text_table
 from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking
 
 if TYPE_CHECKING:
@@ -37,14 +38,12 @@ class Table:
         frame: of text; a * marks what is the fastest.
         left: how many columns, from the first on, are aligned to the left.
         title, note: of the table, where it has one.
-        wrap: columns of long text, by their places.
     """
 
     frame: pd.DataFrame
     left: int = 1
     title: str = ""
     note: str = ""
-    wrap: tuple[int, ...] = ()
 
     @property
     def header(self) -> list[str]:
@@ -53,11 +52,6 @@ class Table:
     @property
     def rows(self) -> list[list[str]]:
         return self.frame.to_numpy().tolist()
-
-    @property
-    def name(self) -> int:
-        """The column that names the rows, which a page keeps in sight."""
-        return self.header.index("solution") if "solution" in self.header else 0
 
     def __bool__(self) -> bool:
         """Whether there is a row."""
@@ -69,15 +63,31 @@ class Table:
     def markdown(self) -> str:
         return markdown_table(self.header, self.rows, self.left)
 
+    def html(self) -> str:
+        """An HTML table whose class says how many columns are aligned to the left."""
+        shown = self.frame.map(printable).rename(columns=printable)
+        with pd.option_context("display.max_colwidth", None):
+            return shown.to_html(index=False, border=0, justify="unset", classes=f"left{self.left}")
+
 
 def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.Series[str]":
     """A column of them."""
     return values.map(lambda value: number(value, form, unit))
 
 
-def by_clock(ranking: Ranking, shown: "Callable[[Clock], pd.Series[str]]") -> "pd.Series[str]":
-    """A column with the text of each clock that has figures."""
-    return functools.reduce(lambda first, next: first + "/" + next, map(shown, ranking.clocks))
+ratio = functools.partial(number, unit="x")
+
+
+def joined(columns: "Iterable[pd.Series[str]]") -> "pd.Series[str]":
+    """A column with the texts of several: one for each clock."""
+    return functools.reduce(lambda first, next: first + "/" + next, columns)
+
+
+def by_clock(
+    ranking: Ranking, frame: pd.DataFrame, name: str, show: Callable[[Any], str] = ratio
+) -> "pd.Series[str]":
+    """A column with what the frame has by each clock that has figures."""
+    return joined(frame[f"{clock}_{name}"].map(show) for clock in ranking.clocks)
 
 
 # --- the solutions down ---------------------------------------------------------------------------
@@ -102,24 +112,20 @@ def summary_table(ranking: Ranking) -> Table:
         "#": [str(place) for place in range(1, len(s) + 1)],
         "solution": s.solution,
         "passed": _passed(s),
-        **{name: numbers(s[name], unit="x") for name in ("mean", "geomean", "median")},
-        "min": numbers(s.lowest, unit="x"),
-        "max": numbers(s.highest, unit="x"),
-        "wins": by_clock(ranking, lambda clock: s[f"{clock}_wins"].astype(str)),
-        "mean ms": by_clock(ranking, lambda clock: _means(s, clock, "mean_ms", ".4f")),
+        **{name: s[name].map(ratio) for name in ("mean", "geomean", "median")},
+        "min": s.lowest.map(ratio),
+        "max": s.highest.map(ratio),
+        "wins": by_clock(ranking, s, "wins", str),
+        "mean ms": joined(_means(s, clock, "mean_ms", ".4f") for clock in ranking.clocks),
     }
     if len(ranking.clocks) > 1:
-        geomeans = by_clock(ranking, lambda clock: _means(s, clock, "geomean_ms", ".4f"))
-        columns["geomean ms"] = geomeans
-        columns["spread"] = by_clock(ranking, lambda clock: s[f"{clock}_spread"].map(percent))
-
-    def versus(ratio: str) -> "pd.Series[str]":
-        return by_clock(ranking, lambda clock: numbers(s[f"{clock}_{ratio}"], unit="x"))
-
+        geomeans = [_means(s, clock, "geomean_ms", ".4f") for clock in ranking.clocks]
+        columns["geomean ms"] = joined(geomeans)
+        columns["spread"] = by_clock(ranking, s, "spread", percent)
     if ranking.compares_peers:
-        columns["vs best peer"] = versus("vs_peer")
+        columns["vs best peer"] = by_clock(ranking, s, "vs_peer")
     if ranking.against:
-        columns[f"vs {ranking.against}"] = versus("against")
+        columns[f"vs {ranking.against}"] = by_clock(ranking, s, "against")
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     return Table(pd.DataFrame(columns), left=2)
@@ -144,7 +150,7 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
         floor[f"{clock} ms"] = number(ms["the floor"].mean(), ".3f")
         columns |= dict(reached(ms, limits).reset_index(drop=True).items())
     if ranking.compares_peers:
-        columns["vs best peer"] = numbers(s[f"{clock}_vs_peer"], unit="x")
+        columns["vs best peer"] = s[f"{clock}_vs_peer"].map(ratio)
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
@@ -202,7 +208,7 @@ def failures_table(ranking: Ranking) -> Table:
     """One row a failure; empty where everything passed."""
     rows = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()]
     frame = pd.DataFrame(rows, columns=["solution", "T", "workload", "status", "reason"])
-    return Table(frame, left=5, title="Failed", wrap=(4,))
+    return Table(frame, left=5, title="Failed")
 
 
 def batch_invariant(checks: Checks) -> str:
@@ -253,7 +259,7 @@ def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], Table]:
         legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
         s = r.summary.set_index("solution")
         partly = (" (" + s.passed.astype(str) + ")").where(s.passed < len(r.workloads), "")
-        speeds = numbers(s.geomean, unit="x") + partly
+        speeds = s.geomean.map(ratio) + partly
         frame[f"{label} geomean"] = speeds.reindex(names).fillna("not run").to_list()
         frame[f"{label} ms"] = numbers(s.harness_mean_ms.reindex(names), ".4f").to_list()
     return legend, Table(frame)
@@ -294,22 +300,16 @@ def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = "
         best = f.uuid.map({uuid: name for uuid, (name, _) in ranking.best(clock).items()})
         return numbers(f[clock], form) + (f.solution == best).map({True: "*", False: ""})
 
-    def share(clock: Clock) -> "pd.Series[str]":
-        return (floor / f.groupby("uuid")[clock].min()).map(percent)
-
-    def versus(clock: Clock) -> "pd.Series[str]":
-        return numbers(
-            f[~f.peer].groupby("uuid")[f"{clock}_vs_peer"].max().reindex(uuids), unit="x"
-        )
-
     uuids = [uuid for _, uuid in ranking.workloads]
     if floor_ms:
         floor = pd.Series(floor_ms).reindex(uuids)
         before["floor"] = numbers(floor, ".3f")
-        after["floor / best"] = by_clock(ranking, share)
+        fastest = f.groupby("uuid")[list(ranking.clocks)].min()
+        after["floor / best"] = joined((floor / fastest[c]).map(percent) for c in ranking.clocks)
     if ranking.compares_peers:
-        after["best peer / ours"] = by_clock(ranking, versus)
-    frame = by_workload(ranking, by_clock(ranking, times), before, after)
+        ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
+        after["best peer / ours"] = by_clock(ranking, ours, "vs_peer")
+    frame = by_workload(ranking, joined(map(times, ranking.clocks)), before, after)
     title = "Time in ms, * the fastest"
     if len(ranking.clocks) > 1:
         title = "Harness/device time in ms, * the fastest"
@@ -320,21 +320,18 @@ def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = Non
     """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
     f = ranking.results
     found = [latency_table(ranking, floor_ms or {}, ".4f")]
-    speedup = by_workload(ranking, numbers(f.speedup, unit="x"))
+    speedup = by_workload(ranking, f.speedup.map(ratio))
     found.append(Table(speedup, left=0, title="Speed-up over the reference"))
     if ranking.compares_peers:
-        ratios = by_clock(ranking, lambda clock: numbers(f[f"{clock}_vs_peer"], unit="x"))
-
-        def fastest(clock: Clock) -> "pd.Series[str]":
-            best = ranking.best(clock, peer=True)
-            return pd.Series({u: best[u][0] if u in best else "-" for _, u in ranking.workloads})
-
-        frame = by_workload(ranking, ratios, after={"best peer": by_clock(ranking, fastest)})
+        best = [ranking.best(clock, peer=True) for clock in ranking.clocks]
+        names = {u: "/".join(of[u][0] if u in of else "-" for of in best) for u in set(f.uuid)}
+        ratios = by_clock(ranking, f, "vs_peer")
+        frame = by_workload(ranking, ratios, after={"best peer": pd.Series(names)})
         title = "Time of the workload's best peer over the solution's"
         found.append(Table(frame, left=0, title=title))
     if len(ranking.clocks) > 1:
-        spread = by_clock(ranking, lambda clock: f[f"{clock}_spread"].map(percent))
-        found.append(Table(by_workload(ranking, spread), left=0, title="Spread of the calls"))
+        spread = by_workload(ranking, by_clock(ranking, f, "spread", percent))
+        found.append(Table(spread, left=0, title="Spread of the calls"))
     return found
 
 
@@ -361,12 +358,17 @@ def gemm_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     the shipped one ("flat, next larger"), which only says what would have been better, its
     solution: `beside` says that it is one."""
     names = [*PROBLEM, "experts", "pairs", "variant", "peer", "us", "tflops", "gbytes"]
-    names += ["vs_best_peer", "percent_of_floor", "read_us"]
+    names += ["floor_us", "vs_best_peer", "percent_of_floor", "read_us"]
     f = pd.DataFrame([r for r in rows if "us" in r]).reindex(columns=names)
     f["tokens"] = f.tokens.astype(float).fillna(0).astype(int)  # 0: rows of no workload
     f["active"] = f.active.astype(float).fillna(f.experts).astype(int)
-    f["solution"] = f.variant.str.split(", next ").str[0]
+    f["solution"] = f.variant.astype(str).str.split(", next ").str[0]
     return f.assign(beside=f.solution != f.variant)
+
+
+def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
+    """Of the rows of a gemm_frame whether the FLOPs take longer than the bytes."""
+    return 1e12 * f.tflops / rates["fp8_flops_per_s"] > 1e9 * f.gbytes / bandwidth(rates)
 
 
 def first_of_ours(f: pd.DataFrame) -> str:
@@ -401,23 +403,11 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
     }
     if f.beside.any():
         columns[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f")
-    columns["best peer / ours"] = numbers(ours.vs_best_peer, ".2f", "x")
+    columns["best peer / ours"] = ours.vs_best_peer.map(ratio)
     columns["TFLOP/s"] = numbers(ours.tflops, ".0f")
     columns["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
     named = named if f.tokens.any() else named.drop(columns="T")
     return Table(pd.concat([named, pd.DataFrame(columns)], axis=1), left=0)
-
-
-def ablation_table(rows: list[dict[str, Any]]) -> Table:
-    """The changed things of each GEMM down, token counts across: the base's time over theirs."""
-    frame = pd.DataFrame([r for r in rows if "vs_base" in r and r["variant"] != "base"])
-    if frame.empty:
-        return Table(frame)
-    across = frame.pivot_table("vs_base", ["n", "k", "variant"], "tokens", sort=False).reset_index()
-    columns = {"variant": across.variant, "N": across.n.astype(str), "K": across.k.astype(str)}
-    for tokens in across.columns[3:]:
-        columns[f"T={tokens}"] = numbers(across[tokens], unit="x")
-    return Table(pd.DataFrame(columns))
 
 
 def environment_table(recorded: "Recorded") -> Table:
@@ -426,7 +416,7 @@ def environment_table(recorded: "Recorded") -> Table:
     if "command" in info:
         info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
     frame = pd.DataFrame(_leaves(info), columns=["what", "value"])
-    return Table(frame, wrap=(1,))
+    return Table(frame)
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:

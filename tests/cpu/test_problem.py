@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 import types
 from pathlib import Path
@@ -81,18 +82,37 @@ def test_fixture_has_the_expected_shapes(good):
     assert validate(inputs, output, SHAPE) == TOKENS
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("value", [None, 3.0, [[1.0]], np.zeros((TOKENS, 16), dtype=np.float32)])
-def test_not_a_tensor(good, name, value):
-    message = refusal(good, **{name: value})
-    assert message.startswith(f"{name}: expected a torch.")
-    assert message.endswith(f"got {type(value).__name__}")
+FAULTS = {  # name: (the argument with the fault, what the message says of it)
+    "nothing": (lambda x: None, "expected a torch.* got NoneType$"),
+    "number": (lambda x: 3.0, "expected a torch.* got float$"),
+    "list": (lambda x: [[1.0]], "expected a torch.* got list$"),
+    "array": (lambda x: np.zeros((TOKENS, 16), np.float32), "expected a torch.* got ndarray$"),
+    "dtype": (lambda x: x.to(torch.float16), r"expected dtype torch\.\w+, got torch.float16"),
+    "strides": (
+        lambda x: torch.zeros([*x.shape, 2], dtype=x.dtype)[..., 0],
+        r"got strides \[.*\.contiguous\(\)",
+    ),
+    "address": (misaligned, "a multiple of 16, got 0x"),
+    "device": (lambda x: x.to("meta"), "expected device cpu, got meta"),
+}
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_dtype(good, name):
-    message = refusal(good, **{name: good[name].to(torch.float16)})
-    assert message.startswith(f"{name}: expected dtype {good[name].dtype}, got torch.float16 (")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_tensor_is_named(good, name, fault):
+    change, said = FAULTS[fault]
+    wrong = change(good[name])
+    if fault == "address" and name.endswith("scale"):
+        inputs, output = split(good | {name: wrong})
+        assert validate(inputs, output, SHAPE) == TOKENS, "scales may lie anywhere"
+        return
+    if fault == "device" and name == "routing_logits":
+        # The device is the logits', so the next argument disagrees.
+        name, said = "routing_bias", "expected device meta, got cpu"
+        message = refusal(good, routing_logits=wrong)
+    else:
+        message = refusal(good, **{name: wrong})
+    assert re.match(f"{name}: .*{said}", message), message
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -112,47 +132,16 @@ def test_shape(good, name, change):
     message = refusal(good, **{name: torch.zeros(dims, dtype=good[name].dtype)})
     if name == "routing_logits" and len(dims) == 2 and dims[1] == 16:
         # T is what the logits say, so the next argument is the one that disagrees.
-        assert message.startswith(
-            f"hidden_states: expected shape [{TOKENS + 1}, 256], got [5, 256]"
-        )
+        assert message.startswith("hidden_states: expected shape [6, 256], got [5, 256]")
         return
     expected = list(EXPECTED_SHAPES[name])
     text = str(expected) if name != "routing_logits" or len(dims) == 2 else "[T, 16]"
     assert message.startswith(f"{name}: expected shape {text}, got {dims} (")
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_device(good, name):
-    message = refusal(good, **{name: good[name].to("meta")})
-    if name == "routing_logits":  # the device is the logits', so the next argument disagrees
-        assert message.startswith("routing_bias: expected device meta, got cpu (")
-    else:
-        assert message.startswith(f"{name}: expected device cpu, got meta (all tensors")
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_contiguity(good, name):
-    strided = torch.zeros([*EXPECTED_SHAPES[name], 2], dtype=good[name].dtype)[..., 0]
-    message = refusal(good, **{name: strided})
-    assert message.startswith(f"{name}: expected a contiguous tensor, got strides [")
-    assert ".contiguous()" in message
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["routing_logits", "routing_bias", "hidden_states", "gemm1_weights", "gemm2_weights", "output"],
-)
-def test_alignment(good, name):
-    message = refusal(good, **{name: misaligned(good[name])})
-    assert message.startswith(f"{name}: expected an address that is a multiple of 16, got 0x")
-
-
-@pytest.mark.parametrize(
-    "name", ["hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"]
-)
-def test_alignment_is_not_asked_of_scales(good, name):
-    inputs, output = split(good | {name: misaligned(good[name])})
-    assert validate(inputs, output, SHAPE) == TOKENS
+def test_sparse_tensor(good):
+    message = refusal(good, hidden_states_scale=good["hidden_states_scale"].to_sparse())
+    assert re.match("hidden_states_scale: .*dense .* got layout", message)
 
 
 @pytest.mark.parametrize("name", TENSORS[:-1])
@@ -167,9 +156,7 @@ def test_output_in_the_memory_of_an_input(good, name, where):
         return room[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     shared = {name: placed(at, good[name]), "output": placed(output_at, good["output"])}
-    assert refusal(good, **shared).startswith(
-        f"output: expected memory of its own, got some of {name}"
-    )
+    assert re.match(f"output: .* {name}", refusal(good, **shared))
     beside = (
         placed(at + 16 if at else 0, good[name]),
         placed(output_at + (0 if at else 16), good["output"]),
@@ -178,45 +165,28 @@ def test_output_in_the_memory_of_an_input(good, name, where):
     assert validate(inputs, output, SHAPE) == TOKENS
 
 
-def test_sparse_tensor(good):
-    message = refusal(good, hidden_states_scale=good["hidden_states_scale"].to_sparse())
-    assert message.startswith("hidden_states_scale: expected a dense (strided) tensor, got layout")
-
-
 @pytest.mark.parametrize(
-    ("value", "given"),
+    ("name", "value", "given"),
     [
-        (1.0, "1.0 of type float"),
-        ("32", "'32' of type str"),
-        (None, "None of type NoneType"),
-        (True, "True of type bool"),
-        (torch.tensor(1.0), "a torch.float32 tensor of shape []"),
-        (torch.tensor([1, 2]), "a torch.int64 tensor of shape [2]"),
-        (torch.tensor(True), "a torch.bool tensor of shape []"),
-        (torch.tensor(1, device="meta"), "a tensor on meta (reading it would stall"),
+        ("local_expert_offset", 1.0, "1.0 of type float"),
+        ("local_expert_offset", "32", "'32' of type str"),
+        ("local_expert_offset", None, "NoneType"),
+        ("local_expert_offset", True, "True of type bool"),
+        ("local_expert_offset", torch.tensor(1.0), "a torch.float32 tensor of shape []"),
+        ("local_expert_offset", torch.tensor([1, 2]), "a torch.int64 tensor of shape [2]"),
+        ("local_expert_offset", torch.tensor(True), "a torch.bool tensor of shape []"),
+        ("local_expert_offset", torch.tensor(1, device="meta"), "a tensor on meta"),
+        ("routed_scaling_factor", "2.5", "'2.5' of type str"),
+        ("routed_scaling_factor", None, "NoneType"),
+        ("routed_scaling_factor", False, "False of type bool"),
+        ("routed_scaling_factor", 2.5j, "2.5j of type complex"),
+        ("routed_scaling_factor", torch.ones(2), "a torch.float32 tensor of shape [2]"),
+        ("routed_scaling_factor", torch.tensor(2.5, device="meta"), "a tensor on meta"),
     ],
 )
-def test_offset(good, value, given):
-    message = refusal(good, local_expert_offset=value)
-    assert message.startswith("local_expert_offset: expected an integer")
-    assert given in message
-
-
-@pytest.mark.parametrize(
-    ("value", "given"),
-    [
-        ("2.5", "'2.5' of type str"),
-        (None, "None of type NoneType"),
-        (False, "False of type bool"),
-        (2.5j, "2.5j of type complex"),
-        (torch.tensor([2.5, 2.5]), "a torch.float32 tensor of shape [2]"),
-        (torch.tensor(2.5, device="meta"), "a tensor on meta (reading it would stall"),
-    ],
-)
-def test_scaling_factor(good, value, given):
-    message = refusal(good, routed_scaling_factor=value)
-    assert message.startswith("routed_scaling_factor: expected a real number")
-    assert given in message
+def test_a_fault_of_a_scalar_is_named(good, name, value, given):
+    message = refusal(good, **{name: value})
+    assert message.startswith(f"{name}: expected a") and given in message
 
 
 @pytest.mark.parametrize(
@@ -248,7 +218,7 @@ def test_renormalize_takes_no_bias():
     assert validate(inputs, output, shape) == TOKENS
     bias = torch.zeros(16, dtype=torch.bfloat16)
     for wrong, message in (
-        ({"routing_bias": bias}, "routing_bias: expected None with renormalize, got Tensor"),
+        ({"routing_bias": bias}, "routing_bias: expected None .* got Tensor"),
         ({"routing_logits": inputs.routing_logits.float()}, "routing_logits: expected dtype .*b"),
         ({"gemm2_weights": bias}, "gemm2_weights: expected dtype"),
         ({"hidden_states": misaligned(inputs.hidden_states)}, "hidden_states: expected an address"),
@@ -277,35 +247,31 @@ def test_validation_costs_little(good):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 7000}, "hidden_size=7000: expected a positive multiple of 128"),
-        ({"intermediate_size": 0}, "intermediate_size=0: expected a positive multiple of 128"),
-        ({"num_local_experts": 0}, "num_local_experts=0: expected at least 1"),
-        ({"n_group": 7}, "n_group=7: expected a divisor of num_experts=256"),
-        ({"n_group": 256}, "groups of 1 experts, expected at least 2"),
-        ({"topk_group": 9}, "topk_group=9: expected 1..n_group=8"),
-        ({"topk_group": 1, "top_k": 33}, "top_k=33: expected 1..32"),
-        ({"top_k": 0}, "top_k=0: expected 1..128"),
-        ({"num_experts": 1032}, "num_experts=1032: expected at most 1024"),
-        ({"num_local_experts": 1025}, "num_local_experts=1025: expected at most 1024"),
-        ({"hidden_size": 8320}, "hidden_size=8320: expected at most 8192"),
-        ({"intermediate_size": 16512}, "intermediate_size=16512: expected at most 16384"),
-        ({"top_k": 32}, "top_k=32: expected at most 31"),
-        (
-            {"num_experts": 80},
-            "n_group=8: groups of 10 experts, expected 3 times 1, 2, 4, 8 or 16",
-        ),
+        ({"hidden_size": 7000}, "hidden_size=7000: .* multiple of 128"),
+        ({"intermediate_size": 0}, "intermediate_size=0: .* multiple of 128"),
+        ({"num_local_experts": 0}, "num_local_experts=0: .* 1$"),
+        ({"n_group": 7}, "n_group=7: .*=256$"),
+        ({"n_group": 256}, "groups of 1 experts, .* 2 "),
+        ({"topk_group": 9}, r"topk_group=9: .*1\.\..*8"),
+        ({"topk_group": 1, "top_k": 33}, r"top_k=33: .*1\.\.32"),
+        ({"top_k": 0}, r"top_k=0: .*1\.\.128"),
+        ({"num_experts": 1032}, "num_experts=1032: .* 1024"),
+        ({"num_local_experts": 1025}, "num_local_experts=1025: .* 1024"),
+        ({"hidden_size": 8320}, "hidden_size=8320: .* 8192"),
+        ({"intermediate_size": 16512}, "intermediate_size=16512: .* 16384"),
+        ({"top_k": 32}, "top_k=32: .* 31"),
+        ({"num_experts": 80}, "n_group=8: groups of 10 experts, .* 3 times 1, 2, 4, 8 or 16"),
         (
             {"num_experts": 256, "n_group": 64, "topk_group": 8},
-            "n_group=64: groups of 4 experts, expected 8 times",
+            "n_group=64: groups of 4 experts, .* 8 times",
         ),
-        ({"routing": "top1"}, "routing='top1': expected one of ('deepseek_v3', 'renormalize')"),
-        ({"routing": "renormalize"}, "n_group=8: expected 1, renormalize knows no groups"),
+        ({"routing": "top1"}, "routing='top1': .*deepseek_v3.*renormalize"),
+        ({"routing": "renormalize"}, "n_group=8: .* 1, renormalize"),
     ],
 )
 def test_impossible_geometry(sizes, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         MoeShape(**sizes)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", LARGEST)

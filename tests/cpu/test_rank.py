@@ -327,9 +327,9 @@ def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
         trace("y", 7, 1.0, libs={"torch": "2.12.0", "triton": "3.6.0"}),
     ]
     (ranking,) = ranked(tmp_path, traces)
-    assert ranking.remarks == ["Measured with different versions of torch: 2.11.0, 2.12.0."]
-    assert ranking.remarks[0] in to_text(ranking)
-    assert ranking.remarks[0] in to_markdown(ranking)
+    (remark,) = ranking.remarks
+    assert "torch: 2.11.0, 2.12.0" in remark and "triton" not in remark
+    assert remark in to_text(ranking) and remark in to_markdown(ranking)
 
 
 # --- what does not compare is kept apart ----------------------------------------------------------
@@ -361,12 +361,9 @@ def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_pat
     x = next(s for s in ranking.summaries if s.solution == "x")
     assert (x.passed, x.missing, x.mean) == (1, 1, 5.0), "no figure of source a is taken for b's"
     assert ranking.superseded == 1
-    assert ranking.remarks == [
-        "x is ranked with its source bbbbbbbb; 3 results of other sources (aaaaaaaa, unknown) are "
-        "left out."
-    ]
-    assert ranking.remarks[0] in to_text(ranking)
-    assert ranking.remarks[0] in to_markdown(ranking)
+    (remark,) = ranking.remarks
+    assert re.search(r"source bbbbbbbb; 3 results of other .*\(aaaaaaaa, unknown\)", remark)
+    assert remark in to_text(ranking) and remark in to_markdown(ranking)
 
 
 def test_ratios_are_formed_within_a_run_and_mixed_runs_are_named(tmp_path: Path) -> None:
@@ -394,7 +391,6 @@ def test_ratios_are_formed_within_a_run_and_mixed_runs_are_named(tmp_path: Path)
     assert by_name["late"].harness_against is None and by_name["ours"].harness_against == 1.0
     (remark,) = ranking.remarks
     assert "at T=7 (10.00 to 20.00 ms), T=80 (10.00 to 20.00 ms)" in remark
-    assert "ratios between solutions are formed within a run" in remark
     (one_run,) = ranked(tmp_path, [t | {} for t in traces[:2]])
     assert one_run.remarks == []
 
@@ -406,7 +402,7 @@ def test_files_without_a_run_are_a_run_each(tmp_path: Path) -> None:
     ]
     (ranking,) = rankings(read_records(files), peers=["peer"])
     assert ranking.figure(UUIDS[7], "ours", "harness_vs_peer") is None
-    assert "Results of several runs stand side by side at T=7" in ranking.remarks[0]
+    assert "several runs stand side by side at T=7" in ranking.remarks[0]
 
 
 # --- failed, missing and impossible figures -------------------------------------------------------
@@ -431,7 +427,7 @@ def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
         )
     assert ranking.best()[UUIDS[7]] == ("slow", 5.0)
     assert ranking.figure(UUIDS[7], "fast", "harness") is None
-    assert re.search("INVALID +a latency of 0.0 ms is no measurement", to_text(ranking))
+    assert re.search("INVALID +a latency of 0.0 ms", to_text(ranking))
 
 
 def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -> None:
@@ -473,7 +469,7 @@ def test_mixed_runs_without_a_reference_are_named_too(tmp_path: Path) -> None:
     traces = [trace("a", 7, None, libs={"run": "1"}, **failed)]
     traces.append(trace("b", 7, None, libs={"run": "2"}, **failed))
     (ranking,) = ranked(tmp_path, traces)
-    assert ranking.remarks[0].startswith("Results of several runs stand side by side at T=7 (in")
+    assert "several runs stand side by side at T=7 (in" in ranking.remarks[0]
 
 
 def test_the_reference_of_a_workload_is_the_median_of_its_timings(tmp_path: Path) -> None:
@@ -560,7 +556,7 @@ def test_a_ranking_is_ordered_by_either_clock(tmp_path: Path) -> None:
     assert order("device", failed) == ["ours", "peer", "failed"]
     without = [*CLOCKED, trace("none", 7, 1.0), trace("none", 80, 1.0)]
     assert order("device", without) == ["ours", "peer", "none"]
-    with pytest.raises(UsageError, match="--by device: no trace has a device time"):
+    with pytest.raises(UsageError, match="--by device"):
         ranked(tmp_path, [trace("x", 7, 1.0)], by="device")
 
 

@@ -12,12 +12,12 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.pack import sources
 from scripts.programs import readme_tables
-from scripts.report import generated, readme
+from scripts.report import generated
 from scripts.table.recorded import Recorded, read
 from scripts.table.tables import Table
 
 RESULTS = ROOT / "docs" / "results.md"
-TEXT = readme.passages(RESULTS.read_text(encoding="utf-8"))[1]
+TEXT = generated.passages(RESULTS.read_text(encoding="utf-8"))[1]
 STAGES = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 """A record with stages and GEMMs of even rows, without device times."""
 
@@ -26,25 +26,25 @@ BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    return read(readme.record_of(TEXT))
+    return read(generated.record_of(TEXT))
 
 
-@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", generated.PAGES, ids=lambda page: page.name)
 def test_pages_and_pictures_are_current(page: Path) -> None:
     """On failure: python3 run.py readme_tables"""
-    _, *passages = readme.passages(page.read_text(encoding="utf-8"))
+    _, *passages = generated.passages(page.read_text(encoding="utf-8"))
     assert passages
     for text in passages:
-        recorded = read(readme.record_of(text))
-        assert readme.stale(text, recorded, page) == []
-        assert readme.BLOCK.findall(text)
+        recorded = read(generated.record_of(text))
+        assert generated.stale(text, recorded, page) == []
+        assert generated.BLOCK.findall(text)
 
 
 def test_a_changed_figure_is_noticed(recorded: Recorded) -> None:
-    (block,) = [m[0] for m in readme.BLOCK.finditer(TEXT) if m[2] == "latency"]
+    (block,) = [m[0] for m in generated.BLOCK.finditer(TEXT) if m[2] == "latency"]
     digit = block.rindex(" %") - 1
     changed = block[:digit] + str((int(block[digit]) + 1) % 10) + block[digit + 1 :]
-    (problem,) = readme.stale(TEXT.replace(block, changed), recorded, RESULTS)
+    (problem,) = generated.stale(TEXT.replace(block, changed), recorded, RESULTS)
     assert problem.startswith("results.md, block latency")
 
 
@@ -55,30 +55,30 @@ def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None
     lines = traces.read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[1:]))
     shutil.copy(generated.pictures_of(recorded) / "latency.png", tmp_path)
-    text = readme.generate(TEXT, read(tmp_path), RESULTS.parent)
-    problems = readme.stale(TEXT + text, read(tmp_path), RESULTS)
+    text = generated.generate(TEXT, read(tmp_path), RESULTS.parent)
+    problems = generated.stale(TEXT + text, read(tmp_path), RESULTS)
     assert any("block latency" in p for p in problems)
     assert any("latency.png of" in p and "drawn from other data" in p for p in problems)
     (tmp_path / "latency.png").unlink()
-    problems = readme.stale(text, read(tmp_path), RESULTS)
+    problems = generated.stale(text, read(tmp_path), RESULTS)
     assert any("latency.png of" in p and "missing" in p for p in problems)
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
-    once = readme.generate(TEXT, recorded, RESULTS.parent)
-    assert readme.generate(once, recorded, RESULTS.parent) == once
+    once = generated.generate(TEXT, recorded, RESULTS.parent)
+    assert generated.generate(once, recorded, RESULTS.parent) == once
 
 
 def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> None:
     text = BLOCK.format("latency_plot")
-    assert "](docs/pictures/" in readme.generate(text, recorded)
-    assert "](pictures/" in readme.generate(text, recorded, ROOT / "docs")
-    assert readme.shown(readme.generate(text, recorded), recorded)
+    assert "](docs/pictures/" in generated.generate(text, recorded)
+    assert "](pictures/" in generated.generate(text, recorded, ROOT / "docs")
+    assert generated.shown(generated.generate(text, recorded), recorded)
 
 
 def test_figures_without_a_record_are_refused() -> None:
     with pytest.raises(UsageError, match="must follow"):
-        readme.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
+        generated.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
 
 
 def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Path) -> None:
@@ -87,15 +87,15 @@ def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Pat
         shutil.copy(path, tmp_path)
     copy = read(tmp_path)
     names = ["latency.png", "gemm_layers.png"]
-    written = readme.draw(copy, names)
+    written = generated.draw(copy, names)
     assert written == [tmp_path / name for name in names]
-    source = readme.data_hash(tmp_path).encode()
+    source = generated.data_hash(tmp_path).encode()
     assert all(source in p.read_bytes() for p in written)
-    assert source.decode() == readme.data_hash(recorded.directory), "not of the place"
+    assert source.decode() == generated.data_hash(recorded.directory), "not of the place"
     with pytest.raises(UsageError, match="nothing to draw absent.png"):
-        readme.draw(copy, ["absent.png"])
+        generated.draw(copy, ["absent.png"])
     (tmp_path / ".traces.jsonl.lock").touch()
-    assert source.decode() == readme.data_hash(tmp_path), "of the data alone"
+    assert source.decode() == generated.data_hash(tmp_path), "of the data alone"
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
@@ -106,15 +106,15 @@ def test_best_cells_are_bold_and_bars_escaped() -> None:
 
 def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no block absent"):
-        readme.generate("<!-- generated: absent -->\n<!-- /generated -->\n", recorded)
+        generated.generate("<!-- generated: absent -->\n<!-- /generated -->\n", recorded)
     with pytest.raises(UsageError, match="must name one record"):
-        readme.record_of("# no record")
+        generated.record_of("# no record")
     shutil.copy(recorded.directory / "traces.jsonl", tmp_path)
     only_traces = read(tmp_path)
     for name, missing in (("stages", "stages.json"), ("gemm_study", "gemm_study.json")):
         with pytest.raises(UsageError, match=missing):
             text = f"<!-- generated: {name} -->\n<!-- /generated -->\n"
-            readme.generate(text, only_traces)
+            generated.generate(text, only_traces)
 
 
 # --- what is said of sources and clocks -----------------------------------------------------------
@@ -149,16 +149,16 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
     text = f"<!-- record: {copy} -->\n" + "".join(
         BLOCK.format(n) for n in ("ranking", "stages", "gemm_study")
     )
-    silent = readme.generate(text, same)
-    assert "changed" not in silent and readme.changes(same) == []
+    silent = generated.generate(text, same)
+    assert "changed" not in silent and generated.changes(same) == []
     changed = sources_are(monkeypatch, copy, v3="x", flat="x")
-    said = readme.generate(text, changed)
+    said = generated.generate(text, changed)
     sentence = "the sources of flat and v3 have changed."
     assert " ".join(said.split()).count(f"Since this run {sentence}") == 1
     assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 2
 
-    monkeypatch.setattr(readme, "README", copy / "README.md")
-    monkeypatch.setattr(readme, "PAGES", [copy / "README.md"])
+    monkeypatch.setattr(generated, "README", copy / "README.md")
+    monkeypatch.setattr(generated, "PAGES", [copy / "README.md"])
     monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
     (copy / "README.md").write_text(silent)
     assert readme_tables.main() == 1
@@ -176,14 +176,14 @@ def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -
     path = copy / "traces.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     text = BLOCK.format("ranking") + BLOCK.format("latency") + BLOCK.format("latency_plot")
-    without = readme.generate(text + BLOCK.format("first_plot"), read(copy))
+    without = generated.generate(text + BLOCK.format("first_plot"), read(copy))
     assert "Time in ms, the fastest in bold" in without and "evice" not in without
     for trace in lines:
         figures = {"ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 100}
         extra = trace["evaluation"]["correctness"]["extra"]
         extra |= {"device": {"method": "graph", **figures}, "harness": figures}
     path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    made = readme.generate(text + BLOCK.format("first_plot"), read(copy))
+    made = generated.generate(text + BLOCK.format("first_plot"), read(copy))
     made = " ".join(made.split())  # where lines end depends on the length of the path
     assert "Harness/device time in ms, the fastest in bold" in made
     assert "(replay of a CUDA graph)" in made and "/**0.500**" in made
@@ -219,7 +219,7 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
 def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
     change_json(copy / "stages.json", results=[])
     with pytest.raises(UsageError, match="has no stages.json"):
-        readme.generate(BLOCK.format("stages"), read(copy))
+        generated.generate(BLOCK.format("stages"), read(copy))
 
 
 def test_configurations_below_the_best_peer_are_counted() -> None:

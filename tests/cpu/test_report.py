@@ -17,7 +17,7 @@ from scripts.programs import report as program
 from scripts.report import report
 from scripts.table import recorded as recorded_module
 from scripts.table import tables
-from scripts.table.recorded import find_run, gemm_kind, read
+from scripts.table.recorded import find_run, read
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -117,18 +117,15 @@ def test_a_run_with_everything(record_page: str) -> None:
     assert len(page.ids) == len(set(page.ids))
     assert page.open == [] and len(text) < 1e6
     assert {"ranking0", "stages", "gemm", "environment"} <= set(page.ids)
-    assert all(load.startswith("#") for load in page.loads), "loads something"
-    assert not re.search(r"@import|url\((?!#)", text)
-    for target in {load[1:] for load in page.loads}:
-        assert target in page.ids, target
+    links = {load[1:] for load in page.loads if load.startswith("#")}
+    assert links <= set(page.ids)
+    pictures = [load for load in page.loads if load.startswith("data:image/svg+xml;base64,")]
+    assert len(page.loads) == len(links) + len(pictures), "loads something"
+    assert not re.search(r"@import|url\(", text)
     recorded = read(RECORD)
-    # Speed-ups, latency, stages, and one for each record of the GEMM but the ablation.
-    assert text.count("<svg") == 2 + len(recorded.gemm)
-    ablation = next(t for t in page.tables if t[0][:3] == ["variant", "N", "K"])
-    row = next(r for r in recorded.gemm["gemm_ablation"]["results"] if r.get("vs_base", 1) != 1)
-    cells = next(r for r in ablation if r[:3] == [row["variant"], str(row["n"]), str(row["k"])])
-    assert cells[ablation[0].index(f"T={row['tokens']}")] == f"{row['vs_base']:.2f}x"
-    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    # Speed-ups, latency, stages, and one for each record of the GEMM with peers.
+    assert len(pictures) == 2 + len(recorded.gemm)
+    assert "color-scheme: light dark" in text and 'name="viewport"' in text
     assert "NVIDIA H200" in page.words and "580.159.04" in page.words
     latency = next(t for t in page.tables if "floor / best" in t[0])
     assert len(latency) == 1 + 19
@@ -140,15 +137,6 @@ def test_a_run_with_everything(record_page: str) -> None:
     )
     assert latency[1][:2] == ["1", "e05c6c03"]
     assert latency[1][latency[0].index("flat")] == f"{flat:.3f}"
-
-
-def test_figures_take_the_colours_of_the_page(record_page: str) -> None:
-    figures = re.findall(r"<svg.*?</svg>", record_page, re.DOTALL)
-    assert figures
-    for figure in figures:
-        assert not re.search(r"#(000000|222222|ffffff|f2f2f2)", figure)
-        assert "currentColor" in figure and "viewBox" in figure
-        assert not re.match(r"<svg[^>]*\swidth=", figure), "the page sets the width"
 
 
 def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
@@ -189,7 +177,7 @@ def test_machines_stay_apart(tmp_path: Path) -> None:
 def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
     traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
     text, page = page_of(directory(tmp_path, traces))
-    assert "TIMEOUT" in page.words and "<svg" not in text
+    assert "TIMEOUT" in page.words and "<img" not in text
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -228,17 +216,6 @@ def test_stages_figure_stacks_the_stages() -> None:
     assert [patch.get_x() for patch in ax.patches] == [0.0, 1.0, 3.0]
     (total,) = ax.get_lines()
     assert list(total.get_xdata()) == [3.25, 3.25]
-
-
-def test_kinds_of_gemm_records() -> None:
-    recorded = read(RECORD)
-    kinds = {name: gemm_kind(record) for name, record in recorded.gemm.items()}
-    assert kinds == {
-        "gemm": "even",
-        "gemm_ablation": "ablation",
-        "gemm_layers": "layers",
-        "gemm_study": "even",
-    }
 
 
 def test_gemm_table_compares_the_variants_of_a_problem() -> None:
@@ -295,7 +272,7 @@ def test_environment_table_says_what_was_seen(tmp_path: Path) -> None:
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(report, "NEEDED", ("jinja2", "no_such_package"))
-    with pytest.raises(UsageError, match="no report without no_such_package: pip install"):
+    with pytest.raises(UsageError, match="no_such_package"):
         report.write(some_run(tmp_path))
 
 
@@ -338,7 +315,7 @@ def clocked_run(path: Path, **files: Any) -> Path:
 
 def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
     text, page = page_of(clocked_run(tmp_path, floors=FLOORS))
-    assert text.count("<svg") == 3, "speed-ups, and latencies by each clock"
+    assert text.count("<img") == 3, "speed-ups, and latencies by each clock"
     assert "Latency, over the workloads" in page.words
     assert "Device time, over the workloads" in page.words
     (latency,) = [t for t in page.tables if "best peer / ours" in t[0]]
@@ -367,8 +344,8 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     now = {"cutedsl_moe_fp8_flat": "2"}
     monkeypatch.setattr(sources, "current", lambda: now)
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))
-    assert "Since this run the source of flat has changed." in page.words
-    assert "Since this measurement the project's sources have changed." in page.words
+    assert "the source of flat has changed" in page.words
+    assert "the project's sources have changed" in page.words
     now["cutedsl_moe_fp8_flat"] = "1"
     stages["solutions"] = {"cutedsl_moe_fp8_flat": "1"}
     _, page = page_of(some_run(tmp_path, run=info, stages=stages))

@@ -17,7 +17,7 @@ from moe_fp8.problem import MoeInputs, MoeShape
 from problems import fp8
 from ptxemu import MODES, options
 from test_layers import SHAPE, inputs_of
-from test_mutations import PARITY, WAIT, Edit, checked, replace
+from test_mutations import PARITY, WAIT, Edit, all_of, replace
 from test_mutations import noticed as noticed_in
 
 CONFIGS = {
@@ -145,7 +145,7 @@ def test_a_wrong_second_term(factor, name, emulator):
     model.fused(inputs, wanted, SHAPE, terms=2)
     # What the first term leaves is the one difference of a float32 and another.
     left = replace(r"sub\.f32\s+(%r\d+), [^;]*;", rf"\g<0>\nmul.f32 \1, \1, {factor};")
-    emulator.host.ptx_transform = checked(left)
+    emulator.host.ptx_transform = all_of(left)
     assert calc_diff(output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
 
 
