@@ -16,9 +16,10 @@ from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.limits import SMEM_BYTES
-from moe_fp8.kernels.sm90.config import BLOCK, GemmConfig
+from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm90.heuristic import EVEN, FEW_ROWS, LARGEST, SMALLER, UNEVEN
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3
 
 ARCH = "sm_90a"

@@ -53,6 +53,7 @@ class SwigluEpilogue(Epilogue):
         self.terms = terms
         self.intermediate = n // 2
         self.warps = config.consumer_warps
+        self.column_groups = self.warps  # that have maxima of their own, of a token
         self.columns = columns
         self.parts = columns // VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
@@ -98,6 +99,13 @@ class SwigluEpilogue(Epilogue):
         rows = cutlass.min(tile.rows - first, count)  # the tile's are those behind it, too
         if rows > 0:
             announce(output.counts, tile.expert, rows * self.columns)
+
+    def _largest(self, staging: Any, token: Int32) -> Int32:
+        """The maximum over this CTA's columns."""
+        amax = Int32(0)
+        for group in range(self.column_groups):
+            amax = cutlass.max(amax, staging.amax[group, token])
+        return amax
 
     def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
         """The values' FP8 term; before a later one, what the one before has left of them."""

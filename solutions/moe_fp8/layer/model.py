@@ -1,8 +1,7 @@
 """The arithmetic of the kernels in plain torch: same operations, same signatures.
 
-It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. It is written
-for clarity and for memory, touches active experts only and, unlike the kernels, reads row counts
-on the host.
+It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. Unlike the
+kernels it reads row counts on the host.
 """
 
 from typing import Any
@@ -108,7 +107,6 @@ def swiglu_quant(
 def fused_call(
     tokens: int, device: torch.device, shape: MoeShape, terms: int = 1, configs: Any = None
 ) -> FusedCall:
-    """`fused` of this shape and with so many terms; what else is given only shapes kernels."""
     return lambda inputs, output: fused(inputs, output, shape, terms)
 
 

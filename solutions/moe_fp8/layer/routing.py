@@ -12,18 +12,11 @@ from ..problem import GroupedRows, MoeInputs, MoeShape, bounded_offset
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
     """Choose the experts of every token and number the pairs of this rank.
 
-    Args:
-        inputs: the layer's, of which the logits, the bias and the two scalars count.
-        shape: its geometry.
-        with_tokens: whether `GroupedRows.token_of_row` is wanted.
+    Of the inputs the logits, the bias and the two scalars count; without `with_tokens`
+    `GroupedRows.token_of_row` is None.
     """
-    ids, weights = choose_experts(
-        inputs.routing_logits,
-        inputs.routing_bias,
-        float(inputs.routed_scaling_factor),
-        shape,
-    )
-    offset = int(inputs.local_expert_offset)
+    scaling, offset = float(inputs.routed_scaling_factor), int(inputs.local_expert_offset)
+    ids, weights = choose_experts(inputs.routing_logits, inputs.routing_bias, scaling, shape)
     return group_rows(ids, weights, offset, shape.num_local_experts, with_tokens)
 
 
@@ -104,8 +97,6 @@ def group_rows(
 
     After an inclusive sum each cell of column j holds the rows before token j's cell, so column 0
     is `m_indptr` and a pair (e, t) finds its row in column t, left of its mark.
-
-    `token_of_row` is None without `with_tokens`.
     """
     tokens, top_k = ids.shape
     experts = num_local_experts

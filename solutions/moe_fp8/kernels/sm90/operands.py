@@ -16,7 +16,7 @@ from ..tiles import WARP
 from .config import WGMMA_M, GemmConfig
 
 
-class _Operands(MmaOperands):
+class Operands(MmaOperands):
     """What both orders share. A thread's values count (2 columns, 2 rows, ...)."""
 
     instructions = warpgroup
@@ -45,7 +45,7 @@ class _Operands(MmaOperands):
         return tiled.get_slice(thread)
 
 
-class TokensAsRows(_Operands):
+class TokensAsRows(Operands):
     """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
 
     token_scales = 2
@@ -79,7 +79,7 @@ class TokensAsRows(_Operands):
         return self._staged_copy(warp.StMatrix8x8x16bOp(False, 4), tiled_mma, thread)
 
 
-class TokensAsColumns(_Operands):
+class TokensAsColumns(Operands):
     """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
 
     columns_side_by_side = 1
@@ -110,11 +110,3 @@ class TokensAsColumns(_Operands):
         # Transposed: a token's 64 columns end up side by side, as they lie in the output.
         matrices = 4 if self.config.tile_m % 16 == 0 else 2
         return self._staged_copy(warp.StMatrix8x8x16bOp(True, matrices), tiled_mma, thread)
-
-
-Operands = TokensAsRows | TokensAsColumns
-
-
-def operands_of(config: GemmConfig) -> Operands:
-    """The operand order that a config asks for."""
-    return TokensAsColumns(config) if config.swap_ab else TokensAsRows(config)
