@@ -26,7 +26,6 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
 
 ROUTINGS = ("deepseek_v3", "renormalize")
 """Ways to choose a token's experts and their weights, see `layer.routing.choose_experts`."""
-
 LARGEST = {
     "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
     "num_local_experts": 1024,

@@ -11,8 +11,7 @@ from .numerics import BLOCK, FP8_MAX
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations: a scale for 128 values of a row.
 
-    Of `x`, `[T, H]` of any floating-point type, `[T, H]` float8_e4m3fn and `[H/128, T]` float32, so
-    that it is about their product.
+    `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32.
 
     Raises:
         ValueError: H is no multiple of 128.
@@ -28,7 +27,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights: a scale for a block of 128 x 128.
 
-    Of `w`, `[..., N, K]` of any floating-point type, `[..., N, K]` float8_e4m3fn and
+    `[..., N, K]` of any floating-point type becomes `[..., N, K]` float8_e4m3fn and
     `[..., N/128, K/128]` float32.
 
     Raises:

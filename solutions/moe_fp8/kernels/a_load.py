@@ -1,8 +1,8 @@
 """How the rows of A and their scales come into a pipeline stage: a strategy of the GEMM.
 
 A strategy names its shared memory, its warps and what they add to a stage's `full` barrier, what
-the host function makes of the tensors, and the copies of one K block. Where the config has the
-`split_scales`, `copy_scales` loads them instead, by a warp and a pipeline of their own.
+the host function makes of the tensors, and the copies of one K block; with `split_scales`, those of
+the scales by a warp and a pipeline of their own.
 """
 
 from typing import Any, NamedTuple

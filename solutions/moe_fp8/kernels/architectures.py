@@ -1,7 +1,6 @@
 """The GPU architectures that there are kernels for: the one list of them.
 
-An architecture is a folder with its GEMM kernel, that kernel's config with its rules, and the
-heuristic that picks one; everything outside of these folders is neutral.
+What differs lies in an architecture's folder: GEMM kernel, config with its rules, heuristic.
 """
 
 import functools

@@ -115,11 +115,7 @@ def batched_gemm(a, a_scale, b, b_scale, masked_m, out, config) -> None:
 
 @CompiledOnce
 def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
-    """The grouped GEMM for one weight shape and any number of rows; needs no GPU.
-
-    Raises:
-        ValueError: there are no kernels for the target, or none for the shape; see its class.
-    """
+    """As `operations.compile_grouped_gemm`."""
     max_rows, blocks = Extent("max_rows", ROWS), k // BLOCK
     arguments = (
         Tensor(Float8E4M3FN, (experts, max_rows, k)),

@@ -1,9 +1,9 @@
 """Compiled kernels on disk: one directory for all solutions, that no other user can write to.
 
 An entry is a directory named by a digest of everything that decides its machine code. It holds the
-object file, the object's digest and what it was made of, and appears by one atomic rename, so it is
-whole or absent; one whose digest does not match is dropped and built again. Machine code from here
-is loaded and run, so nothing is read that is another user's or that others could have written.
+object file, its digest and what it was made of, and appears by one atomic rename; one whose digest
+does not match is dropped and built again. Nothing is read that is another user's or that others
+could have written: it is run.
 
 Beyond `LIMIT_BYTES` the entries that were used longest ago go. Nothing is ever removed but
 directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be set to any directory.

@@ -30,8 +30,8 @@ END = -1
 class Combine:
     """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with a local expert.
 
-    float32, slots in ascending order, so the result does not depend on how rows were grouped and
-    is the same in every run. A token without a local expert gets zeros.
+    float32, slots in ascending order: the same in every run. A token without a local expert gets
+    zeros.
 
     The CTAs walk over the tokens, each for a part of the columns: one warp finds the rows there are
     and asks for this CTA's part of each, one bulk copy a row, as many ahead as the ring has stages;

@@ -103,12 +103,9 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
     """The compiled host function of a kernel, from disk where it is there.
 
     Args:
-        kernel: class whose `__call__` is the jitted host function; its last argument is the
-            stream, which the compiled function takes from the caller's environment.
-        parameters: the constructor's; their `repr` identifies them, but for classes, whose sources
-            count.
-        arguments: those of the host function, and of the TVM-FFI function returned, which takes no
-            stream.
+        kernel: class whose `__call__` is the jitted host function; its last argument is the stream.
+        parameters: the constructor's; their `repr` identifies them, but for classes.
+        arguments: those of the TVM-FFI function returned, which takes the caller's stream.
         arch: target, `sm_90a` for example.
     """
 

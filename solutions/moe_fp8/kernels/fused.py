@@ -1,8 +1,7 @@
 """The layer as one host function: routing, permute, GEMM with SwiGLU and FP8, GEMM, combine.
 
 Each kernel is started while the one before it ends (`dependent`). What they hand each other lies
-in one workspace, whose layout follows from the number of tokens on the host and in the compiled
-function alike.
+in one workspace, whose layout follows from the number of tokens.
 """
 
 import functools

@@ -39,9 +39,8 @@ class GatheredRows:
     """A tile's rows are copies of tokens, which lie anywhere: no kernel brings them together.
 
     Two warps copy by cp.async, of each eight rows four: a lane 16 bytes of every eighth row, and
-    4 bytes of the scales. Each lane arrives when its copies are done; WGMMA reads what the async
-    proxy sees, for which the consumers fence. Nothing is multicast: the CTAs of a cluster's row
-    load the same rows. What lies behind the expert's end is a copy of its last row.
+    4 bytes of the scales. Each lane arrives when its copies are done; the consumers fence for the
+    async proxy. Nothing is multicast. What lies behind the expert's end is a copy of its last row.
     """
 
     warps = 2

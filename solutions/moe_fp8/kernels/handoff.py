@@ -6,7 +6,7 @@ expert's rows waits for all of them, then loads by TMA, another proxy than the s
 follows.
 
 The box that TMA loads has rows and scales of the neighbouring experts, too, which others may be
-writing at that time. Nothing that is stored depends on them: a product's rows do not mix.
+writing. Nothing that is stored depends on them: a product's rows do not mix.
 
 Where the rows that the second kernel makes would reach what the first one still reads, it waits for
 all of the first before (`Ready.writable_rows`).

@@ -108,8 +108,7 @@ def fused_call(
 ) -> FusedCall:
     """The whole layer for `tokens` tokens, at least one, on a GPU; see `kernels.fused`.
 
-    The intermediate is the sum of `terms` FP8 values; `configs` of both GEMMs, else the
-    architecture's.
+    The intermediate is a sum of `terms` FP8 values; without `configs` the architecture's are taken.
     """
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(shape, *configs, multiprocessors_of(device), target_of(device))
@@ -180,11 +179,7 @@ def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:
 
 @CompiledOnce
 def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
-    """The grouped GEMM for one weight shape and any number of rows.
-
-    Raises:
-        ValueError: there are no kernels for the target, or none for the shape; see its class.
-    """
+    """A ValueError says that there are no kernels for the target, or none for the shape."""
     rows, blocks = Extent("rows"), k // BLOCK
     scales_apart = Extent("scales apart", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (

@@ -37,11 +37,9 @@ class SwigluEpilogue(Epilogue):
     at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of the
     largest.
 
-    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
-    a row's bits depend neither on the other rows nor on the config or the architecture.
-
-    An architecture's strategy derives from it: it names its staging buffer, whose `rows` are
-    (tile_m, columns, terms) e4m3, and stores a tile.
+    The arithmetic is that of `SwigluQuant`, but up and gate are not rounded: a row's bits depend
+    neither on the other rows nor on the config or the architecture. What derives from it, for an
+    architecture, names its staging buffer, `rows` (tile_m, columns, terms) e4m3, and stores a tile.
     """
 
     n_halves = 2

@@ -48,8 +48,7 @@ class ExpertTiles:
 
     Lane e of every warp keeps expert e's first row, row count and tile range, computed once by a
     warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
-    shuffles, so no warp waits for shared memory or for another warp. With more experts than lanes
-    a lane answers for several that follow each other and keeps their common tile range; a lookup
+    shuffles. With more experts than lanes a lane keeps the common tile range of several; a lookup
     that found the lane reads its experts' rows anew, one a lane, and scans them in the same way.
 
     Experts come in order; within one, row tiles run fastest, so that the CTAs at work together
@@ -202,11 +201,10 @@ def inclusive_sum(value: Int32) -> Int32:
 class TileQueue:
     """Tiles on demand: a cluster asks for its next tile, instead of static round robin.
 
-    Tiles differ in cost where experts end, and CTAs differ in speed; with round robin the GPU waits
-    for the cluster that got the expensive tiles. One warp of a cluster (`serve`) increments a
-    counter in global memory and writes the result to every CTA of the cluster, where each warp that
-    works on tiles reads it (`take`). One tile is fetched ahead. Which CTA computes a tile has no
-    effect on the result.
+    Tiles differ in cost where experts end; with round robin the GPU waits for the cluster that got
+    the expensive ones. One warp of a cluster (`serve`) increments a counter in global memory and
+    writes the result to every CTA of the cluster, where each warp that works on tiles reads it
+    (`take`). One tile is fetched ahead. Which CTA computes a tile has no effect on the result.
 
     Pipeline of depth 1:
       full   the arrival of `serve`'s expect-tx + the 4 bytes of the number

@@ -12,10 +12,7 @@ from ..kernels.architectures import ARCHITECTURES
 @functools.cache
 def select(device: torch.device) -> ModuleType:
     """`kernels.operations` for a supported GPU, `model` for the CPU: modules of the same functions.
-
-    Raises:
-        ValueError: the device is another one; the message lists what is supported.
-    """
+    Of another device a ValueError lists what is supported."""
     if device.type == "cpu":
         from . import model
 

@@ -15,10 +15,8 @@ from .validate import validate
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
 """What `mark` is called with, in this order, each after its stage has been enqueued, which may be
 empty; once more for every further chunk of tokens."""
-
 CHUNK_TOKENS = 16384
-"""Tokens that are computed at once. What a call computes on its way takes up to 141 KB a token (all
-of its experts local): 2.3 GB. A token's result does not depend on the others beside it."""
+"""Tokens that are computed at once: up to 141 KB each (all of its experts local), 2.3 GB."""
 
 
 class HostRows(NamedTuple):
@@ -90,9 +88,8 @@ class Workspace(NamedTuple):
 def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> Workspace:
     """Uninitialised tensors on `like`'s device; `rows` is a multiple of 4.
 
-    An allocation costs the host several times as much as a view. `o` lies over `a`, `a_scale` and
-    `g`, none of which is needed any more when the second GEMM writes it: rows are many where
-    they are allocated by their bound, 2 GB rather than 3.6 GB of them at T=14107.
+    `o` lies over `a`, `a_scale` and `g`, none of which is needed any more when the second GEMM
+    writes it: 2 GB rather than 3.6 GB at T=14107.
     """
     h, i = shape.hidden_size, shape.intermediate_size
     h_blocks, i_blocks = h // BLOCK, i // BLOCK
@@ -202,8 +199,7 @@ class Layer:
     def compute(
         self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, placed: Any, mark: Mark
     ) -> None:
-        """Everything after the rows have their places, which must be those of `rows`. Reads nothing
-        on the host unless a permutation does."""
+        """Everything after the rows have their places, which must be those of `rows`."""
         raise NotImplementedError
 
 
@@ -263,10 +259,8 @@ class PaddedLayer(Layer):
 class PlacedLayer(Layer):
     """The MoE layer with rows where the GEMMs want them from the first copy to the last.
 
-    Every token is copied to the rows of its pairs (`permute`), both GEMMs and the activation
-    between them work on these rows, and the combine reads them where they lie. If the placement
-    does not wait for the routing, neither does anything else: the host knows T only, and the
-    whole call can be captured in a CUDA graph that serves any routing of T tokens.
+    If the placement does not wait for the routing, neither does anything else: the host knows T
+    only, and the call can be captured in a CUDA graph that serves any routing of T tokens.
     """
 
     place: Placement

@@ -85,9 +85,8 @@ def group_rows(
     """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
 
     A token has an expert at most once, so the pairs are the marks of an [experts, T] table and a
-    pair's row is the number of marks before it in row-major order: one prefix sum over the table
-    replaces a stable sort and its inverse. The table, with one more row on either side for the
-    experts below and above the local ones and one more column in front:
+    pair's row is the number of marks before it in row-major order: a prefix sum. The table has one
+    more row on either side for experts that are not local, and one more column in front:
 
                      -   token 0   token 1  ...
         below        .      .         .          (marks ignored)

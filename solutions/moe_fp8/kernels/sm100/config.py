@@ -7,10 +7,8 @@ from ..tile_config import TileConfig
 
 MMA_ROWS = 128
 """Rows of one tcgen05.mma, one a lane of tensor memory."""
-
 TMEM_COLUMNS = 512
 """Of a multiprocessor, of 128 lanes of 4 bytes each."""
-
 MAX_ACCUMULATORS = 4
 """In tensor memory. A second one lets the next K block's MMA run while one is promoted; more of
 them let it run on while a tile is stored."""

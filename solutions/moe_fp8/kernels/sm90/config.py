@@ -7,7 +7,6 @@ from ..tile_config import TileConfig
 
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
-
 OTHER_REGISTERS = 32
 """Registers of a consumer thread that are not accumulators, at least."""
 

@@ -37,7 +37,6 @@ TWO_TERMS = (48, GemmConfig(tile_m=64, cluster_n=2, overlap=True, terms=2))
 TWO_TERMS_LARGEST = GemmConfig(tile_m=192, cluster_n=2, dynamic=True, unroll=True, terms=2)
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM)."""
-
 SMALLER = (
     GemmConfig(tile_m=64, cluster_m=2, overlap=True),
     GemmConfig(tile_m=64, tile_n=64),
@@ -52,8 +51,7 @@ def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, ter
 
     The number is an expectation: every config computes any number of rows. Who knows more says so:
     `even`, that the active experts have the same number of rows; `experts`, how many are active:
-    where their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: of A; with
-    two of them no more is known that would change the config.
+    where their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: of A.
     """
     many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
     largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST

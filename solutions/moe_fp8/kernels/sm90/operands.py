@@ -1,8 +1,7 @@
 """Which operand of the grouped GEMM takes WGMMA's 64-row side: tokens, or (swap_ab) weights.
 
 WGMMA computes 64 rows by 8..256 columns. With tokens as rows an expert's last tile wastes up to 63
-of them; with weights as rows nothing is wasted along the weights, whose number is a multiple of
-128, and the tokens come in eights.
+of them; with weights, whose number is a multiple of 128, none, and the tokens come in eights.
 """
 
 import cutlass.cute as cute

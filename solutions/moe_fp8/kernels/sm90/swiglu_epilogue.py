@@ -47,9 +47,8 @@ class SwigluQuantise(SwigluEpilogue):
     A CTA sends those of tile t + 2 to the same buffer only after it has received those of tile
     t + 1, and the other CTA sends these only after it has read those of tile t.
 
-    Where tokens are accumulator rows, four lanes hold a row, and a warp stores its 16 rows alone.
-    With swap_ab a token's columns are spread over all consumer warps, which exchange maxima and
-    quantised values through shared memory first.
+    Where tokens are accumulator rows, a warp stores its 16 rows alone. With swap_ab all consumer
+    warps exchange maxima and quantised values through shared memory first.
     """
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
