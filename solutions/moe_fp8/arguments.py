@@ -29,10 +29,7 @@ class Signature:
         self.sizes = tuple(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Compare the arguments with what is expected of them.
-
-        Runs in every call, so the good case is a handful of comparisons; messages are made only
-        once something is known to be wrong.
+        """Compare the arguments with what is expected: the good case, of every call, is cheap.
 
         Raises:
             ValueError: names the argument, what was expected and given, and why.
@@ -66,40 +63,35 @@ class Signature:
 
     def _explain(self, tensors: Sequence[Any]) -> NoReturn:
         """Raise the ValueError for the first argument that is wrong."""
-        for tensor, (name, shape, dtype, meaning, alignment) in zip(
-            tensors, self.specs, strict=True
-        ):
-            expected = "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            name, shape, dtype, meaning, alignment = spec
+            extents = "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
             if not isinstance(tensor, torch.Tensor):
-                raise ValueError(
-                    f"{name}: expected a {dtype} tensor {expected}, got {type(tensor).__name__}"
-                )
-            if tensor.layout is not torch.strided:
-                raise ValueError(
-                    f"{name}: expected a dense (strided) tensor, got layout {tensor.layout}"
-                )
-            if tensor.dtype is not dtype:
-                raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype} ({meaning})")
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name}: expected shape {expected}, got {list(tensor.shape)} ({meaning})"
-                )
-            if tensor.device != tensors[0].device:
-                raise ValueError(
-                    f"{name}: expected device {tensors[0].device}, got {tensor.device} "
+                wrong = f"a {dtype} tensor {extents}, got {type(tensor).__name__}"
+            elif tensor.layout is not torch.strided:
+                wrong = f"a dense (strided) tensor, got layout {tensor.layout}"
+            elif tensor.dtype is not dtype:
+                wrong = f"dtype {dtype}, got {tensor.dtype} ({meaning})"
+            elif tensor.shape != shape:
+                wrong = f"shape {extents}, got {list(tensor.shape)} ({meaning})"
+            elif tensor.device != tensors[0].device:
+                wrong = (
+                    f"device {tensors[0].device}, got {tensor.device} "
                     f"(all tensors must be on the device of {self.specs[0].name})"
                 )
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())} "
-                    f"for shape {list(tensor.shape)} (it is addressed by its shape; "
-                    "call .contiguous())"
+            elif not tensor.is_contiguous():
+                wrong = (
+                    f"a contiguous tensor, got strides {list(tensor.stride())} for shape "
+                    f"{list(tensor.shape)} (it is addressed by its shape; call .contiguous())"
                 )
-            if tensor.data_ptr() % alignment:
-                raise ValueError(
-                    f"{name}: expected an address that is a multiple of {alignment}, got "
-                    f"{tensor.data_ptr():#x} (it moves in {alignment}-byte pieces; .clone() it)"
+            elif tensor.data_ptr() % alignment:
+                wrong = (
+                    f"an address that is a multiple of {alignment}, got {tensor.data_ptr():#x} "
+                    f"(it moves in {alignment}-byte pieces; .clone() it)"
                 )
+            else:
+                continue
+            raise ValueError(f"{name}: expected {wrong}")
         place = self.overlapped(tensors)
         assert place is not None, "a check failed that has no message"
         raise ValueError(
@@ -110,52 +102,40 @@ class Signature:
 
 def check_integer(name: str, value: object) -> None:
     """Raise a ValueError for what is neither an integer nor a CPU tensor that holds one."""
-    if type(value) is not int and not _is_integer(value):  # bool is not it
-        _explain_scalar(name, value, "an integer")
+    if type(value) is not int:
+        _check_scalar(name, value, Integral, "an integer")
 
 
 def check_real(name: str, value: object) -> None:
     """Raise a ValueError for what is neither a real number nor a CPU tensor that holds one."""
-    if type(value) is not float and not _is_real(value):
-        _explain_scalar(name, value, "a real number that a float can hold")
+    if type(value) is not float:
+        _check_scalar(name, value, Real, "a real number that a float can hold")
 
 
-def _is_integer(value: object) -> bool:
+def _check_scalar(name: str, value: Any, kind: type, expected: str) -> None:
     if isinstance(value, torch.Tensor):
-        integer = not value.is_floating_point() and not value.is_complex()
-        return integer and value.dtype is not torch.bool and _is_host_scalar(value)
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not value.is_complex() and value.dtype is not torch.bool and _is_host_scalar(value)
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
+        if value.device.type != "cpu":
+            raise ValueError(
+                f"{name}: expected {expected} on the host, got a tensor on {value.device} (reading "
+                "it would stall the host until the GPU is idle; pass a python number or a CPU "
+                "tensor)"
+            )
+        fits = not value.is_complex() and value.dtype is not torch.bool and value.numel() == 1
+        if not fits or (kind is Integral and value.is_floating_point()):
+            raise ValueError(
+                f"{name}: expected {expected} or a CPU tensor that holds one, got a {value.dtype} "
+                f"tensor of shape {list(value.shape)}"
+            )
+        return
+    fits = isinstance(value, kind) and not isinstance(value, bool)
     try:
-        float(value)
+        if fits and kind is Real:
+            float(value)
     except OverflowError:  # a whole number or a fraction beyond all floats
-        return False
-    return True
-
-
-def _is_host_scalar(value: torch.Tensor) -> bool:
-    return value.device.type == "cpu" and value.numel() == 1
-
-
-def _explain_scalar(name: str, value: object, kind: str) -> NoReturn:
-    if not isinstance(value, torch.Tensor):
+        fits = False
+    if not fits:
         given = f"{shown(value)} of type {type(value).__name__}"
-        raise ValueError(f"{name}: expected {kind}, got {given}")
-    if value.device.type != "cpu":
-        raise ValueError(
-            f"{name}: expected {kind} on the host, got a tensor on {value.device} (reading it "
-            "would stall the host until the GPU is idle; pass a python number or a CPU tensor)"
-        )
-    raise ValueError(
-        f"{name}: expected {kind} or a CPU tensor that holds one, got a {value.dtype} tensor of "
-        f"shape {list(value.shape)}"
-    )
+        raise ValueError(f"{name}: expected {expected}, got {given}")
 
 
 def shown(value: object) -> str:

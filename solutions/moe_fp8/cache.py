@@ -20,10 +20,8 @@ def mebibytes(entries: Sequence[Entry]) -> str:
 
 
 def line(entry: Entry) -> str:
-    kernel, made = (
-        entry.made_of.get("kernel", entry.path.name),
-        entry.made_of.get("parameters", "?"),
-    )
+    kernel = entry.made_of.get("kernel", entry.path.name)
+    made = entry.made_of.get("parameters", "?")
     hours = max(0.0, time.time() - entry.used) / 3600
     return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {made}"
 
@@ -40,13 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if directory is None:
         parser.error(f"{CACHE_VARIABLE} is empty, or there is no home: no kernel is cached")
 
-    def unused(*_: object) -> None:
-        raise AssertionError("neither loads nor builds")
-
-    cache = KernelCache(directory, unused, unused)
+    cache = KernelCache(directory)
     if args.clear:
-        if directory.is_dir() and (why := cache.claim()):
-            parser.error(f"{why}: nothing is removed")
         removed = cache.trim(0)
         print(f"{directory}: removed {len(removed)} kernels, {mebibytes(removed)}")
         return 0

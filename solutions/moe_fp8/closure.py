@@ -1,8 +1,7 @@
 """The source files that a module of this package needs: the closure of its relative imports.
 
-Standard library only and nothing is imported or executed: the files are parsed. What packs a
-solution into one self-contained file and what keys a cache by source both ask here, so that
-editing a part changes exactly the solutions that import it.
+The files are parsed, nothing is imported. What packs a solution and what keys the kernel cache both
+ask here, so that editing a part changes exactly the solutions that import it.
 """
 
 import ast
@@ -23,8 +22,8 @@ def import_closure(entry: Path, root: Path) -> list[Path]:
     directory of the top-level package, under whatever name it is imported.
 
     Raises:
-        ClosureError: for an import that leaves `root`, names no file or attribute there, or
-            reaches the package by its absolute name (a bundle is imported under another one).
+        ClosureError: for an import that leaves `root`, names no file there, or reaches the package
+            by its absolute name (a bundle is imported under another one).
     """
     root = root.resolve()
     pending = [entry.resolve()]
@@ -79,12 +78,8 @@ def _imported_files(node: ast.AST, path: Path, root: Path) -> Iterator[Path]:
             raise fail(f"'{'.' * node.level}{node.module or ''}' is no module of the package")
         yield source
         if source.name == "__init__.py":
-            for alias in node.names:
-                submodule = _module_file(target / alias.name)
-                if submodule is not None:
-                    yield submodule
-                elif alias.name not in _top_level_names(source):
-                    raise fail(f"'{alias.name}' is neither a module in nor a name of {target.name}")
+            # What is no module is a name of the package itself.
+            yield from filter(None, (_module_file(target / alias.name) for alias in node.names))
     elif isinstance(node, ast.Call):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         called = node.func.id if isinstance(node.func, ast.Name) else called
@@ -101,17 +96,3 @@ def _module_file(target: Path) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
-
-
-def _top_level_names(source: Path) -> set[str]:
-    """Names that a package's `__init__.py` binds at its top level."""
-    names: set[str] = set()
-    for node in ast.parse(source.read_text(encoding="utf-8"), filename=str(source)).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names.update(t.id for t in targets if isinstance(t, ast.Name))
-    return names

@@ -1,9 +1,7 @@
 """The whole layer on several GPUs: a rank has its share of the experts and its share of the tokens.
 
-Either every rank gets all tokens, computes what its experts add to each, and sends every rank its
-tokens' parts; or, with DeepEP, a token goes to the ranks of its experts alone. A token's parts are
-added in the order of the ranks, in float32: what a reduce-scatter would do in bfloat16, in an order
-of its own, for as many bytes.
+A token's parts are added in the order of the ranks, in float32: what a reduce-scatter would do in
+bfloat16, in an order of its own, for as many bytes.
 """
 
 import hashlib
@@ -63,14 +61,12 @@ def expert_parallel_moe(
     waits for the other ranks' hosts; else ("nccl") on the GPU, which the host then waits for.
 
     Args:
-        routing_logits: `[t, E]` float32 of this rank's t tokens; E is L times the ranks.
-        routing_bias: `[E]` bfloat16, the same on every rank, which is not checked.
-        hidden_states: `[t, H]` float8_e4m3fn.
-        hidden_states_scale: `[H/128, t]` float32.
+        routing_logits, hidden_states, hidden_states_scale: of this rank's t tokens, as in
+            `fused_moe`; E is L times the ranks.
+        routing_bias: the same on every rank, which is not checked.
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale: of this rank's L
-            experts, see `fused_moe`.
-        routed_scaling_factor, n_group, topk_group, top_k, accurate: see `fused_moe`; the same on
-            every rank.
+            experts, as in `fused_moe`.
+        routed_scaling_factor, n_group, topk_group, top_k, accurate: the same on every rank.
         group: of processes, else the default one.
         buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
             for high throughput are called.
@@ -85,18 +81,12 @@ def expert_parallel_moe(
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = MoeInputs(
-        routing_logits,
-        routing_bias,
-        hidden_states,
-        hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm2_weights,
-        gemm2_weights_scale,
-        0,  # the offset, which follows from the rank
-        routed_scaling_factor,
-    )
-    _agree(_checked(inputs, (n_group, topk_group, top_k), accurate, ranks, buffer), group)
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        0, routed_scaling_factor,  # the offset follows from the rank
+    )  # fmt: skip
+    routing = {"n_group": n_group, "topk_group": topk_group, "top_k": top_k}
+    _agree(_checked(inputs, routing, accurate, ranks, buffer), group)
     local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
     packed = _packed(routing_logits, hidden_states, hidden_states_scale)
     if buffer is None:
@@ -107,31 +97,21 @@ def expert_parallel_moe(
         chosen = _experts_of(routing_logits, routing_bias, shape)
         received, returned = _to_ranks_of(chosen, packed, experts, buffer)
     logits, x, x_scale = _unpacked(received, experts, hidden)
-    partial = fused_moe(
-        logits,
-        routing_bias,
-        x,
-        x_scale,
-        *inputs[4:8],
-        local_expert_offset=rank * local,
-        routed_scaling_factor=routed_scaling_factor,
-        n_group=n_group,
-        topk_group=topk_group,
-        top_k=top_k,
-        accurate=accurate,
-    )
-    return returned(partial)
+    options: dict[str, Any] = {
+        "local_expert_offset": rank * local,
+        "routed_scaling_factor": routed_scaling_factor,
+        "accurate": accurate,
+        **routing,
+    }
+    return returned(fused_moe(logits, routing_bias, x, x_scale, *inputs[4:8], **options))
 
 
 def deep_ep_buffer(
     experts: int, hidden: int, group: dist.ProcessGroup | None = None
 ) -> "deep_ep.Buffer":
-    """A buffer for `expert_parallel_moe` on the GPUs of one host; `destroy()` it before the group.
+    """A buffer for `expert_parallel_moe` with E experts and width H, on the GPUs of one host.
 
-    Args:
-        experts: E, of all ranks.
-        hidden: H.
-        group: of processes, else the default one.
+    `destroy()` it before the group.
 
     Raises:
         ImportError: DeepEP is not installed.
@@ -146,7 +126,7 @@ def deep_ep_buffer(
 
 
 def _checked(
-    inputs: MoeInputs, routing: tuple[int, int, int], accurate: bool, ranks: int, buffer: Any
+    inputs: MoeInputs, routing: dict[str, int], accurate: bool, ranks: int, buffer: Any
 ) -> dict[str, Any] | str:
     """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
     try:
@@ -158,7 +138,7 @@ def _checked(
                 f"ranks, got {experts} (gemm1_weights: {local} experts)"
             )
         output = torch.empty_like(x, dtype=torch.bfloat16)  # only for the check
-        tokens = validate(inputs, output, layer_of(*sizes, *routing, accurate).shape)
+        tokens = validate(inputs, output, layer_of(*sizes, *routing.values(), accurate).shape)
         buffer_ranks = ranks if buffer is None else getattr(buffer, "group_size", buffer)
         if buffer_ranks != ranks:
             raise ValueError(f"buffer: expected DeepEP's of {ranks} ranks, got {buffer_ranks!r}")
@@ -172,20 +152,18 @@ def _checked(
         "hidden_states.is_cuda": x.is_cuda,
         "routing_logits.shape[1]": experts,
         "gemm2_weights.shape[2]": intermediate,
-        **dict(zip(("n_group", "topk_group", "top_k"), map(int, routing), strict=True)),
+        **{name: int(value) for name, value in routing.items()},
         "routed_scaling_factor": float(inputs.routed_scaling_factor),
         "accurate": accurate,
     }
 
 
 def _agree(mine: dict[str, Any] | str, group: dist.ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank unless what `_checked` found is right on each of them
-    and the same on all.
+    """Raise the same ValueError on every rank unless what `_checked` found is right and the same.
 
     Every rank makes the same collective calls whatever it found, so that none waits for one that
-    has raised: one of a hash, and, where the hashes are not those of right and equal arguments, one
-    of what was found. The hashes go by an all-to-all: gloo's all-gather is a ring and takes twice
-    as long with 8 ranks (0.70 ms, 0.35).
+    has raised: one of a hash, and, unless all are right and equal, one of what was found. The first
+    is an all-to-all: gloo's all-gather is a ring and takes twice as long with 8 ranks.
     """
     ranks = dist.get_world_size(group)
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"

@@ -79,22 +79,15 @@ def fused_moe(
             Nothing was launched. Or the GPU is not supported.
         RuntimeError: a stream is being captured and no call with as many tokens came before.
     """
-    tensors = (
-        routing_logits,
-        routing_bias,
-        hidden_states,
-        hidden_states_scale,
-        gemm1_weights,
-        gemm1_weights_scale,
-        gemm2_weights,
-        gemm2_weights_scale,
-    )
     if out is None and isinstance(hidden_states, torch.Tensor):  # else refused by name, below
         out = torch.empty_like(hidden_states, dtype=torch.bfloat16)
     # The operator's own part of a call is 7 us of the host's.
     run = _operator if torch.compiler.is_compiling() else _run
-    scalars = local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k, accurate
-    run(*tensors, *scalars, out)
+    run(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k, accurate, out,
+    )  # fmt: skip
     return out
 
 
@@ -126,20 +119,11 @@ def sizes_of(
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
-def _layer(
-    experts: int,
-    local: int,
-    hidden: int,
-    intermediate: int,
-    n_group: int,
-    topk_group: int,
-    top_k: int,
-    accurate: bool,
-) -> FusedLayer:
+def _layer(*arguments: Any) -> FusedLayer:
+    *sizes, accurate = arguments
     if type(accurate) is not bool:
         raise ValueError(f"accurate: expected True or False, got {accurate!r}")
-    shape = MoeShape(experts, local, hidden, intermediate, n_group, topk_group, top_k)
-    return FusedLayer(shape, 2 if accurate else 1)
+    return FusedLayer(MoeShape(*sizes), 2 if accurate else 1)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:

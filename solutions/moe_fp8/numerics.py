@@ -4,14 +4,11 @@ from typing import Any
 
 BLOCK = 128
 """Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
-
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
-
 EPSILON = 1e-20
 """Added to the sum of a token's scores, which keeps its weights finite where the sigmoid of every
 chosen logit underflows to zero."""
-
 TMA_ROWS = 4
 """float32 scales of 16 bytes: TMA reads a row of scales from multiples of that only."""
 

@@ -26,7 +26,6 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
 
 ROUTINGS = ("deepseek_v3", "renormalize")
 """Ways to choose a token's experts and their weights, see `layer.routing.choose_experts`."""
-
 LARGEST = {
     "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
     "num_local_experts": 1024,
@@ -43,30 +42,21 @@ LANES = 32
 class MoeShape:
     """Everything about the layer that does not change from call to call.
 
-    Attributes:
-        num_experts: of the whole layer, at most 1024.
-        num_local_experts: here, at most 1024.
-        hidden_size: of a token, a multiple of 128 up to 8192.
-        intermediate_size: inside an expert, a multiple of 128 up to 16384.
-        n_group: groups that the experts are divided into, for the routing. Where not all of them
-            are kept, a group has 1, 2, 4, ... times as many experts as a lane of a warp that
-            shares the experts with 31 others.
-        topk_group: groups that a token's experts come from.
-        top_k: experts of a token, at most 31.
-        routing: of `ROUTINGS`; with `renormalize` the logits are bfloat16, and there is no bias.
+    Where `topk_group < n_group`, a group has 1, 2, 4, ... times as many experts as a lane of a warp
+    that shares the experts with 31 others.
 
     Raises:
         ValueError: a size is not what routing or the block scales need; the message names it.
     """
 
-    num_experts: int = 256
-    num_local_experts: int = 32
-    hidden_size: int = 7168
-    intermediate_size: int = 2048
-    n_group: int = 8
-    topk_group: int = 4
-    top_k: int = 8
-    routing: str = "deepseek_v3"
+    num_experts: int = 256  # of the whole layer, at most 1024
+    num_local_experts: int = 32  # here, at most 1024
+    hidden_size: int = 7168  # of a token, a multiple of 128 up to 8192
+    intermediate_size: int = 2048  # inside an expert, a multiple of 128 up to 16384
+    n_group: int = 8  # groups that the experts are divided into, for the routing
+    topk_group: int = 4  # groups that a token's experts come from
+    top_k: int = 8  # experts of a token, at most 31
+    routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -118,12 +108,10 @@ class MoeShape:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the routing takes one."""
         return self.routing == "deepseek_v3"
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Of the routing's logits."""
         return torch.float32 if self.routing == "deepseek_v3" else torch.bfloat16
 
     @cached_property

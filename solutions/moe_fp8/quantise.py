@@ -1,7 +1,6 @@
 """FP8 operands of the layer from what a model has: values in e4m3 and the scales of their blocks.
 
-Plain torch, for weights once and as a starting point for activations; on both ends of a GEMM the
-scale maps a block's largest magnitude to FP8's largest value.
+Plain torch; the scale maps a block's largest magnitude to FP8's largest value.
 """
 
 import torch
@@ -12,11 +11,7 @@ from .numerics import BLOCK, FP8_MAX
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations: a scale for 128 values of a row.
 
-    Args:
-        x: `[T, H]`, any floating-point type; H is a multiple of 128.
-
-    Returns:
-        `[T, H]` float8_e4m3fn and `[H/128, T]` float32, so that `x` is about their product.
+    `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32.
 
     Raises:
         ValueError: H is no multiple of 128.
@@ -32,11 +27,8 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights: a scale for a block of 128 x 128.
 
-    Args:
-        w: `[..., N, K]`, any floating-point type; N and K are multiples of 128.
-
-    Returns:
-        `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32.
+    `[..., N, K]` of any floating-point type becomes `[..., N, K]` float8_e4m3fn and
+    `[..., N/128, K/128]` float32.
 
     Raises:
         ValueError: N or K is no multiple of 128.

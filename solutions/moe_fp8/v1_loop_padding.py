@@ -55,7 +55,7 @@ class LoopPermutation:
         return a, a_scale
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        out = padded.new_empty((self.host.total_rows, padded.shape[1]))
+        out = padded.new_empty((self.host.rows, padded.shape[1]))
         for flat, place in self._slices():
             out[flat] = padded[place]
         return out

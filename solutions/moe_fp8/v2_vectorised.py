@@ -37,9 +37,9 @@ class VectorisedPermutation:
         torch.arange(0, self.padded_rows, max_rows, out=starts)
         shift = starts - m_indptr[:-1]  # from an expert's flat rows to its padded ones
         torch.add(m_indptr[1:], shift, out=ends)
-        row = torch.arange(host.total_rows, dtype=torch.int32, device=m_indptr.device)
+        row = torch.arange(host.rows, dtype=torch.int32, device=m_indptr.device)
         expert = torch.searchsorted(m_indptr[1:], row, right=True)
-        place = row.new_empty(host.total_rows, dtype=torch.int64)  # as torch's indexing needs it
+        place = row.new_empty(host.rows, dtype=torch.int64)  # as torch's indexing needs it
         self.place = torch.add(row, shift.index_select(0, expert), out=place)
 
     @staticmethod

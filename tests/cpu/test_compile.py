@@ -28,11 +28,12 @@ from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.batched import compile_batched_gemm
 from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
 from moe_fp8.kernels.sm90 import heuristic as sm90
-from moe_fp8.kernels.sm90.config import BLOCK, GemmConfig
+from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 from sass import disassemble, facts, nvdisasm
 

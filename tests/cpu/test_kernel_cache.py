@@ -23,7 +23,7 @@ from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.barriers import Barriers
-from moe_fp8.kernels.cache import CACHE_VARIABLE, TAG, TAG_TEXT, KernelCache, cache_dir
+from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache, cache_dir
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.swiglu_quant import SwigluQuant
 
@@ -56,40 +56,22 @@ def clear(directory: Path, monkeypatch) -> None:
     assert program.main() == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
+    """As with `MOE_FP8_CACHE_DIR=$HOME`."""
+    directory, outside = tmp_path / "kernels", tmp_path / "outside"
+    kept = kernels_in(directory)
+    kept.get({"kernel": "Gemm"}, lambda: "built")
+    theirs = (
         ".git/HEAD",
         "results/sha256",
         f".Gemm-{HEX}/notes",  # like a draft, but for what mkdtemp adds
         f"Gemm-{HEX}.d/sha256",
         f"Gemm-{HEX[:-1]}/sha256",
         f"Gemm-{HEX.upper()}/sha256",
+        f"Combine-{HEX}/notes",  # the name alone is no proof
         "lock-file",
-        TAG,
-    ],
-)
-def test_a_directory_of_others_is_not_used(name, tmp_path, monkeypatch, capsys):
-    """As `MOE_FP8_CACHE_DIR=$HOME`: nothing in it is changed, and nothing is added."""
-    put(tmp_path, name)
-    put(tmp_path, f"Gemm-{HEX}/sha256")  # the name alone is no proof
-    before = tree(tmp_path)
-    kept = kernels_in(tmp_path)
-    why = f"{re.escape(str(tmp_path))} is no cache of kernels .it holds {Path(name).parts[0]}."
-    with pytest.warns(RuntimeWarning, match=f"{why}: it is not used.*set {CACHE_VARIABLE}"):
-        assert kept.get({"kernel": "Gemm"}, lambda: "built") == "built"
-    assert kept.trim(0) == []
-    with pytest.raises(SystemExit, match="2"):
-        clear(tmp_path, monkeypatch)
-    assert re.search(f"{why}: nothing is removed", capsys.readouterr().err)
-    assert tree(tmp_path) == before
-
-
-def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
-    directory, outside = tmp_path / "kernels", tmp_path / "outside"
-    kept = kernels_in(directory)
-    kept.get({"kernel": "Gemm"}, lambda: "built")
-    for name in (".git/HEAD", "results/sha256", f"Gemm-{HEX}.d/sha256", f".Gemm-{HEX}/HEAD"):
+    )
+    for name in theirs:
         put(directory, name)
     put(outside, "entry/sha256")
     put(outside, "draft/file")
@@ -101,36 +83,7 @@ def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
     clear(directory, monkeypatch)
     assert kept.entries() == []
     assert tree(tmp_path) == {n: c for n, c in before.items() if entry.path.name not in n}
-    assert len([*directory.iterdir()]) == 4 + 2 + 2, "theirs, the links, a lock and the tag"
-
-
-@pytest.mark.parametrize("tag", [None, b"", TAG_TEXT[:40]], ids=["none", "empty", "half"])
-def test_a_cache_without_a_whole_tag_gets_one(tag, tmp_path):
-    """As every cache was before there was a tag, and as one is while another process writes it."""
-    kept = kernels_in(tmp_path)
-    kept.get({"kernel": "Gemm"}, lambda: "built")
-    (tmp_path / TAG).unlink()
-    if tag is not None:
-        (tmp_path / TAG).write_bytes(tag)
-    assert kept.get({"kernel": "Gemm"}, lambda: "never") == "built"
-    assert (tmp_path / TAG).read_bytes() == TAG_TEXT
-    # The specification's signature, which other programs look for.
-    assert TAG_TEXT.startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
-
-
-def test_a_link_in_place_of_a_lock_makes_it_a_directory_of_others(tmp_path):
-    """Opening a lock can empty what it names."""
-    directory = tmp_path / "kernels"
-    put(tmp_path, "file")
-    kept = kernels_in(directory)
-    kept.get({"kernel": "Gemm"}, lambda: "built")
-    (lock,) = directory.glob("lock-*")
-    for path in (lock, directory / TAG):
-        path.unlink()
-    lock.symlink_to(tmp_path / "file")
-    with pytest.warns(RuntimeWarning, match=f"it holds {lock.name}"):
-        assert kept.get({"kernel": "Gemm"}, lambda: "anew") == "anew"
-    assert (tmp_path / "file").read_text() == "the user's"
+    assert len([*directory.iterdir()]) == len(theirs) + 2 + 1, "theirs, the links, a lock"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError, AttributeError, MemoryError])

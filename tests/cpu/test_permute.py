@@ -51,7 +51,7 @@ class TestBoth:
     def test_read(self, permutation, counts):
         host = permutation.read(grouped(counts))
         ends = [sum(counts[: e + 1]) for e in range(len(counts))]
-        assert list(host.ends) == ends and host.total_rows == sum(counts)
+        assert list(host.ends) == ends and host.rows == sum(counts)
         assert host.max_rows == -(-max(counts) // 128) * 128
 
     def test_layout(self, permutation, counts):
@@ -67,15 +67,15 @@ class TestBoth:
     def test_pad(self, permutation, counts, gather):
         rows = grouped(counts)
         host = permutation.read(rows)
-        x, x_scale = operands(300 if gather else host.total_rows)
-        source = rows.token_of_row[: host.total_rows] if gather else None
+        x, x_scale = operands(300 if gather else host.rows)
+        source = rows.token_of_row[: host.rows] if gather else None
         a, a_scale = permutation(rows, host).pad(x, x_scale, source)
         assert a.shape == (len(counts) * host.max_rows, K) and a.dtype == x.dtype
         assert a_scale.shape == (K // 128, a.shape[0])
         assert a.is_contiguous() and a_scale.is_contiguous()
-        wanted = list(range(host.total_rows)) if source is None else source.tolist()
+        wanted = list(range(host.rows)) if source is None else source.tolist()
         there = places(counts, host.max_rows)
-        assert len(set(there)) == host.total_rows
+        assert len(set(there)) == host.rows
         assert torch.equal(bits(a)[there], bits(x)[wanted])
         assert torch.equal(a_scale[:, there], x_scale[:, wanted])
 
@@ -83,7 +83,7 @@ class TestBoth:
         monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
         rows = grouped(counts)
         host = permutation.read(rows)
-        a, a_scale = permutation(rows, host).pad(*operands(host.total_rows), None)
+        a, a_scale = permutation(rows, host).pad(*operands(host.rows), None)
         padding = torch.ones(a.shape[0], dtype=torch.bool)
         padding[places(counts, host.max_rows)] = False
         assert (bits(a)[padding] == 0x7F).all()
@@ -93,7 +93,7 @@ class TestBoth:
     def test_unpad_undoes_pad(self, permutation, counts):
         rows = grouped(counts)
         host = permutation.read(rows)
-        flat = torch.randn(host.total_rows, 64).bfloat16()
+        flat = torch.randn(host.rows, 64).bfloat16()
         padded = torch.full((len(counts) * host.max_rows, 64), torch.nan, dtype=torch.bfloat16)
         padded[places(counts, host.max_rows)] = flat
         out = permutation(rows, host).unpad(padded)

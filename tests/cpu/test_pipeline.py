@@ -21,8 +21,9 @@ from moe_fp8.layer.pipeline import (
     Layer,
     PaddedLayer,
     PlacedLayer,
+    Workspace,
+    workspace,
 )
-from moe_fp8.layer.workspace import Workspace, workspace
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
 from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
@@ -226,7 +227,7 @@ def test_clustered_reads_nothing_after_its_rows_have_places(weights, monkeypatch
             if isinstance(value, torch.Tensor)
         }
         inputs, out = fake_inputs()
-        CLUSTERED.compute(inputs, out, placed._replace(**faked))
+        CLUSTERED.compute(inputs, out, None, placed._replace(**faked))
 
 
 @pytest.mark.parametrize("offset", [32, 512], ids=["some_local", "none_local"])

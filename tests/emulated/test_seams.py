@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from markers import more
 from moe_fp8.kernels import architectures
@@ -119,32 +118,13 @@ class GroupedGemmSimt:
         self.config, self.n, self.k, self.experts = config, n, k, experts
 
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        a_scale: cute.Tensor,
-        b: cute.Tensor,
-        b_scale: cute.Tensor,
-        out: cute.Tensor,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        num_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream):
         self.kernel(a, a_scale, b, b_scale, out, expert_rows).launch(
             grid=[num_ctas, 1, 1], block=[WARPGROUP, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        a: cute.Tensor,
-        a_scale: cute.Tensor,
-        b: cute.Tensor,
-        b_scale: cute.Tensor,
-        out: cute.Tensor,
-        expert_rows: cute.Tensor,
-    ):
+    def kernel(self, a, a_scale, b, b_scale, out, expert_rows):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -170,10 +150,8 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         target="sm_90a",  # which the emulator runs
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
-        choose_layer=lambda tokens, shape, terms: (SimtConfig(), SimtConfig()),
-        gemm=lambda: GroupedGemmSimt,
-        swiglu=lambda: None,
-        gather=lambda config: None,
+        layer=None,
+        classes=lambda: (GroupedGemmSimt, object),
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})
     monkeypatch.setattr(kernels, "target_of", lambda device: simt.target)

@@ -11,7 +11,6 @@ from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels import scratch
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.problem import MoeInputs
@@ -132,11 +131,11 @@ def test_the_workspace_is_given_back(module, make_inputs):
 def test_what_the_workspace_held_before(module, tokens, make_inputs, monkeypatch):
     """Rows of no pair are loaded, too: whatever they hold, no result shows it."""
     inputs = make_inputs(tokens)
-    wanted, filled = output_of(module, inputs), []
+    wanted, filled, allocate = output_of(module, inputs), [], kernels.allocate
     for byte in (0xFF, 0x00, 0x7F):
 
         def poisoned(size: int, gpu: int, byte: int = byte) -> int:
-            address = scratch.allocate(size, gpu)
+            address = allocate(size, gpu)
             filled.append(cuda.cuMemsetD8Async(address, byte, size, 0))
             return address
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from ..layer.device import on_device
+from ..layer.backend import on_device
 
 Capability = tuple[int, int]
 Call = TypeVar("Call", bound=Callable[..., None])

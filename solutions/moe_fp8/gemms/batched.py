@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 
 from ..kernels import architectures
-from ..layer.backend import select
-from ..layer.device import on_device
+from ..layer.backend import on_device, select
 from ..layer.rows import batched_rows
 from ..numerics import BLOCK
 from .validate import validate_masked

@@ -14,8 +14,7 @@ Expected gain over such a library: the copies, and with few rows of an expert th
 import torch
 
 from ..kernels import architectures
-from ..layer.backend import select
-from ..layer.device import on_device
+from ..layer.backend import on_device, select
 from ..layer.rows import flat_rows
 from ..problem import expected_rows
 from .validate import validate_contiguous

@@ -17,38 +17,14 @@ TILE_ROWS = 128
 """What the rows reserved for an expert are a multiple of: no tile reaches the next one's."""
 
 
-def validate_contiguous(
-    a: torch.Tensor,  # [rows, k] float8_e4m3fn
-    a_scale: torch.Tensor,  # [k / 128, rows] float32
-    b: torch.Tensor,  # [experts, n, k] float8_e4m3fn
-    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
-    m_indptr: torch.Tensor,  # [experts + 1] int32
-    out: torch.Tensor,  # [rows, n] bfloat16
-) -> None:
-    """Check the arguments of a GEMM on flat rows.
-
-    Raises:
-        ValueError: names the argument, what was expected and given, and why.
-    """
+def validate_contiguous(a, a_scale, b, b_scale, m_indptr, out) -> None:
+    """Check the arguments of a GEMM on flat rows: a ValueError says what is wrong with which."""
     rows, _ = _sizes("a", a, ("rows", "k"))
-    of_weights = _weights(b)
-    _contiguous(rows, *of_weights).check((a, a_scale, b, b_scale, m_indptr, out))
+    _signature((rows,), *_weights(b)).check((a, a_scale, b, b_scale, m_indptr, out))
 
 
-def validate_masked(
-    a: torch.Tensor,  # [experts, max_rows, k] float8_e4m3fn
-    a_scale: torch.Tensor,  # [experts, k / 128, max_rows] float32
-    b: torch.Tensor,  # [experts, n, k] float8_e4m3fn
-    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
-    masked_m: torch.Tensor,  # [experts] int32
-    expected_m: int,
-    out: torch.Tensor,  # [experts, max_rows, n] bfloat16
-) -> None:
-    """Check the arguments of a GEMM on batched rows.
-
-    Raises:
-        ValueError: names the argument, what was expected and given, and why.
-    """
+def validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out) -> None:
+    """The same on batched rows."""
     _, rows, _ = _sizes("a", a, ("experts", "max_rows", "k"))
     of_weights = _weights(b)
     if rows % TILE_ROWS:
@@ -56,7 +32,7 @@ def validate_masked(
             f"a: expected max_rows a multiple of {TILE_ROWS}, got {rows} (no tile may reach the "
             "next expert's rows)"
         )
-    _masked(rows, *of_weights).check((a, a_scale, b, b_scale, masked_m, out))
+    _signature((of_weights[0], rows), *of_weights).check((a, a_scale, b, b_scale, masked_m, out))
     if not isinstance(expected_m, Integral) or isinstance(expected_m, bool):
         raise ValueError(f"expected_m: expected an integer, got {type(expected_m).__name__}")
 
@@ -80,32 +56,24 @@ def _weights(b: torch.Tensor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _contiguous(rows: int, experts: int, n: int, k: int) -> Signature:
-    boundaries = "first row of every expert, and the end"
-    return Signature(
-        Spec("a", (rows, k), torch.float8_e4m3fn, "one row after the other"),
-        Spec("a_scale", (k // BLOCK, rows), torch.float32, "block-major"),
-        *_weight_specs(experts, n, k),
-        Spec("m_indptr", (experts + 1,), torch.int32, boundaries, 4),
-        Spec("out", (rows, n), torch.bfloat16, "a row for each of a"),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _masked(rows: int, experts: int, n: int, k: int) -> Signature:
-    return Signature(
-        Spec("a", (experts, rows, k), torch.float8_e4m3fn, "max_rows an expert"),
-        Spec("a_scale", (experts, k // BLOCK, rows), torch.float32, "block-major"),
-        *_weight_specs(experts, n, k),
-        Spec("masked_m", (experts,), torch.int32, "rows of an expert", 4),
-        Spec("out", (experts, rows, n), torch.bfloat16, "a row for each of a"),
-    )
-
-
-def _weight_specs(experts: int, n: int, k: int) -> tuple[Spec, Spec]:
+def _signature(rows: tuple[int, ...], experts: int, n: int, k: int) -> Signature:
+    """`rows`: (rows,) of flat ones, (experts, max_rows) of batched ones."""
+    fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    *outer, inner = rows
+    if outer:
+        row, counts = (
+            "max_rows an expert",
+            Spec("masked_m", (experts,), i32, "rows of an expert", 4),
+        )
+    else:
+        row, boundaries = "one row after the other", "first row of every expert, and the end"
+        counts = Spec("m_indptr", (experts + 1,), i32, boundaries, 4)
     block = f"one scale per {BLOCK}x{BLOCK} block"
-    scales = experts, n // BLOCK, k // BLOCK
-    return (
-        Spec("b", (experts, n, k), torch.float8_e4m3fn, "an expert's weights"),
-        Spec("b_scale", scales, torch.float32, block, 4),
+    return Signature(
+        Spec("a", (*rows, k), fp8, row),
+        Spec("a_scale", (*outer, k // BLOCK, inner), f32, "block-major"),
+        Spec("b", (experts, n, k), fp8, "an expert's weights"),
+        Spec("b_scale", (experts, n // BLOCK, k // BLOCK), f32, block, 4),
+        counts,
+        Spec("out", (*rows, n), torch.bfloat16, "a row for each of a"),
     )

@@ -1,8 +1,8 @@
 """How the rows of A and their scales come into a pipeline stage: a strategy of the GEMM.
 
 A strategy names its shared memory, its warps and what they add to a stage's `full` barrier, what
-the host function makes of the tensors, and the copies of one K block. Where the config has the
-`split_scales`, `copy_scales` loads them instead, by a warp and a pipeline of their own.
+the host function makes of the tensors, and the copies of one K block; with `split_scales`, those of
+the scales by a warp and a pipeline of their own.
 """
 
 from typing import Any, NamedTuple
@@ -79,8 +79,7 @@ class ContiguousRows:
             self.bytes += self.scale_bytes
 
     def operand(self, a: cute.Tensor, a_scale: cute.Tensor) -> TmaOperand:
-        """In the host function: `a` (rows, terms * k) e4m3, one term after the other, `a_scale`
-        (k / 128, rows) f32."""
+        """In the host function: `a` (rows, terms * k) e4m3, `a_scale` (k / 128, rows) f32."""
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         return TmaOperand(
@@ -93,14 +92,7 @@ class ContiguousRows:
         cpasync.prefetch_descriptor(operand.rows)
         cpasync.prefetch_descriptor(operand.scales)
 
-    def tile_copies(
-        self,
-        operand: TmaOperand,
-        shared: SharedRows,
-        tile: Tile,
-        cta: tuple[Int32, Int32],
-        warp: Int32,
-    ) -> TileCopies:
+    def tile_copies(self, operand, shared, tile: Tile, cta, warp) -> TileCopies:
         """What `copy` needs of a tile."""
         c = self.config
         # (tile_m, 128, k_blocks), (scale_rows, 1, k_blocks)
@@ -117,9 +109,7 @@ class ContiguousRows:
         mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 1)
         return TileCopies(rows_from, rows_to, scales_from, scales_to, mask)
 
-    def copy(
-        self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, load, state, warp: Int32
-    ) -> None:
+    def copy(self, operand, of_tile, kb, load, state, warp) -> None:
         """Start the copies of K block `kb` into a free stage."""
         full = expect(load, state, self.bytes, self.config.mma_ctas)
         terms = self.config.terms
@@ -135,20 +125,16 @@ class ContiguousRows:
         if not self.config.split_scales:
             self._copy_scales(operand, of_tile, kb, full, state)
 
-    def scale_copies(
-        self, operand: TmaOperand, shared: SharedRows, tile: Tile, cta: tuple[Int32, Int32]
-    ) -> TileCopies:
+    def scale_copies(self, operand, shared, tile: Tile, cta) -> TileCopies:
         """What `copy_scales` needs of a tile."""
         return self.tile_copies(operand, shared, tile, cta, Int32(0))
 
-    def copy_scales(self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, pipe, state) -> None:
+    def copy_scales(self, operand, of_tile, kb, pipe, state) -> None:
         """Start the copy of K block `kb`'s scales into a free stage of a pipeline of their own."""
         full = expect(pipe, state, self.scale_bytes)
         self._copy_scales(operand, of_tile, kb, full, state)
 
-    def _copy_scales(
-        self, operand: TmaOperand, of_tile: TileCopies, kb: Int32, full: cute.Pointer, state
-    ) -> None:
+    def _copy_scales(self, operand, of_tile, kb, full, state) -> None:
         cute.copy(
             operand.scales,
             of_tile.scales_from[None, kb],

@@ -1,7 +1,6 @@
 """The GPU architectures that there are kernels for: the one list of them.
 
-An architecture is a folder with its GEMM kernel, that kernel's config with its rules, and the
-heuristic that picks one; everything outside of these folders is neutral.
+What differs lies in an architecture's folder: GEMM kernel, config with its rules, heuristic.
 """
 
 import functools
@@ -11,54 +10,59 @@ from typing import Any
 
 import torch
 
+from ..problem import MoeShape
 from .sm90 import heuristic as sm90
 from .sm90.config import GemmConfig
 from .sm100 import heuristic as sm100
 from .sm100.config import GemmConfig as GemmConfigSm100
+from .tile_config import LayerRules
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the rest of the package asks of an architecture.
+    """What the rest of the package asks of an architecture."""
 
-    Attributes:
-        gpus: whom it serves, for messages.
-        target: what the compiler calls it.
-        config: a GEMM config that suits every problem.
-        choose: picks a config, see `sm90.heuristic.choose`.
-        choose_layer: picks those of the fused layer, see `sm90.heuristic.choose_layer`.
-        gemm: loads the kernel class: the DSL is not imported before it is needed.
-        swiglu: loads its epilogue class that makes FP8 terms of up and gate.
-        gather: loads the way to load rows of A that lie anywhere, None where it does not keep up
-            with the GEMM of a config.
-    """
+    gpus: str  # whom it serves, for messages
+    target: str  # what the compiler calls it
+    config: Any  # a GEMM config that suits every problem
+    choose: Callable[..., Any]  # picks a config, see `sm90.heuristic.choose`
+    layer: LayerRules  # of the fused layer's configs
+    # Loads the kernel class and its epilogue class: the DSL is not imported before it is needed.
+    classes: Callable[[], tuple[type, type]]
 
-    gpus: str
-    target: str
-    config: Any
-    choose: Callable[..., Any]
-    choose_layer: Callable[..., tuple[Any, Any]]
-    gemm: Callable[[], type]
-    swiglu: Callable[[], type]
-    gather: Callable[[Any], type | None]
+    def choose_layer(
+        self, tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., Any] | None = None
+    ) -> tuple[Any, Any]:
+        """The configs of the fused layer's GEMMs; `pick` is asked in place of `choose`."""
+        return self.layer.configs(tokens, shape, terms, pick or self.choose)
+
+    def gemm(self) -> type:
+        """The kernel class."""
+        return self.classes()[0]
+
+    def swiglu(self) -> type:
+        """Its epilogue class that makes FP8 terms of up and gate."""
+        return self.classes()[1]
+
+    def gather(self, config: Any) -> type | None:
+        """How it loads rows of A that lie anywhere; None where that does not keep up."""
+        from .gather import GatheredRows
+
+        return GatheredRows if config.swap_ab else None
 
 
-def _sm90_gemm() -> type:
+def _sm90() -> tuple[type, type]:
     from .sm90.gemm import GroupedGemmSm90
-
-    return GroupedGemmSm90
-
-
-def _sm90_swiglu() -> type:
     from .sm90.swiglu_epilogue import SwigluQuantise
 
-    return SwigluQuantise
+    return GroupedGemmSm90, SwigluQuantise
 
 
-def _gather(config: Any) -> type | None:
-    from .gather import GatheredRows
+def _sm100() -> tuple[type, type]:
+    from .sm100.gemm import GroupedGemmSm100
+    from .sm100.swiglu_epilogue import SwigluQuantise
 
-    return GatheredRows if config.swap_ab else None
+    return GroupedGemmSm100, SwigluQuantise
 
 
 HOPPER = Architecture(
@@ -66,34 +70,16 @@ HOPPER = Architecture(
     target="sm_90a",
     config=GemmConfig(),
     choose=sm90.choose,
-    choose_layer=sm90.choose_layer,
-    gemm=_sm90_gemm,
-    swiglu=_sm90_swiglu,
-    gather=_gather,
+    layer=sm90.LAYER,
+    classes=_sm90,
 )
-
-
-def _sm100_gemm() -> type:
-    from .sm100.gemm import GroupedGemmSm100
-
-    return GroupedGemmSm100
-
-
-def _sm100_swiglu() -> type:
-    from .sm100.swiglu_epilogue import SwigluQuantise
-
-    return SwigluQuantise
-
-
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",
     target="sm_100a",
     config=GemmConfigSm100(),
     choose=sm100.choose,
-    choose_layer=sm100.choose_layer,
-    gemm=_sm100_gemm,
-    swiglu=_sm100_swiglu,
-    gather=_gather,
+    layer=sm100.LAYER,
+    classes=_sm100,
 )
 BLACKWELL_ULTRA = replace(BLACKWELL, gpus="compute capability 10.3 (B300, GB300)", target="sm_103a")
 
@@ -119,8 +105,7 @@ def of_target(target: str) -> Architecture:
     Raises:
         ValueError: there is none.
     """
-    for architecture in ARCHITECTURES.values():
-        if architecture.target == target:
-            return architecture
-    known = ", ".join(architecture.target for architecture in ARCHITECTURES.values())
-    raise ValueError(f"no kernels for {target!r}: expected one of {known}")
+    by_target = {architecture.target: architecture for architecture in ARCHITECTURES.values()}
+    if target not in by_target:
+        raise ValueError(f"no kernels for {target!r}: expected one of {', '.join(by_target)}")
+    return by_target[target]

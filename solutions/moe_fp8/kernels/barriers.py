@@ -3,6 +3,8 @@
 import enum
 from typing import Any, NamedTuple
 
+import cutlass.pipeline as pipeline
+
 from .limits import MAX_CONSUMER_WARPGROUPS
 
 HARDWARE_BARRIERS = 16
@@ -20,22 +22,21 @@ class Barriers(enum.IntEnum):
 assert Barriers.END <= HARDWARE_BARRIERS
 
 
+def threads(count: int = 1) -> pipeline.CooperativeGroup:
+    """Of a pipeline: `count` arrivals complete a phase of a barrier."""
+    return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+
 class StageCounts(NamedTuple):
-    """What completes a phase of a pipeline stage's two mbarriers.
+    """What completes a phase of a pipeline stage's two mbarriers."""
 
-    Attributes:
-        full_arrivals: arrivals on `full`: those of the warps that load A, and one expect-tx for B.
-            CTAs that share an MMA all arrive on the first CTA's barrier.
-        a_bytes: bytes that TMA brings to a CTA, of A and, unless `split_scales`, of its scales.
-        b_bytes: the same of B.
-        empty_arrivals: arrivals on `empty`: every reader of the stage in every CTA that the copies
-            are multicast to, which are those in the same row and column of the cluster. CTAs that
-            share an MMA have one reader.
-    """
-
+    # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
+    # all arrive on the first CTA's barrier.
     full_arrivals: int
-    a_bytes: int
+    a_bytes: int  # that TMA brings to a CTA, of A and, unless `split_scales`, of its scales
     b_bytes: int
+    # Arrivals on `empty`: every reader of the stage in every CTA that the copies are multicast to,
+    # those in the same row and column of the cluster. CTAs that share an MMA have one reader.
     empty_arrivals: int
 
 

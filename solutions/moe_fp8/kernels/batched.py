@@ -4,7 +4,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
@@ -36,14 +35,7 @@ class PlaceBatched:
         self.blocks_per_warp = -(-self.blocks // WARPS)
 
     @cute.kernel
-    def kernel(
-        self,
-        a_scale: cute.Tensor,  # (experts, k / 128, max_rows) f32
-        masked_m: cute.Tensor,  # (experts,) i32
-        scales: cute.Tensor,  # (k / 128, experts * max_rows) f32, written for the rows there are
-        expert_rows: cute.Tensor,  # (2, experts) i32, written
-        counter: cute.Tensor,  # (1,) i32, zeroed
-    ):
+    def kernel(self, a_scale, masked_m, scales, expert_rows, counter):
         thread, _, _ = cute.arch.thread_idx()
         part, expert, _ = cute.arch.block_idx()
         max_rows = Int32(cute.size(a_scale, mode=[2]))
@@ -70,13 +62,7 @@ class PlaceBatched:
 
 
 class BatchedGemm:
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; 0 for the others.
-
-    Args:
-        config: of the GEMM.
-        n, k, experts: of the weights.
-        gemm: kernel class of the architecture.
-    """
+    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; 0 for the others."""
 
     def __init__(self, config: Any, n: int, k: int, experts: int, gemm: type):
         self.place = PlaceBatched(k)
@@ -118,16 +104,8 @@ class BatchedGemm:
         )  # fmt: skip
 
 
-def batched_gemm(
-    a: torch.Tensor,  # [experts, max_rows, k] e4m3, max_rows a multiple of 128
-    a_scale: torch.Tensor,  # [experts, k / 128, max_rows] float32
-    b: torch.Tensor,  # [experts, n, k] e4m3
-    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
-    masked_m: torch.Tensor,  # [experts] int32
-    out: torch.Tensor,  # [experts, max_rows, n] bfloat16, written
-    config: Any,
-) -> None:
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0."""
+def batched_gemm(a, a_scale, b, b_scale, masked_m, out, config) -> None:
+    """`BatchedGemm` of torch tensors, see its `__call__`."""
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
     function = compile_batched_gemm(config, n, k, experts, operations.target_of(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)
@@ -137,11 +115,7 @@ def batched_gemm(
 
 @CompiledOnce
 def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
-    """The grouped GEMM for one weight shape and any number of rows; needs no GPU.
-
-    Raises:
-        ValueError: there are no kernels for the target, or none for the shape; see its class.
-    """
+    """As `operations.compile_grouped_gemm`."""
     max_rows, blocks = Extent("max_rows", ROWS), k // BLOCK
     arguments = (
         Tensor(Float8E4M3FN, (experts, max_rows, k)),

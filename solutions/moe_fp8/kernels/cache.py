@@ -1,13 +1,12 @@
 """Compiled kernels on disk: one directory for all solutions, that no other user can write to.
 
 An entry is a directory named by a digest of everything that decides its machine code. It holds the
-object file, the object's digest and what it was made of, and appears by one atomic rename, so it is
-whole or absent; one whose digest does not match is dropped and built again. Machine code from here
-is loaded and run, so nothing is read that is another user's or that others could have written.
+object file, its digest and what it was made of, and appears by one atomic rename; one whose digest
+does not match is dropped and built again. Nothing is read that is another user's or that others
+could have written: it is run.
 
-Beyond `LIMIT_BYTES` the entries that were used longest ago go. Only what bears one of the cache's
-names is ever removed, and only from a directory with the cache's tag. A directory that holds
-anything else gets no tag and is not used: `$MOE_FP8_CACHE_DIR` can be set to any directory.
+Beyond `LIMIT_BYTES` the entries that were used longest ago go. Nothing is ever removed but
+directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be set to any directory.
 """
 
 import hashlib
@@ -31,15 +30,8 @@ NAME = "moe_fp8"
 """Of the directory: the package's own name differs from one packed solution to the next."""
 
 OBJECT, DIGEST, DESCRIPTION = "kernel.o", "sha256", "made_of.json"
-TAG = "CACHEDIR.TAG"
-TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
-# Compiled kernels of moe_fp8, which are removed and compiled anew at any time.
-# What this file means to other programs: https://bford.info/cachedir/
-"""
 ENTRY = re.compile(r"\w+-[0-9a-f]{32}")
 DRAFT = re.compile(rf"\.{ENTRY.pattern}-\w{{8}}")
-OURS = re.compile(rf"{ENTRY.pattern}|{DRAFT.pattern}|lock-[0-9a-f]{{2}}|{re.escape(TAG)}")
-"""Every name that the cache gives."""
 LIMIT_BYTES = 256 * 2**20
 STALE_SECONDS = 3600.0
 """After which what a killed process was writing is nobody's any more."""
@@ -63,35 +55,23 @@ def cache_dir() -> Path | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled kernel of the cache.
+    """One compiled kernel of the cache."""
 
-    Attributes:
-        path: its directory.
-        made_of: what decided its machine code, by name; empty where that cannot be read.
-        size: bytes on disk.
-        used: when it was stored or last loaded, seconds since the epoch.
-    """
-
-    path: Path
-    made_of: dict[str, Any]
-    size: int
-    used: float
+    path: Path  # its directory
+    made_of: dict[str, Any]  # what decided its machine code, by name; {} where that is unreadable
+    size: int  # bytes on disk
+    used: float  # when it was stored or last loaded, seconds since the epoch
 
 
 class KernelCache:
     """The compiled kernels in one directory, shared by processes and threads.
 
-    Args:
-        directory: made, for this user alone, when the first kernel is stored.
-        load: makes a function of an object file.
-        export: writes a function's object file.
+    The directory is made, for this user alone, when the first kernel is stored. `load(path)` makes
+    a function of an object file, `export(function, path)` writes one.
     """
 
-    def __init__(
-        self, directory: Path, load: Callable[[Path], Any], export: Callable[[Any, Path], None]
-    ):
-        self.directory = directory
-        self._load, self._export = load, export
+    def __init__(self, directory: Path, load: Any = None, export: Any = None):
+        self.directory, self._load, self._export = directory, load, export
 
     def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
         """The kernel that is made of this: from the directory, or built and kept there.
@@ -105,7 +85,7 @@ class KernelCache:
         function = None
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            why = why_untrusted(self.directory) or self.claim()
+            why = why_untrusted(self.directory)
             if not why and entry.exists():
                 why = why_untrusted(entry)
             if why:
@@ -120,27 +100,6 @@ class KernelCache:
         except OSError as error:
             _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
         return build() if function is None else function
-
-    def claim(self) -> str | None:
-        """Put the cache's tag into the directory; why not, if the directory is not the cache's.
-
-        A directory without the tag becomes the cache's where all that lies there bears its names.
-        """
-        tag = self.directory / TAG
-        found = tag.read_bytes() if tag.exists() else b""
-        if found == TAG_TEXT:
-            return None
-        others = {
-            path.name
-            for path in self.directory.iterdir()
-            if path.is_symlink() or not OURS.fullmatch(path.name)
-        }
-        if not TAG_TEXT.startswith(found):  # all of ours, or what is written of it just now
-            others.add(TAG)
-        if others:
-            return f"{self.directory} is no cache of kernels (it holds {min(others)})"
-        tag.write_bytes(TAG_TEXT)
-        return None
 
     def entries(self) -> list[Entry]:
         """What is kept, the last used first."""
@@ -160,13 +119,8 @@ class KernelCache:
         return sorted(found, key=lambda entry: -entry.used)
 
     def trim(self, limit: int = LIMIT_BYTES) -> list[Entry]:
-        """Remove the entries used longest ago until the rest fits, and what killed processes left.
-
-        Returns:
-            The entries that were removed; none where the directory is not the cache's.
-        """
-        if not self.directory.is_dir() or self.claim():
-            return []
+        """Remove the entries used longest ago until the rest fits, and what killed processes left;
+        return them."""
         removed, total = [], 0
         for entry in self.entries():
             total += entry.size
@@ -188,8 +142,7 @@ class KernelCache:
         return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
     def _read(self, entry: Path) -> Any | None:
-        """The function in an entry; None when there is none, or it is damaged or cannot be loaded
-        (then dropped)."""
+        """The function in an entry; one that is damaged or cannot be loaded is dropped."""
         kernel, digest = entry / OBJECT, entry / DIGEST
         try:
             foreign = why_untrusted(kernel) or why_untrusted(digest)

@@ -1,7 +1,5 @@
 """Weighted sum over every token's local experts, in a fixed order."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -10,6 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from .barriers import threads
 from .dependent import wait_for_previous
 from .tiles import WARP
 from .vectors import BYTES, load, vector
@@ -31,13 +30,12 @@ END = -1
 class Combine:
     """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with a local expert.
 
-    float32, slots in ascending order, so the result does not depend on how rows were grouped and
-    is the same in every run. A token without a local expert gets zeros.
+    float32, slots in ascending order: the same in every run. A token without a local expert gets
+    zeros.
 
-    The CTAs walk over the tokens, each for a part of the columns. A token's rows lie far apart, and
-    most tokens have few of the `top_k` that there could be: one warp finds the rows there are and
-    asks for this CTA's part of each, one bulk copy a row, as many ahead as the ring has stages. The
-    other warps add them up in the same order. `grid = (ctas, column groups)`.
+    The CTAs walk over the tokens, each for a part of the columns: one warp finds the rows there are
+    and asks for this CTA's part of each, one bulk copy a row, as many ahead as the ring has stages;
+    the other warps add them up. `grid = (ctas, column groups)`.
 
     Pipeline, `STAGES` deep, a row each:
       full   the loading warp's arrival + the bytes of the copy; the note says whose row it is
@@ -53,24 +51,14 @@ class Combine:
     ctas_per_multiprocessor = 16
     """More than its shared memory lets in at once: measured as above, 16 1461 us, 6 1469."""
 
-    def __init__(
-        self,
-        hidden: int,
-        top_k: int,
-        rows: Any = BFloat16,
-        zeros: bool = True,
-        pairs_known: bool = False,
-    ):
+    def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
         self.vector = BYTES * 8 // rows.width
         if hidden % self.vector:
             raise ValueError(f"hidden={hidden}: expected a multiple of {self.vector}")
         if top_k >= WARP:
             raise ValueError(f"top_k={top_k}: expected less than {WARP}")
-        self.hidden = hidden
-        self.top_k = top_k
-        self.rows = rows
-        self.zeros = zeros
-        self.pairs_known = pairs_known
+        self.hidden, self.top_k = hidden, top_k
+        self.rows, self.zeros, self.pairs_known = rows, zeros, pairs_known
         vectors = hidden // self.vector
         self.threads = max(n for n in range(1, MAX_THREADS + 1) if vectors % n == 0)
         self.warps = -(-self.threads // WARP)
@@ -118,8 +106,8 @@ class Combine:
         ring = pipeline.PipelineAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.warps),
+            producer_group=threads(),
+            consumer_group=threads(self.warps),
         )
         per_stage = cute.make_layout(STAGES)
         notes = storage.notes.get_tensor(per_stage), storage.weights.get_tensor(per_stage)

@@ -42,18 +42,11 @@ class Extent:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A row-major tensor argument.
-
-    Attributes:
-        dtype: element type.
-        shape: its sizes.
-        align: bytes that its address is a multiple of.
-        row_stride: of a matrix, elements from one row to the next where that is not the width.
-    """
+    """A row-major tensor argument; `row_stride` of a matrix, where it is not the width."""
 
     dtype: Any
     shape: tuple[int | Extent, ...]
-    align: int = 16
+    align: int = 16  # bytes that its address is a multiple of
     row_stride: Extent | None = None
 
     def __repr__(self) -> str:
@@ -83,9 +76,7 @@ _modules: list[Any] = []
 class CompiledOnce:
     """Remembers what a function compiled for which arguments; of several threads one compiles.
 
-    Raises, when called:
-        RuntimeError: nothing is compiled for these arguments yet and the current stream is being
-            captured: neither compiling nor loading a kernel may happen within a capture.
+    Within a stream capture, where no kernel may be compiled or loaded, it raises a RuntimeError.
     """
 
     def __init__(self, make: Callable[..., Any]):
@@ -112,15 +103,10 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
     """The compiled host function of a kernel, from disk where it is there.
 
     Args:
-        kernel: class whose `__call__` is the jitted host function; its last argument is the
-            stream, which the compiled function takes from the caller's environment.
-        parameters: the constructor's arguments; their `repr` must identify them, but for classes,
-            whose sources count.
-        arguments: those of the host function before the stream.
+        kernel: class whose `__call__` is the jitted host function; its last argument is the stream.
+        parameters: the constructor's; their `repr` identifies them, but for classes.
+        arguments: those of the TVM-FFI function returned, which takes the caller's stream.
         arch: target, `sm_90a` for example.
-
-    Returns:
-        A TVM-FFI function of the host function's arguments without the stream.
     """
 
     def build() -> Any:
@@ -170,11 +156,8 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
         return extents[size]
 
     for argument in arguments:
-        if argument is None:
-            made.append(None)
-            continue
-        if isinstance(argument, Scalar):
-            made.append(argument.dtype(0))
+        if not isinstance(argument, Tensor):
+            made.append(argument and argument.dtype(0))
             continue
         shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]
@@ -208,10 +191,8 @@ def _versions() -> tuple[str, ...]:
 
 @functools.cache
 def _host() -> str:
-    """The machine and its CPU: the host's part of a kernel is compiled for this very CPU.
-
-    Where nothing is known of the CPU, this host's name: no other host shares its kernels.
-    """
+    """The machine and its CPU, for which the host's part of a kernel is compiled; where nothing is
+    known of the CPU, this host's name."""
     try:
         first = CPU.read_text("utf-8", errors="replace").split("\n\n")[0]
     except OSError:

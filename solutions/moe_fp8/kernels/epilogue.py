@@ -62,11 +62,9 @@ class Epilogue:
 
     def prefetch(self, output: Any) -> None:
         """By one warp, ahead of the first store."""
-        return
 
     def finish(self) -> None:
         """After a warpgroup's last tile."""
-        return
 
 
 class StoreRows(Epilogue):
@@ -99,11 +97,9 @@ class StoreBFloat16(StoreRows):
     staging_type = BFloat16  # of the staging buffer
 
     def staging_elements(self) -> int:
-        """Elements of the staging buffer."""
         return cute.cosize(self.operands.staging_layout())
 
     def staging(self, buffer) -> Staging:
-        """The views of the staging buffer, a member of the kernel's shared memory."""
         layout = self.operands.staging_layout()
         rows, parts = self.operands.staged_rows, self.operands.parts
         warpgroups, part = self.config.consumer_warpgroups, rows * EPILOGUE_COLUMNS
@@ -129,22 +125,10 @@ class StoreBFloat16(StoreRows):
         cpasync.prefetch_descriptor(output.tma)
 
     @cute.jit
-    def store(
-        self,
-        output: Output,
-        staging: Staging,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        share: TileShare,
-    ):
+    def store(self, output, staging, tiled_mma, acc, share: TileShare):
         """Write the valid rows of this warpgroup's part of a tile.
 
-        Args:
-            output: of `output`.
-            staging: of `staging`.
-            tiled_mma: whose accumulator the sums are.
-            acc: this thread's float32 sums.
-            share: of the tile.
+        `acc`, a thread's float32 sums, is the accumulator of `tiled_mma`.
         """
         tile, warpgroup, thread, _ = share
         local = thread % WARPGROUP
@@ -178,9 +162,7 @@ class StoreBFloat16(StoreRows):
         # The staging buffer must outlive TMA's reading of it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _store_by_tma(
-        self, output: Output, staging: Staging, tile: Tile, row: Int32, warpgroup: Int32
-    ) -> None:
+    def _store_by_tma(self, output, staging, tile: Tile, row, warpgroup) -> None:
         c = self.config
         g_rows = cute.domain_offset((row, 0), output.tma_tensor)
         box = (self.operands.staged_rows, EPILOGUE_COLUMNS)
@@ -197,16 +179,7 @@ class StoreBFloat16(StoreRows):
             cute.copy(output.tma, source, target)
 
     @cute.jit
-    def _store_by_row(
-        self,
-        output: Output,
-        staging: Staging,
-        tile: Tile,
-        row: Int32,
-        valid: Int32,
-        warpgroup: Int32,
-        local: Int32,
-    ):
+    def _store_by_row(self, output, staging, tile: Tile, row, valid, warpgroup, local):
         """8 threads store the 128 bytes of a row, 16 rows at a time."""
         tile_n = self.config.tile_n
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
@@ -234,25 +207,17 @@ class StoreFloat32(StoreRows):
     staging_type = Float32  # of nothing
 
     def staging_elements(self) -> int:
-        """None."""
         return 0
 
     def staging(self, buffer) -> None:
-        """None."""
+        return
 
     def output(self, out: cute.Tensor) -> cute.Tensor:
         """In the host function: `out` (rows, n) f32."""
         return out
 
     @cute.jit
-    def store(
-        self,
-        output: cute.Tensor,
-        staging: None,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        share: TileShare,
-    ):
+    def store(self, output, staging, tiled_mma, acc, share: TileShare):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         tile, thread = share.tile, share.thread
         width = self.operands.columns_side_by_side

@@ -1,8 +1,7 @@
 """The layer as one host function: routing, permute, GEMM with SwiGLU and FP8, GEMM, combine.
 
 Each kernel is started while the one before it ends (`dependent`). What they hand each other lies
-in one workspace, whose layout follows from the number of tokens on the host and in the compiled
-function alike.
+in one workspace, whose layout follows from the number of tokens.
 """
 
 import functools
@@ -32,47 +31,35 @@ ALIGN = 256
 """Bytes between the beginnings of tensors in the workspace are a multiple of it."""
 
 
-class Part(NamedTuple):
-    """A tensor in the workspace."""
-
-    dtype: Any
-    dims: tuple[Any, ...]
-
-    @property
-    def bytes(self) -> Any:
-        """Multiplied in the order of `dims`: the product of the first decides the type."""
-        return functools.reduce(operator.mul, self.dims) * self.dtype.width // 8
-
-
 class Parts(NamedTuple):
-    """What the kernels hand each other, or their addresses in the workspace."""
+    """What the kernels hand each other: (type, extents), or the address, or the tensor."""
 
-    expert: Any  # (tokens, top_k)
-    marks: Any  # (ceil(tokens / 32), local experts)
-    weights: Any  # (tokens, top_k)
-    m_indptr: Any  # (local experts + 1,)
-    pair_row: Any  # (tokens, top_k)
-    token_of_row: Any  # (rows,)
-    counters: Any  # (2 + local experts,): of tiles on demand, of elements that are ready
-    o: Any  # (rows, H); `a` and `a_scale`, which are used before, lie at its end
-    q: Any  # (rows, terms * I)
-    q_scale: Any  # (I / 128, rows)
+    expert: Any
+    marks: Any
+    weights: Any
+    m_indptr: Any
+    pair_row: Any
+    token_of_row: Any
+    counters: Any  # of tiles on demand, of elements that are ready
+    o: Any  # `a` and `a_scale`, which are used before, lie at its end
+    q: Any
+    q_scale: Any
 
 
 def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any) -> Parts:
     """What there is for so many tokens and rows: on the host and in the compiled function alike."""
     i, local, slots = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
     return Parts(
-        expert=Part(Int32, slots),
-        marks=Part(Int32, ((tokens + (WORD - 1)) // WORD, local)),
-        weights=Part(Float32, slots),
-        m_indptr=Part(Int32, (local + 1,)),
-        pair_row=Part(Int32, slots),
-        token_of_row=Part(Int32, (rows,)),
-        counters=Part(Int32, (COUNTERS + local,)),
-        o=Part(ROWS[terms], (rows, shape.hidden_size)),
-        q=Part(Float8E4M3FN, (rows, terms * i)),
-        q_scale=Part(Float32, (i // BLOCK, rows)),
+        expert=(Int32, slots),
+        marks=(Int32, ((tokens + (WORD - 1)) // WORD, local)),
+        weights=(Float32, slots),
+        m_indptr=(Int32, (local + 1,)),
+        pair_row=(Int32, slots),
+        token_of_row=(Int32, (rows,)),
+        counters=(Int32, (COUNTERS + local,)),
+        o=(ROWS[terms], (rows, shape.hidden_size)),
+        q=(Float8E4M3FN, (rows, terms * i)),
+        q_scale=(Float32, (i // BLOCK, rows)),
     )
 
 
@@ -84,9 +71,11 @@ def bound(shape: MoeShape, tokens: Any) -> Any:
 def offsets(of: Parts) -> tuple[Parts, Any]:
     """(where each part begins, bytes of the workspace)."""
     at, starts = 0, []
-    for part in of:
+    for dtype, extents in of:
         starts.append(at)
-        at = at + round_up(part.bytes, ALIGN)
+        # Multiplied in the order of the extents: the product of the first decides the type.
+        elements = functools.reduce(operator.mul, extents)
+        at = at + round_up(elements * dtype.width // 8, ALIGN)
     return Parts(*starts), at
 
 
@@ -98,31 +87,17 @@ def workspace_bytes(shape: MoeShape, terms: int, tokens: int) -> int:
 class FusedMoe:
     """All kernels of the layer.
 
-    Args:
-        shape: of the layer.
-        config1, config2: of the two GEMMs; the intermediate has as many FP8 terms as the second
-            one takes.
-        multiprocessors: of the GPU; the GEMMs' CTAs are as many at most.
-        gemm: kernel class of the architecture.
-        swiglu: its epilogue class that makes FP8 of up and gate.
-        gather: its way to load rows of A that lie anywhere, for where it keeps up; without one the
-            rows are brought together first.
+    The intermediate has as many FP8 terms as the second GEMM takes; a GEMM has as many CTAs as the
+    GPU has multiprocessors at most. The classes are the architecture's; without `gather` the rows
+    of A are brought together first.
     """
 
     def __init__(
-        self,
-        shape: MoeShape,
-        config1: Any,
-        config2: Any,
-        multiprocessors: int,
-        gemm: type,
-        swiglu: type,
-        gather: type | None,
+        self, shape: MoeShape, config1, config2, multiprocessors: int, gemm, swiglu, gather
     ):
         h, i = shape.hidden_size, shape.intermediate_size
         local, top_k = shape.num_local_experts, shape.top_k
-        self.shape = shape
-        self.multiprocessors = multiprocessors
+        self.shape, self.multiprocessors = shape, multiprocessors
         self.terms = config2.terms
         self.gathers = gather is not None
         self.route = Route(shape, self.gathers)
@@ -163,15 +138,8 @@ class FusedMoe:
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(bound(shape, tokens), divby=TMA_ROWS)
         starts, _ = offsets(parts(shape, self.terms, Int64(tokens), Int64(rows)))
-        of = Parts(
-            *(
-                cute.make_tensor(
-                    self._at(workspace + start, part.dtype),
-                    cute.make_ordered_layout(part.dims, order=tuple(range(len(part.dims)))[::-1]),
-                )
-                for start, part in zip(starts, parts(shape, self.terms, tokens, rows), strict=True)
-            )
-        )
+        of_parts = zip(starts, parts(shape, self.terms, tokens, rows), strict=True)
+        of = Parts(*(self._tensor(workspace + start, *part) for start, part in of_parts))
         # The permuted rows and their scales, h + h / 32 bytes a row, at the end of `o`, so that its
         # first rows can be written while these are read.
         row_bytes = of.o.element_type.width // 8 * h
@@ -219,6 +187,11 @@ class FusedMoe:
     @staticmethod
     def _at(address: Int64, dtype: Any) -> cute.Pointer:
         return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+
+    def _tensor(self, address: Int64, dtype: Any, extents: tuple) -> cute.Tensor:
+        """Row-major."""
+        layout = cute.make_ordered_layout(extents, order=tuple(range(len(extents)))[::-1])
+        return cute.make_tensor(self._at(address, dtype), layout)
 
     def _ctas(self, gemm: Any, rows: Int32) -> Int32:
         return most_ctas(

@@ -25,26 +25,22 @@ class GatherOperand(NamedTuple):
 
 
 class TileTokens(NamedTuple):
-    """What the copies of one tile have in common."""
+    """What the copies of one tile have in common.
+
+    `tokens` is (tile_m / 8, 8) i32 in shared memory, those of a lane side by side; for the scales,
+    with `split_scales`, (tile_m / 32,) i32 in registers: of a lane's rows.
+    """
 
     shared: SharedRows
-    tokens: cute.Tensor  # (tile_m / 8, 8) i32 in shared memory, those of a lane side by side
-
-
-class TileScales(NamedTuple):
-    """What the copies of the scales of one tile have in common, with `split_scales`."""
-
-    shared: SharedRows
-    tokens: cute.Tensor  # (tile_m / 32,) i32 in registers: of a lane's rows
+    tokens: cute.Tensor
 
 
 class GatheredRows:
     """A tile's rows are copies of tokens, which lie anywhere: no kernel brings them together.
 
     Two warps copy by cp.async, of each eight rows four: a lane 16 bytes of every eighth row, and
-    4 bytes of the scales. Each lane arrives when its copies are done; WGMMA reads what the async
-    proxy sees, for which the consumers fence. Nothing is multicast: the CTAs of a cluster's row
-    load the same rows. What lies behind the expert's end is a copy of its last row.
+    4 bytes of the scales. Each lane arrives when its copies are done; the consumers fence for the
+    async proxy. Nothing is multicast. What lies behind the expert's end is a copy of its last row.
     """
 
     warps = 2
@@ -71,14 +67,7 @@ class GatheredRows:
         return i // 4 * 8 + warp * 4 + i % 4
 
     @cute.jit
-    def tile_copies(
-        self,
-        operand: GatherOperand,
-        shared: SharedRows,
-        tile: Tile,
-        cta: tuple[Int32, Int32],
-        warp: Int32,
-    ) -> TileTokens:
+    def tile_copies(self, operand, shared, tile: Tile, cta, warp) -> TileTokens:
         """What `copy` needs of a tile: by every warp for its own rows."""
         eights = self.tokens // 8
         layout = cute.make_layout((eights, 8), stride=(1, eights))
@@ -92,9 +81,7 @@ class GatheredRows:
         return TileTokens(shared, tokens)
 
     @cute.jit
-    def copy(
-        self, operand: GatherOperand, of_tile: TileTokens, kb: Int32, load, state, warp: Int32
-    ):
+    def copy(self, operand, of_tile, kb, load, state, warp):
         """Start the copies of K block `kb` into a free stage."""
         c = self.config
         lane = cute.arch.lane_idx()
@@ -124,19 +111,17 @@ class GatheredRows:
         cute.arch.cp_async_mbarrier_arrive_noinc(load.producer_get_barrier(state))
 
     @cute.jit
-    def scale_copies(
-        self, operand: GatherOperand, shared: SharedRows, tile: Tile, cta: tuple[Int32, Int32]
-    ) -> TileScales:
+    def scale_copies(self, operand, shared, tile: Tile, cta) -> TileTokens:
         """What `copy_scales` needs of a tile: by a warp of its own, a lane its rows' tokens."""
         held = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
         for i in cutlass.range_constexpr(cute.size(held)):
             row = i * WARP + cute.arch.lane_idx()
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             held[i] = operand.token_of_row[tile.row + within]
-        return TileScales(shared, held)
+        return TileTokens(shared, held)
 
     @cute.jit
-    def copy_scales(self, operand: GatherOperand, of_tile: TileScales, kb: Int32, pipe, state):
+    def copy_scales(self, operand, of_tile, kb, pipe, state):
         """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
         scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
         block = self.config.scale_block_bytes // 4

@@ -3,7 +3,6 @@
 An architecture's kernel class derives from `GroupedGemm` and adds the roles that compute.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -109,12 +108,10 @@ class GroupedGemm:
     stored.
 
     Args:
-        config: what can be tuned, the architecture's.
-        n, k: of the weights, multiples of 128.
-        experts: up to `MAX_EXPERTS`.
+        config: the architecture's.
+        n, k, experts: of the weights; n and k are multiples of 128.
         a_load: strategy for A, made of the config.
-        epilogue: strategy for the sums, made of the config, the operand order and n; without one
-            they are stored, see `epilogue.STORE`.
+        epilogue: strategy for the sums, made of the config, the operand order and n.
         rows_known: `expert_rows` was written before the previous kernel.
         side_job: work for a warp that has nothing else to do, see `ZeroTokens.run`.
 
@@ -124,31 +121,21 @@ class GroupedGemm:
 
     own_words = 0
     """8-byte words of shared memory that an architecture's kernel needs for itself."""
-    operands_of: Callable[[Any], Any]
-    """The architecture's: which operand of a config takes the MMA's rows."""
+    operand_orders: tuple[type, type]
+    """The architecture's `MmaOperands`: tokens as the MMA's rows, and, with swap_ab, as columns."""
 
     def __init__(
-        self,
-        config: Any,
-        n: int,
-        k: int,
-        experts: int,
-        a_load: type = ContiguousRows,
-        epilogue: Callable[..., Any] | None = None,
-        rows_known: bool = False,
-        side_job: Any = None,
-    ):
-        if n % BLOCK:
-            raise ValueError(f"n={n}: expected a multiple of {BLOCK}")
-        if k % BLOCK:
-            raise ValueError(f"k={k}: expected a multiple of {BLOCK}")
+        self, config, n, k, experts, a_load=ContiguousRows, epilogue=None,
+        rows_known=False, side_job=None,
+    ):  # fmt: skip
+        for name, size in (("n", n), ("k", k)):
+            if size % BLOCK:
+                raise ValueError(f"{name}={size}: expected a multiple of {BLOCK}")
         if not 1 <= experts <= MAX_EXPERTS:
             raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}")
-        self.config = config
+        self.config, self.rows_known, self.side_job = config, rows_known, side_job
         self.n, self.k, self.experts = n, k, experts
-        self.rows_known = rows_known
-        self.side_job = side_job
-        self.operands = self.operands_of(config)
+        self.operands = self.operand_orders[config.swap_ab](config)
         self.a_load = a_load(config)
         self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
         if side_job and self.a_load.warps == len(ROWS_WARPS):
@@ -169,8 +156,7 @@ class GroupedGemm:
         self.row_step = config.tile_m * config.cluster_m
 
     def _setup_attributes(self) -> None:
-        """Layouts; made anew in the host function and in the kernel, because a value of the
-        compiler lives only in the function that made it."""
+        """Layouts: a value of the compiler lives only in the function that made it."""
         c = self.config
         self.a_smem = rows_layout(c)
         self.a_scale_smem = scales_layout(c)
@@ -182,7 +168,12 @@ class GroupedGemm:
         assert self.counts.b_bytes == b_bytes
 
     @cute.jit
-    def __call__(
+    def __call__(self, a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream):
+        """See `launch`."""
+        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream)
+
+    @cute.jit
+    def launch(
         self,
         a,  # (rows, k) e4m3, or what else `a_load` takes
         a_scale: cute.Tensor,  # (k / 128, rows) f32
@@ -193,50 +184,28 @@ class GroupedGemm:
         counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
         num_ctas: Int32,
         stream: cuda.CUstream,
-    ):
-        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream)
-
-    @cute.jit
-    def launch(
-        self,
-        a,
-        a_scale: cute.Tensor,
-        b: cute.Tensor,
-        b_scale: cute.Tensor,
-        out,
-        expert_rows: cute.Tensor,
-        counter: cute.Tensor,
-        num_ctas: Int32,
-        stream: cuda.CUstream,
         side_job_tensors: tuple = (),
         ready: Ready | None = None,  # of A's rows, where they are handed over by expert
     ):
-        """As `__call__`, with tensors of the side job, or with rows of A handed over by expert."""
         self._setup_attributes()
         c = self.config
         box = (c.weight_rows, BLOCK)
         tma_b = tma_load(self.epilogue.weights(b), self.b_smem, box, c.weight_shares, c.mma_ctas)
 
+        align, memory = cute.struct.Align, cute.struct.MemRange
+        staged = self.epilogue.staging_type, self.epilogue.staging_elements()
+
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[Int64, 2 * c.num_stages]
-            a: cute.struct.Align[
-                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.a_smem)], ALIGN
-            ]
-            b: cute.struct.Align[
-                cute.struct.MemRange[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN
-            ]
-            out: cute.struct.Align[
-                cute.struct.MemRange[self.epilogue.staging_type, self.epilogue.staging_elements()],
-                ALIGN,
-            ]
-            a_scale: cute.struct.Align[
-                cute.struct.MemRange[Float32, cute.cosize(self.a_scale_smem)], 128
-            ]
-            b_scale: cute.struct.MemRange[Float32, cute.size(self.b_scale_shape)]
-            tokens: cute.struct.Align[cute.struct.MemRange[Int32, self.a_load.tokens], 16]
-            queue_barriers: cute.struct.MemRange[Int64, 2]
-            own: cute.struct.MemRange[Int64, self.own_words]
+            barriers: memory[Int64, 2 * c.num_stages]
+            a: align[memory[Float8E4M3FN, cute.cosize(self.a_smem)], ALIGN]
+            b: align[memory[Float8E4M3FN, cute.cosize(self.b_smem)], ALIGN]
+            out: align[memory[staged], ALIGN]
+            a_scale: align[memory[Float32, cute.cosize(self.a_scale_smem)], 128]
+            b_scale: memory[Float32, cute.size(self.b_scale_shape)]
+            tokens: align[memory[Int32, self.a_load.tokens], 16]
+            queue_barriers: memory[Int64, 2]
+            own: memory[Int64, self.own_words]
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
@@ -262,8 +231,6 @@ class GroupedGemm:
         """The architecture's."""
         raise NotImplementedError
 
-    # --- the kernel's beginning -------------------------------------------------------------------
-
     def _prefetch(self, args: KernelArguments) -> None:
         """The descriptors; by one warp."""
         self.a_load.prefetch(args.a)
@@ -283,8 +250,7 @@ class GroupedGemm:
         )
 
     def _queue(self, storage, reading_warps: int, idle_warps: int = 0) -> TileQueue | None:
-        """The tile queue, with `dynamic`; of a CTA `reading_warps` take tiles, but for
-        `idle_warps` of the cluster."""
+        """With `dynamic`; `reading_warps` of a CTA take tiles, but `idle_warps` of the cluster."""
         c = self.config
         if not c.dynamic:
             return None
@@ -297,11 +263,8 @@ class GroupedGemm:
 
     def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor) -> ExpertTiles:
         """The tiles of all experts; `rows` is what `rows_of_lane` gave."""
-        c = self.config
-        tile_m = c.tile_m * c.cluster_m
+        tile_m = self.config.tile_m * self.config.cluster_m
         return ExpertTiles(rows, expert_rows, tile_m, self.n_tiles, self.row_step)
-
-    # --- which tile -------------------------------------------------------------------------
 
     def _cta_in_cluster(self) -> tuple[Int32, Int32]:
         """(row, column) of this CTA in its cluster."""
@@ -338,19 +301,9 @@ class GroupedGemm:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
-    # --- the warps that load ----------------------------------------------------------------------
-
     @cute.jit
-    def _producers(
-        self,
-        warp_idx: Int32,
-        load,
-        work: Work,
-        queue: TileQueue | None,  # the one of `work`, whose constants a tuple would not keep
-        args: KernelArguments,
-        shared: Shared,
-    ):
-        """The roles of the first warpgroup."""
+    def _producers(self, warp_idx, load, work, queue, args, shared):
+        """The roles of the first warpgroup; `queue` is that of `work`: a tuple loses constants."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
                 copies = partial(self.a_load.tile_copies, args.a, shared.a, warp=i)
@@ -373,11 +326,8 @@ class GroupedGemm:
     def _load_rows(self, pipe, stages: int, work: Work, args: KernelArguments, tile_copies, copy):
         """Load what `a_load` brings of every K block of every tile of this CTA.
 
-        Args:
-            pipe: to fill.
-            stages: of it.
-            tile_copies: what `copy` needs of a tile, from the tile and this CTA in its cluster.
-            copy: starts the copies of a K block into a free stage.
+        `tile_copies` gives what `copy` needs of a tile, which starts the copies of a K block into a
+        free one of the `stages` of `pipe`.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = self._cta_in_cluster()
@@ -442,12 +392,8 @@ class GroupedGemm:
         # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
 
-    # --- the consumers' scales --------------------------------------------------------------------
-
     @cute.jit
-    def _load_b_scale(
-        self, next_b_scale: cute.Tensor, b_scale: cute.Tensor, tile: Tile, consumer: Int32
-    ):
+    def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer):
         """Load a tile's B scales to registers: lane l has K blocks l, l + 32, ..."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
@@ -480,22 +426,13 @@ class GroupedGemm:
                 token = self.operands.scale_token(i, of.thread)
                 scales[i, half] = of.a[token, 0, stage] * scale_b
 
-    # --- the consumers ----------------------------------------------------------------------------
-
     @cute.jit
-    def _consume(
-        self,
-        work: Work,
-        source,  # what `_sum_tile` reads, the architecture's
-        state,  # of its pipelines
-        shared: Shared,
-        args: KernelArguments,
-        total_acc: cute.Tensor,
-        staging,  # the epilogue's
-        consumer: Int32,
-        thread: Int32,
-    ):
-        """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA."""
+    def _consume(self, work, source, state, shared, args, total_acc, staging, consumer, thread):
+        """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA.
+
+        `source` and `state` are the architecture's, for `_sum_tile`; `consumer` and `thread` are
+        indices among the consumers.
+        """
         cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
         b_scale, output = args.b.scales, args.output
         cta = self._cta_in_cluster()

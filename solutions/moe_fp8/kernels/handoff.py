@@ -1,13 +1,12 @@
 """Rows handed from a kernel to the next one while the first still makes others.
 
 `counts[e]` counts the elements of expert e's rows that are in memory. Who stores them adds to it
-behind a barrier, of its CTA's consumers or, where each of their warps stores rows of its own, of
-the warp: the release covers what the other threads stored before the barrier.
-Who needs an expert's rows waits for all of them; what it loads then it loads by TMA, another proxy
-than the stores', so a fence follows.
+behind a barrier of all that stored: the release covers what they stored before it. Who needs an
+expert's rows waits for all of them, then loads by TMA, another proxy than the stores', so a fence
+follows.
 
 The box that TMA loads has rows and scales of the neighbouring experts, too, which others may be
-writing at that time. Nothing that is stored depends on them: a product's rows do not mix.
+writing. Nothing that is stored depends on them: a product's rows do not mix.
 
 Where the rows that the second kernel makes would reach what the first one still reads, it waits for
 all of the first before (`Ready.writable_rows`).

@@ -9,8 +9,8 @@ from cutlass import BFloat16, Int32
 class MmaOperands:
     """Base of an architecture's `TokensAsRows` and, for `swap_ab`, `TokensAsColumns`.
 
-    The products and the order of their sums are the same both ways and on both architectures. What
-    differs is which values of the accumulator a thread holds; `v` counts them:
+    The products and the order of their sums are the same. What differs is which values of the
+    accumulator a thread holds; `v` counts them:
 
         token_scales        token scales that a thread's values have
         scale_token         token in the tile of a thread's token scale `i`

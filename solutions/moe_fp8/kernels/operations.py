@@ -1,4 +1,9 @@
-"""The CuTe DSL kernels as functions of torch tensors: `layer.model` says what each computes."""
+"""The CuTe DSL kernels as functions of torch tensors: `layer.model` has the same functions and says
+what each computes and of which tensors.
+
+What compiles a kernel is given its geometry and a target, and needs no GPU; sizes that change from
+call to call are `Extent`s.
+"""
 
 import functools
 from typing import Any
@@ -14,20 +19,12 @@ from .compile import Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .fused import FusedMoe, workspace_bytes
 from .permute import Permute
 from .route import WORD, Route
-from .scratch import allocate, free
 from .swiglu_quant import SwigluQuant
 from .tiles import most_ctas
 from .vectors import alignment
 
 
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
-    """Choose the experts of every token and number the pairs of this rank.
-
-    Args:
-        inputs: the layer's, of which the logits, the bias and the two scalars count.
-        shape: its geometry.
-        with_tokens: whether `GroupedRows.token_of_row` is wanted.
-    """
     logits = inputs.routing_logits
     tokens, top_k, local = logits.shape[0], shape.top_k, shape.num_local_experts
     words, pairs = -(-tokens // WORD), tokens * top_k
@@ -52,26 +49,13 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     return GroupedRows(token_of_row if with_tokens else None, m_indptr, pair_row, weights)
 
 
-def grouped_gemm(
-    a: torch.Tensor,  # [rows, k] e4m3
-    a_scale: torch.Tensor,  # [k / 128, rows] float32
-    b: torch.Tensor,  # [experts, n, k] e4m3
-    b_scale: torch.Tensor,  # [experts, n / 128, k / 128] float32
-    out: torch.Tensor,  # [rows, n] bfloat16
-    expert_rows: torch.Tensor,  # [2, experts] int32, see `layer.rows`
-    config: Any = None,  # tile shape and schedule; None takes the architecture's default
-) -> None:
-    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled FP8, for the rows of every expert.
-
-    TMA reads rows of `a_scale` from multiples of 16 bytes: unless there is a multiple of 4 rows, it
-    is copied, 1/32 of the bytes of `a`.
-    """
+def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config=None) -> None:
     experts, n, k = b.shape
     rows = a.shape[0]
     config = config or of_device(a.device).config
     function = compile_grouped_gemm(config, n, k, experts, target_of(a.device))
     if rows:
-        if rows % TMA_ROWS:
+        if rows % TMA_ROWS:  # TMA reads rows of `a_scale` from multiples of 16 bytes
             wide = a_scale.new_empty((k // BLOCK, round_up(rows, TMA_ROWS)))
             a_scale = wide[:, :rows].copy_(a_scale)
         ctas = most_ctas(config, rows, n, experts, multiprocessors_of(a.device))
@@ -81,27 +65,14 @@ def grouped_gemm(
         function(a, a_scale, b, b_scale, out, expert_rows, counter, ctas)
 
 
-def permute(
-    x: torch.Tensor,  # [tokens, hidden] e4m3
-    x_scale: torch.Tensor,  # [hidden / 128, tokens] float32
-    pair_row: torch.Tensor,  # [tokens, top_k] int32, -1 where the expert is not local
-    a: torch.Tensor,  # [rows, hidden] e4m3
-    a_scale: torch.Tensor,  # [hidden / 128, rows] float32
-) -> None:
-    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
+def permute(x, x_scale, pair_row, a, a_scale) -> None:
     tokens, hidden = x.shape
     if tokens:
         function = compile_permute(hidden, pair_row.shape[1], target_of(x.device))
         function(x, x_scale, pair_row, a, a_scale)
 
 
-def swiglu_quant(
-    g: torch.Tensor,  # [rows, 2 * intermediate] bfloat16: up, gate
-    q: torch.Tensor,  # [rows, intermediate] e4m3, written
-    q_scale: torch.Tensor,  # [intermediate / 128, rows] float32, written
-    m_indptr: torch.Tensor,  # int32, the last element is the number of rows
-) -> None:
-    """SwiGLU, requantised to FP8; rows from `m_indptr[-1]` on are neither read nor written."""
+def swiglu_quant(g, q, q_scale, m_indptr) -> None:
     rows, intermediate = q.shape
     if rows:
         function = compile_swiglu_quant(intermediate, target_of(g.device))
@@ -109,13 +80,7 @@ def swiglu_quant(
         function(g, q, q_scale, m_indptr, ctas)
 
 
-def combine(
-    o: torch.Tensor,  # [rows, hidden] bfloat16
-    pair_row: torch.Tensor,  # [tokens, top_k] int32, -1 where the expert is not local
-    weights: torch.Tensor,  # [tokens, top_k] float32
-    out: torch.Tensor,  # [tokens, hidden] bfloat16, written
-) -> None:
-    """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with `pair_row >= 0`."""
+def combine(o, pair_row, weights, out) -> None:
     tokens, hidden = out.shape
     if tokens:
         top_k = pair_row.shape[1]
@@ -123,24 +88,27 @@ def combine(
         compile_combine(hidden, top_k, target_of(o.device))(o, pair_row, weights, out, ctas)
 
 
+def allocate(size: int, gpu: int) -> int:
+    """The address of `size` bytes: a tensor costs the host several times as much.
+
+    They belong to the current stream as a tensor's would, in a stream capture to the graph, and may
+    be freed as soon as the last kernel that uses them is launched. `caching_allocator_alloc` takes
+    twice the time: it looks at what it is given and sets the device first.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(gpu)
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream)
+
+
+free = torch.cuda.caching_allocator_delete
+"""Give the bytes at an address of `allocate` back."""
+
+
 def fused_call(
-    tokens: int,
-    device: torch.device,
-    shape: MoeShape,
-    terms: int = 1,
-    configs: tuple[Any, Any] | None = None,
+    tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None
 ) -> FusedCall:
-    """The whole layer for as many tokens on a GPU; see `kernels.fused`.
+    """The whole layer for `tokens` tokens, at least one, on a GPU; see `kernels.fused`.
 
-    Args:
-        tokens: at least one.
-        device: of the tensors.
-        shape: of the layer.
-        terms: FP8 values that an element of the intermediate is the sum of.
-        configs: of the two GEMMs; None takes the architecture's.
-
-    Returns:
-        A function of the inputs and the output `[tokens, H]` bfloat16, which it writes.
+    The intermediate is a sum of `terms` FP8 values; without `configs` the architecture's are taken.
     """
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(shape, *configs, multiprocessors_of(device), target_of(device))
@@ -165,7 +133,6 @@ def fused_call(
 def compile_fused(
     shape: MoeShape, config1: Any, config2: Any, multiprocessors: int, target: str
 ) -> Any:
-    """The layer for one geometry and any number of tokens; needs no GPU."""
     local = shape.num_local_experts
     h, i = shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
@@ -188,11 +155,6 @@ def compile_fused(
 
 @CompiledOnce
 def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
-    """The routing for one geometry and any number of tokens; needs no GPU.
-
-    Raises:
-        ValueError: the geometry does not fit a warp; see `ChooseExperts`.
-    """
     local, top_k, tokens = shape.num_local_experts, shape.top_k, Extent("tokens")
     slots = Tensor(Int32, (tokens, top_k), align=4)
     arguments = (
@@ -217,11 +179,7 @@ def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:
 
 @CompiledOnce
 def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
-    """The grouped GEMM for one weight shape and any number of rows; needs no GPU.
-
-    Raises:
-        ValueError: there are no kernels for the target, or none for the shape; see its class.
-    """
+    """A ValueError says that there are no kernels for the target, or none for the shape."""
     rows, blocks = Extent("rows"), k // BLOCK
     scales_apart = Extent("scales apart", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (
@@ -239,7 +197,6 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
 
 @CompiledOnce
 def compile_permute(hidden: int, top_k: int, target: str) -> Any:
-    """The permute for one width and any number of tokens and rows; needs no GPU."""
     rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
     arguments = (
         Tensor(Float8E4M3FN, (tokens, hidden)),
@@ -253,7 +210,6 @@ def compile_permute(hidden: int, top_k: int, target: str) -> Any:
 
 @CompiledOnce
 def compile_swiglu_quant(intermediate: int, target: str) -> Any:
-    """SwiGLU and requantisation for one width and any number of rows; needs no GPU."""
     rows = Extent("rows")
     arguments = (
         Tensor(BFloat16, (rows, 2 * intermediate)),
@@ -267,7 +223,6 @@ def compile_swiglu_quant(intermediate: int, target: str) -> Any:
 
 @CompiledOnce
 def compile_combine(hidden: int, top_k: int, target: str) -> Any:
-    """The combine for one width and any number of rows and tokens; needs no GPU."""
     rows, tokens = Extent("rows"), Extent("tokens")
     arguments = (
         Tensor(BFloat16, (rows, hidden)),
@@ -286,5 +241,4 @@ def target_of(device: torch.device) -> str:
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """How many it has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -28,8 +28,7 @@ class Permute:
     def __init__(self, hidden: int, top_k: int):
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
-        self.hidden = hidden
-        self.top_k = top_k
+        self.hidden, self.top_k = hidden, top_k
         self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
@@ -49,14 +48,7 @@ class Permute:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        pair_row: cute.Tensor,
-        a: cute.Tensor,
-        a_scale: cute.Tensor,
-    ):
+    def kernel(self, x, x_scale, pair_row, a, a_scale):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
         wait_for_previous()

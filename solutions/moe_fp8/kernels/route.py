@@ -2,14 +2,14 @@
 
 Two kernels with the arithmetic of `layer.routing`. `ChooseExperts` gives each token a warp and
 leaves, for every local expert, which tokens chose it as bits, a word for 32 tokens. `NumberRows`
-numbers the pairs by expert, then by token: by counting the bits of all experts before and those
-below the token's own. Nothing is sorted and nothing depends on the order in which blocks run. Up to
-32 tokens are one word, whose CTA numbers them itself (`RouteWord`).
+numbers the pairs by expert, then by token, by counting bits. Nothing depends on the order in which
+blocks run. Up to 32 tokens are one word, whose CTA numbers them itself (`RouteWord`).
 
-Ties go to the lower expert, and among groups to the lower group. A NaN is larger than every number,
-as in `torch.topk`.
+Ties go to the lower expert or group. A NaN is larger than every number, as in `torch.topk`.
 
-What a token's scores and weights are made of is a strategy: `SigmoidScores`, `SoftmaxScores`.
+With DeepSeek-V3's routing a score is `s = sigmoid(logit)`, experts are chosen by s + bias, and
+weights are s over their sum. With `renormalize` the score is the logit, and weights are a softmax
+over the chosen ones alone: that over all experts, renormalised.
 """
 
 import math
@@ -41,39 +41,6 @@ LOWEST = -(2**31)
 NAN_ORDER = 2**31 - 1
 
 
-class SigmoidScores:
-    """DeepSeek-V3's: `s = sigmoid(logit)`, chosen by s + bias; weights are s over their sum."""
-
-    def score(self, logit: Float32) -> Float32:
-        """Of an expert."""
-        return sigmoid(logit)
-
-    def share(self, score: Float32, chosen: Boolean) -> Float32:
-        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot."""
-        return score
-
-
-class SoftmaxScores:
-    """The score is the logit; weights are a softmax over the chosen ones alone.
-
-    Which is that over all experts, renormalised: what the others add to the sum cancels out.
-    """
-
-    def score(self, logit: Float32) -> Float32:
-        """Of an expert."""
-        return logit
-
-    def share(self, score: Float32, chosen: Boolean) -> Float32:
-        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot:
-        `exp(score - the largest chosen score)`."""
-        score = cutlass.select_(chosen, score, Float32(-math.inf))
-        return cute.math.exp(score - cute.arch.warp_reduction_max(score))
-
-
-SCORES = {"deepseek_v3": SigmoidScores, "renormalize": SoftmaxScores}
-"""By `MoeShape.routing`."""
-
-
 class RouterInputs(NamedTuple):
     """What the experts are chosen from."""
 
@@ -93,12 +60,7 @@ class RowNumbers(NamedTuple):
 
 
 class Route:
-    """All kernels, from one host function.
-
-    Args:
-        shape: of the layer.
-        names_tokens: whether `token_of_row` is written; it may hold nothing where it is not.
-    """
+    """All kernels, from one host function; `names_tokens`: whether `token_of_row` is written."""
 
     def __init__(self, shape: MoeShape, names_tokens: bool = False):
         self.word = RouteWord(shape, names_tokens)
@@ -147,17 +109,14 @@ class ChooseExperts:
     of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
     experts below, so ids are ascending. Shares are added in a tree over the slots.
 
-    A multiprocessor is inputs few tokens at a time, because their warps have much to compute and
-    take turns: `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
-
-    Raises:
-        ValueError: the geometry does not fit a warp.
+    A CTA has few tokens, because their warps have much to compute and take turns:
+    `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
     """
 
     tokens = BYTE  # of a CTA
 
     def __init__(self, shape: MoeShape):
-        self.scores = SCORES[shape.routing]()
+        self.softmax = shape.routing == "renormalize"
         self.experts, self.local = shape.num_experts, shape.num_local_experts
         self.groups, self.kept_groups, self.top_k = shape.n_group, shape.topk_group, shape.top_k
         experts, groups, top_k = self.experts, self.groups, self.top_k
@@ -200,17 +159,11 @@ class ChooseExperts:
             bytes_of_word[e, block % (WORD // BYTE)] = Uint8(marked[e])
 
     @cute.jit
-    def _mark(
-        self,
-        inputs: RouterInputs,
-        weights: cute.Tensor,
-        first: Int32,
-        memory: SmemAllocator,
-        marked: cute.Tensor,  # (local,) i32 in shared memory, written: bit t of token first + t
-    ) -> Int32:
+    def _mark(self, inputs, weights, first, memory, marked) -> Int32:
         """The local expert of this warp's token and this lane's slot, or -1; writes the weight.
 
-        All threads of the CTA call it, and all see `marked` after it.
+        All threads of the CTA call it, and all see `marked`, (local,) i32 in shared memory, after
+        it: bit t of expert e, whether token `first + t` chose it.
         """
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -231,7 +184,7 @@ class ChooseExperts:
             score = Float32(0.0)
             if lane < self.top_k:
                 score = chosen[warp, lane]
-            share = self.scores.share(score, Boolean(lane < self.top_k))
+            share = self._share(score, Boolean(lane < self.top_k))
             total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
                 weights[token, lane] = share / total * inputs.scaling
@@ -245,9 +198,7 @@ class ChooseExperts:
         return local
 
     @cute.jit
-    def _choose(
-        self, inputs: RouterInputs, token: Int32, chosen_id: cute.Tensor, chosen: cute.Tensor
-    ):
+    def _choose(self, inputs, token, chosen_id, chosen):
         """Write the ids of the token's experts, ascending, and their scores."""
         logits, bias = inputs.logits, inputs.bias
         first = cute.arch.lane_idx() * self.own
@@ -260,7 +211,7 @@ class ChooseExperts:
         if cutlass.const_expr(bias is not None):
             self._load_own(bias, Int64(0), biases)
         for j in cutlass.range_constexpr(self.own):
-            scores[j] = self.scores.score(Float32(values[j]))
+            scores[j] = Float32(values[j]) if self.softmax else sigmoid(Float32(values[j]))
             biased[j] = scores[j]
             if cutlass.const_expr(bias is not None):
                 biased[j] = biased[j] + Float32(biases[j])
@@ -331,11 +282,8 @@ class ChooseExperts:
 
     @cute.jit
     def _keeps(self, best: Int32, second: Int32) -> Boolean:
-        """Whether this lane's group is one of the `kept_groups` with the largest sum of two.
-
-        Args:
-            best, second: order of this lane's two best.
-        """
+        """Whether this lane's group is one of the `kept_groups` with the largest sum of two; of the
+        order of this lane's two best."""
         distance = 1
         while cutlass.const_expr(distance < self.group_lanes):
             other = cute.arch.shuffle_sync_bfly(best, distance)
@@ -356,6 +304,13 @@ class ChooseExperts:
             wins = theirs > mine or (theirs == mine and g < group)
             better += cutlass.select_(wins, Int32(1), Int32(0))
         return Boolean(better < self.kept_groups)
+
+    def _share(self, score: Float32, chosen: Boolean) -> Float32:
+        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot."""
+        if not self.softmax:
+            return score
+        score = cutlass.select_(chosen, score, Float32(-math.inf))
+        return cute.math.exp(score - cute.arch.warp_reduction_max(score))
 
     def _tree_sum(self, value: Float32) -> Float32:
         """Of lanes 0 .. top_k - 1, neighbours first, in every lane; the others hold 0."""
@@ -476,12 +431,8 @@ def zero(counters: cute.Tensor, thread: Int32):
 
 @cute.jit
 def add_begins(begins: cute.Tensor, total: cute.Tensor, m_indptr: cute.Tensor, writes: Boolean):
-    """`begins[e] += total[0] + ... + total[e - 1]`; by one warp, in shared memory.
-
-    Args:
-        begins, total: (local,) i32.
-        m_indptr: (local + 1,) i32, gets the sums if `writes`.
-    """
+    """`begins[e] += total[0] + ... + total[e - 1]`; by one warp, in shared memory. `m_indptr` gets
+    the sums if `writes`."""
     local = cute.size(total)
     share = -(-local // WARP)  # of experts that follow each other, a lane
     first = cute.arch.lane_idx() * share

@@ -37,11 +37,9 @@ class SwigluEpilogue(Epilogue):
     at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6 of the
     largest.
 
-    The arithmetic of a value is that of `SwigluQuant`, but for up and gate, which are not rounded:
-    a row's bits depend neither on the other rows nor on the config or the architecture.
-
-    An architecture's strategy derives from it: it names its staging buffer, whose `rows` are
-    (tile_m, columns, terms) e4m3, and stores a tile.
+    The arithmetic is that of `SwigluQuant`, but up and gate are not rounded: a row's bits depend
+    neither on the other rows nor on the config or the architecture. What derives from it, for an
+    architecture, names its staging buffer, `rows` (tile_m, columns, terms) e4m3, and stores a tile.
     """
 
     n_halves = 2
@@ -53,6 +51,7 @@ class SwigluEpilogue(Epilogue):
         self.terms = terms
         self.intermediate = n // 2
         self.warps = config.consumer_warps
+        self.column_groups = self.warps  # that have maxima of their own, of a token
         self.columns = columns
         self.parts = columns // VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
@@ -98,6 +97,13 @@ class SwigluEpilogue(Epilogue):
         rows = cutlass.min(tile.rows - first, count)  # the tile's are those behind it, too
         if rows > 0:
             announce(output.counts, tile.expert, rows * self.columns)
+
+    def _largest(self, staging: Any, token: Int32) -> Int32:
+        """The maximum over this CTA's columns."""
+        amax = Int32(0)
+        for group in range(self.column_groups):
+            amax = cutlass.max(amax, staging.amax[group, token])
+        return amax
 
     def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
         """The values' FP8 term; before a later one, what the one before has left of them."""

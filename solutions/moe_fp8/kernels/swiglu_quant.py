@@ -38,9 +38,8 @@ def divide(values: cute.Tensor, scale: Float32):
     The hardware's division leaves its fast path for numerators near zero, and `silu` makes many:
     with it the fused layer's first GEMM took 1.24 times as long at T=14107. Here a product with the
     reciprocal is corrected by its residual, which an FMA gives exactly (Markstein, IBM Journal of
-    Research and Development 34, 1990). Where the residual underflows, what is lost is far below
-    the smallest FP8 value. A scale of an extraordinary size, as that of infinite values, takes
-    the division itself.
+    Research and Development 34, 1990); where that underflows, the loss is far below the smallest
+    FP8 value. A scale of an extraordinary size takes the division itself.
     """
     if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
         inverse = 1.0 / scale

@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 
 from ..numerics import BLOCK, TMA_ROWS
 from ..problem import MoeShape, expected_rows
-from .limits import SMEM_BYTES, WARPS
+from .limits import (
+    B_SCALES,
+    MAX_REGISTERS,
+    PRODUCER_REGISTERS,
+    REGISTERS,
+    SMEM_BYTES,
+    WARPGROUP,
+    WARPS,
+)
+
+SCALE_STAGES = 8
+"""K blocks of A scales in shared memory, with `split_scales`."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,10 @@ class TileConfig:
     terms: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
+    producer_warpgroups = 1
+    """Of a CTA: those that do not promote."""
+    split_scales = False
+    """Whether the A scales have a pipeline of their own; else they come with the rows."""
 
     def check(self, where: str = "", **legal: tuple[int, ...]) -> None:
         """Raise a ValueError if a value is none of the `legal` ones, `where` that is so."""
@@ -71,7 +86,6 @@ class TileConfig:
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *words])
 
     def set_flags(self, *names: str) -> list[str]:
-        """Those of the flags that are set."""
         return [name for name in names if getattr(self, name)]
 
     @property
@@ -80,23 +94,49 @@ class TileConfig:
         raise NotImplementedError
 
     @property
-    def stage_bytes(self) -> int:
-        """The architecture's: shared memory of one stage."""
-        raise NotImplementedError
-
-    @property
-    def fixed_bytes(self) -> int:
-        """The architecture's: shared memory besides the stages."""
-        raise NotImplementedError
-
-    @property
     def consumer_warps(self) -> int:
-        """Warps of the consumer warpgroups."""
         return self.consumer_warpgroups * WARPS
 
     @property
+    def stage_readers(self) -> int:
+        """Arrivals of a CTA that free a stage: one a warp, when its MMA have read it."""
+        return self.consumer_warps
+
+    @property
+    def threads(self) -> int:
+        return (self.consumer_warpgroups + self.producer_warpgroups) * WARPGROUP
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
+        left = REGISTERS - self.producer_warpgroups * PRODUCER_REGISTERS
+        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
+
+    @property
+    def scale_stages(self) -> int:
+        """K blocks of A scales that shared memory holds."""
+        return SCALE_STAGES if self.split_scales else self.num_stages
+
+    @property
+    def stage_bytes(self) -> int:
+        scales = 0 if self.split_scales else self.scale_block_bytes
+        return (self.tile_m * self.terms + self.weight_rows) * BLOCK + scales
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue: the tile in bfloat16; none where float32 is stored."""
+        return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory besides the stages: staging, scales, barriers and alignment."""
+        scales = self.consumer_warps * B_SCALES * 4
+        if self.split_scales:
+            scales += SCALE_STAGES * self.scale_block_bytes
+        return self.staging_bytes + scales + 2048
+
+    @property
     def cluster_size(self) -> int:
-        """CTAs of a cluster."""
         return self.cluster_m * self.cluster_n
 
     @property
@@ -126,7 +166,6 @@ class TileConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes
 
 
@@ -148,14 +187,7 @@ class LayerRules(NamedTuple):
     def configs(
         self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
     ) -> tuple[Any, Any]:
-        """The configs of both GEMMs for T tokens, at least one.
-
-        Args:
-            tokens: T.
-            shape: of the layer.
-            terms: FP8 terms that the first GEMM makes of up and gate and the second one takes.
-            pick: the architecture's `choose`.
-        """
+        """The configs of both GEMMs for T tokens, at least one; `pick`: a heuristic's `choose`."""
         rows = expected_rows(tokens * shape.top_k, shape.num_experts)
         h, i = shape.hidden_size, shape.intermediate_size
         first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)

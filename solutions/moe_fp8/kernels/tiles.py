@@ -10,6 +10,8 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint32
 
+from .barriers import threads
+
 WARP = 32
 MAX_EXPERTS = WARP * WARP
 """A lane answers for one expert, or for as many consecutive ones as a warp has lanes."""
@@ -27,15 +29,10 @@ class Tile(NamedTuple):
 def most_ctas(
     config: Any, rows: Any, n: int, experts: int, multiprocessors: int, smaller: Callable = min
 ) -> Any:
-    """CTAs of a grouped GEMM over `rows` rows at most.
+    """CTAs of a grouped GEMM over `rows` rows at most; `smaller` is `min` of such integers.
 
     As many tiles as those can make, where every expert may end with a part of one, and one a
     multiprocessor at most: pairs of them always fit.
-
-    Args:
-        config: of the GEMM.
-        rows, n, experts, multiprocessors: how many there are.
-        smaller: of two integers of the kind that `rows` is.
     """
     m_tiles = rows // (config.tile_m * config.cluster_m) + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
@@ -46,14 +43,12 @@ def most_ctas(
 class ExpertTiles:
     """The tiles of all experts in one linear order, looked up without a search.
 
-    A cluster works on one "tile" here: `tile_m` rows and one of `n_tiles` columns are those of all
-    its CTAs, so a cluster never spans two experts. Where an expert has fewer row tiles than the
-    cluster, the CTAs left over get none.
+    `tile_m` rows and one of `n_tiles` columns are those of all CTAs of a cluster, which never spans
+    two experts. Where an expert has fewer row tiles than it, the CTAs left over get none.
 
     Lane e of every warp keeps expert e's first row, row count and tile range, computed once by a
     warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
-    shuffles, so no warp waits for shared memory or for another warp. With more experts than lanes
-    a lane answers for several that follow each other and keeps their common tile range; a lookup
+    shuffles. With more experts than lanes a lane keeps the common tile range of several; a lookup
     that found the lane reads its experts' rows anew, one a lane, and scans them in the same way.
 
     Experts come in order; within one, row tiles run fastest, so that the CTAs at work together
@@ -65,24 +60,12 @@ class ExpertTiles:
     tile that one warpgroup computes: of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
     warpgroup alone on a tile, as 3, 3 and 1 would.
 
-    Every lane of a warp must make one and call `locate`.
-
-    Args:
-        rows: what `rows_of_lane` gave.
-        expert_rows: (2, experts) i32, first row and end of each expert.
-        tile_m: rows of a cluster's tile.
-        n_tiles: column tiles of a cluster in the output.
-        step: a divisor of `tile_m`, of which every tile but an expert's last has a multiple.
+    Every lane of a warp must make one, of what `rows_of_lane` gave of `expert_rows`, and call
+    `locate`. `step` is a divisor of `tile_m`, of which every tile but an expert's last has a
+    multiple of rows.
     """
 
-    def __init__(
-        self,
-        rows: tuple[Int32, Int32],
-        expert_rows: cute.Tensor,
-        tile_m: int,
-        n_tiles: int,
-        step: int,
-    ):
+    def __init__(self, rows, expert_rows, tile_m, n_tiles, step):
         self.expert_rows = expert_rows
         self.experts = cute.size(expert_rows, mode=[1])
         self.tile_m, self.n_tiles, self.step = tile_m, n_tiles, step
@@ -218,11 +201,10 @@ def inclusive_sum(value: Int32) -> Int32:
 class TileQueue:
     """Tiles on demand: a cluster asks for its next tile, instead of static round robin.
 
-    Tiles differ in cost where experts end, and CTAs differ in speed; with round robin the GPU waits
-    for the cluster that got the expensive tiles. One warp of a cluster (`serve`) increments a
-    counter in global memory and writes the result to every CTA of the cluster, where each warp that
-    works on tiles reads it (`take`). One tile is fetched ahead. Which CTA computes a tile has no
-    effect on the result.
+    Tiles differ in cost where experts end; with round robin the GPU waits for the cluster that got
+    the expensive ones. One warp of a cluster (`serve`) increments a counter in global memory and
+    writes the result to every CTA of the cluster, where each warp that works on tiles reads it
+    (`take`). One tile is fetched ahead. Which CTA computes a tile has no effect on the result.
 
     Pipeline of depth 1:
       full   the arrival of `serve`'s expect-tx + the 4 bytes of the number
@@ -237,19 +219,15 @@ class TileQueue:
     def create(
         barriers: cute.Pointer, slot: cute.Pointer, reading_warps: int, cluster_size: int
     ) -> "TileQueue":
-        """Initialise the barriers; the caller synchronises the cluster before their first use.
+        """Initialise the 2 mbarriers; the caller synchronises the cluster before their first use.
 
-        Args:
-            barriers: 2 mbarriers in shared memory.
-            slot: one Int32 in shared memory.
-            reading_warps: warps of the cluster that call `take`.
-            cluster_size: CTAs of a cluster.
+        `slot` is an Int32 in shared memory; `reading_warps` of the cluster call `take`.
         """
         pipe = pipeline.PipelineAsync.create(
             barrier_storage=barriers,
             num_stages=1,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, reading_warps),
+            producer_group=threads(),
+            consumer_group=threads(reading_warps),
             consumer_mask=Int32(0),
             defer_sync=True,
         )

@@ -8,9 +8,7 @@ GROUPS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
 """By the CTAs that share an MMA."""
 
 
-def tma_load(
-    gmem: cute.Tensor, smem_layout, tile: tuple[int, int], multicast: int, mma_ctas: int = 1
-):
+def tma_load(gmem, smem_layout, tile: tuple[int, int], multicast: int, mma_ctas: int = 1):
     """TMA atom and coordinate tensor of one operand, whose tile `multicast` CTAs share.
 
     Where `mma_ctas` share an MMA its copies are counted at the first one's barrier.
@@ -24,9 +22,7 @@ def tma_load(
     return cpasync.make_tiled_tma_atom(op, gmem, one_stage, tile, num_multicast=multicast)
 
 
-def tma_partition(
-    atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int
-):
+def tma_partition(atom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int):
     """((tma), stages) and ((tma), k_blocks) views of this CTA's share of one operand."""
     return cpasync.tma_partition(
         atom,

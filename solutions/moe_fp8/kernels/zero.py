@@ -21,11 +21,9 @@ class ZeroRows:
 
     @cute.jit
     def run(self, known: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
-        """The part of the `warp`-th of `warps` warps; by all of its lanes.
+        """By all lanes of the `warp`-th of `warps` warps: its part of `out`, (..., width) bf16.
 
-        Args:
-            known: what `is_zero` looks at.
-            out: (..., width) bf16, its rows one after the other.
+        `known` is what `is_zero` looks at.
         """
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor(VECTOR, BFloat16)
@@ -37,7 +35,6 @@ class ZeroRows:
                     cute.autovec_copy(zeros, vector(start + column, VECTOR))
 
     def rows(self, out: cute.Tensor) -> Int32:
-        """Of the output."""
         return Int32(cute.size(out, mode=[0]))
 
     def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:

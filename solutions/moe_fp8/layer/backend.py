@@ -1,6 +1,7 @@
-"""Which implementation of the layer's operations serves a device."""
+"""Which implementation of the layer's operations serves a device, and launching on it."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -10,12 +11,8 @@ from ..kernels.architectures import ARCHITECTURES
 
 @functools.cache
 def select(device: torch.device) -> ModuleType:
-    """`kernels.operations` for a supported GPU, `model` for the CPU: modules of the same functions,
-    which write their results to tensors that they are given.
-
-    Raises:
-        ValueError: the device is another one; the message lists what is supported.
-    """
+    """`kernels.operations` for a supported GPU, `model` for the CPU: modules of the same functions.
+    Of another device a ValueError lists what is supported."""
     if device.type == "cpu":
         from . import model
 
@@ -31,3 +28,8 @@ def select(device: torch.device) -> ModuleType:
         given = f"device type {device.type}"
     supported = ", ".join(architecture.gpus for architecture in ARCHITECTURES.values())
     raise ValueError(f"unsupported device {device} ({given}): expected a GPU of {supported}")
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """A context in which launches go to a GPU; nothing to do for other devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -10,11 +10,8 @@ from ..problem import MoeInputs, MoeShape
 def run_of(layer: Any, **sizes: Any) -> Callable[..., None]:
     """The function that flashinfer-bench calls: the definition's inputs in order, then the output.
 
-    With `renormalize` it takes neither bias nor factor, and all experts are local.
-
-    Args:
-        layer: called with `MoeInputs` and the output.
-        sizes: of another shape than the layer's, see `MoeShape`; then it is a dataclass with one.
+    With `renormalize` it takes neither bias nor factor, and all experts are local. `sizes` are of
+    another `MoeShape` than the layer's.
     """
     if sizes:
         layer = replace(layer, shape=MoeShape(**sizes))

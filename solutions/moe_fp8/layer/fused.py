@@ -20,17 +20,13 @@ class FusedLayer(Layer):
 
     The host knows T only and waits for nothing: a call can be captured in a CUDA graph that serves
     any routing of T tokens. There is one stage to mark.
-
-    Attributes:
-        shape: of the layer.
-        terms: FP8 values that an element of the intermediate is the sum of, 1 or 2.
-        configs: of both GEMMs by T, the shape and the terms; None takes the architecture's.
-        calls: by GPU and T, what is left to do of a call once one like it has been made.
     """
 
     shape: MoeShape = DEEPSEEK_V3
-    terms: int = 1
+    terms: int = 1  # FP8 values that an element of the intermediate is the sum of, 1 or 2
+    # Of both GEMMs by T, the shape and the terms; None takes the architecture's.
     configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
+    # By GPU and T, what is left to do of a call once one like it has been made.
     calls: dict[tuple[int, int], tuple[FusedCall, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -39,10 +35,9 @@ class FusedLayer(Layer):
         """As `Layer`'s.
 
         The compiled function compares its arguments with what it was compiled for before it
-        launches anything. So what the host does before the first launch, during which the GPU
-        waits, is one look into a table where a call of as many tokens came before: of Python 2 us
-        instead of 7, and of 14 where its caches are cold. The words for what is wrong are found
-        when it has refused the arguments.
+        launches anything. So after a call of as many tokens the host, for which the GPU waits, only
+        looks into a table: 2 us of Python instead of 7. The words for what is wrong are found when
+        the function has refused the arguments.
         """
         try:
             gpu = output.get_device()

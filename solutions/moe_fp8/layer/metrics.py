@@ -4,16 +4,14 @@ import torch
 
 
 def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """`1 - 2<x,ref> / (<x,x> + <ref,ref>)`: 0 for equal tensors; sees a wrong scale. NaN where an
-    element of either is not finite."""
+    """`1 - 2<x,ref> / (<x,x> + <ref,ref>)`: 0 for equal tensors, NaN if one is not finite."""
     x64, y64 = x.double().flatten(), ref.double().flatten()
     norm = float(x64.dot(x64) + y64.dot(y64))
     return 1.0 - 2.0 * float(x64.dot(y64)) / norm if norm else 0.0
 
 
 def cosine(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """Cosine of the angle between the tensors; does not see a wrong scale. 1 if both are zero, NaN
-    where an element of either is not finite."""
+    """Cosine of the angle: sees no wrong scale. 1 if both are zero, NaN if one is not finite."""
     x64, y64 = x.double().flatten(), ref.double().flatten()
     norm = float(x64.norm() * y64.norm())
     return float(x64.dot(y64)) / norm if norm else float(torch.equal(x64, y64))

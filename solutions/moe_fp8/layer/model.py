@@ -1,8 +1,7 @@
 """The arithmetic of the kernels in plain torch: same operations, same signatures.
 
-It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. It is written
-for clarity and for memory, touches active experts only and, unlike the kernels, reads row counts
-on the host.
+It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. Unlike the
+kernels it reads row counts on the host.
 """
 
 from typing import Any
@@ -16,7 +15,6 @@ from .rows import flat_rows
 
 COLUMNS = 1024
 """Output columns computed at once: their weights in float32 stay within a few MB per expert."""
-
 ROWS = 1024
 """Rows computed at once, which bounds the partial products of all K blocks held together."""
 
@@ -79,9 +77,8 @@ def swiglu_quant(
 ) -> None:
     """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
 
-    With two terms the second one is FP8 of what the first one leaves.
-
-    Rows from `m_indptr[-1]` on are neither read nor written.
+    With two terms the second one is FP8 of what the first one leaves. Rows from `m_indptr[-1]` on
+    are neither read nor written.
 
     The scale maps the largest magnitude to the largest FP8 value. Where that is zero, or so small
     that the scale would underflow to zero, the scale is 1 and no 0/0 can arise.
@@ -108,7 +105,6 @@ def swiglu_quant(
 def fused_call(
     tokens: int, device: torch.device, shape: MoeShape, terms: int = 1, configs: Any = None
 ) -> FusedCall:
-    """`fused` of this shape and with so many terms; what else is given only shapes kernels."""
     return lambda inputs, output: fused(inputs, output, shape, terms)
 
 

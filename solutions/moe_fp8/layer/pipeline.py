@@ -9,31 +9,24 @@ import torch
 from ..kernels import architectures
 from ..numerics import BLOCK, round_up
 from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
-from .backend import select
-from .device import on_device
+from .backend import on_device, select
 from .validate import validate
-from .workspace import workspace
 
 STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
-"""What `mark` is called with, in this order, each after its stage has been enqueued; once more for
-every further chunk of tokens.
-
-A call without a token or without a local pair marks them all too: its later stages are empty.
-"""
-
+"""What `mark` is called with, in this order, each after its stage has been enqueued, which may be
+empty; once more for every further chunk of tokens."""
 CHUNK_TOKENS = 16384
-"""Tokens that are computed at once. What a call computes on its way takes up to 141 KB a token (all
-of its experts local): 2.3 GB. A token's result does not depend on the others beside it."""
+"""Tokens that are computed at once: up to 141 KB each (all of its experts local), 2.3 GB."""
 
 
 class HostRows(NamedTuple):
-    """What the host must know of the routing to allocate padded buffers: reading it is a sync."""
+    """What the host must know of the routing to allocate padded buffers."""
 
     ends: Sequence[int]  # where each expert's rows end; the last is P, the number of pairs
     max_rows: int  # rows reserved per expert: those of the fullest one, rounded up
 
     @property
-    def total_rows(self) -> int:
+    def rows(self) -> int:
         """P."""
         return self.ends[-1]
 
@@ -59,13 +52,9 @@ class Permutation(Protocol):
         """Wait for the routing and read what the host needs to know of it."""
         ...
 
-    def pad(
-        self,
-        x: torch.Tensor,  # [*, K] float8_e4m3fn
-        x_scale: torch.Tensor,  # [K/128, *] float32
-        source_row: torch.Tensor | None,  # row of x for each row, or None: row i is row i
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows at their padded places: [E*max_rows, K] and scales [K/128, E*max_rows]."""
+    def pad(self, x, x_scale, source_row) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of `x` [*, K] and scales [K/128, *] at their padded places: [E*max_rows, K] and
+        [K/128, E*max_rows]. `source_row`: row of `x` for each row; None: row i is row i."""
         ...
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
@@ -85,6 +74,41 @@ class PlacedRows(NamedTuple):
     config2: Any
 
 
+class Workspace(NamedTuple):
+    """The tensors between a layer's operations, for R rows: views of one allocation."""
+
+    a: torch.Tensor  # [R, H] float8_e4m3fn
+    a_scale: torch.Tensor  # [H/128, R] float32
+    g: torch.Tensor  # [R, 2I] bfloat16
+    q: torch.Tensor  # [R, I] float8_e4m3fn
+    q_scale: torch.Tensor  # [I/128, R] float32
+    o: torch.Tensor  # [R, H] bfloat16
+
+
+def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> Workspace:
+    """Uninitialised tensors on `like`'s device; `rows` is a multiple of 4.
+
+    `o` lies over `a`, `a_scale` and `g`, none of which is needed any more when the second GEMM
+    writes it: 2 GB rather than 3.6 GB at T=14107.
+    """
+    h, i = shape.hidden_size, shape.intermediate_size
+    h_blocks, i_blocks = h // BLOCK, i // BLOCK
+    # Bytes of a row in each tensor. A multiple of 4 rows keeps all of them 16-byte aligned.
+    a, a_scale, g, q, q_scale, o = h, 4 * h_blocks, 4 * i, i, 4 * i_blocks, 2 * h
+    second = max(a + a_scale + g, o)
+    memory = like.new_empty(rows * (second + q + q_scale), dtype=torch.uint8)
+    fp8, f32 = memory.view(torch.float8_e4m3fn), memory.view(torch.float32)
+    bf16 = memory.view(torch.bfloat16)
+    return Workspace(
+        a=fp8.as_strided((rows, h), (h, 1)),
+        a_scale=f32.as_strided((h_blocks, rows), (rows, 1), rows * a // 4),
+        g=bf16.as_strided((rows, 2 * i), (2 * i, 1), rows * (a + a_scale) // 2),
+        q=fp8.as_strided((rows, i), (i, 1), rows * second),
+        q_scale=f32.as_strided((i_blocks, rows), (rows, 1), rows * (second + q) // 4),
+        o=bf16.as_strided((rows, h), (h, 1)),
+    )
+
+
 Choose = Callable[..., Any]
 """Picks a GEMM's config from the rows per active expert, n and k: see `sm90.heuristic.choose`."""
 
@@ -93,7 +117,6 @@ Placement = Callable[[GroupedRows, MoeShape, Choose], PlacedRows]
 
 
 Mark = Callable[[str], None]
-"""Told of each stage once it is enqueued."""
 
 
 def unmarked(stage: str) -> None:
@@ -163,6 +186,20 @@ class Layer:
         self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
     ) -> None:
         """Everything after the routing."""
+        placed = self.placed(rows)
+        if placed.rows == 0:
+            output.zero_()
+            return mark_all(STAGES[1:], mark)
+        self.compute(inputs, output, rows, placed, mark)
+
+    def placed(self, rows: GroupedRows) -> Any:
+        """What `compute` needs to know of the rows, of which there may be none."""
+        raise NotImplementedError
+
+    def compute(
+        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, placed: Any, mark: Mark
+    ) -> None:
+        """Everything after the rows have their places, which must be those of `rows`."""
         raise NotImplementedError
 
 
@@ -170,9 +207,8 @@ class Layer:
 class PaddedLayer(Layer):
     """The MoE layer with batched `[E, max_rows, K]` GEMM inputs.
 
-    A call is `group` (routing), `permutation.read` (wait for it, read the row counts) and
-    `compute`, which needs no answer from the GPU: if the permutation does not ask for one either,
-    `compute` can be captured in a CUDA graph for the row counts it is given.
+    If the permutation asks the GPU nothing after `read`, `compute` can be captured in a CUDA graph
+    for the row counts it is given.
     """
 
     permutation: type[Permutation]
@@ -180,33 +216,22 @@ class PaddedLayer(Layer):
     shape: MoeShape = DEEPSEEK_V3
     names_tokens = True
 
-    def finish(
-        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
-    ) -> None:
-        host = self.permutation.read(rows)
-        if host.total_rows == 0:
-            output.zero_()
-            return mark_all(STAGES[1:], mark)
-        self.compute(inputs, output, rows, host, mark)
+    def placed(self, rows: GroupedRows) -> HostRows:
+        """Wait for the routing and read the row counts."""
+        return self.permutation.read(rows)
 
     def compute(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        rows: GroupedRows,
-        host: HostRows,
-        mark: Mark = unmarked,
+        self, inputs: MoeInputs, output: torch.Tensor, rows, placed, mark: Mark = unmarked
     ) -> None:
-        """Everything after the host knows the row counts, which must be those of `rows`."""
         backend = select(output.device)
         intermediate = self.shape.intermediate_size
         new = output.new_empty
-        permutation = self.permutation(rows, host)
+        permutation = self.permutation(rows, placed)
         expert_rows = permutation.expert_rows
 
         assert rows.token_of_row is not None
         a, a_scale = permutation.pad(
-            inputs.hidden_states, inputs.hidden_states_scale, rows.token_of_row[: host.total_rows]
+            inputs.hidden_states, inputs.hidden_states_scale, rows.token_of_row[: placed.rows]
         )
         padded = new((a.shape[0], 2 * intermediate))
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
@@ -214,8 +239,8 @@ class PaddedLayer(Layer):
         g = permutation.unpad(padded)
         mark("gemm1")
 
-        q = new((host.total_rows, intermediate), dtype=torch.float8_e4m3fn)
-        q_scale = new((intermediate // BLOCK, host.total_rows), dtype=torch.float32)
+        q = new((placed.rows, intermediate), dtype=torch.float8_e4m3fn)
+        q_scale = new((intermediate // BLOCK, placed.rows), dtype=torch.float32)
         backend.swiglu_quant(g, q, q_scale, rows.m_indptr)
         mark("swiglu_quant")
 
@@ -234,10 +259,8 @@ class PaddedLayer(Layer):
 class PlacedLayer(Layer):
     """The MoE layer with rows where the GEMMs want them from the first copy to the last.
 
-    Every token is copied to the rows of its pairs (`permute`), both GEMMs and the activation
-    between them work on these rows, and the combine reads them where they lie. If the placement
-    does not wait for the routing, neither does anything else: the host knows T only, and the
-    whole call can be captured in a CUDA graph that serves any routing of T tokens.
+    If the placement does not wait for the routing, neither does anything else: the host knows T
+    only, and the call can be captured in a CUDA graph that serves any routing of T tokens.
     """
 
     place: Placement
@@ -250,19 +273,9 @@ class PlacedLayer(Layer):
         choose = self.choose or architectures.of_device(rows.m_indptr.device).choose
         return self.place(rows, self.shape, choose)
 
-    def finish(
-        self, inputs: MoeInputs, output: torch.Tensor, rows: GroupedRows, mark: Mark
-    ) -> None:
-        placed = self.placed(rows)
-        if placed.rows == 0:
-            output.zero_()
-            return mark_all(STAGES[1:], mark)
-        self.compute(inputs, output, placed, mark)
-
     def compute(
-        self, inputs: MoeInputs, output: torch.Tensor, placed: PlacedRows, mark: Mark = unmarked
+        self, inputs: MoeInputs, output: torch.Tensor, rows, placed, mark: Mark = unmarked
     ) -> None:
-        """Everything after the rows have their places. Reads nothing on the host."""
         backend = select(output.device)
         expert_rows, pair_row = placed.expert_rows, placed.pair_row
         a, a_scale, g, q, q_scale, o = workspace(output, placed.rows, self.shape)

@@ -12,18 +12,11 @@ from ..problem import GroupedRows, MoeInputs, MoeShape, bounded_offset
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
     """Choose the experts of every token and number the pairs of this rank.
 
-    Args:
-        inputs: the layer's, of which the logits, the bias and the two scalars count.
-        shape: its geometry.
-        with_tokens: whether `GroupedRows.token_of_row` is wanted.
+    Of the inputs the logits, the bias and the two scalars count; without `with_tokens`
+    `GroupedRows.token_of_row` is None.
     """
-    ids, weights = choose_experts(
-        inputs.routing_logits,
-        inputs.routing_bias,
-        float(inputs.routed_scaling_factor),
-        shape,
-    )
-    offset = int(inputs.local_expert_offset)
+    scaling, offset = float(inputs.routed_scaling_factor), int(inputs.local_expert_offset)
+    ids, weights = choose_experts(inputs.routing_logits, inputs.routing_bias, scaling, shape)
     return group_rows(ids, weights, offset, shape.num_local_experts, with_tokens)
 
 
@@ -92,9 +85,8 @@ def group_rows(
     """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
 
     A token has an expert at most once, so the pairs are the marks of an [experts, T] table and a
-    pair's row is the number of marks before it in row-major order: one prefix sum over the table
-    replaces a stable sort and its inverse. The table, with one more row on either side for the
-    experts below and above the local ones and one more column in front:
+    pair's row is the number of marks before it in row-major order: a prefix sum. The table has one
+    more row on either side for experts that are not local, and one more column in front:
 
                      -   token 0   token 1  ...
         below        .      .         .          (marks ignored)
@@ -104,8 +96,6 @@ def group_rows(
 
     After an inclusive sum each cell of column j holds the rows before token j's cell, so column 0
     is `m_indptr` and a pair (e, t) finds its row in column t, left of its mark.
-
-    `token_of_row` is None without `with_tokens`.
     """
     tokens, top_k = ids.shape
     experts = num_local_experts

@@ -3,13 +3,11 @@
 Every layout is one `[2, E]` int32 tensor on the device: expert e owns rows
 `[expert_rows[0, e], expert_rows[1, e])`. Experts come in order and do not overlap; rows of no
 expert are padding: a kernel may load them, but their content (NaN included) reaches no result and
-they are never written. What differs is who decides where an expert starts:
+they are never written. An expert starts
 
   batched   at `e * max_rows`: an `[E, max_rows, K]` buffer           (DeepGEMM: masked)
   aligned   at a multiple of the GEMM's tile height, a gap before it  (DeepGEMM: contiguous)
   flat      where the one before ends, anywhere: `m_indptr`           (DeepGEMM: psum)
-
-`aligned` needs the row counts on the host and is built where they are (v3).
 """
 
 import torch

@@ -3,25 +3,15 @@
 from dataclasses import dataclass, replace
 
 from ...numerics import BLOCK
-from ..limits import B_SCALES, MAX_REGISTERS, PRODUCER_REGISTERS, REGISTERS, WARPGROUP
 from ..tile_config import TileConfig
 
 MMA_ROWS = 128
 """Rows of one tcgen05.mma, one a lane of tensor memory."""
-
 TMEM_COLUMNS = 512
 """Of a multiprocessor, of 128 lanes of 4 bytes each."""
-
 MAX_ACCUMULATORS = 4
 """In tensor memory. A second one lets the next K block's MMA run while one is promoted; more of
 them let it run on while a tile is stored."""
-
-SCALE_STAGES = 8
-"""K blocks of A scales in shared memory. They are read after the MMA, when their stage of rows may
-have been filled again: they need a pipeline of their own."""
-
-PRODUCER_WARPGROUPS = 2
-"""One that loads, as on Hopper, and one with the MMA and the scales."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +33,12 @@ class GemmConfig(TileConfig):
     accumulators: int = 0
     mma_ctas: int = 1
     quantises: int = 0
+    producer_warpgroups = 2
+    """One that loads, as on Hopper, and one with the MMA and the scales."""
+    split_scales = True
+    """They are read after the MMA, when their stage of rows may have been filled again."""
+    stage_readers = 1
+    """The MMA."""
 
     def __post_init__(self) -> None:
         if self.mma_ctas == 2 and (self.swap_ab or self.cluster_m == 1):
@@ -96,48 +92,10 @@ class GemmConfig(TileConfig):
         return self.mma_columns // self.consumer_warpgroups
 
     @property
-    def stage_readers(self) -> int:
-        """Arrivals of a CTA that free a stage: one, when the MMA have read it."""
-        return 1
-
-    @property
-    def split_scales(self) -> bool:
-        """Whether the A scales have a pipeline of their own."""
-        return True
-
-    @property
-    def scale_stages(self) -> int:
-        """K blocks of A scales that shared memory holds."""
-        return SCALE_STAGES
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: the consumers and the producer warpgroups."""
-        return (self.consumer_warpgroups + PRODUCER_WARPGROUPS) * WARPGROUP
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
-        left = REGISTERS - PRODUCER_WARPGROUPS * PRODUCER_REGISTERS
-        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage."""
-        return (self.tile_m * self.terms + self.weight_rows) * BLOCK
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Shared memory besides the stages: output staging, scales, barriers and alignment."""
-        scales = self.consumer_warps * B_SCALES * 4 + SCALE_STAGES * self.scale_block_bytes
-        return self.staging_bytes + scales + 2048
-
-    @property
     def staging_bytes(self) -> int:
-        """Shared memory of the epilogue: the tile in bfloat16, or its FP8 terms and maxima; none
-        where float32 leaves the registers as it is."""
+        """As on Hopper, or the FP8 terms and maxima."""
         if not self.quantises:
-            return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
+            return super().staging_bytes
         return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
 
     def with_swiglu(self, terms: int) -> "GemmConfig":

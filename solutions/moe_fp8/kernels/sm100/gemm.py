@@ -17,13 +17,14 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
+from ..barriers import threads
 from ..dependent import wait_for_previous
 from ..epilogue import StoreRows
-from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
+from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import rows_of_lane
-from .config import MMA_ROWS, PRODUCER_WARPGROUPS, GemmConfig
-from .operands import operands_of
+from .config import MMA_ROWS, GemmConfig
+from .operands import TokensAsColumns, TokensAsRows
 
 MMA_K = 32
 MMA_WARP = WARPS
@@ -73,7 +74,7 @@ class GroupedGemmSm100(GroupedGemm):
                  of all CTAs that share the MMA.
     """
 
-    operands_of = staticmethod(operands_of)
+    operand_orders = TokensAsRows, TokensAsColumns
 
     def __init__(self, config: GemmConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
@@ -134,7 +135,7 @@ class GroupedGemmSm100(GroupedGemm):
             rows = rows_of_lane(expert_rows)
         work = Work(self._tiles(rows, expert_rows), queue)
 
-        if group < PRODUCER_WARPGROUPS:
+        if group < c.producer_warpgroups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self._producers(warp_idx, pipes.load, work, queue, args, shared)
             if warp_idx == SCALES_WARP:
@@ -146,7 +147,7 @@ class GroupedGemmSm100(GroupedGemm):
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self._update_warpgroup(
-                pipes, work, group - PRODUCER_WARPGROUPS, shared, args, tmem, staging
+                pipes, work, group - c.producer_warpgroups, shared, args, tmem, staging
             )
         # The tensor memory is given back when all consumers have read what is theirs. Of a pair
         # neither goes as long as the other one may still read its memory or arrive at its barriers.
@@ -161,10 +162,6 @@ class GroupedGemmSm100(GroupedGemm):
         """Made of the barriers in shared memory, which all threads of the cluster see after it."""
         c = self.config
         cluster = cute.make_layout((c.mma_ctas, c.weight_shares, c.cluster_n, 1))
-
-        def threads(count: int) -> pipeline.CooperativeGroup:
-            return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
-
         barriers = storage.own.data_ptr()
         scales = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -177,7 +174,7 @@ class GroupedGemmSm100(GroupedGemm):
         sums = pipeline.PipelineUmmaAsync.create(
             barrier_storage=barriers + 2 * c.scale_stages,
             num_stages=c.num_accumulators,
-            producer_group=threads(1),
+            producer_group=threads(),
             consumer_group=threads(c.consumer_warps * c.mma_ctas),
             cta_layout_vmnk=cluster if c.mma_ctas > 1 else None,
             defer_sync=True,
@@ -238,16 +235,7 @@ class GroupedGemmSm100(GroupedGemm):
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
 
     @cute.jit
-    def _update_warpgroup(
-        self,
-        pipes: Pipelines,
-        work: Work,
-        consumer: Int32,
-        shared: Shared,
-        args: KernelArguments,
-        tmem: cute.Pointer,
-        staging,  # the epilogue's
-    ):
+    def _update_warpgroup(self, pipes, work, consumer, shared, args, tmem, staging):
         """Sums and epilogue of this warpgroup's columns of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -301,15 +289,7 @@ class GroupedGemmSm100(GroupedGemm):
             sums.consumer_release(sums_state)
 
     @cute.jit
-    def _promote(
-        self,
-        sums,
-        sums_state,
-        tmem: cute.Pointer,
-        total_acc: cute.Tensor,
-        scales: cute.Tensor,
-        thread: Int32,
-    ):
+    def _promote(self, sums, sums_state, tmem, total_acc, scales, thread):
         """total += scale * accumulator; the accumulator is given back as soon as it is read.
 
         A thread's columns come from tensor memory in chunks, the next one while one is promoted.

@@ -1,10 +1,8 @@
 """Which GEMM config for how many rows an expert has."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-from ...problem import MoeShape
 from ..tile_config import LayerRules
 from .config import GemmConfig
 
@@ -31,25 +29,16 @@ LARGEST = GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True)
 ONE_WAVE = (GemmConfig(cluster_m=2, mma_ctas=2), GemmConfig())
 MULTIPROCESSORS = 148
 """Of the B200."""
-
 PICKED = tuple(dict.fromkeys((*(config for _, config in FEW_ROWS + UNEVEN), LARGEST, *ONE_WAVE)))
 """All that `choose` can give, of one term."""
 
 
-def choose(
-    rows_per_expert: float,
-    n: int,
-    k: int,
-    even: bool = False,
-    experts: int | None = None,
-    terms: int = 1,
-) -> GemmConfig:
+def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, terms=1) -> GemmConfig:
     """The config for active experts with about `rows_per_expert` rows each and weights `[n, k]`.
 
-    The number is an expectation: every config computes any number of rows. `experts` says how many
-    are active, where that is known: tiles that all fit into one wave are not made larger, because
-    a wave takes as long as one tile. `even` is what `sm90.heuristic.choose` knows better for; here
-    nothing was measured yet that would tell what to make of it.
+    As `sm90.heuristic.choose`, but for `even`, of which nothing is made: nothing was measured yet.
+    Where `experts` is known, tiles that all fit into one wave are not made larger, because a wave
+    takes as long as one tile.
     """
     of_rows = (config for rows, config in FEW_ROWS + UNEVEN if rows_per_expert <= rows)
     config = next(of_rows, LARGEST)
@@ -61,13 +50,6 @@ def choose(
 
 # As for Hopper (`sm90.heuristic`), by figures of an H200: to be measured.
 LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
-
-
-def choose_layer(
-    tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
-) -> tuple[GemmConfig, GemmConfig]:
-    """The configs of the fused layer's two GEMMs for T tokens, at least one; see `LayerRules`."""
-    return LAYER.configs(tokens, shape, terms, pick)
 
 
 def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:

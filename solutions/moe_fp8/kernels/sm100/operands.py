@@ -17,7 +17,7 @@ BITS = 128
 """Of the widest store to shared memory."""
 
 
-class _Operands(MmaOperands):
+class Operands(MmaOperands):
     """What both orders share. A thread's value `v` is its column `v` of the accumulator."""
 
     instructions = tcgen05
@@ -55,7 +55,7 @@ class _Operands(MmaOperands):
         return cute.make_tiled_copy_tv(atom, threads, values).get_slice(thread)
 
 
-class TokensAsRows(_Operands):
+class TokensAsRows(Operands):
     """Accumulator rows are tokens: a thread has one token, and so one token scale."""
 
     columns_side_by_side = 4
@@ -87,7 +87,7 @@ class TokensAsRows(_Operands):
         return warpgroup * self.config.consumer_columns + part * EPILOGUE_COLUMNS
 
 
-class TokensAsColumns(_Operands):
+class TokensAsColumns(Operands):
     """Accumulator rows are weights: a thread has one output column of all tokens."""
 
     columns_side_by_side = 1
@@ -116,11 +116,3 @@ class TokensAsColumns(_Operands):
 
     def first_column(self, warpgroup: Int32, part: int) -> Int32:
         return Int32(part * EPILOGUE_COLUMNS)
-
-
-Operands = TokensAsRows | TokensAsColumns
-
-
-def operands_of(config: GemmConfig) -> Operands:
-    """The operand order that a config asks for."""
-    return TokensAsColumns(config) if config.swap_ab else TokensAsRows(config)

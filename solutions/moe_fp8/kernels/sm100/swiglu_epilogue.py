@@ -10,7 +10,7 @@ from cutlass import Float8E4M3FN, Float32, Int32
 from ...numerics import BLOCK
 from ..barriers import Barriers
 from ..epilogue import TileShare
-from ..swiglu_epilogue import VECTOR, Quantised, SwigluEpilogue
+from ..swiglu_epilogue import VECTOR, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP
 from .config import MMA_ROWS, GemmConfig
@@ -30,9 +30,6 @@ class SwigluQuantise(SwigluEpilogue):
     Where tokens are accumulator rows, a thread has 64 columns of its token, and the same thread of
     the other warpgroup the others. Under swap_ab a thread has one column of all tokens. The maxima
     meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
-
-    Raises:
-        ValueError: the config is of another epilogue, or n is ragged.
     """
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
@@ -41,28 +38,20 @@ class SwigluQuantise(SwigluEpilogue):
                 f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
             )
         super().__init__(config, operands, n, BLOCK, terms)
-        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
+        if not config.swap_ab:
+            self.column_groups = config.consumer_warpgroups
 
     def staging_elements(self) -> int:
-        """Elements of the staging buffer."""
         return self.staged_bytes() + 4 * self.column_groups * self.config.tile_m
 
     def staging(self, buffer) -> Staging:
-        """The views of the staging buffer, a member of the kernel's shared memory."""
         base, rows = buffer.data_ptr(), self.config.tile_m
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
         by_group = cute.make_layout((self.column_groups, rows), stride=(rows, 1))
         return Staging(self.staged_rows(base), cute.make_tensor(amax, by_group))
 
     @cute.jit
-    def store(
-        self,
-        output: Quantised,
-        staging: Staging,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        share: TileShare,
-    ):
+    def store(self, output, staging, tiled_mma, acc, share: TileShare):
         """Write the valid rows of a tile, by all consumer threads; see `StoreBFloat16.store`."""
         tile, thread = share.tile, share.thread
         threads, rows = self.warps * WARP, self.config.tile_m
@@ -77,9 +66,7 @@ class SwigluQuantise(SwigluEpilogue):
         self._announce_tile(output, tile, thread, barrier)
 
     @cute.jit
-    def _stage_row(
-        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
-    ):
+    def _stage_row(self, output, staging, acc, share: TileShare, barrier):
         """Tokens are accumulator rows: a thread has one, with half of its columns."""
         tile, warpgroup, thread, _ = share
         row = thread % MMA_ROWS
@@ -93,7 +80,7 @@ class SwigluQuantise(SwigluEpilogue):
             amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
         staging.amax[warpgroup, row] = bits[0]
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
-        bits[0] = self._of_all(staging, row)
+        bits[0] = self._largest(staging, row)
         scale = block_scale(amax[0])
         if warpgroup == 0 and row < tile.rows:
             output.scale[tile.n_tile, tile.row + row] = scale
@@ -106,9 +93,7 @@ class SwigluQuantise(SwigluEpilogue):
             cute.autovec_copy(quantised, there)
 
     @cute.jit
-    def _stage_columns(
-        self, output: Quantised, staging: Staging, acc: cute.Tensor, share: TileShare, barrier
-    ):
+    def _stage_columns(self, output, staging, acc, share: TileShare, barrier):
         """Tokens are accumulator columns: a thread has one column of the result, of all of them."""
         tile, _, thread, _ = share
         warp, tokens = thread // WARP, self.config.tile_m
@@ -123,7 +108,7 @@ class SwigluQuantise(SwigluEpilogue):
                 staging.amax[warp, i] = bits[i]
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
         for i in cutlass.range_constexpr(tokens):
-            bits[i] = self._of_all(staging, Int32(i))
+            bits[i] = self._largest(staging, Int32(i))
             amax[i] = block_scale(amax[i])
             if thread == i and i < tile.rows:
                 output.scale[tile.n_tile, tile.row + i] = amax[i]
@@ -133,10 +118,3 @@ class SwigluQuantise(SwigluEpilogue):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 staging.rows[i, thread, t] = quantised[i]
-
-    def _of_all(self, staging: Staging, token: Int32) -> Int32:
-        """The maximum over all columns of the tile."""
-        amax = Int32(0)
-        for group in range(self.column_groups):
-            amax = cutlass.max(amax, staging.amax[group, token])
-        return amax

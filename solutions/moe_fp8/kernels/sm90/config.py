@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from ...numerics import BLOCK
-from ..limits import B_SCALES, MAX_REGISTERS, PRODUCER_REGISTERS, REGISTERS, WARPGROUP
+from ..limits import WARPGROUP
 from ..tile_config import TileConfig
 
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
-
 OTHER_REGISTERS = 32
 """Registers of a consumer thread that are not accumulators, at least."""
 
@@ -44,48 +42,10 @@ class GemmConfig(TileConfig):
         return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
 
     @property
-    def stage_readers(self) -> int:
-        """Arrivals of a CTA that free a stage: one a warp, when its WGMMA have read it."""
-        return self.consumer_warps
-
-    @property
-    def split_scales(self) -> bool:
-        """Whether the A scales have a pipeline of their own; on Hopper they come with the rows."""
-        return False
-
-    @property
-    def scale_stages(self) -> int:
-        """K blocks of A scales that shared memory holds."""
-        return self.num_stages
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: the consumers and one producer warpgroup."""
-        return (self.consumer_warpgroups + 1) * WARPGROUP
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
-        share = (REGISTERS - PRODUCER_REGISTERS) // self.consumer_warpgroups // 8 * 8
-        return min(MAX_REGISTERS, share)
-
-    @property
     def accumulator_registers(self) -> int:
         """Registers of a consumer thread for the sum and one or two K blocks."""
         values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
         return values * (3 if self.overlap else 2)
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage."""
-        return (self.tile_m * self.terms + self.tile_n) * BLOCK + self.scale_block_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Shared memory besides the stages: output staging, B scales, barriers and alignment."""
-        staging = self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
-        b_scales = self.consumer_warps * B_SCALES * 4
-        return staging + b_scales + 2048
 
     def with_swiglu(self, terms: int) -> "GemmConfig":
         """This one for the epilogue that makes so many FP8 terms of up and gate."""

@@ -15,28 +15,23 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
+from ..barriers import threads
 from ..dependent import wait_for_previous
-from ..grouped_gemm import GroupedGemm, KernelArguments, Shared, TileScales, Work
+from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, rows_of_lane
 from .config import WGMMA_M, GemmConfig
-from .operands import operands_of
+from .operands import TokensAsColumns, TokensAsRows
 
 WGMMA_K = 32
 
 
-class Fragments(NamedTuple):
-    """What a consumer thread multiplies: descriptors of the operands."""
-
-    a: cute.Tensor
-    b: cute.Tensor
-
-
 class Source(NamedTuple):
-    """What a warpgroup's sums are made of."""
+    """What a warpgroup's sums are made of: the pipeline, descriptors of the operands."""
 
     load: pipeline.PipelineTmaAsync
-    fragments: Fragments
+    a: cute.Tensor
+    b: cute.Tensor
 
 
 class GroupedGemmSm90(GroupedGemm):
@@ -51,7 +46,7 @@ class GroupedGemmSm90(GroupedGemm):
                  while its next one runs. At the tile's end the sums go to the `epilogue`.
     """
 
-    operands_of = staticmethod(operands_of)
+    operand_orders = TokensAsRows, TokensAsColumns
 
     def __init__(self, config: GemmConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
@@ -87,12 +82,8 @@ class GroupedGemmSm90(GroupedGemm):
         load = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
-            producer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, self.counts.full_arrivals
-            ),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, self.counts.empty_arrivals
-            ),
+            producer_group=threads(self.counts.full_arrivals),
+            consumer_group=threads(self.counts.empty_arrivals),
             tx_count=self.counts.a_bytes + self.counts.b_bytes,
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
@@ -110,15 +101,7 @@ class GroupedGemmSm90(GroupedGemm):
             self._mma_warpgroup(load, work, group - 1, shared, args, staging)
 
     @cute.jit
-    def _mma_warpgroup(
-        self,
-        load,
-        work: Work,
-        consumer: Int32,
-        shared: Shared,
-        args: KernelArguments,
-        staging,  # the epilogue's
-    ):
+    def _mma_warpgroup(self, load, work, consumer, shared, args, staging):
         """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -127,14 +110,14 @@ class GroupedGemmSm90(GroupedGemm):
             cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
         )
         operand_a, operand_b = self.operands.operands(shared.a.rows, shared.b)
-        fragments = Fragments(
+        source = Source(
+            load,
             self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
             self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
         )
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        source = Source(load, fragments)
         self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
 
     @cute.jit
@@ -142,7 +125,7 @@ class GroupedGemmSm90(GroupedGemm):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         overlap = cutlass.const_expr(self.config.overlap)
         mainloop = self._overlapped_mainloop if overlap else self._mainloop
-        return mainloop(source.load, state, source.fragments, total_acc, of)
+        return mainloop(source, state, total_acc, of)
 
     @cute.jit
     def _skip_tile(self, source: Source, state):
@@ -154,7 +137,8 @@ class GroupedGemmSm90(GroupedGemm):
         return state
 
     @cute.jit
-    def _mainloop(self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales):
+    def _mainloop(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
+        load = source.load
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -166,7 +150,7 @@ class GroupedGemmSm90(GroupedGemm):
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
                 self._load_scales(scales, of, first + i, now.index)
-                self._issue_wgmma(acc, fragments, now.index)
+                self._issue_wgmma(acc, source, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
                 # Ask for the next stage now: the answer comes during the promotion.
@@ -193,14 +177,13 @@ class GroupedGemmSm90(GroupedGemm):
         return after
 
     @cute.jit
-    def _overlapped_mainloop(
-        self, load, state, fragments: Fragments, total_acc: cute.Tensor, of: TileScales
-    ):
+    def _overlapped_mainloop(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
         ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
         every single one, so each iteration ends with nothing in flight.
         """
+        load = source.load
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
@@ -211,7 +194,7 @@ class GroupedGemmSm90(GroupedGemm):
                     load.consumer_wait(now)
                     self.a_load.arrived()
                     self._load_scales(scales[i % 2], of, first + i, now.index)
-                    self._issue_wgmma(accs[i % 2], fragments, now.index)
+                    self._issue_wgmma(accs[i % 2], source, now.index)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < self.unroll else 0)
                     load.consumer_release(self._stage(state, i - 1))
@@ -220,7 +203,7 @@ class GroupedGemmSm90(GroupedGemm):
         return state
 
     @cute.jit
-    def _issue_wgmma(self, acc: cute.Tensor, fragments: Fragments, stage: Int32):
+    def _issue_wgmma(self, acc: cute.Tensor, source: Source, stage: Int32):
         """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it.
 
         The last term comes first: the tensor cores sum in 14 bits, and what is small keeps more of
@@ -234,7 +217,7 @@ class GroupedGemmSm90(GroupedGemm):
             at_a, at_b = self.operands.operands(of_tokens, stage)
             for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
                 atom.set(warpgroup.Field.ACCUMULATE, i + k != 0)
-                of_a, of_b = fragments.a[None, None, k, at_a], fragments.b[None, None, k, at_b]
+                of_a, of_b = source.a[None, None, k, at_a], source.b[None, None, k, at_b]
                 cute.gemm(atom, acc, of_a, of_b, acc)
         warpgroup.commit_group()
 

@@ -1,10 +1,8 @@
 """Which GEMM config for how many rows an expert has."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-from ...problem import MoeShape
 from ..tile_config import LayerRules
 from .config import GemmConfig
 
@@ -39,7 +37,6 @@ TWO_TERMS = (48, GemmConfig(tile_m=64, cluster_n=2, overlap=True, terms=2))
 TWO_TERMS_LARGEST = GemmConfig(tile_m=192, cluster_n=2, dynamic=True, unroll=True, terms=2)
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM)."""
-
 SMALLER = (
     GemmConfig(tile_m=64, cluster_m=2, overlap=True),
     GemmConfig(tile_m=64, tile_n=64),
@@ -49,20 +46,12 @@ SMALLER = (
 """From larger to smaller."""
 
 
-def choose(
-    rows_per_expert: float,
-    n: int,
-    k: int,
-    even: bool = False,
-    experts: int | None = None,
-    terms: int = 1,
-) -> GemmConfig:
+def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, terms=1) -> GemmConfig:
     """The config for active experts with about `rows_per_expert` rows each and weights `[n, k]`.
 
     The number is an expectation: every config computes any number of rows. Who knows more says so:
     `even`, that the active experts have the same number of rows; `experts`, how many are active:
-    where their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: of A; with
-    two of them no more is known that would change the config.
+    where their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: of A.
     """
     many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
     largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST
@@ -78,13 +67,6 @@ def choose(
 # An H200's, docs/notes/fused.md. Tiles of 32 rows would spill with `whole_waves`. Of DeepSeek-V3 an
 # expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make one wave.
 LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
-
-
-def choose_layer(
-    tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., GemmConfig] = choose
-) -> tuple[GemmConfig, GemmConfig]:
-    """The configs of the fused layer's two GEMMs for T tokens, at least one; see `LayerRules`."""
-    return LAYER.configs(tokens, shape, terms, pick)
 
 
 def _fill(config: GemmConfig, rows: int, n: int, experts: int, even: bool) -> GemmConfig:

@@ -1,8 +1,7 @@
 """Which operand of the grouped GEMM takes WGMMA's 64-row side: tokens, or (swap_ab) weights.
 
 WGMMA computes 64 rows by 8..256 columns. With tokens as rows an expert's last tile wastes up to 63
-of them; with weights as rows nothing is wasted along the weights, whose number is a multiple of
-128, and the tokens come in eights.
+of them; with weights, whose number is a multiple of 128, none, and the tokens come in eights.
 """
 
 import cutlass.cute as cute
@@ -16,7 +15,7 @@ from ..tiles import WARP
 from .config import WGMMA_M, GemmConfig
 
 
-class _Operands(MmaOperands):
+class Operands(MmaOperands):
     """What both orders share. A thread's values count (2 columns, 2 rows, ...)."""
 
     instructions = warpgroup
@@ -45,7 +44,7 @@ class _Operands(MmaOperands):
         return tiled.get_slice(thread)
 
 
-class TokensAsRows(_Operands):
+class TokensAsRows(Operands):
     """Accumulator rows are tokens: a thread holds rows r and r + 8, and so two token scales."""
 
     token_scales = 2
@@ -79,7 +78,7 @@ class TokensAsRows(_Operands):
         return self._staged_copy(warp.StMatrix8x8x16bOp(False, 4), tiled_mma, thread)
 
 
-class TokensAsColumns(_Operands):
+class TokensAsColumns(Operands):
     """Accumulator rows are weights: a thread holds every eighth pair of tokens."""
 
     columns_side_by_side = 1
@@ -110,11 +109,3 @@ class TokensAsColumns(_Operands):
         # Transposed: a token's 64 columns end up side by side, as they lie in the output.
         matrices = 4 if self.config.tile_m % 16 == 0 else 2
         return self._staged_copy(warp.StMatrix8x8x16bOp(True, matrices), tiled_mma, thread)
-
-
-Operands = TokensAsRows | TokensAsColumns
-
-
-def operands_of(config: GemmConfig) -> Operands:
-    """The operand order that a config asks for."""
-    return TokensAsColumns(config) if config.swap_ab else TokensAsRows(config)

@@ -12,7 +12,7 @@ from ...numerics import BLOCK
 from ..barriers import Barriers
 from ..epilogue import TileShare
 from ..limits import WARPS
-from ..swiglu_epilogue import Quantised, SwigluEpilogue
+from ..swiglu_epilogue import SwigluEpilogue
 from ..swiglu_quant import block_scale, divide, silu
 from ..tiles import WARP
 from .config import GemmConfig
@@ -47,12 +47,8 @@ class SwigluQuantise(SwigluEpilogue):
     A CTA sends those of tile t + 2 to the same buffer only after it has received those of tile
     t + 1, and the other CTA sends these only after it has read those of tile t.
 
-    Where tokens are accumulator rows, four lanes hold a row, and a warp stores its 16 rows alone.
-    With swap_ab a token's columns are spread over all consumer warps, which exchange maxima and
-    quantised values through shared memory first.
-
-    Raises:
-        ValueError: the tile is not 128 columns wide, n is ragged, or the cluster is no such pair.
+    Where tokens are accumulator rows, a warp stores its 16 rows alone. With swap_ab all consumer
+    warps exchange maxima and quantised values through shared memory first.
     """
 
     def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
@@ -67,16 +63,12 @@ class SwigluQuantise(SwigluEpilogue):
         self.arrivals = 1 if config.swap_ab else WARPS
 
     def staging_elements(self) -> int:
-        """Elements of the staging buffer."""
         maxima = 4 * (self.warps + BUFFERS)
         return self.staged_bytes() + self.config.tile_m * maxima + 8 * BUFFERS * self.waits
 
     @cute.jit
     def staging(self, buffer) -> Staging:
-        """The views of the staging buffer, a member of the kernel's shared memory.
-
-        Initialises its barriers; the caller synchronises the cluster before their first use.
-        """
+        """Initialises its barriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
         theirs = amax + rows * self.warps
@@ -93,14 +85,7 @@ class SwigluQuantise(SwigluEpilogue):
         )
 
     @cute.jit
-    def store(
-        self,
-        output: Quantised,
-        staging: Staging,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        share: TileShare,
-    ):
+    def store(self, output, staging, tiled_mma, acc, share: TileShare):
         """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         if cutlass.const_expr(self.config.swap_ab):
@@ -109,7 +94,7 @@ class SwigluQuantise(SwigluEpilogue):
             self._store_rows(output, staging, sums, share)
 
     @cute.jit
-    def _store_rows(self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare):
+    def _store_rows(self, output, staging, sums, share: TileShare):
         """Tokens are accumulator rows: a warp has 16 of them with all 64 columns."""
         tile, warpgroup, thread, stored = share
         lane = thread % WARP
@@ -159,9 +144,7 @@ class SwigluQuantise(SwigluEpilogue):
                 self._announce_rows(output, tile, first, 16)
 
     @cute.jit
-    def _store_columns(
-        self, output: Quantised, staging: Staging, sums: cute.Tensor, share: TileShare
-    ):
+    def _store_columns(self, output, staging, sums, share: TileShare):
         """Tokens are accumulator columns: a thread has one column of every eighth pair of them."""
         tile, _, thread, stored = share
         lane, warp = thread % WARP, thread // WARP
@@ -186,9 +169,9 @@ class SwigluQuantise(SwigluEpilogue):
             self._announce(arrived, rows)
         barrier.arrive_and_wait()
         if thread < rows:
-            self._send(staging, buffer_index, thread, self._of_all_warps(staging, thread), arrived)
+            self._send(staging, buffer_index, thread, self._largest(staging, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
-            bits[i] = self._of_all_warps(staging, self.operands.scale_token(i, thread))
+            bits[i] = self._largest(staging, self.operands.scale_token(i, thread))
         cute.arch.mbarrier_wait(arrived, stored // BUFFERS % 2)
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
@@ -208,13 +191,6 @@ class SwigluQuantise(SwigluEpilogue):
             self._store_part(output, staging, tile, place // self.parts, place % self.parts)
         self._announce_tile(output, tile, thread, barrier)
 
-    def _of_all_warps(self, staging: Staging, token: Int32) -> Int32:
-        """The maximum over this CTA's columns."""
-        amax = Int32(0)
-        for w in range(self.warps):
-            amax = cutlass.max(amax, staging.amax[w, token])
-        return amax
-
     def _announce(self, arrived: cute.Pointer, rows: int) -> None:
         """Tell the other CTA that the maxima of some rows will come."""
         other = cute.arch.block_idx_in_cluster() ^ 1
@@ -222,9 +198,7 @@ class SwigluQuantise(SwigluEpilogue):
             arrived, rows * 4, other, scope=MemScopeKind.CLUSTER
         )
 
-    def _send(
-        self, staging: Staging, buffer_index: Int32, row: Int32, amax: Int32, arrived: cute.Pointer
-    ) -> None:
+    def _send(self, staging, buffer_index, row, amax, arrived) -> None:
         """Put a row's maximum into the other CTA's `theirs`, whose barrier gets 4 bytes."""
         place = staging.theirs.iterator + buffer_index * self.config.tile_m + row
         other = cute.arch.block_idx_in_cluster() ^ 1
