@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scripts.common import schemas
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
 
@@ -174,6 +173,8 @@ def parse_record(
     `hashes` are those of run.json, for traces that do not hold their solution's. Raises ValueError
     for what is no trace.
     """
+    from scripts.common import schemas  # pydantic, which a program's --help does without
+
     if fault := schemas.fault(trace, schemas.Trace):
         raise ValueError(fault)
     evaluation, solution = trace.get("evaluation"), trace.get("solution")

@@ -88,6 +88,7 @@ def names_called(monkeypatch) -> list[str]:
     return found
 
 
+@pytest.mark.all
 def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, monkeypatch) -> None:
     values, expected = arguments()
     inputs, output = tuple(values.values())[:-1], values["output"]

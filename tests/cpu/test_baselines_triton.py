@@ -135,7 +135,7 @@ def test_renormalize_is_that_of_the_core(tokens):
     assert torch.equal(routed.block_counts.sum(0), ids.flatten().bincount(minlength=24))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40, stages.FEW_TOKENS + 3])
+@pytest.mark.parametrize("tokens", [5, *more(1, 40, stages.FEW_TOKENS + 3)])
 @pytest.mark.parametrize("offset", [4, *more(-2, 99)])
 def test_flat_rows_are_those_of_the_core(tokens, offset):
     favourite = max(offset, 0) + 1 if offset < 16 else None

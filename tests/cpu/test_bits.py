@@ -188,6 +188,7 @@ def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
     return made
 
 
+@pytest.mark.all
 def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path, capsys) -> None:
     ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
     assert program("--run", str(tmp_path), "--workloads", "901") == EXIT_OK

@@ -280,6 +280,7 @@ def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
     assert "theirs" not in {s.name for s in found.solutions}, "not asked for"
 
 
+@pytest.mark.all
 def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     """Our own solutions as they are packed: the peers are GPU code."""
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)

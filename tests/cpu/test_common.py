@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from markers import more
 
 import run
 from scripts.common import command_line
@@ -143,8 +144,7 @@ except BaseException:
     [
         ("started by run.py", "filelock"),  # before main begins
         ("started by run.py", "torch"),  # in it
-        ("", "torch"),
-        ("ignored", "filelock"),
+        *more(("", "torch"), ("ignored", "filelock")),
     ],
 )
 def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp_path: Path):

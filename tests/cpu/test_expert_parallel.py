@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from markers import more
 from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer.metrics import calc_diff
@@ -35,10 +36,12 @@ def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["--accurate"]), (4, ["--deep-ep"])])
-def test_the_ranks_together_are_one_that_has_all_experts(ranks, more):
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, []), *more((4, ["--accurate"]), (4, ["--deep-ep"]))]
+)
+def test_the_ranks_together_are_one_that_has_all_experts(ranks, options):
     sizes = ["--ranks", str(ranks), "--tokens", "1", "9"]
-    done = run(*sizes, *more, more_path=str(STAND_INS))
+    done = run(*sizes, *options, more_path=str(STAND_INS))
     assert done.returncode == 0, done.stderr
     found = dict(
         re.findall(r"^(\d+) tokens a rank, calc_diff to one rank (\S+)$", done.stdout, re.M)
@@ -46,7 +49,7 @@ def test_the_ranks_together_are_one_that_has_all_experts(ranks, more):
     assert list(found) == ["1", "9"]
     # Not 0: the parts of a token are rounded; and well below one part that is missing.
     assert all(0 < float(diff) < 1e-5 for diff in found.values())
-    how = "gloo, DeepEP" if "--deep-ep" in more else "gloo"
+    how = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
     assert f"{ranks} ranks (CPU, torch model, {how})" in done.stdout
 
 
@@ -55,6 +58,7 @@ def test_ranks_that_do_not_divide_the_experts():
     assert done.returncode == 2 and "expected a divisor of 16 experts" in done.stderr
 
 
+@pytest.mark.all
 def test_deep_ep_is_not_installed():
     done = run("--deep-ep", "--tokens", "1")
     assert done.returncode == 1 and "No module named 'deep_ep'" in done.stderr

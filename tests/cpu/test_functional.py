@@ -180,6 +180,7 @@ for module, name in ((functional, "moe_fp8"), (copy, "solutions_moe_fp8"), (anew
 """
 
 
+@pytest.mark.all
 def test_the_package_twice_in_a_process():
     """Reloaded, imported anew, and as a copy of another name."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions", ROOT / "tests/cpu")))
@@ -239,6 +240,7 @@ def test_no_whole_blocks(quantise, size):
         quantise(torch.zeros(size))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["moe_layer", "deepseek_v3_block"])
 def test_examples(name):
     done = subprocess.run(

@@ -240,9 +240,9 @@ def test_histograms_are_those_of_the_spec() -> None:
     for histogram in found:
         spec = small[histogram.uuid]
         assert histogram.tokens == spec.seq_len and len(histogram.rows) == 32
-        assert sum(histogram.rows) == spec.counts.pairs
-        assert sum(r > 0 for r in histogram.rows) == spec.counts.active
-        assert max(histogram.rows) == spec.counts.max
+        assert sum(histogram.rows) == spec.counts["pairs"]
+        assert sum(r > 0 for r in histogram.rows) == spec.counts["active"]
+        assert max(histogram.rows) == spec.counts["max"]
     problems = layer_problems(found)
     assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
     assert layer_problems([Histogram("x", 1, (0,) * 32)]) == []

@@ -12,6 +12,8 @@ from moe_fp8.kernels.sm90.heuristic import (
     LARGEST,
     MULTIPROCESSORS,
     SMALLER,
+    TWO_TERMS,
+    TWO_TERMS_LARGEST,
     UNEVEN,
     choose,
 )
@@ -59,6 +61,8 @@ def test_thresholds_are_the_measured_ones():
     assert [(rows, config.tile_m) for rows, config in UNEVEN] == [(36, 64), (96, 128)]
     assert [(rows, config.tile_m) for rows, config in EVEN] == [(64, 64), (128, 64), (640, 128)]
     assert MULTIPROCESSORS == 132
+    assert choose(48, 4096, 7168, terms=2) == TWO_TERMS[1]
+    assert choose(48.01, 4096, 7168, terms=2) == TWO_TERMS_LARGEST
 
 
 def test_nothing_is_kept_of_a_call():

@@ -581,6 +581,7 @@ print(len(made), len(set(map(id, made))), len(count))
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kept", [False, *more(True)], ids=["no cache", "cache"])
 def test_eight_threads_compile_at_once(tmp_path, kept):
     """The DSL's compiler ends a process in which two threads use it."""
@@ -613,7 +614,7 @@ kernels.compile_combine(512, 4, "sm_90a")
 
 
 @posix_only
-@pytest.mark.parametrize("when", ["build", "store"])
+@pytest.mark.parametrize("when", ["store", *more("build")])
 def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):
     directory, count = cache
     result = subprocess.run(

@@ -317,6 +317,7 @@ def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     check_call(name, run)
 
 
+@pytest.mark.all
 @every_way
 def test_bundles_live_side_by_side(load: Callable[[Path], Any], tmp_path: Path) -> None:
     """Two solutions, two versions of one, and the same one at two places."""
@@ -394,6 +395,7 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
     assert {name for name in ours if ours[name] != edited[name]} == {"options", "sources"}
 
 
+@pytest.mark.all
 def test_flashinfers_trace_apply_loads_the_bundles(tmp_path: Path, monkeypatch) -> None:
     loaders = pytest.importorskip("flashinfer.trace_apply.loaders")
     from flashinfer.trace.solution import Solution

@@ -179,6 +179,7 @@ def test_a_call_is_marked_once(monkeypatch) -> None:
     assert made[-6:] == ["call", "wait", "start", "call", "wait", "stop"]
 
 
+@pytest.mark.all
 def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     """Everything but the GPU's own measurements, on the smallest workload."""
     measured = {

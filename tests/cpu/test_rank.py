@@ -434,7 +434,7 @@ def test_accuracy_counts_what_failed_and_not_what_is_no_number(tmp_path: Path) -
     nan = {"cosine": float("nan"), "calc_diff": "NaN", "matched_ratios": {"0.2/0.1": float("nan")}}
     right = {"matched_ratio": 0.9, "cosine": 0.99, "calc_diff": 0.01}
     right["matched_ratios"] = {"0.2/0.1": 0.9, "0.3/1": 2}
-    wrong = {"matched_ratio": 0.4, "matched_ratios": {"0.2/0.1": 0.8}}
+    wrong = {"matched_ratio": 0.4, "calc_diff": "Infinity", "matched_ratios": {"0.2/0.1": 0.8}}
     traces = [
         trace("x", 7, 1.0, extra=nan),  # min() and max() keep a NaN that comes first
         trace("x", 80, 1.0, extra=right),

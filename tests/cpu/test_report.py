@@ -320,7 +320,8 @@ def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
     assert "Device time, over the workloads" in page.words
     (latency,) = [t for t in page.tables if "best peer / ours" in t[0]]
     assert latency[0][2:4] == ["reference", "floor"]
-    assert [row[-1] for row in latency[1:]] == ["2.00x/0.50x", "0.50x/2.00x"]
+    shares = [("8 %/154 %", "2.00x/0.50x"), ("31 %/31 %", "0.50x/2.00x")]
+    assert latency[0][-2] == "floor / best" and [tuple(r[-2:]) for r in latency[1:]] == shares
     flat = latency[0].index("flat")
     assert [row[flat] for row in latency[1:]] == ["1.000*/0.100", "2.000/1.000*"]
     short = dict(zip(*page.tables[0][:2], strict=True))

@@ -95,6 +95,7 @@ def test_table_shows_the_ratio_to_the_first_solution() -> None:
     assert rows[-1][0] == stages.TOTAL
 
 
+@pytest.mark.all
 def test_layers_are_those_of_the_generations() -> None:
     layers = stages.load_layers(["cutedsl_moe_fp8_v2"])
     assert list(layers) == ["cutedsl_moe_fp8_v2"]

@@ -161,7 +161,7 @@ def test_any_number_of_ctas(config, ctas, emulator):
 
 
 @pytest.mark.parametrize("config", [Sm90(), Sm100(), LARGEST], ids=name_of)
-@pytest.mark.parametrize("rows", [(0, 0, 0), (256, 0, 0), (0, 0, 1), (0, 256, 256)])
+@pytest.mark.parametrize("rows", [(0, 0, 0), (256, 0, 0), (63, 0, 127), (0, 0, 1), (0, 256, 256)])
 def test_empty_and_full_experts(rows, config, emulator):
     check_exact(gemm(rows, 256, 256, MAX_ROWS, exact=True), config, 4, emulator)
 

@@ -303,6 +303,18 @@ def test_registers_of_wgmma(config, emulator):
         assert emulator.reports[-1].hazard_kinds() == expected
 
 
+TRY = r"mbarrier\.try_wait\.parity\.acquire\S+\s+(%p\d+), \[%r\d+\], %r\d+;"
+
+
+@pytest.mark.parametrize("config", [HOPPER, HopperConfig(stages=2, unroll=True)], ids=str)
+def test_a_try_that_fails_is_followed_by_a_wait(config, emulator):
+    """Hardware gives a try up after some time; the emulator only where nothing else can run."""
+    problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
+    emulator.host.ptx_transform = all_of(replace(TRY, r"setp.ne.u32 \1, 0, 0;"))
+    assert torch.equal(launch(problem, config, ctas=1), problem.expected)
+    assert emulator.reports[-1].hazards == []
+
+
 @pytest.mark.parametrize("cluster_n", [1, 2])
 def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
     """Lane 0 frees the slot that the other lanes still read: no result shows it. Nor do scales of B

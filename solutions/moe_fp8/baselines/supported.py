@@ -1,12 +1,11 @@
 """The GPUs that a baseline's library has kernels for."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-
-from ..layer.backend import on_device
 
 Capability = tuple[int, int]
 Call = TypeVar("Call", bound=Callable[..., None])
@@ -45,7 +44,8 @@ def on_its_device(call: Call) -> Call:
         output = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
         if output is None:  # the call says what is wrong
             return call(*arguments, **named)
-        with on_device(output.device):
+        # Without layer.backend, which would pack our kernels into every bundle of a peer.
+        with torch.cuda.device(output.device) if output.is_cuda else contextlib.nullcontext():
             call(*arguments, **named)
 
     return guarded  # type: ignore[return-value]
