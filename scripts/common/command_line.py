@@ -36,7 +36,7 @@ class Failure(Exception):
 
 
 def say(text: str) -> None:
-    """Lines for the user beside the results: on stderr, printable."""
+    """Print lines that are no results to stderr, unprintable characters escaped."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
 
 

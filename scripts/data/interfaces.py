@@ -144,7 +144,7 @@ def moe_reference(d: MoeDefinition) -> str:
 
 
 def moe_interface(d: MoeDefinition) -> Json:
-    """What a layer's definition says beside its name."""
+    """What a layer's definition says besides its name."""
     choice = f"{d.top_k} experts out of {d.topk_group} of {d.n_group} groups"
     if d.n_group == 1:
         choice = f"{d.top_k} of {d.num_experts} experts"
@@ -195,7 +195,7 @@ Kernels are chosen by it; the result does not depend on it.
 
 
 def gemm_interface(d: GemmDefinition) -> Json:
-    """What a grouped GEMM's definition says beside its name. Activations have a float32 scale per
+    """What a grouped GEMM's definition says besides its name. Activations have a float32 scale per
     row and 128 columns, block-major as those of the layers' hidden states; weights one per 128x128
     block."""
     axes: list[tuple[str, int | None, str]] = [

@@ -1,6 +1,6 @@
 """One trace as a record: what it is of, whether it counts, and why not if it does not.
 
-A trace says what it is of: beside the versions of the software, the `libs` of its environment hold
+A trace says what it is of: besides the versions of the software, the `libs` of its environment hold
 the timing method, the tolerance, the settings and the hash of the solution's source that was
 measured. Results of other sources or settings are not taken for those of the present ones.
 """

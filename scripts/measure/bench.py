@@ -76,7 +76,7 @@ class Run:
 
     def check_same(self, **now: Any) -> None:
         """Raise UsageError where the run is of another machine, other packages or other settings:
-        its results would stand beside new ones as if they were comparable."""
+        old and new results are not comparable."""
         then = self.info
         changed = environment.differences(then.get("environment", {}), now.pop("environment"))
         changed += [

@@ -107,7 +107,7 @@ def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers:
 def figures(
     problem: Problem, samples: Sequence[float], rates: Rates, read_us: float
 ) -> dict[str, Any]:
-    """The columns of one timing, from its samples in us, beside what reading the weights took."""
+    """The columns of one timing, from its samples in us, with what reading the weights took."""
     floor = max(1e-6 * read_us, problem.flops / rates["fp8_flops_per_s"])
     seconds = 1e-6 * statistics.median(samples)
     return {

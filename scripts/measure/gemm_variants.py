@@ -1,5 +1,5 @@
 """What is timed on a problem: our grouped GEMM with a config, as a solution ships it or a
-peer's, beside readings of the weights; and whether an output is right."""
+peer's, and readings of the weights; and whether an output is right."""
 
 import functools
 import importlib

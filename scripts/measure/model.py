@@ -40,7 +40,7 @@ class Constants:
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
     tile_end_us: float = 0.95  # a tile without its K blocks: first fill, last promotion, store
-    other_instructions: int = 36  # of a K block and warp, beside the multiply-adds
+    other_instructions: int = 36  # of a K block and warp, besides the multiply-adds
     handoff_clocks: float = 60  # from an MMA's end to the first multiply-add of its promotion
     latency_us: float = 1.0  # from asking for a stage until it is free again, DRAM included
     writes: float = 1.0  # share of TMA's writes that keeps shared memory from being read

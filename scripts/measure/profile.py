@@ -120,7 +120,7 @@ def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[s
 
 
 def rates_of(done: Work, us: float, rates: Rates) -> dict[str, float]:
-    """The rates that work of this time reached, beside the least time that it can take."""
+    """The rates that work of this time reached, and the least time that it can take."""
     floor_us = 1e6 * max(done.bytes / bandwidth(rates), done.flops / rates["fp8_flops_per_s"])
     return {
         **done._asdict(),

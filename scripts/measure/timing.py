@@ -285,7 +285,7 @@ def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
 TRACE_WARMUP = 2
 """Traced calls that do not count: the profiler sets itself up during the first ones."""
 PROFILERS_OWN = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading")
-"""What newer profilers list beside the kernels, of their own time."""
+"""What newer profilers list besides the kernels, of their own time."""
 
 
 class Span(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `tune` tries beside the configs that ship: of our grouped GEMM alone, of the two GEMMs in
+"""What `tune` tries besides the configs that ship: of our grouped GEMM alone, of the two GEMMs in
 the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem by problem, the
 fastest candidate, what ships, and what that loses.
 """

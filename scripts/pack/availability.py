@@ -43,7 +43,7 @@ _NAMES: dict[Capability, str] = {
 CAPABILITIES = {name: capability for capability, names in _NAMES.items() for name in names.split()}
 """By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
 
-# What solutions list beside pip packages; whether these are there is not for this module to say.
+# What solutions list besides pip packages; whether these are there is not for this module to say.
 TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc", "g++"}
 
 

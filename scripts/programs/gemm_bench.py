@@ -1,4 +1,4 @@
-"""The grouped FP8 GEMM alone, beside DeepGEMM and sgl_kernel, in one process on one GPU.
+"""Compare the grouped FP8 GEMM alone with DeepGEMM, sgl_kernel and Triton on one GPU.
 
     python3 run.py gemm_bench --grid study --json study.json    81 configurations, even rows
     python3 run.py gemm_bench --layers --json layers.json       the layer's GEMMs, 19 workloads

@@ -3,7 +3,7 @@
 trace: what a pull request to the flashinfer-trace data set adds.
 apply: that and the definition, for flashinfer_bench.apply.
 flashinfer: a definition and a solution for FlashInfer's Trace Apply, which calls by keyword, with
-top_k, n_group and topk_group beside the definition's inputs, and gives no output to write: the
+top_k, n_group and topk_group besides the definition's inputs, and gives no output to write: the
 solution gets another entry, which returns its output.
 kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit, which
 packs the files of the one folder that belongs to the language, none below it.
