@@ -31,9 +31,8 @@ from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, files, schemas
-from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, say
+from scripts.common.command_line import EXIT_INTERRUPTED, Progress, UsageError, say
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, ours, tokens

@@ -23,7 +23,7 @@ from flashinfer_bench.bench.evaluators.utils import allocate_outputs
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 
-from scripts.common.progress import steps
+from scripts.common.command_line import steps
 from scripts.measure.check import fresh, refuse_changed, run_solution
 from scripts.measure.timing import attempt, capture, waits
 

@@ -16,7 +16,7 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
-from scripts.common.progress import steps
+from scripts.common.command_line import steps
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED

@@ -23,9 +23,8 @@ from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Progress, UsageError
 from scripts.common.definitions import DEFAULT
-from scripts.common.progress import Progress
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES

@@ -16,8 +16,7 @@ from moe_fp8.kernels.operations import compile_grouped_gemm
 from pydantic import TypeAdapter, ValidationError
 
 from scripts.common import environment, files
-from scripts.common.command_line import UsageError, say
-from scripts.common.progress import duration
+from scripts.common.command_line import UsageError, duration, say
 from scripts.common.text import number
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import SOLUTIONS, Problem

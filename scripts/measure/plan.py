@@ -4,19 +4,21 @@ Of a finished run these are the pairs that have an output, whose solutions have 
 then and can run on this machine, which must be the same kind of machine.
 """
 
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashinfer_bench.data import Solution, Trace, TraceSet
+from flashinfer_bench.data import Solution, Trace, TraceSet, load_json_file
 from flashinfer_bench.utils import hardware_from_device
 
-from scripts.common.command_line import UsageError, say
+from scripts.common.command_line import UsageError, os_error, say
 from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
 from scripts.common.text import text_table
 from scripts.data.dataset import (
+    load,
     make_missing_workloads,
     say_whose_reference,
     select_solutions,
@@ -24,6 +26,7 @@ from scripts.data.dataset import (
     tokens,
 )
 from scripts.data.traces import merge_into_traces, read_records, why_not_same
+from scripts.pack import pack
 from scripts.pack.availability import (
     is_peer,
     other_versions,
@@ -33,11 +36,37 @@ from scripts.pack.availability import (
     split_foreign,
     this_machine,
 )
-from scripts.pack.packed import load_with_ours
 
 CPU_MAX_TOKENS, CPU_MAX_RESERVED = 16, 128
 """Tokens of the largest workload that runs on the CPU unless more are asked for; the same of masked
 rows, which are reserved 128 at a time."""
+
+
+def packed_solutions(packed: Sequence[Path]) -> list[Solution]:
+    return [load_json_file(Solution, path) for path in packed]
+
+
+def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, list[Solution]]:
+    """The data set with our solutions added in memory, and ours, packed anew; in a clone that
+    cannot be written to, for this call alone. What is remarkable goes to stderr. Raises
+    PackError."""
+    try:
+        packed = packed_solutions(pack.write_packed(definition=definition))
+    except OSError as error:
+        say(f"{os_error(error)}: our solutions are not kept there")
+        with tempfile.TemporaryDirectory(prefix="packed-") as directory:
+            paths = pack.write_packed(output=Path(directory), build=False, definition=definition)
+            packed = packed_solutions(paths)
+    trace_set, remarks = load(root, definition)
+    ours = {solution.name: solution for solution in packed}
+    theirs = {solution.name: solution for solution in trace_set.solutions[definition.name]}
+    for name, solution in ours.items():
+        if name in theirs and theirs[name].hash() != solution.hash():
+            remarks.append(f"{name}: the data set's copy differs; the current one is used")
+    trace_set.solutions[definition.name] = list((theirs | ours).values())
+    for remark in remarks:
+        say(remark)
+    return trace_set, packed
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 
-from scripts.common.progress import steps
+from scripts.common.command_line import steps
 from scripts.measure import gpu
 from scripts.measure.gemm_bench import (
     Timing,

@@ -24,6 +24,7 @@ from scripts.common.command_line import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     UsageError,
+    duration,
     parser,
     positive,
     run_main,
@@ -31,7 +32,6 @@ from scripts.common.command_line import (
     share,
     whole,
 )
-from scripts.common.progress import duration
 from scripts.common.project import TRACES_DIR
 from scripts.programs.options import add_options
 

@@ -34,9 +34,9 @@ from scripts.common.command_line import (
     parser,
     run_main,
     say,
+    steps,
     whole,
 )
-from scripts.common.progress import steps
 from scripts.common.text import markdown_table, number, text_table
 from scripts.measure.gemm_problems import (
     GRIDS,

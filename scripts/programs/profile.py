@@ -29,9 +29,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
-from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, whole
+from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, steps, whole
 from scripts.common.floors import floor_ms
-from scripts.common.progress import steps
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
 from scripts.pack import sources

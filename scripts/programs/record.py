@@ -32,12 +32,12 @@ from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    duration,
     parser,
     positive,
     run_main,
     say,
 )
-from scripts.common.progress import duration
 from scripts.common.project import ROOT, TRACES_DIR
 
 TOKENS = ("1", "80", "901", "14107")

@@ -18,12 +18,17 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workload
 from test_dataset import solution
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
-from scripts.common.progress import Progress
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    Progress,
+    UsageError,
+)
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.measure import bench, cpu_bench, plan
-from scripts.pack import availability, pack, packed
+from scripts.pack import availability, pack
 from scripts.programs import bench as program
 from scripts.report import report
 
@@ -258,7 +263,7 @@ def h200(fake, monkeypatch, tmp_path: Path) -> Program:
     monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(packed, "packed_solutions", lambda packed: program.solutions)
+    monkeypatch.setattr(plan, "packed_solutions", lambda packed: program.solutions)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(bench, "add_measurements", lambda run, args, foreign: None)
     return program

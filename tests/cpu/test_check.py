@@ -26,7 +26,7 @@ from scripts.data import dataset, traces
 from scripts.measure import check, plan
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Timed
-from scripts.pack import pack, packed
+from scripts.pack import pack
 from scripts.programs import check as program_of
 
 VANDAL = small.RIGHT + "    x.zero_()\n"
@@ -303,8 +303,8 @@ def test_a_device_that_is_not_there_is_a_usage_error(monkeypatch) -> None:
 
 def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(packed, "packed_solutions", lambda packed: [small.solution("a")])
-    trace_set, found = packed.load_with_ours(ROOT)
+    monkeypatch.setattr(plan, "packed_solutions", lambda packed: [small.solution("a")])
+    trace_set, found = plan.load_with_ours(ROOT)
     assert [s.name for s in found] == ["a"]
     assert "a" in {s.name for s in trace_set.solutions[DEFINITION]}
     dataset.say_whose_reference(ROOT)

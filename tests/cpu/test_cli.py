@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from markers import more
 from programs import call
 
 import run
@@ -46,7 +47,7 @@ def test_help(program: str) -> None:
         ("bench", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
         ("rank", [str(RECORD / "latency.png")], "latency.png:1 is no trace"),
         ("rank", [str(RECORD), "--json", "/dev/null/x"], "error: /dev/null/x: "),
-        ("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: "),
+        *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
         ("bench", ["--no-such-option"], "unrecognized arguments"),
         ("rank", ["/absent"], "does not exist"),
         ("report", ["/absent"], "no traces.jsonl"),

@@ -12,7 +12,7 @@ from markers import more
 
 import run
 from scripts.common import command_line
-from scripts.common.progress import duration
+from scripts.common.command_line import duration
 from scripts.common.text import markdown, markdown_table, printable, text_table
 
 
@@ -142,8 +142,8 @@ except BaseException:
 @pytest.mark.parametrize(
     ("mask", "module"),
     [
-        ("started by run.py", "filelock"),  # before main begins
-        ("started by run.py", "torch"),  # in it
+        ("started by run.py", "torch"),  # in main
+        *more(("started by run.py", "filelock")),  # before it begins
         *more(("", "torch"), ("ignored", "filelock")),
     ],
 )

@@ -340,7 +340,6 @@ def test_combine(compiled_code, tmp_path):
 
 
 LAYER_CASES = [  # target, tokens, terms
-    ("sm_90a", 80, 2),
     ("sm_90a", 14107, 1),
     ("sm_100a", 500, 1),
 ]
@@ -507,6 +506,7 @@ CASES = [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("definition", "architecture", "rows", "terms"),
     [*CASES[:1], *more(*CASES[1:])],
@@ -527,6 +527,7 @@ def test_other_definitions(definition, architecture, rows, terms, compiled_code,
         assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "definition", [d for d in GEMMS if d.rows == MASKED], ids=lambda d: d.short
 )

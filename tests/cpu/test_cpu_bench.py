@@ -12,9 +12,8 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace
 from safetensors.torch import save_file
 
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Progress, UsageError
 from scripts.common.definitions import find
-from scripts.common.progress import Progress
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.data.records import failure_reason

@@ -11,7 +11,7 @@ from flashinfer_bench.data import Solution
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
 from scripts.data import dataset
-from scripts.pack import packed
+from scripts.measure import plan
 
 
 def solution(name: str, content: str = "def run(): pass\n") -> Solution:
@@ -72,9 +72,9 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     before = sorted(p.name for p in tmp_path.rglob("*"))
 
     ours = [solution("same"), solution("new")]
-    monkeypatch.setattr(packed.pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(packed, "packed_solutions", lambda paths: ours)
-    trace_set, found = packed.load_with_ours(tmp_path)
+    monkeypatch.setattr(plan.pack, "write_packed", lambda **_: [])
+    monkeypatch.setattr(plan, "packed_solutions", lambda paths: ours)
+    trace_set, found = plan.load_with_ours(tmp_path)
     assert found == ours
     future, same = capsys.readouterr().err.split("\n", 1)
     assert "future.json" in future

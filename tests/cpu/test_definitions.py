@@ -370,6 +370,7 @@ def unpacked(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.all
 @every
 def test_packed_solutions(definition, unpacked) -> None:
     """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
@@ -450,6 +451,7 @@ def listing(monkeypatch, capsys):
     return of
 
 
+@pytest.mark.all
 @every
 def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> None:
     listed = listing(definition)

@@ -150,6 +150,7 @@ def is_right(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(got.isfinite().all()) and same_rows and calc_diff(got, wanted) < 1e-6
 
 
+@pytest.mark.all
 @every
 def test_packed_solutions(definition, unpacked) -> None:  # noqa: F811
     """A bundle of ours computes, a peer's asks for a GPU."""
@@ -376,6 +377,7 @@ def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> No
     assert "cutedsl_moe" not in listed and "needs a GPU" in listed
 
 
+@pytest.mark.all
 @every
 def test_the_cpu_has_workloads_of_its_own_accord(definition, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", "--cpu", "--definition", definition.short])

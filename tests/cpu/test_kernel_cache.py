@@ -553,6 +553,7 @@ def _compile_in_process(directory: str) -> int:
     return len(compilations)
 
 
+@pytest.mark.all
 def test_two_processes_compile_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         compilations = pool.map(_compile_in_process, [str(tmp_path)] * 2, chunksize=1)
@@ -613,6 +614,7 @@ kernels.compile_combine(512, 4, "sm_90a")
 """
 
 
+@pytest.mark.all
 @posix_only
 @pytest.mark.parametrize("when", ["store", *more("build")])
 def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):

@@ -19,8 +19,8 @@ from programs import packed_once
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
+from scripts.measure.plan import load_with_ours
 from scripts.pack import pack
-from scripts.pack.packed import load_with_ours
 
 GENERATION = '''"""What it is."""
 
@@ -305,6 +305,7 @@ for some in ("cutedsl_moe_fp8_fused", "triton_moe"):
     WAYS += [(some, top_level), (some, by_its_path)]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("name", "load"), WAYS)
 def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     name: str, load: Callable[[Path], Any], tmp_path: Path

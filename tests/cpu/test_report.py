@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markers import more
 from test_rank import clocked, trace, write
 
 from scripts.common.command_line import UsageError
@@ -362,7 +363,7 @@ def test_pictures_of_both_clocks(tmp_path: Path) -> None:
 # --- names and files that are not as they should be -----------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["$x$", "$\\frac$", "a$b$c", "\\alpha_{", "x\x1b[31m"])
+@pytest.mark.parametrize("name", ["$\\frac$", *more("$x$", "a$b$c", "\\alpha_{", "x\x1b[31m")])
 def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     run = directory(tmp_path, [trace(name, 7, 1.0, hardware=f"GPU {name}")])
     text, page = page_of(run)

@@ -300,7 +300,7 @@ def relative_imports(source: str) -> list[ast.ImportFrom]:
     return [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level]
 
 
-@pytest.mark.parametrize("name", [*GENERATIONS[:1], *more(*GENERATIONS[1:])])
+@pytest.mark.parametrize("name", [*list(GENERATIONS)[:1], *more(*list(GENERATIONS)[1:])])
 def test_flattening_changes_nothing_but_imports_and_the_packages_place(name: str) -> None:
     export = export_of(GENERATIONS[name])
     flat = flatten(export.package, "kernel.py")
@@ -442,6 +442,7 @@ def packed_by_the_kit(kit: Path) -> Any:
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
 def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
     name: str, tmp_path: Path, monkeypatch
@@ -485,6 +486,7 @@ def test_the_check_of_the_kit_notices_what_is_wrong(tmp_path: Path) -> None:
         forms.check_kit(tmp_path / "broken", [export])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
 def test_the_kits_entry_file_runs_however_it_is_imported(
     load: Callable[[Path], Any], tmp_path: Path
@@ -585,6 +587,7 @@ def test_kernels_gets_what_its_list_of_dependencies_allows(flat: Export) -> None
         forms.kernels_files(replace(flat, content={**flat.content, "name": "2_fast"}))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
 def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
     name: str, tmp_path: Path
@@ -648,6 +651,7 @@ def submit(*arguments: str | Path) -> Done:
     return call("submit", *arguments)
 
 
+@pytest.mark.all
 def test_the_program_exports_what_is_backed_and_refuses_what_is_not(
     tmp_path: Path, flat: Export
 ) -> None:

@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import run
 from scripts.common.project import ROOT
 
 
+@pytest.mark.all
 def test_of_the_tests_themselves(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/cpu/test_common.py"]
     env = {**run.environment(), "TMPDIR": str(tmp_path)}

@@ -99,6 +99,7 @@ def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path) -> None:
     assert recorded_runs(tmp_path / "absent") == []
 
 
+@pytest.mark.all
 def test_the_page_shows_the_same(on_cpu, tmp_path: Path) -> None:
     recorded = dataclasses.replace(read(RECORD), rankings=[on_cpu], directory=tmp_path)
     page = report.render(recorded)

@@ -28,7 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if kernel:
             item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kernel])))
         of_blackwell = "sm100" in item.path.stem or "sm_100a" in item.name
-        if of_blackwell and parameters.get("mode", "eager") != "eager":
+        mode = parameters.get("mode", "eager")
+        # Whole layers take long: by default in the mode that finds most.
+        whole = item.path.stem == "test_fused" and "mode" in parameters and mode != "random"
+        if whole or (of_blackwell and mode != "eager"):
             item.add_marker(pytest.mark.all)
 
 

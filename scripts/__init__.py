@@ -1,1 +1,0 @@
-"""The programs and what they share, by purpose; `python3 run.py` lists the programs."""

@@ -1,1 +1,0 @@
-"""What all programs share: paths and names, options, text, files, the environment."""

@@ -1,1 +1,0 @@
-"""Definitions, workloads and their tensors, references, traces: reading and writing data sets."""

@@ -1,1 +1,0 @@
-"""Measuring on a GPU: layers, the grouped GEMM alone, floors, profiles; and what others need."""

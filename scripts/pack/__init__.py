@@ -1,1 +1,0 @@
-"""Packed solutions: made, available here or not, changed since or not."""

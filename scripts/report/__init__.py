@@ -1,1 +1,0 @@
-"""The page of a run, and the generated parts of the documentation."""

@@ -1,1 +1,0 @@
-"""Solutions for others: as a pull request, a contest's entry or a package, with what backs them."""

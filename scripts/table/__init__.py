@@ -1,1 +1,0 @@
-"""Rankings of recorded results, and every table of them."""
