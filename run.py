@@ -79,8 +79,11 @@ def unmet(wanted: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{text}: not installed")
             continue
-        if not requirement.specifier.contains(distribution.version, prereleases=True):
-            problems.append(f"{text}: version {distribution.version} is installed")
+        met, version = False, distribution.version
+        with contextlib.suppress(ValueError):  # what is installed has a version that is none
+            met = bool(version) and requirement.specifier.contains(version, prereleases=True)
+        if not met:
+            problems.append(f"{text}: version {version} is installed")
         for needed in map(Requirement, distribution.requires or []):
             marker, needed.marker = needed.marker, None
             if marker is None or "extra ==" not in str(marker):
@@ -195,8 +198,8 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """What can be started, by name; the other scripts are libraries."""
-    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))
-    return {path.stem: path for path in every if path.stem not in ("__init__", "options")}
+    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # what they share is no program
+    return {path.stem: path for path in every if path.stem != "options"}
 
 
 def docstring(path: Path) -> str:
@@ -262,8 +265,7 @@ def run_tests(arguments: list[str]) -> int:
         if status != 0:
             failed.append(f"{name} (exit status {status})")
         if status != 0 or name != "CPU tests":  # pytest's own closing line stays the last one
-            ended = f"{time.monotonic() - start:.0f} s, exit status {status}"
-            print(f"=== {name}: {ended}", flush=True)
+            print(f"=== {name}: {time.monotonic() - start:.0f} s, exit status {status}", flush=True)
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0

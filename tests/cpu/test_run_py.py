@@ -102,6 +102,13 @@ def test_unmet_follows_extras(monkeypatch) -> None:
     assert run.unmet(["it[cu13]"]) == ["no-such-package-here==1.0: not installed"]
 
 
+@pytest.mark.parametrize("version", ["from a branch", "", None])
+def test_what_is_no_version_meets_nothing(version: str | None, monkeypatch) -> None:
+    distribution = types.SimpleNamespace(version=version, requires=[])
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
+    assert run.unmet(["it>=1"]) == [f"it>=1: version {version} is installed"]
+
+
 def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
     monkeypatch.setattr(run, "install", lambda extras: pytest.fail("must not install"))
     monkeypatch.setattr(run, "unmet", lambda wanted: [])
