@@ -189,8 +189,9 @@ def install(extras: str) -> None:
 
 def environment() -> dict[str, str]:
     """The environment for the project's programs: its packages are importable, installed or not."""
-    paths = [str(ROOT), str(ROOT / "solutions"), os.environ.get("PYTHONPATH")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    paths = [str(ROOT / folder) for folder in ("", "solutions", "emulator")]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def run_tests(arguments: list[str]) -> int:
         "ruff format": [*python, "-m", "ruff", "format", "--check", "."],
         "mypy": [*python, "-m", "mypy", "-n", count],
         # A process of its own: the emulator must be in place before anything imports the DSL.
-        "emulated tests": [*pytest, *workers, "tests/emulated", "tests/ptxemu/tests"],
+        "emulated tests": [*pytest, *workers, "tests/emulated", "emulator/tests"],
         # GPU tests share one device, so they are not spread over processes.
         "GPU tests": [*pytest, "tests/gpu"],
         "CPU tests": [*pytest, *workers, "tests/cpu"],

@@ -15,7 +15,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers fill the cores; torch's further threads would only wait in turns.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-EMULATOR = Path(__file__).parent / "ptxemu"
+EMULATOR = Path(__file__).parent.parent / "emulator"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -450,6 +450,7 @@ def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
     assert run.environment()["PYTHONPATH"].split(":") == [
         str(ROOT),
         str(ROOT / "solutions"),
+        str(ROOT / "emulator"),
         "/tmp/site",
     ]
 
@@ -557,7 +558,7 @@ def test_the_page_of_programs_names_each_and_no_others() -> None:
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     page = (ROOT / "docs" / "environment.md").read_text("utf-8")
     read = re.compile(r"environ(?:\.get\(|\.setdefault\(|\[)\s*\"(\w+)\"")
-    folders = ("scripts", "solutions", "tests/ptxemu/ptxemu")
+    folders = ("scripts", "solutions", "emulator/ptxemu")
     for path in [p for folder in folders for p in (ROOT / folder).rglob("*.py")]:
         for name in read.findall(path.read_text("utf-8")):
             assert f"`{name}`" in page or name.startswith("CUTE_DSL_"), f"{name} of {path.name}"

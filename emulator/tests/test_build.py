@@ -77,6 +77,24 @@ def test_without_a_compiler(small_core, monkeypatch):
         build.library()
 
 
+def test_a_compiler_that_fails_says_why_in_one_line(small_core):
+    (small_core / "core.cpp").write_text("int answer() { return missing; }\nint f() { return g; }")
+    with pytest.raises(build.BuildError, match="core.cpp:1:.*error: .*missing.*$") as raised:
+        build.library()
+    assert "\n" not in str(raised.value)
+    (small_core / "core.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    assert build.library().exists()
+
+
+def test_a_compiler_that_fails_and_says_nothing(small_core, tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match="no message"):
+        build.library()
+
+
 def test_a_directory_that_others_can_write_is_not_used(small_core, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()

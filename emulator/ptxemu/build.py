@@ -21,6 +21,10 @@ class NoCompiler(RuntimeError):
     """There is no C++ compiler; the message says which were looked for."""
 
 
+class BuildError(RuntimeError):
+    """The C++ compiler failed; the message is its first error."""
+
+
 def library() -> Path:
     """The shared library of the core as it is now.
 
@@ -29,6 +33,7 @@ def library() -> Path:
 
     Raises:
         NoCompiler: the library must be built and there is no C++ compiler.
+        BuildError: the compiler failed.
     """
     compiler = _compiler()
     built = _directory() / f"libptxemu-{_digest(compiler)}.so"
@@ -43,12 +48,20 @@ def library() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             draft = built.with_suffix(f".{os.getpid()}.tmp")
-            subprocess.run(
-                [compiler, *FLAGS, "-o", str(draft), str(SOURCES / "core.cpp")], check=True
-            )
+            command = [compiler, *FLAGS, "-o", str(draft), str(SOURCES / "core.cpp")]
+            made = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+            if made.returncode != 0:
+                raise BuildError(f"{compiler} cannot build the PTX emulator: {_first(made.stderr)}")
             draft.rename(built)
             _remove_old(built.parent)
     return built
+
+
+def _first(messages: str) -> str:
+    """The first error among a compiler's messages, or the first message."""
+    lines = [line.strip() for line in messages.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return next(iter(errors or lines), "no message")
 
 
 def _remove_old(directory: Path) -> None:

@@ -30,7 +30,8 @@ def report_differences() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ptxemu", description=__doc__)
-    parser.add_argument("--arch", default="sm_100a")
+    said = "compile for this where the script does not say it (sm_90a)"
+    parser.add_argument("--arch", default="sm_90a", help=said)
     parser.add_argument("--mode", default="eager", choices=ptxemu.MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -42,7 +43,10 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in ("mode", "seed", "strict", "verbose"):
         setattr(ptxemu.options, name, getattr(arguments, name))
-    ptxemu.install(arguments.arch)
+    try:
+        ptxemu.install(arguments.arch)
+    except (ptxemu.NoCompiler, ptxemu.BuildError) as error:
+        parser.exit(1, f"error: {error}\n")
     if arguments.verbose:
         report_differences()
     sys.argv = [arguments.script, *arguments.args]

@@ -43,7 +43,7 @@ class _Kernel(NamedTuple):
     name: str
 
 
-arch = "sm_100a"
+arch = "sm_90a"
 ranges: dict[Any, Range] = {}
 reports: list = []
 """One `engine.Report` a launch."""
@@ -290,7 +290,7 @@ def _remember_ptx(compiled: Any) -> None:
         _ptx_of_image.update(dict.fromkeys(_images(compiled), artifacts.PTX))
 
 
-def install(target: str = "sm_100a") -> None:
+def install(target: str = "sm_90a") -> None:
     """Make the DSL run kernels here. Once a process, before anything imports the DSL.
 
     Args:
@@ -298,7 +298,7 @@ def install(target: str = "sm_100a") -> None:
 
     Raises:
         RuntimeError: the DSL has been imported already.
-        build.NoCompiler: the core must be built and there is no C++ compiler.
+        build.NoCompiler, build.BuildError: the core must be built and cannot be.
     """
     global _installed, arch
     if _installed:
