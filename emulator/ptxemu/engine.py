@@ -339,8 +339,13 @@ def _run_chain() -> None:
     host.reports.extend(reports)
     if failed:
         raise host.EmulationError(result["error"])
-    if o.hazards_are_errors and any(report.hazards for report in reports):
-        raise host.EmulationError("hazards reported: " + "\n".join(map(str, reports)))
+    hazards = [
+        f"{h['kind']}: {h['message']} (x{h['count']}, PTX line {h['line']} of {report.kernel})"
+        for report in reports
+        for h in report.hazards
+    ]
+    if o.hazards_are_errors and hazards:
+        raise host.EmulationError("hazards reported: " + "\n".join(hazards))
 
 
 def run_ptx(

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from . import host
 
-SM_COUNT = 4
-"""What persistent schedulers are told."""
 ALIGNMENT = 256
 """Of an address that cudaMalloc returns."""
 CUDA_DEVICE = (2, 0)  # kDLCUDA, device 0
@@ -214,7 +212,7 @@ def _patch_torch() -> None:
         name="ptxemu",
         major=_major(),
         minor=0,
-        multi_processor_count=SM_COUNT,
+        multi_processor_count=host.multiprocessors,
         total_memory=16 << 30,
         max_threads_per_multi_processor=2048,
     )
@@ -263,7 +261,7 @@ def _patch_bindings() -> None:
     attributes = {
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: _major(),
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
-        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: SM_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: host.multiprocessors,
         attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
         attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
     }
@@ -309,8 +307,9 @@ def _patch_dsl() -> None:
     dsl._runtime_can_run_compiled = lambda self, runtime_arch, compiled_arch: True
     hardware: Any = cutlass.utils.HardwareInfo
     hardware.__init__ = lambda self, device_id=0: None
-    hardware.get_max_active_clusters = lambda self, n, stream=None: max(1, SM_COUNT // n)
-    hardware.get_device_multiprocessor_count = lambda self: SM_COUNT
+    count = host.multiprocessors
+    hardware.get_max_active_clusters = lambda self, n, stream=None: max(1, count // n)
+    hardware.get_device_multiprocessor_count = lambda self: count
     hardware.get_l2_cache_size_in_bytes = lambda self: 64 << 20
     module: Any
     for module in (cutlass.testing, cutlass.cute.testing):

@@ -44,6 +44,7 @@ class _Kernel(NamedTuple):
 
 
 arch = "sm_90a"
+multiprocessors = 4
 ranges: dict[Any, Range] = {}
 reports: list = []
 """One `engine.Report` a launch."""
@@ -290,22 +291,24 @@ def _remember_ptx(compiled: Any) -> None:
         _ptx_of_image.update(dict.fromkeys(_images(compiled), artifacts.PTX))
 
 
-def install(target: str = "sm_90a") -> None:
+def install(target: str = "sm_90a", sm_count: int = 4) -> None:
     """Make the DSL run kernels here. Once a process, before anything imports the DSL.
 
     Args:
         target: what is compiled for where `--gpu-arch` does not say it.
+        sm_count: the multiprocessors that schedulers are told of; a GPU's 132 or 148 launches the
+            same CTAs as there.
 
     Raises:
         RuntimeError: the DSL has been imported already.
         build.NoCompiler, build.BuildError: the core must be built and cannot be.
     """
-    global _installed, arch
+    global _installed, arch, multiprocessors
     if _installed:
         return
     if "cutlass" in sys.modules:
         raise RuntimeError("ptxemu.install() must run before cutlass is imported")
-    arch = target
+    arch, multiprocessors = target, sm_count
     lib()
     os.environ["CUTE_DSL_LIBS"] = str(build.library())
     os.environ["CUTE_DSL_KEEP"] = "ptx"

@@ -24,8 +24,9 @@ MAX_REASON = 300
 
 # Keys of what we add to a trace: in environment.libs ...
 HASH, SETTINGS, RUN, TIMING, TOLERANCE = "solution_hash", "settings", "run", "timing", "tolerance"
+EMULATED = "emulated"
 # ... and in correctness.extra.
-DEVICE, HARNESS, INPUTS_CHANGED = "device", "harness", "inputs_changed"
+DEVICE, HARNESS, INPUTS_CHANGED, LAUNCHES = "device", "harness", "inputs_changed", "launches"
 
 Clock = Literal["harness", "device"]
 CLOCKS: tuple[Clock, ...] = ("harness", "device")
@@ -78,6 +79,7 @@ class Record:
     harness: Timed | None = None
     software: tuple[tuple[str, str], ...] = ()
     has_output: bool = False  # whether one was compared with the reference, right or wrong
+    emulated: str = ""  # what the kernels were compiled for that the emulator ran: there is no time
 
     @property
     def passed(self) -> bool:
@@ -95,7 +97,8 @@ def _reason(evaluation: Mapping[str, Any]) -> str:
     correctness = evaluation.get("correctness") or {}
     extra = correctness.get("extra") or {}
     if status == PASSED:
-        return _why_invalid(evaluation.get("performance") or {}, extra)
+        libs = (evaluation.get("environment") or {}).get("libs") or {}
+        return _why_invalid(evaluation.get("performance") or {}, extra, EMULATED in libs)
     if status == "INCORRECT_NUMERICAL":
         matched = finite_number(extra.get("matched_ratio"))
         error = correctness.get("max_absolute_error")
@@ -118,11 +121,13 @@ def _reason(evaluation: Mapping[str, Any]) -> str:
     return lines[-1] if lines else "no reason recorded"
 
 
-def _why_invalid(performance: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+def _why_invalid(performance: Mapping[str, Any], extra: Mapping[str, Any], emulated: bool) -> str:
     """Why a trace that says PASSED cannot be counted as that; empty where it can."""
     if changed := extra.get(INPUTS_CHANGED):
         said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
         return f"the solution changes its inputs: {said}"
+    if emulated:
+        return "a time of the emulator is no measurement" if any(performance.values()) else ""
     if _positive(performance.get("latency_ms")) is None:
         return f"a latency of {performance.get('latency_ms')} ms is no measurement"
     for key, what in (
@@ -212,5 +217,6 @@ def parse_record(
         device=_timed(extra.get(DEVICE)),
         harness=_timed(extra.get(HARNESS)),
         has_output=bool(evaluation.get("correctness")),
+        emulated=libs.get(EMULATED) or "",
         software=tuple((name, str(libs[name])) for name in SOFTWARE if name in libs),
     )

@@ -36,7 +36,7 @@ from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, ours, tokens
-from scripts.measure import cpu_bench
+from scripts.measure import cpu_bench, emulated
 from scripts.measure.plan import Plan
 from scripts.pack.availability import NEEDS_GPU
 
@@ -121,6 +121,8 @@ class Run:
         assert trace.solution is not None and evaluation is not None
         stamp = {**self.libs, records.HASH: self.hashes[trace.solution]}
         libs = {**evaluation.environment.libs, **stamp}
+        if records.EMULATED in libs:
+            libs[records.TIMING] = evaluation.environment.libs[records.TIMING]
         environment = evaluation.environment.model_copy(update={"libs": libs})
         stamped = evaluation.model_copy(update={"environment": environment})
         return trace.model_copy(update={"evaluation": stamped})
@@ -182,7 +184,7 @@ def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
 
 def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool) -> Run:
     """A new run, or the one to resume, ready to take results."""
-    timing = cpu_bench.TIMING
+    timing = cpu_bench.MODEL
     if on_gpu:
         timing = (
             f"flashinfer-bench {environment.versions()['flashinfer-bench']}, CUDA events, mean of "
@@ -197,6 +199,7 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         timing=timing,
         dataset="." if ours(args.local) else str(args.local.resolve()),
         seed=args.seed,
+        emulate=None if on_gpu else args.emulate,
     )
     facts = dict(settings, hardware=plan.hardware, definition=args.definition.name)
     facts["environment"] = environment.capture()
@@ -240,6 +243,7 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     if not on_gpu:
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
+        emulation = chosen_emulation(args, plan)
 
     def store(results: list[Trace]) -> None:
         stamped = run.store(results)
@@ -255,7 +259,7 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
             run.save_info(finished=True, errors=errors)
             add_measurements(run, args, plan.foreign)
         else:
-            cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress)
+            cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress, emulation)
             run.save_info(finished=True)
     except KeyboardInterrupt:
         interrupted = True
@@ -263,6 +267,21 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
     run.save_info(seconds=progress.elapsed(), ended=ended, gpus_after=environment.gpus())
     return interrupted
+
+
+def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:
+    """What runs by its emulated kernels as well, which is said; None if nothing does."""
+    if args.emulate == emulated.NONE:
+        return None
+    if why := emulated.why_not():
+        say(f"no kernel is emulated: {why}")
+        return None
+    asked_for = args.workloads or args.max_tokens
+    most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
+    own = {s.hash() for s in plan.packed}
+    names = {s.name for s in plan.solutions if s.hash() in own}
+    say(f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction")
+    return cpu_bench.Emulation(args.emulate, names, most)
 
 
 def weight(trace: Trace) -> float:

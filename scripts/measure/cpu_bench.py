@@ -1,17 +1,21 @@
-"""The packed solutions on CPU tensors: their torch model against the definition's reference.
+"""The packed solutions on CPU tensors against the definition's reference: their torch model, and on
+small workloads the kernels themselves, emulated.
 
 For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
-the times say nothing about a GPU. The workloads share their weights (see dataset.Inputs), every
-solution gets copies of the inputs, and one trial is run instead of three.
+the times say nothing about a GPU, and what is emulated has none. The workloads share their weights
+(see dataset.Inputs), every solution gets copies of the inputs, and one trial is run instead of
+three.
 """
 
+import functools
 import math
 import os
 import re
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,14 @@ from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 from scripts.common.command_line import Progress, UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.records import EMULATED, PASSED, TIMING
+from scripts.measure import emulated
 from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
+from scripts.measure.gemm_problems import Histogram, histogram
 from scripts.measure.timing import FAILURES
 
-TIMING = "wall clock of the torch model on the CPU, no GPU kernel ran"
+MODEL = "wall clock of the torch model on the CPU, no GPU kernel ran"
+"""The timing method."""
 SECONDS_PER_SOLUTION = 5.0
 """Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30
@@ -58,31 +66,40 @@ def available_memory() -> float:
     return 1024 * int(found[1]) if found else math.inf
 
 
+@dataclass(frozen=True)
+class Case:
+    """A workload's inputs and what the reference makes of them."""
+
+    definition: Definition
+    inputs: list[Any]
+    expected: torch.Tensor
+    reference_ms: float
+    seed: int
+
+
 def evaluate(
-    definition: Definition,
-    solution: Solution,
-    inputs: list[Any],
-    expected: torch.Tensor,
-    reference_ms: float,
+    case: Case,
     config: BenchmarkConfig,
-    seed: int,
+    solution: Solution,
+    call: Callable[..., torch.Tensor] = run_solution,
 ) -> dict[str, Any]:
     """What flashinfer-bench does with a solution, for CPU tensors: the fields of its Evaluation.
     The solution gets copies of the inputs and fails if it changes them."""
+    definition, expected = case.definition, case.expected
     try:
         runnable = BuilderRegistry.get_instance().build(definition, solution)
     except (BuildError, SystemExit):
         return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}
-    mine = fresh(inputs)
+    mine = fresh(case.inputs)
     outputs: list[torch.Tensor] = []
     times: list[float] = []
     try:
         while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
             start = time.perf_counter()
-            output = run_solution(runnable, mine, "cpu")
+            output = call(runnable, mine, "cpu")
             times.append(time.perf_counter() - start)
             outputs = outputs or [output]
-        refuse_changed(definition, mine, inputs)
+        refuse_changed(definition, mine, case.inputs)
     except FAILURES:
         return {"status": "RUNTIME_ERROR", "log": traceback.format_exc()}
     (output,) = outputs
@@ -95,15 +112,54 @@ def evaluate(
         errors = {"max_relative_error": bad, "max_absolute_error": bad}
         return {"status": "INCORRECT_NUMERICAL", "correctness": errors}
     absolute, relative, wrong, matched = compute_error_stats(output, expected, config)
-    extra = {"matched_ratio": matched, **metrics(output, expected), "seed": seed}
+    extra = {"matched_ratio": matched, **metrics(output, expected), "seed": case.seed}
     errors = {"max_relative_error": relative, "max_absolute_error": absolute}
     correctness = {**errors, "extra": extra}
     if wrong:
         return {"status": "INCORRECT_NUMERICAL", "correctness": correctness}
     ms = 1e3 * statistics.median(times)
-    performance = {"latency_ms": ms, "reference_latency_ms": reference_ms}
-    performance["speedup_factor"] = reference_ms / ms
-    return {"status": "PASSED", "correctness": correctness, "performance": performance}
+    performance = {"latency_ms": ms, "reference_latency_ms": case.reference_ms}
+    performance["speedup_factor"] = case.reference_ms / ms
+    return {"status": PASSED, "correctness": correctness, "performance": performance}
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What runs by its kernels for `target`: these solutions, which are ours, on workloads up to so
+    many tokens."""
+
+    target: str
+    solutions: Collection[str]
+    most_tokens: int
+
+    def chosen(self, trace: Trace, solutions: Sequence[Solution]) -> list[Solution]:
+        small = tokens(trace.workload) <= self.most_tokens
+        return [s for s in solutions if small and s.name in self.solutions]
+
+
+Result = tuple[Solution, dict[str, Any], dict[str, str]]
+"""A solution with the fields of its Evaluation and what its environment's `libs` say besides."""
+
+
+def by_model(
+    case: Case, config: BenchmarkConfig, solutions: Sequence[Solution]
+) -> Iterator[Result]:
+    for solution in solutions:
+        yield solution, evaluate(case, config, solution), {}
+
+
+def by_kernels(
+    case: Case,
+    config: BenchmarkConfig,
+    solutions: Sequence[Solution],
+    target: str,
+    rows: Histogram | None,
+) -> Iterator[Result]:
+    """The kernels for `target`, emulated; as the solutions end."""
+    said = {TIMING: emulated.said(target), EMULATED: target}
+    judge = functools.partial(evaluate, case, replace(config, iterations=1))
+    for solution, fields in emulated.evaluations(target, solutions, judge, rows):
+        yield solution, fields, said
 
 
 def run(
@@ -113,9 +169,11 @@ def run(
     seed: int,
     store: Callable[[list[Trace]], None],
     progress: Progress,
+    emulation: Emulation | None = None,
 ) -> None:
-    """Run every pair, handing the traces of each workload to `store` when it is done. Raises
-    UsageError: the machine has too little memory."""
+    """Run every pair, handing the traces of each workload to `store` when it is done. What is
+    emulated has to pass by its torch model first. Raises UsageError: the machine has too little
+    memory."""
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
     if memory < needed:
@@ -125,33 +183,42 @@ def run(
         )
     snapshot = env_snapshot("cpu")
     libs = {**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())}
-    environment = Environment(hardware=snapshot.hardware, libs=libs)
     inputs_of = Inputs(trace_set, "cpu", seed)
+
+    def traced(trace: Trace, result: Result) -> Trace:
+        solution, fields, more = result
+        progress.note(f"{solution.name}: {fields['status']}")
+        environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
+        stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
+        evaluation = Evaluation.model_validate(fields | stamp)
+        return trace.model_copy(update={"solution": solution.name, "evaluation": evaluation})
+
     for trace, solutions in pairs:
         workload = trace.workload
         names = ", ".join(s.name for s in solutions)
         progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
-        failed = ""
+        results: dict[str, Trace] = {}
         try:
-            inputs = inputs_of.of(workload)
-            expected, seconds = run_reference(definition, inputs)
-        except (UsageError, RuntimeError) as error:  # of this workload: the others go on
-            failed = str(error)
-            progress.note(failed)
-        results: list[Trace] = []
-        try:
-            for solution in solutions:
-                fields: dict[str, Any] = {"status": "RUNTIME_ERROR", "log": failed}
-                if not failed:
-                    fields = evaluate(
-                        definition, solution, inputs, expected, 1e3 * seconds, config, seed
-                    )
-                stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
-                evaluation = Evaluation.model_validate(fields | stamp)
-                found = {"solution": solution.name, "evaluation": evaluation}
-                results.append(trace.model_copy(update=found))
-                progress.note(f"{solution.name}: {evaluation.status.value}")
+            try:
+                inputs = inputs_of.of(workload)
+                expected, seconds = run_reference(definition, inputs)
+            except (UsageError, RuntimeError) as error:  # of this workload: the others go on
+                failed = {"status": "RUNTIME_ERROR", "log": str(error)}
+                progress.note(str(error))
+                results = {s.name: traced(trace, (s, failed, {})) for s in solutions}
+                continue
+            case = Case(definition, inputs, expected, 1e3 * seconds, seed)
+            for result in by_model(case, config, solutions):
+                results[result[0].name] = traced(trace, result)
+            chosen = emulation.chosen(trace, solutions) if emulation else []
+            right = [s for s in chosen if results[s.name].is_successful()]
+            if emulation and right:
+                progress.note(f"the kernels for {emulation.target}, emulated:")
+                known = definition.name == DEFAULT.name
+                rows = histogram(trace_set, workload) if known else None
+                for result in by_kernels(case, config, right, emulation.target, rows):
+                    results[result[0].name] = traced(trace, result)
         finally:  # also what an interrupted workload has so far
             if results:
-                store(results)
+                store(list(results.values()))
         progress.finish()

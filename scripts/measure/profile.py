@@ -131,20 +131,28 @@ def rates_of(done: Work, us: float, rates: Rates) -> dict[str, float]:
     }
 
 
-def with_work(
-    kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates
-) -> list[dict[str, Any]]:
-    """Timings of a call's kernels with what is known of each one's work."""
-    names = [kernel["name"] for kernel in kernels]
+def works(names: Sequence[str], h: Histogram) -> list[tuple[str, str | None, Work | None]]:
+    """Of each kernel of a call its short name, and its stage and its work where they are known."""
     known, short = stages(names), list(map(short_name, names))
     others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
     of_stage = work(h, gathers, quantises, 2 if any(map(TWO_TERMS.search, names)) else 1)
+    return [
+        (name, stage, of_stage[stage] if stage else None)
+        for name, stage in zip(short, known, strict=True)
+    ]
+
+
+def with_work(
+    kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates
+) -> list[dict[str, Any]]:
+    """Timings of a call's kernels with what is known of each one's work."""
+    described = works([kernel["name"] for kernel in kernels], h)
     found = []
-    for kernel, name, stage in zip(kernels, short, known, strict=True):
-        reached = rates_of(of_stage[stage], kernel["us"], rates) if stage else {}
+    for kernel, (name, stage, done) in zip(kernels, described, strict=True):
+        reached = rates_of(done, kernel["us"], rates) if done else {}
         found.append({**kernel, "short": name, "stage": stage, **reached})
     return found
 

@@ -8,9 +8,11 @@ what was measured; --resume goes on, on the same machine with the same settings.
 cannot run here (another GPU, a package that is not installed) is left out, and the ranking says
 why.
 
-Without a GPU the same packed solutions run as their torch model on the CPU, on the small workloads:
-their outputs are checked, and beside that stand the recorded rankings of GPUs (results/), with
-whether the sources have changed since. The times of the model are kept in the traces alone.
+Without a GPU the same packed solutions run on the small workloads: as their torch model on the CPU,
+and on the smallest by the kernels that a Hopper GPU would run, instruction by instruction in the
+emulator of PTX. Their outputs are checked; beside that stand the recorded rankings of GPUs
+(results/), with whether the sources have changed since. The times of the model are kept in the
+traces alone, and what is emulated has none.
 """
 
 import argparse
@@ -52,6 +54,8 @@ def parse_arguments() -> argparse.Namespace:
         "seed", "cpu", "against", "peers", "by", "markdown", "json",
         json={"help": "also write the ranking there"},
     )  # fmt: skip
+    said = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
+    add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=said)
     add("--list", action="store_true", help="list solutions and workloads and stop")
     add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")

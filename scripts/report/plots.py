@@ -15,10 +15,12 @@ from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.table.rankings import Ranking
-from scripts.table.tables import compute_bound
+from scripts.table.tables import compute_bound, counts_of_calls
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from scripts.table.recorded import Recorded
 
 # Okabe and Ito's, told apart by colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -135,6 +137,35 @@ def speedup_figure(ranking: Ranking) -> "Figure":
         ax.plot([s.lowest, s.highest], [place, place], color=INK, linewidth=1.2, marker="|")
     names = ran.solution.map(short_name) + ran.peer.map({True: " (peer)", False: ""})
     name_bars(ax, list(names), list(ran.highest), [f"{mean:.1f}x" for mean in ran["mean"]])
+    return figure
+
+
+def counts_figure(ranking: Ranking, known: "Sequence[Recorded]") -> "Figure":
+    """Bytes that the emulated kernels of every solution moved, with the least that they have to,
+    and the times that are recorded of GPUs; a panel for each workload."""
+    f = counts_of_calls(ranking, known)
+    panels = [here for _, here in f.groupby(["tokens", "uuid"])]
+    title = f"Bytes that a call moves, kernels for {ranking.emulated}, emulated"
+    figure, axes = new_figure(len(panels), title, 1.1 + 0.36 * f.solution.nunique())
+    for ax, here in zip(axes, panels, strict=True):
+        mb = pd.DataFrame(
+            {
+                "by TMA": (here.tma_loaded + here.tma_stored) / 1e6,
+                "read by threads": here.loaded / 1e6,
+                "written by threads": here.stored / 1e6,
+            }
+        )
+        style = {"width": 0.66, "color": COLOURS, "edgecolor": "#ffffff", "legend": False}
+        mb.plot.barh(ax=ax, stacked=True, **style)
+        for place, least in enumerate(here.least_bytes / 1e6):
+            ax.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+        said = [f"{total:.1f} MB" for total in mb.sum(axis=1)]
+        for gpu in (recorded.main.hardware for recorded in known):
+            said = [f"{text}, {us:.0f} us" for text, us in zip(said, here[gpu], strict=True)]
+        name_bars(ax, list(here.solution.map(short_name)), list(mb.sum(axis=1)), said)
+        ax.set_xlim(0, 1.3 * mb.sum(axis=1).max())
+        ax.set_title(f"T={here.tokens.iloc[0]}, MB", loc="left", fontsize=10, color=INK)
+    legend_below(figure, axes[0])
     return figure
 
 

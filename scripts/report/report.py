@@ -68,14 +68,30 @@ def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
     return [*parts, Part(table.title, table=table)]
 
 
-def ranking_section(recorded: Recorded, ranking: Ranking, number: int) -> Section:
-    """Everything about one machine, timing method and tolerance; of a run of the torch model on the
-    CPU whether the solutions are right, and no times."""
+def counts_parts(ranking: Ranking, known: Sequence[Recorded]) -> list[Part]:
+    """What emulation counted, where something was emulated."""
+    table, launches = tables.counts_table(ranking, known), tables.launches_table(ranking)
+    if not table:
+        return []
+    gpus = ", ".join(of.main.hardware for of in known)
+    caption = f"The black line is the least that the work needs. Times: recorded on {gpus}."
+    return [
+        Part(table.title, [table.note], plots.counts_figure(ranking, known), caption, table),
+        Part(table=launches, folded=launches.title),
+    ]
+
+
+def ranking_section(
+    recorded: Recorded, ranking: Ranking, number: int, known: Sequence[Recorded] = ()
+) -> Section:
+    """Everything about one machine, timing method and tolerance; of a run on the CPU whether the
+    solutions are right and what emulation counted, with the times that are `known` of GPUs."""
     head, *text = rank_text.headline(ranking)
     failures = tables.failures_table(ranking)
     if ranking.cpu:
         right = tables.correctness_table(ranking)
-        parts = [Part("", [right.note], table=right), Part(failures.title, table=failures)]
+        parts = [Part("", [right.note], table=right), *counts_parts(ranking, known)]
+        parts.append(Part(failures.title, table=failures))
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
     text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
     summary = tables.short_names(tables.summary_table(ranking))
@@ -158,10 +174,11 @@ def render(recorded: Recorded) -> str:
 
     on_cpu = all(r.cpu for r in recorded.rankings)
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
-    sections = [ranking_section(recorded, r, i) for i, r in enumerate(recorded.rankings)]
+    sections = [ranking_section(recorded, r, i, known) for i, r in enumerate(recorded.rankings)]
     sections += [recorded_section(found, i) for i, found in enumerate(known, len(sections))]
-    if len(recorded.rankings) > 1:
-        legend, table = tables.side_by_side(recorded.rankings)
+    timed = [r for r in recorded.rankings if not r.emulated]
+    if len(timed) > 1:
+        legend, table = tables.side_by_side(timed)
         sections.append(Section("machines", "Side by side", legend, [Part(table=table)]))
     sections += stages_section(recorded) + gemm_section(recorded)
     environment_part = Part(table=tables.environment_table(recorded))

@@ -27,12 +27,14 @@ METHODS = {
 def headline(ranking: Ranking) -> list[str]:
     where = f"CPU ({ranking.hardware})" if ranking.cpu else ranking.hardware
     lines = [f"{where}: {len(ranking.workloads)} workloads, {len(ranking.summary)} solutions"]
-    if ranking.cpu:
+    if ranking.emulated:
+        lines.append(f"The kernels for {ranking.emulated}, run by the emulator: there is no time.")
+    elif ranking.cpu:
         lines.append(
             "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
             "about a GPU."
         )
-    if ranking.timing:
+    if ranking.timing and not ranking.emulated:
         lines.append(f"Timing: {ranking.timing}.")
     if ranking.tolerance:
         lines.append(f"Tolerance: {ranking.tolerance}.")
@@ -88,8 +90,13 @@ def print_ranking(ranking: Ranking, in_markdown: bool) -> str:
     escape = markdown if in_markdown else printable
     title, *rest = map(escape, headline(ranking))
     parts = [f"### {title}", " ".join(rest)] if in_markdown else ["\n".join([title, *rest])]
-    summary = dataclasses.replace(tables.summary_table(ranking), note=notes(ranking))
-    for table in (summary, *tables.workload_tables(ranking), *figures(ranking)):
+    if ranking.emulated:
+        failures = tables.failures_table(ranking)
+        shown = [tables.correctness_table(ranking), tables.counts_table(ranking), failures]
+    else:
+        summary = dataclasses.replace(tables.summary_table(ranking), note=notes(ranking))
+        shown = [summary, *tables.workload_tables(ranking), *figures(ranking)]
+    for table in filter(None, shown):
         parts += [f"{table.title}:"] if table.title else []
         parts += [table.markdown() if in_markdown else table.text(), escape(table.note)]
     return "\n\n".join(filter(None, parts))
@@ -119,7 +126,7 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
             "results": {name: result(uuid, name) for name in there},
         }
 
-    fields = ("hardware", "timing", "tolerance", "cpu", "by", "superseded", "sources", "against")
+    fields = "hardware timing tolerance cpu emulated by superseded sources against".split()
     return finite(
         {
             **{name: getattr(ranking, name) for name in (*fields, "remarks", "skipped")},
@@ -135,8 +142,9 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
         return json.dumps([to_json(r) for r in ranked], indent=1)
     in_markdown = style == "markdown"
     parts = [print_ranking(r, in_markdown) for r in ranked]
-    if len(ranked) > 1:
-        legend, table = tables.side_by_side(ranked)
+    timed = [r for r in ranked if not r.emulated]
+    if len(timed) > 1:
+        legend, table = tables.side_by_side(timed)
         title = "Side by side: geometric mean of the speed-ups, mean ms"
         escape: Callable[[str], str] = markdown if in_markdown else printable
         lines = [("### " if in_markdown else "") + title, "\n".join(map(escape, legend))]
@@ -150,17 +158,23 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
 def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str:
     """Which solutions are right, by what ran here, and how fast they are, by what is recorded of
     real GPUs: the times of the torch model on a CPU say nothing about either."""
-    return "\n\n".join([*map(checked, ranked), *map(recorded_ranking, records)])
+    judged = [checked(ranking, records) for ranking in ranked]
+    return "\n\n".join([*judged, *map(recorded_ranking, records)])
 
 
-def checked(ranking: Ranking) -> str:
-    """The outputs of the run on the CPU against the reference."""
+def checked(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> str:
+    """The outputs of the run on the CPU against the reference, and what emulation counted, beside
+    the recorded times."""
     tokens = ", ".join(str(length) for length, _ in ranking.workloads)
     table, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
-    said = f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the torch model."
+    by = f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "torch model"
+    said = f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the {by}."
     tolerance = f"Tolerance: {ranking.tolerance}. {table.note}"
     parts = [f"{printable(said)}\n{printable(tolerance)}", table.text()]
-    return "\n\n".join(parts + [f"{failures.title}:\n\n{failures.text()}"] * bool(failures))
+    for more in filter(None, (tables.counts_table(ranking, records), failures)):
+        parts.append(f"{more.title}:\n\n{more.text()}")
+        parts += [more.note] * bool(more.note)
+    return "\n\n".join(parts)
 
 
 def recorded_ranking(recorded: "Recorded") -> str:

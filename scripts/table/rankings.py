@@ -54,6 +54,12 @@ class Ranking:
     remarks: list[str] = field(default_factory=list)
 
     @property
+    def emulated(self) -> str:
+        """What the kernels were compiled for that the emulator ran, all of these: no time is
+        theirs."""
+        return next(iter(self.records.values())).emulated
+
+    @property
     def figures(self) -> pd.DataFrame:
         """`summary`, None where there is no figure."""
         return self.summary.astype(object).where(self.summary.notna(), None)
@@ -284,7 +290,8 @@ def rankings(
     peers: Sequence[str] = (),
     by: Clock = "harness",
 ) -> list[Ranking]:
-    """One ranking for each machine, timing method and tolerance among the records.
+    """One ranking for each machine, timing method and tolerance among the records, and one of what
+    was emulated, where nothing has a time.
 
     `peers` are patterns of the names that count as peers; without them, all that are not ours do.
     `by` is the clock that orders. UsageError for `against` or a clock that nothing has figures of.
@@ -302,11 +309,11 @@ def rankings(
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
     invariance = {source: read_invariance(Path(source).parent) for source in runs}
     ours = our_names()
-    groups: dict[tuple[str, str, bool, str], list[Record]] = {}
+    groups: dict[tuple[str, str, bool, str, str], list[Record]] = {}
     for r in chosen:
-        groups.setdefault((r.hardware, r.timing, r.cpu, r.tolerance), []).append(r)
+        groups.setdefault((r.hardware, r.timing, r.cpu, r.tolerance, r.emulated), []).append(r)
     found = []
-    for (where, timing, cpu, tolerance), group in sorted(groups.items()):
+    for (where, timing, cpu, tolerance, _), group in sorted(groups.items()):
         latest, superseded, remarks = _latest(group)
         infos = [runs[source] for source in sorted({r.source for r in group})]
         is_peer = {name: not is_ours(name, ours) for _, name in latest}

@@ -438,7 +438,7 @@ def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
 
     calls: list[tuple[list[int], BenchmarkConfig]] = []
 
-    def run(trace_set, pairs, config, seed, store, progress) -> None:
+    def run(trace_set, pairs, config, seed, store, progress, emulation) -> None:
         calls.append(([dataset.tokens(t.workload) for t, _ in pairs], config))
         for trace, solutions in pairs:
             for s in solutions:

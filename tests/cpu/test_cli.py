@@ -109,7 +109,7 @@ def test_benchmark_list() -> None:
 @pytest.mark.large_memory
 def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     env = {"FIB_CACHE_PATH": str(tmp_path / "cache")}
-    common = ["--cpu", "--solutions", "*_v2", "*_fused_hifi", "--workloads", "T=1"]
+    common = ["--cpu", "--solutions", "*_fused_hifi", "--workloads", "T=1"]
     common += ["--iterations", "1", "--traces", str(tmp_path / "t")]
     report = ["--json", str(tmp_path / "ranking.json"), "--markdown"]
     result = start("bench", *common, *report, **env)
@@ -119,11 +119,12 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     (ranking,) = json.loads((tmp_path / "ranking.json").read_text())
     assert ranking["cpu"] and len(ranking["workloads"]) == 1
     ran = {summary["solution"] for summary in ranking["summary"]}
-    assert ran == {"cutedsl_moe_fp8_v2", "cutedsl_moe_fp8_fused_hifi"}
+    assert ran == {"cutedsl_moe_fp8_fused_hifi"}
     for summary in ranking["summary"]:
         assert (summary["passed"], summary["failed"]) == (1, 0)
         assert summary["cosine"] > 0.999 and 0.85 < summary["matched_ratio"] <= 1
-    assert "### CPU" in result.stdout and "nothing about a GPU" in result.stdout
+    assert ranking["emulated"] == "sm_90a" and "### CPU" in result.stdout
+    assert "The kernels for sm_90a, run by the emulator" in result.stdout
 
     from flashinfer_bench.data import Trace, load_jsonl_file
 
@@ -131,6 +132,13 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     traces = load_jsonl_file(Trace, made / "traces.jsonl")
     assert all(t.is_successful() and t.definition == DEFINITION for t in traces)
     assert all(t.evaluation.environment.libs["device"] == "cpu" for t in traces)
+    (trace,) = traces
+    assert trace.evaluation.performance.latency_ms == 0, "there is no time"
+    launches = trace.evaluation.correctness.extra["launches"]
+    assert [of["kernel"] for of in launches] == ["route", "gemm1", "gemm2", "combine"]
+    moved = sum(of["tma_loaded"] + of["loaded"] for of in launches)
+    assert 1 < moved / sum(of["least_bytes"] for of in launches) < 1.1
+    assert not any(of["hazards"] for of in launches)
     info = json.loads((made / "run.json").read_text())
     assert info["finished"] and info["configuration"]["required_matched_ratio"] == 0.85
     assert info["solutions"] == {
@@ -145,6 +153,6 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
 
     # A tolerance that the FP8 intermediate cannot meet fails, with status 1 and the reason.
     strict = [*common[:-1], str(tmp_path / "strict"), "--rtol", "0.001", "--atol", "0.001"]
-    failed = start("bench", *strict, "--solutions", "*_v2", **env)
+    failed = start("bench", *strict, "--solutions", "*_v2", "--emulate", "none", **env)
     assert failed.returncode == 1
     assert re.search(r"INCORRECT_NUMERICAL +matched ratio", failed.stdout)

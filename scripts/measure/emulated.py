@@ -1,0 +1,184 @@
+"""The packed solutions with the kernels that they launch on a GPU, run on the CPU by the emulator
+of PTX (emulator/README.md).
+
+Each runs in a process that was forked for it, since the emulator must be there before the DSL is
+imported. Nothing of it is a time.
+"""
+
+import functools
+import importlib
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flashinfer_bench.data import Solution
+from moe_fp8.closure import PACKAGE
+
+from scripts.data.records import LAUNCHES
+from scripts.measure.check import run_solution
+from scripts.measure.gemm_problems import Histogram
+from scripts.measure.profile import short_name, works
+
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+"""Of an H200 and a B200: how many CTAs are launched depends on it."""
+NONE = "none"
+TARGETS = (*MULTIPROCESSORS, NONE)
+MOST_TOKENS = 7
+"""Of the workloads that are emulated unless others are asked for."""
+MOST_TOKENS_ASKED_FOR = 32
+"""Beyond, a workload takes minutes: the torch model alone runs."""
+
+
+def said(target: str) -> str:
+    """What stands in the place of a trace's timing method."""
+    return f"kernels, {target}, emulated"
+
+
+def why_not() -> str:
+    """Why nothing can be emulated here, in one line; an empty string where it can. The first call
+    on a machine builds the emulator, some 10 s."""
+    import ptxemu
+    from ptxemu import build
+
+    try:
+        build.library()
+    except (ptxemu.NoCompiler, ptxemu.BuildError) as error:
+        return str(error)
+    return ""
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+def _begin(target: str) -> None:
+    """Put the emulator in place."""
+    import ptxemu
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    # Of a pool of threads that torch had before the fork, none lives on.
+    torch.set_num_threads(1)
+    # What the cache of compiled kernels holds comes without its PTX.
+    os.environ["MOE_FP8_CACHE_DIR"] = ""
+    ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
+    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
+    ptxemu.options.poison_races = True
+    ptxemu.install(target, MULTIPROCESSORS[target])
+
+
+def _use_kernels(package: str, target: str) -> None:
+    """Let the `moe_fp8` of a built solution, which is `package` there, take the kernels for
+    `target` for tensors of the CPU."""
+    kernels = importlib.import_module(f"{package}.kernels.operations")
+    architectures = importlib.import_module(f"{package}.kernels.architectures")
+    architecture = architectures.of_target(target)
+    instead = {
+        f"{package}.layer.backend.select": lambda device: kernels,
+        f"{package}.kernels.architectures.of_device": lambda device: architecture,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            for attribute in ("select", "of_device"):
+                function = getattr(module, attribute, None)
+                origin = f"{getattr(function, '__module__', '')}.{attribute}"
+                if origin in instead:
+                    setattr(module, attribute, instead[origin])
+
+
+def _run(target: str, runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
+    """`run_solution` with the kernels."""
+    import ptxemu
+
+    bundle = runnable.metadata.misc["module_name"].rpartition(".")[0]
+    # The entry file loads the package under a name with a digest.
+    (package,) = (m for m in sys.modules if re.fullmatch(rf"{bundle}\.{PACKAGE}_[0-9a-f]+", m))
+    _use_kernels(package, target)
+    ptxemu.reports.clear()
+    output = run_solution(runnable, inputs, device)
+    if not ptxemu.reports:
+        raise RuntimeError("no kernel was launched")
+    return output
+
+
+def _launches(h: Histogram | None) -> list[dict[str, Any]]:
+    """What was counted in every launch of the last call, beside the least that its work needs."""
+    import ptxemu
+
+    names = [r.kernel for r in ptxemu.reports]
+    known = works(names, h) if h else [(short_name(name), None, None) for name in names]
+    return [
+        {
+            "kernel": name if stage is None else stage,
+            "warps": math.prod(r.grid) * -(-math.prod(r.block) // 32),
+            "instructions": r.instructions,
+            **r.counts,
+            **({f"least_{what}": count for what, count in done._asdict().items()} if done else {}),
+            "hazards": len(r.hazards),
+        }
+        for r, (name, stage, done) in zip(ptxemu.reports, known, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the processes are forked with, so that nothing has to be sent to them."""
+
+    target: str
+    solutions: Sequence[Solution]
+    evaluate: Callable[..., dict[str, Any]]
+    rows: Histogram | None
+
+
+_job: _Job
+
+
+def _fork_with(job: _Job) -> None:
+    global _job
+    _job = job
+    _begin(job.target)
+
+
+def _evaluated(number: int) -> dict[str, Any]:
+    call = functools.partial(_run, _job.target)
+    fields = _job.evaluate(_job.solutions[number], call)
+    if correctness := fields.get("correctness"):
+        correctness.setdefault("extra", {})[LAUNCHES] = _launches(_job.rows)
+    # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
+    return fields | ({"performance": {}} if "performance" in fields else {})
+
+
+def evaluations(
+    target: str,
+    solutions: Sequence[Solution],
+    evaluate: Callable[..., dict[str, Any]],
+    rows: Histogram | None,
+) -> Iterator[tuple[Solution, dict[str, Any]]]:
+    """The solutions with what `evaluate(solution, call)` says of each, as they end: the fields of
+    an Evaluation. As many run at once as there are cores.
+
+    Args:
+        evaluate: its `call` is `run_solution`, with the kernels.
+        rows: those of the workload, where the least work is known of them.
+    """
+    workers = min(os.cpu_count() or 1, len(solutions))
+    job = _Job(target, solutions, evaluate, rows)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _fork_with, (job,))
+    try:
+        futures = {pool.submit(_evaluated, i): s for i, s in enumerate(solutions)}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except BrokenProcessPool as error:
+                yield futures[future], {"status": "RUNTIME_ERROR", "log": f"emulator: {error}"}
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)

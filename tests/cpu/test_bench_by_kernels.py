@@ -1,0 +1,405 @@
+"""The kernels that bench emulates: what runs so, what is said of it, and that it has no time."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import small
+import test_rank
+from flashinfer_bench.bench import BenchmarkConfig
+from flashinfer_bench.data import Solution, Trace
+
+from run import environment
+from scripts.common.command_line import Progress
+from scripts.data.records import failure_reason
+from scripts.data.traces import read_records
+from scripts.measure import bench, cpu_bench, emulated
+from scripts.measure.gemm_problems import Histogram
+from scripts.report import report
+from scripts.table import rank_text, tables
+from scripts.table.rankings import Ranking, rankings
+from scripts.table.recorded import read
+
+CONFIG = BenchmarkConfig(iterations=3, rtol=0.01, atol=0.01, required_matched_ratio=0.9)
+
+
+# --- what is emulated -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_kernels(monkeypatch, tmp_path: Path) -> list[tuple[str, list[str], int]]:
+    """What the emulator is asked for: target, solutions and timed calls; `wrong` fails."""
+    asked: list[tuple[str, list[str], int]] = []
+
+    def evaluations(target, solutions, evaluate, rows):
+        asked.append((target, [s.name for s in solutions], evaluate.args[1].iterations))
+        assert rows is None, "of another definition no least work is known"
+        for s in reversed(solutions):
+            fields = evaluate(s)
+            wrong = {"status": "RUNTIME_ERROR", "log": "EmulationError: hazards reported: x"}
+            yield s, wrong if s.name == "wrong" else fields | {"performance": {}}
+
+    monkeypatch.setattr(emulated, "evaluations", evaluations)
+    monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 0)
+    monkeypatch.setattr(cpu_bench, "DEFAULT", types.SimpleNamespace(name="another"))
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    return asked
+
+
+def run(solutions: list[Solution], own: set[str], lengths=(3,), most=8) -> list[list[Trace]]:
+    """The traces of each workload."""
+    trace_set = small.trace_set(lengths=lengths)
+    (workloads,) = trace_set.workloads.values()
+    stored: list[list[Trace]] = []
+    emulation = cpu_bench.Emulation("sm_100a", own, most)
+    pairs = [(w, solutions) for w in workloads]
+    cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(len(pairs)), emulation)
+    return stored
+
+
+def test_ours_run_by_their_kernels_on_small_workloads_once_the_model_is_right(by_kernels) -> None:
+    off = small.RIGHT + "    output[:1] *= 2\n"
+    solutions = [small.solution(n) for n in ("a", "b", "wrong", "foreign")]
+    solutions.append(small.solution("off", off))
+    traces, larger = run(solutions, {"a", "b", "wrong", "off"}, lengths=(8, 9))
+    assert by_kernels == [("sm_100a", ["a", "b", "wrong"], 1)]
+    found = {str(t.solution): t.evaluation for t in traces}
+    status = {name: e.status.value for name, e in found.items()}
+    passed = dict.fromkeys(("a", "b", "foreign"), "PASSED")
+    assert status == {**passed, "wrong": "RUNTIME_ERROR", "off": "INCORRECT_NUMERICAL"}
+    for name, e in found.items():
+        said = e.environment.libs
+        if name in ("foreign", "off"):
+            assert "emulated" not in said and "timing" not in said
+        else:
+            assert said["emulated"] == "sm_100a" and said["device"] == "cpu"
+            assert said["timing"] == "kernels, sm_100a, emulated"
+    assert found["a"].performance.latency_ms == found["a"].performance.speedup_factor == 0
+    assert found["foreign"].performance.latency_ms > 0
+    assert all("emulated" not in t.evaluation.environment.libs for t in larger)
+
+
+def test_what_was_judged_before_an_interrupt_is_kept(by_kernels, monkeypatch) -> None:
+    def interrupted(*_):
+        yield small.solution("a"), {"status": "RUNTIME_ERROR", "log": ""}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(emulated, "evaluations", interrupted)
+    trace_set = small.trace_set(lengths=(3,))
+    ((workload,),) = trace_set.workloads.values()
+    stored: list[list[Trace]] = []
+    solutions = [small.solution("a"), small.solution("b")]
+    emulation = cpu_bench.Emulation("sm_90a", {"a", "b"}, 8)
+    with pytest.raises(KeyboardInterrupt):
+        cpu_bench.run(
+            trace_set, [(workload, solutions)], CONFIG, 5, stored.append, Progress(1), emulation
+        )
+    ((a, b),) = stored
+    assert a.evaluation.environment.libs["emulated"] == "sm_90a"
+    assert "emulated" not in b.evaluation.environment.libs
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("sm_90a", {"ours"}, 7)),
+        ({"emulate": "sm_100a", "workloads": ["80"]}, ("sm_100a", {"ours"}, 32)),
+        ({"max_tokens": 100}, ("sm_90a", {"ours"}, 32)),
+        ({"emulate": "none"}, None),
+    ],
+)
+def test_the_options_choose(options, expected, monkeypatch, capsys) -> None:
+    args = Namespace(**{"emulate": "sm_90a", "workloads": [], "max_tokens": None, **options})
+    ours, theirs = small.solution("ours"), small.solution("theirs")
+    plan: Any = types.SimpleNamespace(packed=[ours], solutions=[ours, theirs])
+    monkeypatch.setattr(emulated, "why_not", lambda: "")
+    made = bench.chosen_emulation(args, plan)
+    assert (made and (made.target, made.solutions, made.most_tokens)) == expected
+    said = capsys.readouterr().err
+    assert said == "" if made is None else f"up to T={made.most_tokens} also by the kernels" in said
+    monkeypatch.setattr(emulated, "why_not", lambda: "it needs a C++17 compiler")
+    assert bench.chosen_emulation(args, plan) is None
+    said = capsys.readouterr().err
+    assert said == (
+        "" if expected is None else "no kernel is emulated: it needs a C++17 compiler\n"
+    )
+
+
+def test_a_compiler_that_lacks_or_fails_is_a_reason(monkeypatch, tmp_path: Path) -> None:
+    from ptxemu import build
+
+    monkeypatch.setenv(build.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert re.match("false cannot build the PTX emulator: .*", emulated.why_not())
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "needs a C++17 compiler" in emulated.why_not()
+
+
+# --- the processes --------------------------------------------------------------------------------
+
+
+ERRORS = {"max_absolute_error": 0.25}
+
+
+def evaluations(monkeypatch, evaluate, count: int = 3) -> dict[str, dict[str, Any]]:
+    """What comes of solutions `0`, `1`, ...: the emulator itself is left out."""
+    monkeypatch.setattr(emulated, "_begin", lambda target: None)
+    monkeypatch.setattr(emulated, "_launches", lambda rows: [rows])
+    solutions = [small.solution(str(i)) for i in range(count)]
+    found = emulated.evaluations("sm_90a", solutions, evaluate, "rows")
+    return {s.name: fields for s, fields in found}
+
+
+def test_the_fields_come_back_with_counts_and_without_times(monkeypatch) -> None:
+    def evaluate(solution, call):
+        assert call.func is emulated._run and call.args == ("sm_90a",)
+        if solution.name == "1":
+            return {"status": "RUNTIME_ERROR", "log": str(os.getpid())}
+        return {"status": "PASSED", "correctness": dict(ERRORS), "performance": {"latency_ms": 3.0}}
+
+    found = evaluations(monkeypatch, evaluate)
+    correctness = {**ERRORS, "extra": {"launches": ["rows"]}}
+    passed = {"status": "PASSED", "correctness": correctness}
+    assert found["0"] == found["2"] == {**passed, "performance": {}}
+    assert found["1"]["status"] == "RUNTIME_ERROR" and int(found["1"]["log"]) != os.getpid()
+
+
+def test_a_process_that_dies_fails_what_it_ran_and_hangs_nothing(monkeypatch) -> None:
+    def evaluate(solution, call):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    found = evaluations(monkeypatch, evaluate)
+    assert {of["status"] for of in found.values()} == {"RUNTIME_ERROR"} and len(found) == 3
+    assert all("terminated abruptly" in of["log"] for of in found.values())
+
+
+def test_kernels_take_the_place_of_the_model_in_the_whole_bundle(monkeypatch) -> None:
+    """Whichever module has the name of what chooses, and no other function of that name."""
+    modules: dict[str, Any] = {}
+    for path in ("", ".kernels", ".kernels.operations", ".kernels.architectures", ".layer",
+                 ".layer.backend", ".layer.pipeline", ".v1"):  # fmt: skip
+        modules[path] = types.ModuleType(f"bundle.moe_fp8_0a{path}")
+        monkeypatch.setitem(sys.modules, modules[path].__name__, modules[path])
+
+    @functools.cache
+    def select(device):
+        return "model"
+
+    def of_device(device):
+        return "another"
+
+    def own():
+        return "own"
+
+    select.__module__ = "bundle.moe_fp8_0a.layer.backend"
+    of_device.__module__ = "bundle.moe_fp8_0a.kernels.architectures"
+    modules[".layer.backend"].select = modules[".layer.pipeline"].select = select
+    modules[".kernels.architectures"].of_device = modules[".v1"].of_device = of_device
+    modules[".kernels.architectures"].of_target = lambda target: f"of {target}"
+    modules[".v1"].select = own
+    emulated._use_kernels("bundle.moe_fp8_0a", "sm_100a")
+    for path in (".layer.backend", ".layer.pipeline"):
+        assert modules[path].select("cpu") is modules[".kernels.operations"]
+    for path in (".kernels.architectures", ".v1"):
+        assert modules[path].of_device("cpu") == "of sm_100a"
+    assert modules[".v1"].select is own
+
+
+# --- what is said of it ---------------------------------------------------------------------------
+
+
+def launch(kernel: str, scale: int = 1, **more: Any) -> dict[str, Any]:
+    bytes_ = {"tma_loaded": 4e6, "tma_stored": 1e6, "loaded": 3e6, "stored": 2e6, "shared": 7e6}
+    counts = {"warps": 8, "instructions": 16000, "mma_flops": 6e9, "hazards": 0}
+    found = {name: scale * count for name, count in (bytes_ | counts).items()}
+    return {"kernel": kernel, **found, **more}
+
+
+def emulated_trace(solution: str, length: int, launches: list[dict[str, Any]], **more: Any) -> dict:
+    libs = {"device": "cpu", "emulated": "sm_90a", "timing": "kernels, sm_90a, emulated"}
+    extra = {"matched_ratio": 0.9, "cosine": 0.9, "calc_diff": 1e-4, "launches": launches}
+    return test_rank.trace(
+        solution, length, **{"latency": 0.0, "reference": 0.0, "libs": libs, "extra": extra, **more}
+    )
+
+
+WORK = {"least_bytes": 5e6, "least_flops": 3e9}
+TRACES = [
+    emulated_trace("cutedsl_moe_fp8_a", 7, [launch("route"), launch("gemm1", 2, **WORK)]),
+    emulated_trace("cutedsl_moe_fp8_b", 7, [launch("gemm1", 1, **WORK)]),
+    emulated_trace("cutedsl_moe_fp8_b", 80, [launch("elsewhere")]),
+]
+
+
+def ranked(tmp_path: Path, *more: dict) -> list[Ranking]:
+    test_rank.write(tmp_path / "traces.jsonl", [*TRACES, *more])
+    return rankings(read_records([tmp_path / "traces.jsonl"]))
+
+
+def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
+    timed = [test_rank.trace(f"cutedsl_moe_fp8_{n}", 7, 2.0, hardware="GPU A") for n in "ab"]
+    gpu, ours = sorted(ranked(tmp_path, *timed), key=lambda r: r.emulated)
+    assert (gpu.emulated, ours.emulated) == ("", "sm_90a")
+    assert list(ours.summary.passed) == [2, 1] and ours.results.harness.isna().all()
+    said = rank_text.print_rankings([gpu, ours])
+    assert "The kernels for sm_90a, run by the emulator: there is no time." in said
+    assert "Side by side" not in said, "there is only one with times"
+    part = said.split("CPU (GPU A)")[1]
+    assert " ms" not in part and "wins" not in part and "Counted in emulation:" in part
+    made = {of["emulated"]: of for of in json.loads(rank_text.print_rankings([gpu, ours], "json"))}
+    assert {
+        r["latency_ms"] for w in made["sm_90a"]["workloads"] for r in w["results"].values()
+    } == {None}
+
+
+def test_a_time_in_an_emulated_trace_is_refused(tmp_path: Path) -> None:
+    lying = emulated_trace("cutedsl_moe_fp8_c", 7, [], latency=0.1, reference=10.0)
+    (ranking,) = ranked(tmp_path, lying)
+    (failed,) = ranking.failures()
+    assert failed.solution.endswith("_c") and failed.status == "INVALID"
+    assert failed.reason == "a time of the emulator is no measurement"
+
+
+def test_counts_stand_beside_the_least_and_the_recorded_time(tmp_path: Path) -> None:
+    (ranking,) = ranked(tmp_path)
+    recorded: Any = types.SimpleNamespace(
+        main=types.SimpleNamespace(
+            hardware="GPU A",
+            records={
+                (test_rank.UUIDS[7], "cutedsl_moe_fp8_a"): types.SimpleNamespace(
+                    device=types.SimpleNamespace(ms=0.0524)
+                )
+            },
+        )
+    )
+    table = tables.counts_table(ranking, [recorded])
+    rows = {(r["T"], r["solution"]): r for r in table.frame.to_dict("records")}
+    a = rows["7", "a"]
+    assert a["launches"] == "2" and a["TMA MB"] == "15.00" and a["read MB"] == "9.00"
+    assert a["written MB"] == "6.00" and a["shared MB"] == "21.00" and a["GPU A us"] == "52.4"
+    assert a["least MB"] == "5.00" and a["bytes"] == "6.00x" and a["hazards"] == "0"
+    assert (a["GFLOP"], a["least GFLOP"], a["instr. a warp"]) == ("18.000", "3.000", "2,000")
+    b = rows["80", "b"]
+    assert b["least MB"] == b["bytes"] == b["least GFLOP"] == b["GPU A us"] == "-"
+    assert list(tables.launches_table(ranking).frame.kernel) == [
+        "route", "gemm1", "gemm1", "elsewhere",
+    ]  # fmt: skip
+    text = rank_text.checked(ranking, [recorded])
+    assert "outputs of the kernels for sm_90a, emulated" in text and "52.4" in text
+    of_model = dataclasses.replace(ranking, records={})
+    assert not tables.counts_table(of_model), "without counts there is no table"
+
+
+def test_the_page_shows_the_counts(tmp_path: Path) -> None:
+    ranked(tmp_path)
+    page = report.render(read(tmp_path))
+    assert "Counted in emulation" in page and "Counted in emulation, kernel by kernel" in page
+    assert "<td>elsewhere</td>" in page and "Recorded: NVIDIA" in page
+
+
+def test_every_launch_has_its_stage_and_its_least(monkeypatch) -> None:
+    import ptxemu
+
+    kernel = "kernel_cutlass_kernel_bundle_moe_fp8_0akernels{}_object_at__x"
+    counts = {"tma_loaded": 1, "mma_flops": 2}
+    monkeypatch.setattr(
+        ptxemu, "reports",
+        [
+            ptxemu.Report(kernel.format(name), (6, 2, 1), (40, 1, 1), (1, 1, 1), 0, 1.0, 99, counts)
+            for name in ("routeRouteWord", "sm90gemmGroupedGemmSm90", "sm90gemmGroupedGemmSm90")
+        ],
+    )  # fmt: skip
+    found = emulated._launches(Histogram("u", 4, (3, 0, 2), 4))
+    assert [of["kernel"] for of in found] == ["route", "gemm1", "gemm2"]
+    assert all((of["warps"], of["instructions"], of["tma_loaded"]) == (24, 99, 1) for of in found)
+    assert found[1]["least_flops"] == 2 * 5 * 4096 * 7168
+    assert found[1]["least_bytes"] > 2 * 4096 * 7168, "the weights of two experts"
+    alone = emulated._launches(None)
+    assert [of["kernel"] for of in alone] == ["RouteWord", "GroupedGemmSm90", "GroupedGemmSm90"]
+    assert not any("least_bytes" in of for of in alone)
+    assert pd.DataFrame(found).hazards.eq(0).all()
+
+
+# --- the kernels themselves -----------------------------------------------------------------------
+
+BREAKAGES = {
+    "the combine waits for nothing": (
+        "combine.py",
+        "wait_for_previous()",
+        "pass",
+        "NaN or infinite values in the output",
+    ),
+    "gate and up are exchanged": (
+        "sm90/swiglu_epilogue.py",
+        "silu(sums[v + 2]) * sums[v]",
+        "silu(sums[v]) * sums[v + 2]",
+        "matched ratio 0",
+    ),
+}
+
+
+SCRIPT = """
+import json, sys
+from flashinfer_bench.bench import BenchmarkConfig
+from run import environment
+from scripts.common.command_line import Progress
+from scripts.common.project import ROOT
+from scripts.data.dataset import make_missing_workloads, select_workloads
+from scripts.data.records import failure_reason
+from scripts.measure import cpu_bench, plan
+
+trace_set, packed = plan.load_with_ours(ROOT)
+(solution,) = (s for s in packed if s.name == "cutedsl_moe_fp8_fused")
+solutions = []
+for name, (path, old, new) in json.loads(sys.argv[1]).items():
+    sources = [
+        s.model_copy(update={"content": s.content.replace(old, new)})
+        if s.path == f"moe_fp8/kernels/{path}" else s
+        for s in solution.sources
+    ]
+    assert sources != solution.sources, name
+    solutions.append(solution.model_copy(update={"name": name, "sources": sources}))
+(every,) = trace_set.workloads.values()
+workloads = select_workloads(every, ["1"])
+make_missing_workloads(ROOT, workloads)
+config = BenchmarkConfig(iterations=1, rtol=0.2, atol=0.1, required_matched_ratio=0.85)
+names = {s.name for s in solutions}
+cpu_bench.run(
+    trace_set, [(t, solutions) for t in workloads], config, 5,
+    lambda traces: [print(t.model_dump_json()) for t in traces],
+    Progress(1), cpu_bench.Emulation("sm_90a", names, 1),
+)
+"""
+
+
+@pytest.mark.large_memory
+def test_what_is_broken_in_a_kernel_is_found_at_the_true_geometry(tmp_path: Path) -> None:
+    """One line changed, which the model does not show."""
+    changed = {name: breakage[:3] for name, breakage in BREAKAGES.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(changed)],
+        env={**environment(), "FIB_CACHE_PATH": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {t["solution"]: t["evaluation"] for t in map(json.loads, lines)}
+    assert found.keys() == BREAKAGES.keys()
+    for name, evaluation in found.items():
+        assert evaluation["environment"]["libs"]["emulated"] == "sm_90a", "the model is right"
+        reason = failure_reason(evaluation)
+        assert evaluation["status"] != "PASSED" and BREAKAGES[name][3] in reason, reason
