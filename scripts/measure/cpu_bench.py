@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -142,23 +142,34 @@ Result = tuple[Solution, dict[str, Any], dict[str, str]]
 
 
 def by_model(
-    case: Case, config: BenchmarkConfig, solutions: Sequence[Solution]
+    case: Case,
+    config: BenchmarkConfig,
+    solutions: Sequence[Solution],
+    outputs: dict[str, torch.Tensor],
 ) -> Iterator[Result]:
+    """The torch models; `outputs` gets what they give, by the solution's name."""
     for solution in solutions:
-        yield solution, evaluate(case, config, solution), {}
+
+        def call(*arguments: Any, name: str = solution.name) -> torch.Tensor:
+            outputs[name] = run_solution(*arguments)
+            return outputs[name]
+
+        yield solution, evaluate(case, config, solution, call), {}
 
 
 def by_kernels(
     case: Case,
     config: BenchmarkConfig,
     solutions: Sequence[Solution],
+    models: Mapping[str, torch.Tensor],
     target: str,
     rows: Histogram | None,
 ) -> Iterator[Result]:
-    """The kernels for `target`, emulated; as the solutions end."""
+    """The kernels for `target`, emulated, compared with the outputs of the models as well; as the
+    solutions end."""
     said = {TIMING: emulated.said(target), EMULATED: target}
     judge = functools.partial(evaluate, case, replace(config, iterations=1))
-    for solution, fields in emulated.evaluations(target, solutions, judge, rows):
+    for solution, fields in emulated.evaluations(target, solutions, models, judge, rows):
         yield solution, fields, said
 
 
@@ -208,7 +219,8 @@ def run(
                 results = {s.name: traced(trace, (s, failed, {})) for s in solutions}
                 continue
             case = Case(definition, inputs, expected, 1e3 * seconds, seed)
-            for result in by_model(case, config, solutions):
+            models: dict[str, torch.Tensor] = {}
+            for result in by_model(case, config, solutions, models):
                 results[result[0].name] = traced(trace, result)
             chosen = emulation.chosen(trace, solutions) if emulation else []
             right = [s for s in chosen if results[s.name].is_successful()]
@@ -216,7 +228,7 @@ def run(
                 progress.note(f"the kernels for {emulation.target}, emulated:")
                 known = definition.name == DEFAULT.name
                 rows = histogram(trace_set, workload) if known else None
-                for result in by_kernels(case, config, right, emulation.target, rows):
+                for result in by_kernels(case, config, right, models, emulation.target, rows):
                     results[result[0].name] = traced(trace, result)
         finally:  # also what an interrupted workload has so far
             if results:

@@ -5,7 +5,6 @@ Each runs in a process that was forked for it, since the emulator must be there 
 imported. Nothing of it is a time.
 """
 
-import functools
 import importlib
 import math
 import multiprocessing
@@ -13,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from typing import Any
 import torch
 from flashinfer_bench.data import Solution
 from moe_fp8.closure import PACKAGE
+from moe_fp8.layer.metrics import calc_diff
 
-from scripts.data.records import LAUNCHES
+from scripts.data.records import LAUNCHES, PASSED
 from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.profile import short_name, works
@@ -32,6 +32,8 @@ MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 """Of an H200 and a B200: how many CTAs are launched depends on it."""
 NONE = "none"
 TARGETS = (*MULTIPROCESSORS, NONE)
+MOST_DIFFERENT = 1e-6
+"""calc_diff of the kernels' output and the model's."""
 MOST_TOKENS = 7
 """Of the workloads that are emulated unless others are asked for."""
 MOST_TOKENS_ASKED_FOR = 32
@@ -66,6 +68,8 @@ def _begin(target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
     # Of a pool of threads that torch had before the fork, none lives on.
     torch.set_num_threads(1)
+    # Memory that nothing has written is NaN, as in the emulator's own allocations.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     # What the cache of compiled kernels holds comes without its PTX.
     os.environ["MOE_FP8_CACHE_DIR"] = ""
     ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
@@ -108,6 +112,20 @@ def _run(target: str, runnable: Any, inputs: Sequence[Any], device: str) -> torc
     return output
 
 
+def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
+    """How the kernels' output differs from the model's; an empty string where it is the same but
+    for rounding. Of few tokens one alone may be wrong in the tolerance of flashinfer-bench."""
+    difference = calc_diff(output, model)
+    if difference <= MOST_DIFFERENT:
+        return ""
+    of_tokens = zip(output.split(1), model.split(1), strict=True)
+    wrong = [
+        i for i, (ours, its) in enumerate(of_tokens) if not calc_diff(ours, its) <= MOST_DIFFERENT
+    ]
+    said = f"the output is not the torch model's: calc_diff {difference:.1e}"
+    return f"{said} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
+
+
 def _launches(h: Histogram | None) -> list[dict[str, Any]]:
     """What was counted in every launch of the last call, beside the least that its work needs."""
     import ptxemu
@@ -133,6 +151,7 @@ class _Job:
 
     target: str
     solutions: Sequence[Solution]
+    models: Mapping[str, torch.Tensor]
     evaluate: Callable[..., dict[str, Any]]
     rows: Histogram | None
 
@@ -147,8 +166,16 @@ def _fork_with(job: _Job) -> None:
 
 
 def _evaluated(number: int) -> dict[str, Any]:
-    call = functools.partial(_run, _job.target)
-    fields = _job.evaluate(_job.solutions[number], call)
+    solution = _job.solutions[number]
+    outputs: list[torch.Tensor] = []
+
+    def call(*arguments: Any) -> torch.Tensor:
+        outputs.append(_run(_job.target, *arguments))
+        return outputs[-1]
+
+    fields = _job.evaluate(solution, call)
+    if fields["status"] == PASSED and (why := unlike(outputs[0], _job.models[solution.name])):
+        return {"status": "RUNTIME_ERROR", "log": why}
     if correctness := fields.get("correctness"):
         correctness.setdefault("extra", {})[LAUNCHES] = _launches(_job.rows)
     # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
@@ -158,6 +185,7 @@ def _evaluated(number: int) -> dict[str, Any]:
 def evaluations(
     target: str,
     solutions: Sequence[Solution],
+    models: Mapping[str, torch.Tensor],
     evaluate: Callable[..., dict[str, Any]],
     rows: Histogram | None,
 ) -> Iterator[tuple[Solution, dict[str, Any]]]:
@@ -165,11 +193,12 @@ def evaluations(
     an Evaluation. As many run at once as there are cores.
 
     Args:
+        models: the output of each solution's torch model, by its name, which the kernels' must be.
         evaluate: its `call` is `run_solution`, with the kernels.
         rows: those of the workload, where the least work is known of them.
     """
     workers = min(os.cpu_count() or 1, len(solutions))
-    job = _Job(target, solutions, evaluate, rows)
+    job = _Job(target, solutions, models, evaluate, rows)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _fork_with, (job,))
     try:
         futures = {pool.submit(_evaluated, i): s for i, s in enumerate(solutions)}

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import small
 import test_rank
+import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace
 
@@ -42,7 +43,8 @@ def by_kernels(monkeypatch, tmp_path: Path) -> list[tuple[str, list[str], int]]:
     """What the emulator is asked for: target, solutions and timed calls; `wrong` fails."""
     asked: list[tuple[str, list[str], int]] = []
 
-    def evaluations(target, solutions, evaluate, rows):
+    def evaluations(target, solutions, models, evaluate, rows):
+        assert models.keys() >= {s.name for s in solutions}
         asked.append((target, [s.name for s in solutions], evaluate.args[1].iterations))
         assert rows is None, "of another definition no least work is known"
         for s in reversed(solutions):
@@ -158,14 +160,16 @@ def evaluations(monkeypatch, evaluate, count: int = 3) -> dict[str, dict[str, An
     """What comes of solutions `0`, `1`, ...: the emulator itself is left out."""
     monkeypatch.setattr(emulated, "_begin", lambda target: None)
     monkeypatch.setattr(emulated, "_launches", lambda rows: [rows])
+    monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
     solutions = [small.solution(str(i)) for i in range(count)]
-    found = emulated.evaluations("sm_90a", solutions, evaluate, "rows")
+    models = {str(i): torch.tensor([[3.0 if i == 2 else 2.0]]) for i in range(count)}
+    found = emulated.evaluations("sm_90a", solutions, models, evaluate, "rows")
     return {s.name: fields for s, fields in found}
 
 
 def test_the_fields_come_back_with_counts_and_without_times(monkeypatch) -> None:
     def evaluate(solution, call):
-        assert call.func is emulated._run and call.args == ("sm_90a",)
+        assert torch.equal(call(*"xyz"), torch.tensor([[2.0]]))
         if solution.name == "1":
             return {"status": "RUNTIME_ERROR", "log": str(os.getpid())}
         return {"status": "PASSED", "correctness": dict(ERRORS), "performance": {"latency_ms": 3.0}}
@@ -173,8 +177,23 @@ def test_the_fields_come_back_with_counts_and_without_times(monkeypatch) -> None
     found = evaluations(monkeypatch, evaluate)
     correctness = {**ERRORS, "extra": {"launches": ["rows"]}}
     passed = {"status": "PASSED", "correctness": correctness}
-    assert found["0"] == found["2"] == {**passed, "performance": {}}
+    assert found["0"] == {**passed, "performance": {}}
+    assert found["2"]["status"] == "RUNTIME_ERROR", "its model gives something else"
     assert found["1"]["status"] == "RUNTIME_ERROR" and int(found["1"]["log"]) != os.getpid()
+
+
+def test_a_token_that_is_not_the_models_is_named() -> None:
+    model = torch.arange(1.0, 33).view(4, 8).bfloat16()
+    assert emulated.unlike(model, model) == ""
+    output = model.clone()
+    output[3, 7] += 0.125  # the last place
+    assert emulated.unlike(output, model) == ""
+    output[2, :4] = 0
+    said = emulated.unlike(output, model)
+    assert said.startswith("the output is not the torch model's") and said.endswith("in tokens 2")
+    output[1, 3] = torch.nan
+    said = emulated.unlike(output, model)
+    assert "calc_diff nan" in said and said.endswith("in tokens 1, 2")
 
 
 def test_a_process_that_dies_fails_what_it_ran_and_hangs_nothing(monkeypatch) -> None:
