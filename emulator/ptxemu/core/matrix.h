@@ -27,6 +27,13 @@ static OperandDesc smem_desc(const Ctx& c, u64 d, bool sm90) {
   if (r.swz < 0) fail(c, fmt("matrix descriptor %#lx: swizzle mode not modelled", d));
   return r;
 }
+// The elements of 16 bytes.
+static void load_chunk(Fmt f, const u8* p, float* out) {
+  if (f == F_E4M3)  // by far the most
+    for (int e = 0; e < 16; e++) out[e] = g_e4m3[p[e]];
+  else
+    for (int e = 0; e < 128 / fmt_bits(f); e++) out[e] = fmt_load_at(f, p, e);
+}
 // Reads rows x 32 bytes of an operand as floats: out[row * K + k].
 static void load_operand(const Async& op, const Actor& me, Cta& t, const OperandDesc& d,
                          bool mn_major, int row0, int rows, Fmt f, float* out) {
@@ -35,28 +42,35 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
   if (d.swz == 4 && !mn_major)
     throw EmuError{fmt("%s: 32-byte-atom swizzle is only for MN-major operands, PTX line %d",
                        op.what, op.ins->line)};
-  auto chunk = [&](u32 off) -> const u8* {
-    u32 a = d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off;
-    return async_read(op, me, t, a, 16);
+  static std::vector<u32> at;  // offsets of the chunks, in the order in which they are read
+  at.clear();
+  auto chunk = [&](u32 off) {
+    at.push_back(d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off);
   };
   if (!mn_major) {
     for (int r = row0; r < row0 + rows; r++)
-      for (int j = 0; j < 2; j++) {
-        u32 off = d.swz ? (r % 8) * (16 << d.swz) + (r / 8) * d.sbo + j * 16
-                        : (r % 8) * 16 + (r / 8) * d.sbo + j * d.lbo;
-        const u8* p = chunk(off);
-        float* o = out + (size_t)(r - row0) * K + j * T;
-        for (int e = 0; e < T; e++) o[e] = fmt_load_at(f, p, e);
-      }
+      for (int j = 0; j < 2; j++)
+        chunk(d.swz ? (r % 8) * (16 << d.swz) + (r / 8) * d.sbo + j * 16
+                    : (r % 8) * 16 + (r / 8) * d.sbo + j * d.lbo);
   } else {
     for (int k = 0; k < K; k++)
+      for (int cx = row0 / T; cx < (row0 + rows + T - 1) / T; cx++)
+        chunk(d.swz ? (cx % W) * 16 + (cx / W) * d.lbo + (k % KA) * (16 * W) + (k / KA) * d.sbo
+                    : cx * d.sbo + (k % 8) * 16 + (k / 8) * d.lbo);
+  }
+  if (!clean_chunks(op, me, t, at, false))
+    for (u32 off : at) async_read(op, me, t, off, 16);
+  const u32* next = at.data();
+  if (!mn_major) {
+    for (int i = 0; i < 2 * rows; i++) load_chunk(f, &t.smem[*next++], out + i * T);
+  } else {
+    float values[32];
+    for (int k = 0; k < K; k++)
       for (int cx = row0 / T; cx < (row0 + rows + T - 1) / T; cx++) {
-        u32 off = d.swz ? (cx % W) * 16 + (cx / W) * d.lbo + (k % KA) * (16 * W) + (k / KA) * d.sbo
-                        : cx * d.sbo + (k % 8) * 16 + (k / 8) * d.lbo;
-        const u8* p = chunk(off);
+        load_chunk(f, &t.smem[*next++], values);
         for (int e = 0; e < T; e++) {
           int r = cx * T + e;
-          if (r >= row0 && r < row0 + rows) out[(size_t)(r - row0) * K + k] = fmt_load_at(f, p, e);
+          if (r >= row0 && r < row0 + rows) out[(size_t)(r - row0) * K + k] = values[e];
         }
       }
   }

@@ -217,34 +217,51 @@ static bool fenced(const Machine& m, const Actor& me, const Access& other, const
   u32 launch = m.agents[other.agent].launch->index;
   return (proxy.launches >> launch & 1) || me.knows(other, proxy);
 }
-// Checks an access against those that the memory remembers, and adds it to them. Where `read` has
-// the bytes that a load brings, a race is not reported but spoils them.
+// Whether what memory remembers is ordered before an access, and what is reported if it is not.
+// Where `read` has the bytes that a load brings, a race is not reported but spoils them.
 template <class Place>
-static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
-                  bool write, int line, bool shared, Place place, u8* read = nullptr) {
-  if (!m.opt.check_races) return;
+struct Order {
+  Machine& m;
+  Launch& l;
+  const Actor& me;
+  u64 address;
+  u32 n;
+  bool write, shared;
+  int line;
+  Place place;
+  u8* read = nullptr;
   Access seen{};  // chunk after chunk it is mostly one and the same
-  const Knowledge& k = *me.knowledge;
-  shadow.access(me, address, n, write, [&](const Access& a, u64 at) {
-    if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return;
-    bool ordinary = !a.async || a.copied;
-    if (!ordered(m, me, a)) {
-      if (read)
-        for (u32 b = 0; b < 16; b++) {
-          u64 byte = at / 16 * 16 + b - address;
-          if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
-        }
-      else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
-        report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
-    } else if (me.async && !me.copied && !write && a.write && ordinary &&
-               !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy)) {
+
+  bool passes(const Access& a) {
+    if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return true;
+    if (!ordered(m, me, a) || unfenced(a)) return false;
+    seen = a;
+    return true;
+  }
+  bool unfenced(const Access& a) const {
+    const Knowledge& k = *me.knowledge;
+    return me.async && !me.copied && !write && a.write && (!a.async || a.copied) &&
+           !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy);
+  }
+  void report(const Access& a, u64 at) {
+    if (ordered(m, me, a))
       l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
                fmt("%s reads %s, which %s wrote, without fence.proxy.async in between",
                    describe(m, m.agents[me.agent]).c_str(), place(at).c_str(),
                    describe(m, m.agents[a.agent]).c_str()));
-    } else
-      seen = a;
-  });
+    else if (read)
+      for (u32 b = 0; b < 16; b++) {
+        u64 byte = at / 16 * 16 + b - address;
+        if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
+      }
+    else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
+      report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
+  }
+};
+template <class Place>
+static Order<Place> order(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
+                          bool shared, int line, Place place, u8* read = nullptr) {
+  return {m, l, me, address, n, write, shared, line, place, read};
 }
 static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
                          int line, u8* read = nullptr) {
@@ -252,37 +269,55 @@ static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u3
     const Range* r = range_of(m, at, 1);
     return r ? fmt("[%s + %lu]", r->label.c_str(), at - r->lo) : fmt("global %#lx", at);
   };
-  order(m, l, me, m.shadow, address, n, write, line, false, place, read);
+  if (!m.opt.check_races) return;
+  auto check = order(m, l, me, address, n, write, false, line, place, read);
+  m.shadow.access(me, address, n, write, check);
+}
+static auto shared_order(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
+                         int line) {
+  return order(m, l, me, off, n, write, true, line,
+               [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
 }
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
                          int line) {
-  order(m, l, me, t.shadow, off, n, write, line, true,
-        [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
+  if (!m.opt.check_races) return;
+  auto check = shared_order(m, l, me, t, off, n, write, line);
+  t.shadow.access(me, off, n, write, check);
 }
 // Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
 // operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
 // not a lane's is said by `lanes` = 0. Alloc and dealloc are `strong`: they are synchronous, so that
 // a barrier orders them without tcgen05.fence::after_thread_sync.
-static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quarter, u32 column,
-                       u32 n, bool write, int line) {
-  if (!m.opt.check_races) return;
-  u64 address = 4 * (quarter * 512 + column);
-  t.tmem_shadow.access(me, address, 4 * n, write, [&](const Access& a, u64 at) {
-    if (a.agent == me.agent || me.knows(a, me.knowledge->tensor)) return;
+struct TmemOrder {
+  Machine& m;
+  Launch& l;
+  const Actor& me;
+  bool write;
+  int line;
+  bool passes(const Access& a) const {
+    return a.agent == me.agent || me.knows(a, me.knowledge->tensor) ||
+           (me.strong && ordered(m, me, a));
+  }
+  void report(const Access& a, u64 at) const {
     Str place = fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
                     at / 2048 * 32 + 31, at / 4 % 512);
     if (!ordered(m, me, a))
-      report_race(m, l, me, a, write, place, line,
-                  me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
-    else if (!me.strong)
-      l.hazard("missing-tcgen05-fence", line,
-               fmt("%s %s %s, which %s %s; what synchronises them lacks a "
-                   "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
-                   "after it",
-                   describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
-                   place.c_str(), describe(m, m.agents[a.agent]).c_str(),
-                   a.strong ? "allocated" : a.write ? "wrote" : "read"));
-  });
+      return report_race(m, l, me, a, write, place, line,
+                         me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
+    l.hazard("missing-tcgen05-fence", line,
+             fmt("%s %s %s, which %s %s; what synchronises them lacks a "
+                 "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
+                 "after it",
+                 describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads", place.c_str(),
+                 describe(m, m.agents[a.agent]).c_str(),
+                 a.strong ? "allocated" : a.write ? "wrote" : "read"));
+  }
+};
+static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quarter, u32 column,
+                       u32 n, bool write, int line) {
+  if (!m.opt.check_races) return;
+  TmemOrder check{m, l, me, write, line};
+  t.tmem_shadow.access(me, 4 * (quarter * 512 + column), 4 * n, write, check);
 }
 // What another CTA does to this one's memory: this one must have started before, and not exit until
 // then.
@@ -416,6 +451,23 @@ static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const
   order_shared(*op.m, *op.launch, me, t, off, n, true, op.ins->line);
   memcpy(&t.smem[off], src, n);
   memset(&t.init[off], 1, n);
+}
+// An access to whole chunks of shared memory, at offsets that are multiples of 16, if it gives
+// nothing to report; else nothing is reported, and it is to be made again chunk by chunk.
+static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::vector<u32>& at,
+                         bool write) {
+  for (u32 off : at)
+    if (off + 16 > t.smem.size() || (!write && !all_written(t, off, 16))) return false;
+  if (!op.m->opt.check_races) return true;
+  auto check = shared_order(*op.m, *op.launch, me, t, 0, 0, write, op.ins->line);
+  for (size_t i = 0; i < at.size();) {
+    u32 page = at[i] / Shadow::PAGE_BYTES;
+    u64 chunks = 0;
+    for (; i < at.size() && at[i] / Shadow::PAGE_BYTES == page; i++)
+      chunks |= 1ull << at[i] / 16 % 64;
+    if (!t.shadow.access_page(me, page, chunks, write, check)) return false;
+  }
+  return true;
 }
 static const u8* async_read_global(const Async& op, const Actor& me, u64 address, u32 n) {
   static std::vector<u8> read;
