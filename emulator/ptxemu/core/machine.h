@@ -23,6 +23,7 @@ struct Opnd {
   char kind = 'S';  // R register, N negated predicate, A address, V vector, S sink, L label
   int slot = -1;
   s64 off = 0;
+  u32 tracked = 0;  // in a WGMMA's vector: which of the program's tracked registers
   std::vector<Opnd> v;
 };
 // How an access takes part in synchronisation, and with whom.

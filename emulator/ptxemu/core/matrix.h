@@ -30,7 +30,7 @@ static OperandDesc smem_desc(const Ctx& c, u64 d, bool sm90) {
 // The elements of 16 bytes.
 static void load_chunk(Fmt f, const u8* p, float* out) {
   if (f == F_E4M3)  // by far the most
-    for (int e = 0; e < 16; e++) out[e] = g_e4m3[p[e]];
+    e4m3_to_float(p, out);
   else
     for (int e = 0; e < 128 / fmt_bits(f); e++) out[e] = fmt_load_at(f, p, e);
 }
@@ -75,20 +75,24 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
       }
   }
 }
-// acc[M][N] += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8.
-static void matmul(float* acc, const float* A, const float* B, int M, int N, int K) {
+// acc += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8. Eight
+// columns of a row of acc lie together; the next row is `row` further, the next eight columns are
+// `columns` further.
+static void matmul(float* acc, int row, int columns, const float* A, const float* B, int M, int N,
+                   int K) {
   typedef float Eight __attribute__((vector_size(32), aligned(4)));
   const int MOST_K = 64;  // of 4-bit elements
-  Eight columns[MOST_K];  // eight of B, k by k
+  Eight b[MOST_K];        // eight columns of B, k by k
   for (int n = 0; n < N; n += 8) {
     for (int k = 0; k < K; k++)
-      for (int j = 0; j < 8; j++) columns[k][j] = B[(size_t)(n + j) * K + k];
+      for (int j = 0; j < 8; j++) b[k][j] = B[(size_t)(n + j) * K + k];
     for (int i = 0; i < M; i += 4) {
+      float* to = acc + (size_t)i * row + (size_t)n / 8 * columns;
       Eight sum[4];
-      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(acc + (size_t)(i + r) * N + n);
+      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(to + (size_t)r * row);
       for (int k = 0; k < K; k++)
-        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * columns[k];
-      for (int r = 0; r < 4; r++) *(Eight*)(acc + (size_t)(i + r) * N + n) = sum[r];
+        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * b[k];
+      for (int r = 0; r < 4; r++) *(Eight*)(to + (size_t)r * row) = sum[r];
     }
   }
 }
@@ -249,7 +253,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
     if (uninit)
       l.hazard("uninitialised-tmem-read", line, "tcgen05.mma accumulates onto TMEM never written");
     if (!x.i8)
-      matmul(acc.data(), A.data(), B.data(), rows, N, K);
+      matmul(acc.data(), N, 8, A.data(), B.data(), rows, N, K);
     else
       for (int r = 0; r < rows; r++)
         for (int n = 0; n < N; n++) {

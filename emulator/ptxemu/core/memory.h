@@ -59,17 +59,18 @@ static inline int space_at(u64 addr, int space) {
 // ---- order
 
 static Known start_of(const Cta& t) { return {t.agent, ~0u, t.started, t.started}; }
-// `k`, and of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
-static Knowledge with_own(const Warp& w, Knowledge k, u32 lanes, Tick together, Tick tick) {
+// Of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
+static Known own_accesses(const Warp& w, u32 lanes, Tick together, Tick tick) {
   lanes |= ~w.live;
-  k.learn({w.agent, lanes, lanes == ~0u ? tick : together, tick});
-  return k;
+  return {w.agent, lanes, lanes == ~0u ? tick : together, tick};
 }
 // What `lanes` make known when they release: their own accesses so far, those of the other lanes up
 // to when the warp was last together, and all that the warp knows. The warp does not keep it: what
 // all lanes have released or fenced, one of them does not release later for the others.
 static Knowledge release(const Ctx& c, u32 lanes) {
-  return with_own(c.w, c.w.knowledge, lanes, c.w.together, c.m.tick);
+  Knowledge k = c.w.knowledge;
+  k.learn(own_accesses(c.w, lanes, c.w.together, c.m.tick));
+  return k;
 }
 static const Fence* fence_of(const Ctx& c, int lane) {
   for (auto& f : c.w.fences)
@@ -78,7 +79,9 @@ static const Fence* fence_of(const Ctx& c, int lane) {
 }
 // What a lane makes known by a relaxed access after the fence.
 static Knowledge released_by(const Ctx& c, const Fence& f, int lane) {
-  return with_own(c.w, f.knowledge, 1u << lane, f.together, f.tick);
+  Knowledge k = f.knowledge;
+  k.learn(own_accesses(c.w, 1u << lane, f.together, f.tick));
+  return k;
 }
 // What one lane learns counts for its whole warp.
 static void acquire(const Ctx& c, const Knowledge& k) { c.w.knowledge.join(k); }
@@ -161,7 +164,8 @@ struct Async {
   const Instr* ins;
   u32 lanes;
   Tick issued;
-  Knowledge knowledge;
+  Knowledge knowledge;  // of the warp, beside its own accesses
+  Known own;
   const char* what;
   Actor actor(u32 agent, Tick tick) const {
     Actor a;
@@ -171,11 +175,13 @@ struct Async {
     a.async = true;
     a.pc = (u16)std::min<size_t>(ins - launch->p->code.data(), 65535);
     a.knowledge = &knowledge;
+    a.own = &own;
     return a;
   }
 };
 static Async async_operation(const Ctx& c, u32 lanes, const char* what) {
-  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, release(c, lanes), what};
+  Known own = own_accesses(c.w, lanes, c.w.together, c.m.tick);
+  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, c.w.knowledge, own, what};
 }
 
 static Str describe(const Machine& m, const Agent& a) {
@@ -231,6 +237,7 @@ struct Order {
   Place place;
   u8* read = nullptr;
   Access seen{};  // chunk after chunk it is mostly one and the same
+  bool failed = false;  // something is to be reported of one of many lanes
 
   bool passes(const Access& a) {
     if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return true;
@@ -244,6 +251,8 @@ struct Order {
            !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy);
   }
   void report(const Access& a, u64 at) {
+    failed = true;
+    if (me.others) return;
     if (ordered(m, me, a))
       l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
                fmt("%s reads %s, which %s wrote, without fence.proxy.async in between",
@@ -258,10 +267,21 @@ struct Order {
       report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
   }
 };
+// Records an access and reports what is not ordered before it; of what many lanes do as one, lane by
+// lane.
 template <class Place>
-static Order<Place> order(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
-                          bool shared, int line, Place place, u8* read = nullptr) {
-  return {m, l, me, address, n, write, shared, line, place, read};
+static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
+                  bool write, bool shared, int line, Place place, u8* read = nullptr) {
+  if (!m.opt.check_races) return;
+  Order<Place> check{m, l, me, address, n, write, shared, line, place, read};
+  shadow.access(me, address, n, write, check);
+  if (!check.failed || !me.others) return;
+  Actor one = me;
+  one.others = 0;
+  for (u32 left = me.lanes | me.others; left; left &= left - 1) {
+    one.lanes = left & -left;
+    order(m, l, one, shadow, address, n, write, shared, line, place, read);
+  }
 }
 static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
                          int line, u8* read = nullptr) {
@@ -269,20 +289,14 @@ static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u3
     const Range* r = range_of(m, at, 1);
     return r ? fmt("[%s + %lu]", r->label.c_str(), at - r->lo) : fmt("global %#lx", at);
   };
-  if (!m.opt.check_races) return;
-  auto check = order(m, l, me, address, n, write, false, line, place, read);
-  m.shadow.access(me, address, n, write, check);
+  order(m, l, me, m.shadow, address, n, write, false, line, place, read);
 }
-static auto shared_order(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
-                         int line) {
-  return order(m, l, me, off, n, write, true, line,
-               [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
+static auto place_in(const Cta& t) {
+  return [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); };
 }
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
                          int line) {
-  if (!m.opt.check_races) return;
-  auto check = shared_order(m, l, me, t, off, n, write, line);
-  t.shadow.access(me, off, n, write, check);
+  order(m, l, me, t.shadow, off, n, write, true, line, place_in(t));
 }
 // Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
 // operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
@@ -353,6 +367,13 @@ static void check_visits(const Ctx& c) {
 
 // ---- accesses of threads
 
+static bool all_written(const Cta& t, u32 off, u32 n) {
+  if (n != 16) return !memchr(&t.init[off], 0, n);
+  u64 init[2];  // of a chunk, as the tensor cores read
+  memcpy(init, &t.init[off], 16);
+  return (init[0] & init[1]) == 0x0101010101010101ull;
+}
+
 static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
   for (u32 i = 0; i < n; i++)
     if (!t.init[off + i]) {
@@ -362,19 +383,20 @@ static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
     }
 }
 // state space codes: 0 generic, 1 global, 2 shared, 3 local, 4 param/const (host address)
-static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lane,
-                            bool strong = false) {
-  if (addr % n) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
+//
+// `me`: the lane that reads, and the others that read the same at once. n is a power of two.
+static inline void mem_read(Ctx& c, Actor& me, int space, u64 addr, u32 n, u8* dst) {
+  if (addr & (n - 1)) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
+  u32 lane = __builtin_ctz(me.lanes), readers = 1 + __builtin_popcount(me.others);
   space = space_at(addr, space);
   if (space == 2) {
     Cta& t = shared_target(c.cta, (u32)addr, n, &c);
     u32 off = addr & OFF_MASK;
-    smem_check_init(c, t, off, n);
-    Actor me = thread_actor(c, lane);
-    me.strong = strong;
+    if (!all_written(t, off, n))
+      for (u32 i = 0; i < readers; i++) smem_check_init(c, t, off, n);
     if (&t != &c.cta) visit(c.m, c.launch(), me, t, c.ins->line);
     order_shared(c.m, c.launch(), me, t, off, n, false, c.ins->line);
-    c.launch().counts.shared += n;
+    c.launch().counts.shared += readers * n;
     memcpy(dst, &t.smem[off], n);
   } else if (space == 3) {
     u32 off = (u32)addr, size = c.launch().p->local_bytes;
@@ -382,18 +404,23 @@ static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lan
     memcpy(dst, &c.w.local[(size_t)lane * size + off], n);
   } else {
     if (space != 4) {
-      check_global(c, addr, n, false);
-      Actor me = thread_actor(c, lane);
-      me.strong = strong;
+      if (!range_of(c.m, addr, n))
+        for (u32 i = 0; i < readers; i++) check_global(c, addr, n, false);
       order_global(c.m, c.launch(), me, addr, n, false, c.ins->line);
-      c.launch().counts.loaded += n;
+      c.launch().counts.loaded += readers * n;
     }
     memcpy(dst, (void*)addr, n);
   }
 }
+static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lane,
+                            bool strong = false) {
+  Actor me = thread_actor(c, lane);
+  me.strong = strong;
+  mem_read(c, me, space, addr, n, dst);
+}
 static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, int lane,
                              bool strong = false) {
-  if (addr % n) fail(c, fmt("misaligned %u-byte write at %#lx", n, addr));
+  if (addr & (n - 1)) fail(c, fmt("misaligned %u-byte write at %#lx", n, addr));
   space = space_at(addr, space);
   if (space == 2) {
     Cta& t = shared_target(c.cta, (u32)addr, n, &c);
@@ -422,13 +449,6 @@ static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, 
 }
 
 // ---- accesses of asynchronous operations
-
-static bool all_written(const Cta& t, u32 off, u32 n) {
-  if (n != 16) return !memchr(&t.init[off], 0, n);
-  u64 init[2];  // of a chunk, as the tensor cores read
-  memcpy(init, &t.init[off], 16);
-  return (init[0] & init[1]) == 0x0101010101010101ull;
-}
 
 static void in_shared(const Async& op, const Cta& t, u32 off, u32 n) {
   if (off + n > t.smem.size())
@@ -459,7 +479,8 @@ static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::ve
   for (u32 off : at)
     if (off + 16 > t.smem.size() || (!write && !all_written(t, off, 16))) return false;
   if (!op.m->opt.check_races) return true;
-  auto check = shared_order(*op.m, *op.launch, me, t, 0, 0, write, op.ins->line);
+  auto place = place_in(t);
+  Order<decltype(place)> check{*op.m, *op.launch, me, 0, 0, write, true, op.ins->line, place};
   for (size_t i = 0; i < at.size();) {
     u32 page = at[i] / Shadow::PAGE_BYTES;
     u64 chunks = 0;

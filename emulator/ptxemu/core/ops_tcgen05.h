@@ -364,6 +364,7 @@ static Status h_tc_commit(ARGS) {  // i0 cta_group, i1 space, i2 multicast
     Cta* self = &c.cta;
     Async op = async_operation(c, 1u << l, "tcgen05.commit");
     // PTX ISA, tcgen05.commit: it performs tcgen05.fence::before_thread_sync.
+    op.knowledge.learn(op.own);
     op.knowledge.tensor.learn(own_tensor(c));
     for (Clock* k : {&op.knowledge.memory, &op.knowledge.tensor})
       k->learn({c.cta.tc_agent, ~0u, op.issued, op.issued});

@@ -13,20 +13,28 @@ struct Access {
 // Who makes an access, and what it knows.
 struct Actor {
   u32 agent, lanes = ~0u;
+  u32 others = 0;  // lanes of the warp that make the same access, a read, after this one
   Tick tick;
   // The last tick at which this warp's lanes were brought together; 0 of asynchronous operations.
   Tick together = 0;
   bool async = false, copied = false, strong = false;
   u16 pc = 0;
   const Knowledge* knowledge;
+  const Known* own = nullptr;  // known as well: of the warp that started an asynchronous operation
 
   bool knows(const Access& a) const {
     if (a.agent == agent && a.tick == tick) return true;
+    if (own && a.agent == own->agent) {
+      const Known* more = knowledge->memory.find(a.agent);
+      Known k = more ? *more : *own;
+      k.join(*own);
+      return k.covers(a.tick, a.lanes);
+    }
     if (a.agent != agent || async) return knows(a, knowledge->memory);
-    if (a.tick <= together || !(a.lanes & ~lanes)) return true;
+    if (a.tick <= together || (!others && !(a.lanes & ~lanes))) return true;
     // What the warp knows of its own lanes they have told each other, this one among them.
     const Known* k = knowledge->memory.find(agent);
-    return k && k->covers(a.tick, a.lanes | lanes);
+    return k && k->covers(a.tick, a.lanes | lanes | others);
   }
   bool knows(const Access& a, const Clock& clock) const {
     const Known* k = clock.find(a.agent);
@@ -46,7 +54,8 @@ struct MoreAccesses {
 // a chunk. An access to a part of a chunk, or too many runs, make it keep every chunk's accesses by
 // themselves. Both keep a chunk's accesses in the same order: what is reported does not depend on it.
 class Shadow {
-  static const int PAGE = 64, LOW = 256;  // chunks in a page; pages found by number
+  static const int PAGE = 64;  // chunks
+  static const int LOW = 256, REGION = 1024;  // pages found by number; those kept together
   static const size_t MOST_RUNS = 96;
   struct Run {
     Access access;
@@ -61,19 +70,20 @@ class Shadow {
     std::vector<Run> runs;
     std::unique_ptr<Chunks> chunks;  // if there, instead of the runs
   };
-  std::unique_ptr<Page> low[LOW];  // shared and tensor memory
-  std::unordered_map<u64, std::unique_ptr<Page>> high;
+  Page low[LOW];  // shared and tensor memory
+  std::unordered_map<u64, std::unique_ptr<Page[]>> high;
   u64 last = ~0ull;
-  Page* page = nullptr;
+  Page* region = nullptr;
 
-  Page& page_of(u64 key) {
-    if (key != last) {
-      auto& p = key < LOW ? low[key] : high[key];
-      if (!p) p.reset(new Page);
-      last = key;
-      page = p.get();
+  Page& page_of(u64 number) {
+    if (number < LOW) return low[number];
+    if (number / REGION != last) {
+      auto& r = high[number / REGION];
+      if (!r) r.reset(new Page[REGION]);
+      last = number / REGION;
+      region = r.get();
     }
-    return *page;
+    return region[number % REGION];
   }
   static Access access_of(const Actor& me, bool write, u16 bytes) {
     Access a{};
@@ -83,7 +93,7 @@ class Shadow {
     a.async = me.async;
     a.copied = me.copied;
     a.strong = me.strong;
-    a.lanes = me.lanes;
+    a.lanes = me.lanes | me.others;
     a.bytes = bytes;
     a.pc = me.pc;
     return a;
@@ -242,7 +252,7 @@ class Shadow {
     if (a.agent != me.agent || a.async != me.async || a.strong != me.strong) return false;
     if (a.tick == me.tick) {
       if (a.bytes != bytes && a.lanes != me.lanes) return false;
-      a.lanes |= me.lanes;
+      a.lanes |= me.lanes | me.others;
       a.bytes |= bytes;
       return true;
     }
@@ -253,6 +263,7 @@ class Shadow {
       a.lanes |= me.lanes;
     else
       return false;
+    a.lanes |= me.others;
     a.tick = me.tick;
     a.bytes = bytes;
     a.pc = me.pc;
