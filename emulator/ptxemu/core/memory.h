@@ -191,15 +191,20 @@ static Str describe(const Machine& m, const Agent& a) {
   return *a.what ? s + ", " + a.what : s;
 }
 // Two accesses to the same bytes, one of them a write, that nothing orders.
+template <class Place>
 static void report_race(Machine& m, Launch& l, const Actor& me, const Access& other, bool write,
-                        const Str& place, int line, const char* kind) {
+                        Place place_of, int line, const char* kind) {
+  bool in_warp = me.agent == other.agent && !me.async;
+  if (in_warp) kind = "missing-warp-sync";
+  if (l.again(kind, line)) return;
   const Agent &mine = m.agents[me.agent], &theirs = m.agents[other.agent];
+  Str place = place_of();
   auto& code = theirs.launch->p->code;
   Str at = other.pc < code.size() && other.pc < 65535 ? fmt("PTX line %d", code[other.pc].line)
                                                       : Str("an unknown line");
-  if (me.agent == other.agent && !me.async) {
+  if (in_warp) {
     l.hazard(
-        "missing-warp-sync", line,
+        kind, line,
         fmt("%s: lane mask %08x %s %s, which lane mask %08x of the same warp %s at %s, without "
             "bar.warp.sync in between",
             describe(m, mine).c_str(), me.lanes, write ? "writes" : "reads", place.c_str(),
@@ -264,7 +269,8 @@ struct Order {
         if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
       }
     else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
-      report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
+      report_race(m, l, me, a, write, [&] { return place(at); }, line,
+                  shared ? "shared-race" : "global-race");
   }
 };
 // Records an access and reports what is not ordered before it; of what many lanes do as one, lane by
@@ -313,8 +319,10 @@ struct TmemOrder {
            (me.strong && ordered(m, me, a));
   }
   void report(const Access& a, u64 at) const {
-    Str place = fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
-                    at / 2048 * 32 + 31, at / 4 % 512);
+    auto place = [&] {
+      return fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
+                 at / 2048 * 32 + 31, at / 4 % 512);
+    };
     if (!ordered(m, me, a))
       return report_race(m, l, me, a, write, place, line,
                          me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
@@ -322,8 +330,8 @@ struct TmemOrder {
              fmt("%s %s %s, which %s %s; what synchronises them lacks a "
                  "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
                  "after it",
-                 describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads", place.c_str(),
-                 describe(m, m.agents[a.agent]).c_str(),
+                 describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
+                 place().c_str(), describe(m, m.agents[a.agent]).c_str(),
                  a.strong ? "allocated" : a.write ? "wrote" : "read"));
   }
 };

@@ -102,7 +102,7 @@ static Status h_tma_load(ARGS) {
                   bar >> RANK_SHIFT));
     Async op = async_operation(c, 1u << l, "TMA load");
     enqueue(c.m, self->cluster->tma,
-            {[=] {
+            [=] {
                u64 loaded = 0;
                for (u32 r = 0; r < 16; r++)
                  if (ranks >> r & 1) {
@@ -113,7 +113,7 @@ static Status h_tma_load(ARGS) {
                  }
                op.launch->counts.tma_loaded += loaded;
              },
-             I.line, "TMA load"});
+             I.line, "TMA load");
   }
   return NEXT;
 }
@@ -199,7 +199,7 @@ static Status h_bulk_copy(ARGS) {
       shared_target(c.cta, dst, n, &c);
       Async op = async_operation(c, 1u << l, "bulk copy");
       enqueue(c.m, self->cluster->tma,
-              {[=] {
+              [=] {
                  op.launch->counts.tma_loaded += n;
                  for (u32 r = 0; r < 16; r++)
                    if (ranks >> r & 1) {
@@ -210,7 +210,7 @@ static Status h_bulk_copy(ARGS) {
                      mbar_complete(op, me, *self, target, n);
                    }
                },
-               I.line, "bulk copy"});
+               I.line, "bulk copy");
     } else if (I.i0 == 1) {
       u64 dst = addr_of(c, I.o[0], l);
       check_global(c, dst, n, true);
@@ -239,7 +239,7 @@ static Status h_bulk_copy(ARGS) {
       Cta *s = &shared_target(c.cta, src, n, &c), *d = &shared_target(c.cta, dst, n, &c);
       Async op = async_operation(c, 1u << l, "bulk copy");
       enqueue(c.m, self->cluster->tma,
-              {[=] {
+              [=] {
                  Actor me = copy_actor(op, *self, bar);
                  me.strong = red;
                  const u8* p = async_read(op, me, *s, src & OFF_MASK, n);
@@ -252,7 +252,7 @@ static Status h_bulk_copy(ARGS) {
                    async_write(op, me, *d, to, p, n);
                  mbar_complete(op, me, *self, bar, n);
                },
-               I.line, "bulk copy"});
+               I.line, "bulk copy");
     }
   }
   return NEXT;
@@ -288,7 +288,7 @@ static Status h_cp_async(ARGS) {
   Async op = async_operation(c, c.mask, "cp.async");
   c.w.cpasync_groups.open++;
   enqueue(c.m, c.w.cpasync,
-          {[=] {
+          [=] {
              Actor me = op.actor(agent, op.issued);
              me.copied = true;
              for (auto& o : v) {
@@ -299,7 +299,7 @@ static Status h_cp_async(ARGS) {
                op.launch->counts.loaded += o.sn;
              }
            },
-           I.line, "cp.async"});
+           I.line, "cp.async");
   return NEXT;
 }
 static Status h_cpasync_commit(ARGS) {
@@ -333,7 +333,7 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
   u32 agent = cpasync_agent(c);
   Async op = async_operation(c, c.mask, "cp.async.mbarrier.arrive");
   enqueue(c.m, c.w.cpasync,
-          {[=] {
+          [=] {
              Actor me = op.actor(agent, op.issued);
              for (auto& a : at) {
                Knowledge k;
@@ -341,7 +341,7 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
                mbar_arrive(*op.m, me, *self, a.first, 1, 0, op.ins->line, nullptr, k);
              }
            },
-           I.line, "cp.async.mbarrier.arrive"});
+           I.line, "cp.async.mbarrier.arrive");
   return NEXT;
 }
 static Status h_st_async(ARGS) {  // [addr], value, [mbar]
@@ -359,12 +359,12 @@ static Status h_st_async(ARGS) {  // [addr], value, [mbar]
     Cta* self = &c.cta;
     Async op = async_operation(c, 1u << l, "st.async");
     enqueue(c.m, self->cluster->tma,
-            {[=] {
+            [=] {
                Actor me = copy_actor(op, *self, bar);
                async_write(op, me, *d, a & OFF_MASK, data.data(), data.size());
                mbar_complete(op, me, *self, bar, data.size());
              },
-             I.line, "st.async"});
+             I.line, "st.async");
   });
   return NEXT;
 }

@@ -178,7 +178,7 @@ static Status h_wgmma(ARGS) {
   Async op = async_operation(c, ~0u, "wgmma");
   c.w.wgmma_groups.open++;
   enqueue(c.m, c.w.wgmma,
-          {[=] { wgmma_run(op, *t, *w, rs, a, b, acc, sa, sb, ta, tb); }, I.line, "wgmma"});
+          [=] { wgmma_run(op, *t, *w, rs, a, b, acc, sa, sb, ta, tb); }, I.line, "wgmma");
   return NEXT;
 }
 static Status h_wgmma_commit(ARGS) {

@@ -144,7 +144,7 @@ class Shadow {
       if ((a.bytes & bytes) && conflict(a, me, write)) before(a);
       if (write)
         a.bytes &= ~bytes;
-      else if (!recorded && !a.write)
+      else if (!recorded && !a.write && a.agent == me.agent)
         recorded = renew(a, me, bytes);
     });
     if (!recorded) add(p, chunk, access_of(me, write, bytes));
@@ -181,6 +181,7 @@ class Shadow {
           runs[i].access = renewed;
       }
     }
+    if (!runs.capacity()) runs.reserve(8);  // 1 KB of a row is read in some eight tiles
     if (chunks) runs.push_back({access_of(me, write, 0xffff), chunks});
     return true;
   }
