@@ -69,12 +69,24 @@ class Shared {
   }
 };
 
-// By agent. Clocks that know the same share it, whole or by blocks of agents; who learns more copies
-// the block.
+// By agent. Clocks that know the same share it, whole, by groups of blocks or by blocks of agents;
+// who learns more copies what leads to the block.
 class Clock {
-  static const u32 BLOCK = 32;
+  // Whether it would learn from theirs, and what to do then: a block, a group or the whole.
+  template <class Part>
+  static bool gains(const Shared<Part>& mine, const Shared<Part>& theirs) {
+    return theirs && !(mine == theirs) && !(mine && mine->includes(*theirs));
+  }
+  template <class Part>
+  static void take(Shared<Part>& mine, const Shared<Part>& theirs) {
+    if (!mine || theirs->includes(*mine))
+      mine = theirs;
+    else
+      mine.own().join(*theirs);
+  }
   struct Block {
-    Known known[BLOCK];
+    static const u32 SIZE = 16;
+    Known known[SIZE];
     u32 here = 0;  // bit i: something is known of agent i of the block
     bool includes(const Block& o) const {
       if (o.here & ~here) return false;
@@ -84,55 +96,63 @@ class Clock {
       }
       return true;
     }
-    void join(const Known& k) {
-      u32 i = k.agent % BLOCK;
+    void learn(const Known& k) {
+      u32 i = k.agent % SIZE;
       if (here >> i & 1)
         known[i].join(k);
       else
         known[i] = k;
       here |= 1u << i;
     }
+    void join(const Block& o) {
+      for (u32 m = o.here; m; m &= m - 1) learn(o.known[__builtin_ctz(m)]);
+    }
   };
-  Shared<std::vector<Shared<Block>>> blocks;
+  static void widen(std::array<Shared<Block>, 32>&, size_t) {}
+  template <class Part>
+  static void widen(std::vector<Part>& v, size_t n) {
+    if (v.size() < n) v.resize(n);
+  }
+  template <class List>
+  struct Parts {
+    List parts{};
+    bool includes(const Parts& o) const {
+      for (size_t i = 0; i < o.parts.size(); i++)
+        if (i < parts.size() ? gains(parts[i], o.parts[i]) : (bool)o.parts[i]) return false;
+      return true;
+    }
+    void join(const Parts& o) {
+      widen(parts, o.parts.size());
+      for (size_t i = 0; i < o.parts.size(); i++)
+        if (gains(parts[i], o.parts[i])) take(parts[i], o.parts[i]);
+    }
+  };
+  typedef Parts<std::array<Shared<Block>, 32>> Group;
+  typedef Parts<std::vector<Shared<Group>>> Whole;
+  static const u32 GROUP = 32 * Block::SIZE;  // agents
+  Shared<Whole> whole;
 
  public:
   u64 launches = 0;  // bit i: everything that launch i did
 
   const Known* find(u32 agent) const {
-    u32 block = agent / BLOCK, i = agent % BLOCK;
-    if (!blocks || block >= blocks->size()) return nullptr;
-    auto& b = (*blocks)[block];
-    return b && (b->here >> i & 1) ? &b->known[i] : nullptr;
+    if (!whole || agent / GROUP >= whole->parts.size()) return nullptr;
+    auto& group = whole->parts[agent / GROUP];
+    if (!group) return nullptr;
+    auto& block = group->parts[agent % GROUP / Block::SIZE];
+    return block && (block->here >> agent % Block::SIZE & 1) ? &block->known[agent % Block::SIZE]
+                                                             : nullptr;
   }
   void learn(const Known& k) {
     const Known* old = find(k.agent);
     if (old && old->includes(k)) return;
-    auto& mine = blocks.own();
-    u32 block = k.agent / BLOCK;
-    if (mine.size() <= block) mine.resize(block + 1);
-    mine[block].own().join(k);
+    auto& groups = whole.own().parts;
+    widen(groups, k.agent / GROUP + 1);
+    groups[k.agent / GROUP].own().parts[k.agent % GROUP / Block::SIZE].own().learn(k);
   }
   void join(const Clock& o) {
     launches |= o.launches;
-    if (!o.blocks || o.blocks == blocks) return;
-    if (!blocks) {
-      blocks = o.blocks;
-      return;
-    }
-    for (size_t i = 0; i < o.blocks->size(); i++) {
-      auto& theirs = (*o.blocks)[i];
-      if (!theirs) continue;
-      const Shared<Block> mine = i < blocks->size() ? (*blocks)[i] : Shared<Block>();
-      if (mine && (mine == theirs || mine->includes(*theirs))) continue;
-      auto& own = blocks.own();
-      if (own.size() <= i) own.resize(o.blocks->size());
-      if (!mine || theirs->includes(*mine)) {
-        own[i] = theirs;
-        continue;
-      }
-      Block& joined = own[i].own();
-      for (u32 m = theirs->here; m; m &= m - 1) joined.join(theirs->known[__builtin_ctz(m)]);
-    }
+    if (gains(whole, o.whole)) take(whole, o.whole);
   }
 };
 

@@ -23,6 +23,7 @@ struct Opnd {
   char kind = 'S';  // R register, N negated predicate, A address, V vector, S sink, L label
   int slot = -1;
   s64 off = 0;
+  u32 tracked = 0;  // in a WGMMA's vector: which of the program's tracked registers
   std::vector<Opnd> v;
 };
 // How an access takes part in synchronisation, and with whom.
@@ -268,16 +269,14 @@ struct Launch {
   u64 executed = 0;
   Counts counts;
   std::vector<Hazard> hazards;
-  std::map<std::pair<Str, int>, size_t> hazard_index;
+  // Counts one that has been found before; so its message need not be written again.
+  bool again(const char* kind, int line) {
+    for (auto& h : hazards)
+      if (h.line == line && h.kind == kind) return ++h.count;
+    return false;
+  }
   void hazard(const char* kind, int line, const Str& msg) {
-    auto key = std::make_pair(Str(kind), line);
-    auto it = hazard_index.find(key);
-    if (it != hazard_index.end()) {
-      hazards[it->second].count++;
-      return;
-    }
-    hazard_index[key] = hazards.size();
-    hazards.push_back({kind, msg, line, 1});
+    if (!again(kind, line)) hazards.push_back({kind, msg, line, 1});
   }
 };
 

@@ -27,6 +27,13 @@ static OperandDesc smem_desc(const Ctx& c, u64 d, bool sm90) {
   if (r.swz < 0) fail(c, fmt("matrix descriptor %#lx: swizzle mode not modelled", d));
   return r;
 }
+// The elements of 16 bytes.
+static void load_chunk(Fmt f, const u8* p, float* out) {
+  if (f == F_E4M3)  // by far the most
+    e4m3_to_float(p, out);
+  else
+    for (int e = 0; e < 128 / fmt_bits(f); e++) out[e] = fmt_load_at(f, p, e);
+}
 // Reads rows x 32 bytes of an operand as floats: out[row * K + k].
 static void load_operand(const Async& op, const Actor& me, Cta& t, const OperandDesc& d,
                          bool mn_major, int row0, int rows, Fmt f, float* out) {
@@ -35,46 +42,57 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
   if (d.swz == 4 && !mn_major)
     throw EmuError{fmt("%s: 32-byte-atom swizzle is only for MN-major operands, PTX line %d",
                        op.what, op.ins->line)};
-  auto chunk = [&](u32 off) -> const u8* {
-    u32 a = d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off;
-    return async_read(op, me, t, a, 16);
+  static std::vector<u32> at;  // offsets of the chunks, in the order in which they are read
+  at.clear();
+  auto chunk = [&](u32 off) {
+    at.push_back(d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off);
   };
   if (!mn_major) {
     for (int r = row0; r < row0 + rows; r++)
-      for (int j = 0; j < 2; j++) {
-        u32 off = d.swz ? (r % 8) * (16 << d.swz) + (r / 8) * d.sbo + j * 16
-                        : (r % 8) * 16 + (r / 8) * d.sbo + j * d.lbo;
-        const u8* p = chunk(off);
-        float* o = out + (size_t)(r - row0) * K + j * T;
-        for (int e = 0; e < T; e++) o[e] = fmt_load_at(f, p, e);
-      }
+      for (int j = 0; j < 2; j++)
+        chunk(d.swz ? (r % 8) * (16 << d.swz) + (r / 8) * d.sbo + j * 16
+                    : (r % 8) * 16 + (r / 8) * d.sbo + j * d.lbo);
   } else {
     for (int k = 0; k < K; k++)
+      for (int cx = row0 / T; cx < (row0 + rows + T - 1) / T; cx++)
+        chunk(d.swz ? (cx % W) * 16 + (cx / W) * d.lbo + (k % KA) * (16 * W) + (k / KA) * d.sbo
+                    : cx * d.sbo + (k % 8) * 16 + (k / 8) * d.lbo);
+  }
+  if (!clean_chunks(op, me, t, at, false))
+    for (u32 off : at) async_read(op, me, t, off, 16);
+  const u32* next = at.data();
+  if (!mn_major) {
+    for (int i = 0; i < 2 * rows; i++) load_chunk(f, &t.smem[*next++], out + i * T);
+  } else {
+    float values[32];
+    for (int k = 0; k < K; k++)
       for (int cx = row0 / T; cx < (row0 + rows + T - 1) / T; cx++) {
-        u32 off = d.swz ? (cx % W) * 16 + (cx / W) * d.lbo + (k % KA) * (16 * W) + (k / KA) * d.sbo
-                        : cx * d.sbo + (k % 8) * 16 + (k / 8) * d.lbo;
-        const u8* p = chunk(off);
+        load_chunk(f, &t.smem[*next++], values);
         for (int e = 0; e < T; e++) {
           int r = cx * T + e;
-          if (r >= row0 && r < row0 + rows) out[(size_t)(r - row0) * K + k] = fmt_load_at(f, p, e);
+          if (r >= row0 && r < row0 + rows) out[(size_t)(r - row0) * K + k] = values[e];
         }
       }
   }
 }
-// acc[M][N] += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8.
-static void matmul(float* acc, const float* A, const float* B, int M, int N, int K) {
+// acc += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8. Eight
+// columns of a row of acc lie together; the next row is `row` further, the next eight columns are
+// `columns` further.
+static void matmul(float* acc, int row, int columns, const float* A, const float* B, int M, int N,
+                   int K) {
   typedef float Eight __attribute__((vector_size(32), aligned(4)));
   const int MOST_K = 64;  // of 4-bit elements
-  Eight columns[MOST_K];  // eight of B, k by k
+  Eight b[MOST_K];        // eight columns of B, k by k
   for (int n = 0; n < N; n += 8) {
     for (int k = 0; k < K; k++)
-      for (int j = 0; j < 8; j++) columns[k][j] = B[(size_t)(n + j) * K + k];
+      for (int j = 0; j < 8; j++) b[k][j] = B[(size_t)(n + j) * K + k];
     for (int i = 0; i < M; i += 4) {
+      float* to = acc + (size_t)i * row + (size_t)n / 8 * columns;
       Eight sum[4];
-      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(acc + (size_t)(i + r) * N + n);
+      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(to + (size_t)r * row);
       for (int k = 0; k < K; k++)
-        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * columns[k];
-      for (int r = 0; r < 4; r++) *(Eight*)(acc + (size_t)(i + r) * N + n) = sum[r];
+        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * b[k];
+      for (int r = 0; r < 4; r++) *(Eight*)(to + (size_t)r * row) = sum[r];
     }
   }
 }
@@ -235,7 +253,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
     if (uninit)
       l.hazard("uninitialised-tmem-read", line, "tcgen05.mma accumulates onto TMEM never written");
     if (!x.i8)
-      matmul(acc.data(), A.data(), B.data(), rows, N, K);
+      matmul(acc.data(), N, 8, A.data(), B.data(), rows, N, K);
     else
       for (int r = 0; r < rows; r++)
         for (int n = 0; n < N; n++) {

@@ -59,17 +59,18 @@ static inline int space_at(u64 addr, int space) {
 // ---- order
 
 static Known start_of(const Cta& t) { return {t.agent, ~0u, t.started, t.started}; }
-// `k`, and of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
-static Knowledge with_own(const Warp& w, Knowledge k, u32 lanes, Tick together, Tick tick) {
+// Of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
+static Known own_accesses(const Warp& w, u32 lanes, Tick together, Tick tick) {
   lanes |= ~w.live;
-  k.learn({w.agent, lanes, lanes == ~0u ? tick : together, tick});
-  return k;
+  return {w.agent, lanes, lanes == ~0u ? tick : together, tick};
 }
 // What `lanes` make known when they release: their own accesses so far, those of the other lanes up
 // to when the warp was last together, and all that the warp knows. The warp does not keep it: what
 // all lanes have released or fenced, one of them does not release later for the others.
 static Knowledge release(const Ctx& c, u32 lanes) {
-  return with_own(c.w, c.w.knowledge, lanes, c.w.together, c.m.tick);
+  Knowledge k = c.w.knowledge;
+  k.learn(own_accesses(c.w, lanes, c.w.together, c.m.tick));
+  return k;
 }
 static const Fence* fence_of(const Ctx& c, int lane) {
   for (auto& f : c.w.fences)
@@ -78,7 +79,9 @@ static const Fence* fence_of(const Ctx& c, int lane) {
 }
 // What a lane makes known by a relaxed access after the fence.
 static Knowledge released_by(const Ctx& c, const Fence& f, int lane) {
-  return with_own(c.w, f.knowledge, 1u << lane, f.together, f.tick);
+  Knowledge k = f.knowledge;
+  k.learn(own_accesses(c.w, 1u << lane, f.together, f.tick));
+  return k;
 }
 // What one lane learns counts for its whole warp.
 static void acquire(const Ctx& c, const Knowledge& k) { c.w.knowledge.join(k); }
@@ -161,7 +164,8 @@ struct Async {
   const Instr* ins;
   u32 lanes;
   Tick issued;
-  Knowledge knowledge;
+  Knowledge knowledge;  // of the warp, beside its own accesses
+  Known own;
   const char* what;
   Actor actor(u32 agent, Tick tick) const {
     Actor a;
@@ -171,11 +175,13 @@ struct Async {
     a.async = true;
     a.pc = (u16)std::min<size_t>(ins - launch->p->code.data(), 65535);
     a.knowledge = &knowledge;
+    a.own = &own;
     return a;
   }
 };
 static Async async_operation(const Ctx& c, u32 lanes, const char* what) {
-  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, release(c, lanes), what};
+  Known own = own_accesses(c.w, lanes, c.w.together, c.m.tick);
+  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, c.w.knowledge, own, what};
 }
 
 static Str describe(const Machine& m, const Agent& a) {
@@ -185,15 +191,20 @@ static Str describe(const Machine& m, const Agent& a) {
   return *a.what ? s + ", " + a.what : s;
 }
 // Two accesses to the same bytes, one of them a write, that nothing orders.
+template <class Place>
 static void report_race(Machine& m, Launch& l, const Actor& me, const Access& other, bool write,
-                        const Str& place, int line, const char* kind) {
+                        Place place_of, int line, const char* kind) {
+  bool in_warp = me.agent == other.agent && !me.async;
+  if (in_warp) kind = "missing-warp-sync";
+  if (l.again(kind, line)) return;
   const Agent &mine = m.agents[me.agent], &theirs = m.agents[other.agent];
+  Str place = place_of();
   auto& code = theirs.launch->p->code;
   Str at = other.pc < code.size() && other.pc < 65535 ? fmt("PTX line %d", code[other.pc].line)
                                                       : Str("an unknown line");
-  if (me.agent == other.agent && !me.async) {
+  if (in_warp) {
     l.hazard(
-        "missing-warp-sync", line,
+        kind, line,
         fmt("%s: lane mask %08x %s %s, which lane mask %08x of the same warp %s at %s, without "
             "bar.warp.sync in between",
             describe(m, mine).c_str(), me.lanes, write ? "writes" : "reads", place.c_str(),
@@ -217,34 +228,66 @@ static bool fenced(const Machine& m, const Actor& me, const Access& other, const
   u32 launch = m.agents[other.agent].launch->index;
   return (proxy.launches >> launch & 1) || me.knows(other, proxy);
 }
-// Checks an access against those that the memory remembers, and adds it to them. Where `read` has
-// the bytes that a load brings, a race is not reported but spoils them.
+// Whether what memory remembers is ordered before an access, and what is reported if it is not.
+// Where `read` has the bytes that a load brings, a race is not reported but spoils them.
 template <class Place>
-static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
-                  bool write, int line, bool shared, Place place, u8* read = nullptr) {
-  if (!m.opt.check_races) return;
+struct Order {
+  Machine& m;
+  Launch& l;
+  const Actor& me;
+  u64 address;
+  u32 n;
+  bool write, shared;
+  int line;
+  Place place;
+  u8* read = nullptr;
   Access seen{};  // chunk after chunk it is mostly one and the same
-  const Knowledge& k = *me.knowledge;
-  shadow.access(me, address, n, write, [&](const Access& a, u64 at) {
-    if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return;
-    bool ordinary = !a.async || a.copied;
-    if (!ordered(m, me, a)) {
-      if (read)
-        for (u32 b = 0; b < 16; b++) {
-          u64 byte = at / 16 * 16 + b - address;
-          if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
-        }
-      else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
-        report_race(m, l, me, a, write, place(at), line, shared ? "shared-race" : "global-race");
-    } else if (me.async && !me.copied && !write && a.write && ordinary &&
-               !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy)) {
+  bool failed = false;  // something is to be reported of one of many lanes
+
+  bool passes(const Access& a) {
+    if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return true;
+    if (!ordered(m, me, a) || unfenced(a)) return false;
+    seen = a;
+    return true;
+  }
+  bool unfenced(const Access& a) const {
+    const Knowledge& k = *me.knowledge;
+    return me.async && !me.copied && !write && a.write && (!a.async || a.copied) &&
+           !fenced(m, me, a, shared ? k.shared_proxy : k.global_proxy);
+  }
+  void report(const Access& a, u64 at) {
+    failed = true;
+    if (me.others) return;
+    if (ordered(m, me, a))
       l.hazard(a.copied ? "missing-proxy-fence-after-cp-async" : "missing-proxy-fence", line,
                fmt("%s reads %s, which %s wrote, without fence.proxy.async in between",
                    describe(m, m.agents[me.agent]).c_str(), place(at).c_str(),
                    describe(m, m.agents[a.agent]).c_str()));
-    } else
-      seen = a;
-  });
+    else if (read)
+      for (u32 b = 0; b < 16; b++) {
+        u64 byte = at / 16 * 16 + b - address;
+        if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
+      }
+    else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
+      report_race(m, l, me, a, write, [&] { return place(at); }, line,
+                  shared ? "shared-race" : "global-race");
+  }
+};
+// Records an access and reports what is not ordered before it; of what many lanes do as one, lane by
+// lane.
+template <class Place>
+static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
+                  bool write, bool shared, int line, Place place, u8* read = nullptr) {
+  if (!m.opt.check_races) return;
+  Order<Place> check{m, l, me, address, n, write, shared, line, place, read};
+  shadow.access(me, address, n, write, check);
+  if (!check.failed || !me.others) return;
+  Actor one = me;
+  one.others = 0;
+  for (u32 left = me.lanes | me.others; left; left &= left - 1) {
+    one.lanes = left & -left;
+    order(m, l, one, shadow, address, n, write, shared, line, place, read);
+  }
 }
 static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u32 n, bool write,
                          int line, u8* read = nullptr) {
@@ -252,37 +295,51 @@ static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u3
     const Range* r = range_of(m, at, 1);
     return r ? fmt("[%s + %lu]", r->label.c_str(), at - r->lo) : fmt("global %#lx", at);
   };
-  order(m, l, me, m.shadow, address, n, write, line, false, place, read);
+  order(m, l, me, m.shadow, address, n, write, false, line, place, read);
+}
+static auto place_in(const Cta& t) {
+  return [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); };
 }
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
                          int line) {
-  order(m, l, me, t.shadow, off, n, write, line, true,
-        [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); });
+  order(m, l, me, t.shadow, off, n, write, true, line, place_in(t));
 }
 // Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
 // operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
 // not a lane's is said by `lanes` = 0. Alloc and dealloc are `strong`: they are synchronous, so that
 // a barrier orders them without tcgen05.fence::after_thread_sync.
+struct TmemOrder {
+  Machine& m;
+  Launch& l;
+  const Actor& me;
+  bool write;
+  int line;
+  bool passes(const Access& a) const {
+    return a.agent == me.agent || me.knows(a, me.knowledge->tensor) ||
+           (me.strong && ordered(m, me, a));
+  }
+  void report(const Access& a, u64 at) const {
+    auto place = [&] {
+      return fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
+                 at / 2048 * 32 + 31, at / 4 % 512);
+    };
+    if (!ordered(m, me, a))
+      return report_race(m, l, me, a, write, place, line,
+                         me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
+    l.hazard("missing-tcgen05-fence", line,
+             fmt("%s %s %s, which %s %s; what synchronises them lacks a "
+                 "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
+                 "after it",
+                 describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
+                 place().c_str(), describe(m, m.agents[a.agent]).c_str(),
+                 a.strong ? "allocated" : a.write ? "wrote" : "read"));
+  }
+};
 static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quarter, u32 column,
                        u32 n, bool write, int line) {
   if (!m.opt.check_races) return;
-  u64 address = 4 * (quarter * 512 + column);
-  t.tmem_shadow.access(me, address, 4 * n, write, [&](const Access& a, u64 at) {
-    if (a.agent == me.agent || me.knows(a, me.knowledge->tensor)) return;
-    Str place = fmt("tensor memory lanes %u-%lu, column %lu", (u32)(at / 2048 * 32),
-                    at / 2048 * 32 + 31, at / 4 % 512);
-    if (!ordered(m, me, a))
-      report_race(m, l, me, a, write, place, line,
-                  me.strong ? "tmem-dealloc-in-flight" : "tmem-race");
-    else if (!me.strong)
-      l.hazard("missing-tcgen05-fence", line,
-               fmt("%s %s %s, which %s %s; what synchronises them lacks a "
-                   "tcgen05.fence::before_thread_sync (or a commit) before or ::after_thread_sync "
-                   "after it",
-                   describe(m, m.agents[me.agent]).c_str(), write ? "writes" : "reads",
-                   place.c_str(), describe(m, m.agents[a.agent]).c_str(),
-                   a.strong ? "allocated" : a.write ? "wrote" : "read"));
-  });
+  TmemOrder check{m, l, me, write, line};
+  t.tmem_shadow.access(me, 4 * (quarter * 512 + column), 4 * n, write, check);
 }
 // What another CTA does to this one's memory: this one must have started before, and not exit until
 // then.
@@ -318,6 +375,13 @@ static void check_visits(const Ctx& c) {
 
 // ---- accesses of threads
 
+static bool all_written(const Cta& t, u32 off, u32 n) {
+  if (n != 16) return !memchr(&t.init[off], 0, n);
+  u64 init[2];  // of a chunk, as the tensor cores read
+  memcpy(init, &t.init[off], 16);
+  return (init[0] & init[1]) == 0x0101010101010101ull;
+}
+
 static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
   for (u32 i = 0; i < n; i++)
     if (!t.init[off + i]) {
@@ -327,19 +391,20 @@ static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
     }
 }
 // state space codes: 0 generic, 1 global, 2 shared, 3 local, 4 param/const (host address)
-static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lane,
-                            bool strong = false) {
-  if (addr % n) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
+//
+// `me`: the lane that reads, and the others that read the same at once. n is a power of two.
+static inline void mem_read(Ctx& c, Actor& me, int space, u64 addr, u32 n, u8* dst) {
+  if (addr & (n - 1)) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
+  u32 lane = __builtin_ctz(me.lanes), readers = 1 + __builtin_popcount(me.others);
   space = space_at(addr, space);
   if (space == 2) {
     Cta& t = shared_target(c.cta, (u32)addr, n, &c);
     u32 off = addr & OFF_MASK;
-    smem_check_init(c, t, off, n);
-    Actor me = thread_actor(c, lane);
-    me.strong = strong;
+    if (!all_written(t, off, n))
+      for (u32 i = 0; i < readers; i++) smem_check_init(c, t, off, n);
     if (&t != &c.cta) visit(c.m, c.launch(), me, t, c.ins->line);
     order_shared(c.m, c.launch(), me, t, off, n, false, c.ins->line);
-    c.launch().counts.shared += n;
+    c.launch().counts.shared += readers * n;
     memcpy(dst, &t.smem[off], n);
   } else if (space == 3) {
     u32 off = (u32)addr, size = c.launch().p->local_bytes;
@@ -347,18 +412,23 @@ static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lan
     memcpy(dst, &c.w.local[(size_t)lane * size + off], n);
   } else {
     if (space != 4) {
-      check_global(c, addr, n, false);
-      Actor me = thread_actor(c, lane);
-      me.strong = strong;
+      if (!range_of(c.m, addr, n))
+        for (u32 i = 0; i < readers; i++) check_global(c, addr, n, false);
       order_global(c.m, c.launch(), me, addr, n, false, c.ins->line);
-      c.launch().counts.loaded += n;
+      c.launch().counts.loaded += readers * n;
     }
     memcpy(dst, (void*)addr, n);
   }
 }
+static inline void mem_read(Ctx& c, int space, u64 addr, u32 n, u8* dst, int lane,
+                            bool strong = false) {
+  Actor me = thread_actor(c, lane);
+  me.strong = strong;
+  mem_read(c, me, space, addr, n, dst);
+}
 static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, int lane,
                              bool strong = false) {
-  if (addr % n) fail(c, fmt("misaligned %u-byte write at %#lx", n, addr));
+  if (addr & (n - 1)) fail(c, fmt("misaligned %u-byte write at %#lx", n, addr));
   space = space_at(addr, space);
   if (space == 2) {
     Cta& t = shared_target(c.cta, (u32)addr, n, &c);
@@ -388,13 +458,6 @@ static inline void mem_write(Ctx& c, int space, u64 addr, u32 n, const u8* src, 
 
 // ---- accesses of asynchronous operations
 
-static bool all_written(const Cta& t, u32 off, u32 n) {
-  if (n != 16) return !memchr(&t.init[off], 0, n);
-  u64 init[2];  // of a chunk, as the tensor cores read
-  memcpy(init, &t.init[off], 16);
-  return (init[0] & init[1]) == 0x0101010101010101ull;
-}
-
 static void in_shared(const Async& op, const Cta& t, u32 off, u32 n) {
   if (off + n > t.smem.size())
     throw EmuError{
@@ -416,6 +479,24 @@ static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const
   order_shared(*op.m, *op.launch, me, t, off, n, true, op.ins->line);
   memcpy(&t.smem[off], src, n);
   memset(&t.init[off], 1, n);
+}
+// An access to whole chunks of shared memory, at offsets that are multiples of 16, if it gives
+// nothing to report; else nothing is reported, and it is to be made again chunk by chunk.
+static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::vector<u32>& at,
+                         bool write) {
+  for (u32 off : at)
+    if (off + 16 > t.smem.size() || (!write && !all_written(t, off, 16))) return false;
+  if (!op.m->opt.check_races) return true;
+  auto place = place_in(t);
+  Order<decltype(place)> check{*op.m, *op.launch, me, 0, 0, write, true, op.ins->line, place};
+  for (size_t i = 0; i < at.size();) {
+    u32 page = at[i] / Shadow::PAGE_BYTES;
+    u64 chunks = 0;
+    for (; i < at.size() && at[i] / Shadow::PAGE_BYTES == page; i++)
+      chunks |= 1ull << at[i] / 16 % 64;
+    if (!t.shadow.access_page(me, page, chunks, write, check)) return false;
+  }
+  return true;
 }
 static const u8* async_read_global(const Async& op, const Actor& me, u64 address, u32 n) {
   static std::vector<u8> read;

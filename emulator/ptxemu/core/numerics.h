@@ -79,6 +79,23 @@ struct InitTables {
   }
 } g_init_tables;
 
+// Sixteen of them, without the table so that they are converted at once: the bits of a number are
+// those of a float32 that is 2^-120 of it.
+static inline void e4m3_to_float(const u8* p, float* out) {
+  typedef u8 Bytes __attribute__((vector_size(8)));
+  typedef u32 Words __attribute__((vector_size(32)));
+  typedef float Floats __attribute__((vector_size(32)));
+  for (int half = 0; half < 2; half++) {
+    Bytes bytes;
+    memcpy(&bytes, p + 8 * half, 8);
+    Words v = __builtin_convertvector(bytes, Words), number = v & 0x7f, x = number << 20;
+    Floats value = (Floats)x * 0x1p120f;
+    Words r = number == 0x7f ? 0x7fc00000 + 0 * v : (Words)value;  // NaN
+    r |= (v & 0x80) << 24;
+    memcpy(out + 8 * half, &r, 32);
+  }
+}
+
 enum Fmt {
   F_F16,
   F_BF16,

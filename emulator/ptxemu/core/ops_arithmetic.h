@@ -514,40 +514,44 @@ static bool cmp(T a, T b, int op) {
 }
 // i0 type, i1 comparison, i2 boolean op (0 none 1 and 2 or 3 xor), i3: number of destinations, i4:
 // set (not setp) result type+1
+template <class T>
+static u32 compare(Ctx& c, const u64* a, const u64* b, int op) {
+  u32 r = 0;
+  lanes(c.mask, [&](int l) { r |= (u32)cmp(Val<T>::get(a[l]), Val<T>::get(b[l]), op) << l; });
+  return r;
+}
+static u32 compare_floats(Ctx& c, const u64* a, const u64* b, int op) {
+  if (op != 1) return compare<float>(c, a, b, op);
+  // Not equal, and neither is a NaN.
+  return compare<float>(c, a, b, 12) & ~compare<float>(c, a, b, 0);
+}
 static Status h_setp(ARGS) {
   int nd = I.i3;
-  u64 *a = RS(nd), *b = RS(nd + 1);
+  const u64 *a = RS(nd), *b = RS(nd + 1);
+  u32 result;
+  switch (I.i0) {
+    case T_U8: result = compare<u8>(c, a, b, I.i1); break;
+    case T_U16: result = compare<u16>(c, a, b, I.i1); break;
+    case T_S16: result = compare<s16>(c, a, b, I.i1); break;
+    case T_U32: result = compare<u32>(c, a, b, I.i1); break;
+    case T_S32: result = compare<s32>(c, a, b, I.i1); break;
+    case T_U64: result = compare<u64>(c, a, b, I.i1); break;
+    case T_S64: result = compare<s64>(c, a, b, I.i1); break;
+    case T_F32: result = compare_floats(c, a, b, I.i1); break;
+    case T_F64: result = compare<double>(c, a, b, I.i1); break;
+    case T_F16: result = compare<f16t>(c, a, b, I.i1); break;
+    case T_BF16: result = compare<bf16t>(c, a, b, I.i1); break;
+    default: unmodelled(c);
+  }
+  u64 yes = I.i4 == 0 ? 1 : I.i4 - 1 == T_F32 ? 0x3f800000ull : 0xffffffffull;
   lanes(c.mask, [&](int l) {
-    bool r;
-    switch (I.i0) {
-      case T_U8: r = cmp<u8>(a[l], b[l], I.i1); break;
-      case T_U16: r = cmp<u16>(a[l], b[l], I.i1); break;
-      case T_S16: r = cmp<s16>(a[l], b[l], I.i1); break;
-      case T_U32: r = cmp<u32>(a[l], b[l], I.i1); break;
-      case T_S32: r = cmp<s32>(a[l], b[l], I.i1); break;
-      case T_U64: r = cmp<u64>(a[l], b[l], I.i1); break;
-      case T_S64: r = cmp<s64>(a[l], b[l], I.i1); break;
-      case T_F32:
-        r = I.i1 == 1 ? !(bits<float>((u32)a[l]) == bits<float>((u32)b[l])) &&
-                            bits<float>((u32)a[l]) == bits<float>((u32)a[l]) &&
-                            bits<float>((u32)b[l]) == bits<float>((u32)b[l])
-                      : cmp<float>(bits<float>((u32)a[l]), bits<float>((u32)b[l]), I.i1);
-        break;
-      case T_F64: r = cmp<double>(bits<double>(a[l]), bits<double>(b[l]), I.i1); break;
-      case T_F16: r = cmp<float>(half_to_float(a[l]), half_to_float(b[l]), I.i1); break;
-      case T_BF16: r = cmp<float>(bf16_to_float(a[l]), bf16_to_float(b[l]), I.i1); break;
-      default: unmodelled(c);
-    }
-    bool q = !r;
+    bool r = result >> l & 1, q = !r;
     if (I.i2) {
       bool x = predval(c, I.o[nd + 2], l);
       r = I.i2 == 1 ? r && x : I.i2 == 2 ? r || x : r != x;
       q = I.i2 == 1 ? q && x : I.i2 == 2 ? q || x : q != x;
     }
-    if (I.o[0].slot >= 0)
-      c.w.R(I.o[0].slot)[l] = I.i4 == 0 ? (u64)r
-                              : r       ? (I.i4 - 1 == T_F32 ? 0x3f800000ull : 0xffffffffull)
-                                        : 0;
+    if (I.o[0].slot >= 0) c.w.R(I.o[0].slot)[l] = r ? yes : 0;
     if (nd == 2 && I.o[1].slot >= 0) c.w.R(I.o[1].slot)[l] = q;
   });
   return NEXT;

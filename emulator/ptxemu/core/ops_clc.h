@@ -16,7 +16,7 @@ static Status h_clc_try(ARGS) {  // i0 multicast
     Cta* self = &c.cta;
     Async op = async_operation(c, 1u << l, "clusterlaunchcontrol.try_cancel");
     enqueue(c.m, self->cluster->tma,
-            {[=] {
+            [=] {
                for (auto& t : self->cluster->ctas) {
                  if (!mc && t.get() != self) continue;
                  u32 target = mc ? (bar & OFF_MASK) | (u32)t->rank << RANK_SHIFT : bar;
@@ -25,7 +25,7 @@ static Status h_clc_try(ARGS) {  // i0 multicast
                  mbar_complete(op, me, *self, target, 16);
                }
              },
-             I.line, "clusterlaunchcontrol.try_cancel"});
+             I.line, "clusterlaunchcontrol.try_cancel");
   });
   return NEXT;
 }

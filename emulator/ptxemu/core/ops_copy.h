@@ -53,6 +53,32 @@ static u32 mcast_bar(u32 bar, u32 rank, int cg) {
   return (bar & OFF_MASK) | (cg == 2 ? ((rank & ~1u) | (bar >> RANK_SHIFT & 1)) : rank)
                                 << RANK_SHIFT;
 }
+// Bytes of global memory that were copied.
+static u64 load_box(const Async& op, const Actor& me, Cta& t, const BoxStart& box, u32 base) {
+  auto& at = box_chunks(box, base);
+  if (!clean_chunks(op, me, t, at, true)) {
+    for (u32 to : at) in_shared(op, t, to, 16);
+    for (u32 to : at) order_shared(*op.m, *op.launch, me, t, to, 16, true, op.ins->line);
+  }
+  u32 chunks = box.map.box[0] * box.map.ebits / 128;  // of a row
+  u64 loaded = 0;
+  box_walk(box, [&](u32 lin, u64 g, u32 first, u32 end) {
+    const u8* p = first == end ? nullptr : async_read_global(op, me, g, end - first) - first;
+    loaded += end - first;
+    for (u32 i = 0; i < chunks; i++) {
+      u8* to = &t.smem[at[lin / 16 + i]];
+      u32 a = std::max(16 * i, first), b = std::min(16 * i + 16, end);
+      if (a == 16 * i && b == a + 16)
+        memcpy(to, p + a, 16);
+      else {
+        memset(to, 0, 16);
+        if (a < b) memcpy(to + a % 16, p + a, b - a);
+      }
+    }
+  });
+  for (u32 to : at) memset(&t.init[to], 1, 16);
+  return loaded;
+}
 // tensor load.  i0 cta_group (0 none), i1 multicast, i2 gather4
 static Status h_tma_load(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
@@ -76,27 +102,18 @@ static Status h_tma_load(ARGS) {
                   bar >> RANK_SHIFT));
     Async op = async_operation(c, 1u << l, "TMA load");
     enqueue(c.m, self->cluster->tma,
-            {[=] {
+            [=] {
                u64 loaded = 0;
                for (u32 r = 0; r < 16; r++)
                  if (ranks >> r & 1) {
-                   loaded = 0;
-                   Cta& d = *self->cluster->ctas[r];
-                   u32 base = dst & OFF_MASK, target = mc ? mcast_bar(bar, r, cg) : bar;
+                   u32 target = mc ? mcast_bar(bar, r, cg) : bar;
                    Actor me = copy_actor(op, *self, target);
-                   box_walk(box, [&](u32 lin, u64 g, int a, int b) {
-                     u8 chunk[16] = {0};
-                     if (g) memcpy(chunk + a, async_read_global(op, me, g, b - a), b - a);
-                     loaded += b - a;
-                     u32 to = base + lin;
-                     if (box.map.swizzle) to = swizzle_addr(to, box.map.swizzle);
-                     async_write(op, me, d, to, chunk, 16);
-                   });
+                   loaded = load_box(op, me, *self->cluster->ctas[r], box, dst & OFF_MASK);
                    mbar_complete(op, me, *self, target, box_bytes(box));
                  }
                op.launch->counts.tma_loaded += loaded;
              },
-             I.line, "TMA load"});
+             I.line, "TMA load");
   }
   return NEXT;
 }
@@ -114,20 +131,23 @@ static Status h_tma_store(ARGS) {
     u32 reads = c.w.bulk_read_agent, writes = c.w.bulk_write_agent;
     bulk_op(c, l,
             {[=] {
-               u32 base = src & OFF_MASK;
                Actor reader = op.actor(reads, op.issued), writer = op.actor(writes, op.issued);
                writer.strong = red;
-               box_walk(box, [&](u32 lin, u64 g, int a, int b) {
-                 u32 from = base + lin;
-                 if (box.map.swizzle) from = swizzle_addr(from, box.map.swizzle);
-                 const u8* p = async_read(op, reader, *s, from, 16) + a;
-                 if (!g) return;
-                 u8* to = async_write_global(op, writer, g, b - a);
-                 op.launch->counts.tma_stored += b - a;
-                 if (red)
-                   reduce_bytes(box.map.dtype, red - 1, to, p, b - a);
-                 else
-                   memcpy(to, p, b - a);
+               auto& at = box_chunks(box, src & OFF_MASK);
+               if (!clean_chunks(op, reader, *s, at, false))
+                 for (u32 from : at) async_read(op, reader, *s, from, 16);
+               box_walk(box, [&](u32 lin, u64 g, u32 first, u32 end) {
+                 if (first == end) return;
+                 u8* to = async_write_global(op, writer, g, end - first) - first;
+                 op.launch->counts.tma_stored += end - first;
+                 for (u32 a = first, b; a < end; a = b) {
+                   b = std::min(a / 16 * 16 + 16, end);
+                   const u8* p = &s->smem[at[(lin + a) / 16] + a % 16];
+                   if (red)
+                     reduce_bytes(box.map.dtype, red - 1, to + a, p, b - a);
+                   else
+                     memcpy(to + a, p, b - a);
+                 }
                });
              },
              I.line, "TMA store"});
@@ -179,7 +199,7 @@ static Status h_bulk_copy(ARGS) {
       shared_target(c.cta, dst, n, &c);
       Async op = async_operation(c, 1u << l, "bulk copy");
       enqueue(c.m, self->cluster->tma,
-              {[=] {
+              [=] {
                  op.launch->counts.tma_loaded += n;
                  for (u32 r = 0; r < 16; r++)
                    if (ranks >> r & 1) {
@@ -190,7 +210,7 @@ static Status h_bulk_copy(ARGS) {
                      mbar_complete(op, me, *self, target, n);
                    }
                },
-               I.line, "bulk copy"});
+               I.line, "bulk copy");
     } else if (I.i0 == 1) {
       u64 dst = addr_of(c, I.o[0], l);
       check_global(c, dst, n, true);
@@ -219,7 +239,7 @@ static Status h_bulk_copy(ARGS) {
       Cta *s = &shared_target(c.cta, src, n, &c), *d = &shared_target(c.cta, dst, n, &c);
       Async op = async_operation(c, 1u << l, "bulk copy");
       enqueue(c.m, self->cluster->tma,
-              {[=] {
+              [=] {
                  Actor me = copy_actor(op, *self, bar);
                  me.strong = red;
                  const u8* p = async_read(op, me, *s, src & OFF_MASK, n);
@@ -232,7 +252,7 @@ static Status h_bulk_copy(ARGS) {
                    async_write(op, me, *d, to, p, n);
                  mbar_complete(op, me, *self, bar, n);
                },
-               I.line, "bulk copy"});
+               I.line, "bulk copy");
     }
   }
   return NEXT;
@@ -268,7 +288,7 @@ static Status h_cp_async(ARGS) {
   Async op = async_operation(c, c.mask, "cp.async");
   c.w.cpasync_groups.open++;
   enqueue(c.m, c.w.cpasync,
-          {[=] {
+          [=] {
              Actor me = op.actor(agent, op.issued);
              me.copied = true;
              for (auto& o : v) {
@@ -279,7 +299,7 @@ static Status h_cp_async(ARGS) {
                op.launch->counts.loaded += o.sn;
              }
            },
-           I.line, "cp.async"});
+           I.line, "cp.async");
   return NEXT;
 }
 static Status h_cpasync_commit(ARGS) {
@@ -313,7 +333,7 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
   u32 agent = cpasync_agent(c);
   Async op = async_operation(c, c.mask, "cp.async.mbarrier.arrive");
   enqueue(c.m, c.w.cpasync,
-          {[=] {
+          [=] {
              Actor me = op.actor(agent, op.issued);
              for (auto& a : at) {
                Knowledge k;
@@ -321,7 +341,7 @@ static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space
                mbar_arrive(*op.m, me, *self, a.first, 1, 0, op.ins->line, nullptr, k);
              }
            },
-           I.line, "cp.async.mbarrier.arrive"});
+           I.line, "cp.async.mbarrier.arrive");
   return NEXT;
 }
 static Status h_st_async(ARGS) {  // [addr], value, [mbar]
@@ -339,12 +359,12 @@ static Status h_st_async(ARGS) {  // [addr], value, [mbar]
     Cta* self = &c.cta;
     Async op = async_operation(c, 1u << l, "st.async");
     enqueue(c.m, self->cluster->tma,
-            {[=] {
+            [=] {
                Actor me = copy_actor(op, *self, bar);
                async_write(op, me, *d, a & OFF_MASK, data.data(), data.size());
                mbar_complete(op, me, *self, bar, data.size());
              },
-             I.line, "st.async"});
+             I.line, "st.async");
   });
   return NEXT;
 }

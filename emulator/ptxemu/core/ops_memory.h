@@ -8,28 +8,45 @@ static inline u64 addr_of(Ctx& c, const Opnd& o, int l, int space) {
   return space == 2 || space == 3 ? (u32)a : a;
 }
 
+// Of the lanes in `mask` those, from the first on, that read the same place and need no check of
+// their own: neighbours, which is how a warp reads what all its lanes or all columns of a row share.
+static u32 same_read(Ctx& c, const Instr& I, u64 address, u32 mask) {
+  u32 same = mask & -mask;
+  int space = space_at(address, I.i1);
+  if (I.sem != WEAK || space == 3 || (space == 2 && (u32)address >> RANK_SHIFT != (u32)c.cta.rank))
+    return same;
+  for (u32 m = mask & (mask - 1); m; m &= m - 1) {
+    if (addr_of(c, I.o[1], __builtin_ctz(m), I.i1) != address) break;
+    same |= m & -m;
+  }
+  return same;
+}
 // i0 type, i1 space, i2 vector width
 static Status h_ld(ARGS) {
   int by = ty_bytes(I.i0), n = I.i2;
   bool sg = I.i0 == T_S8 || I.i0 == T_S16 || I.i0 == T_S32;
   const Opnd& d = I.o[0];
-  for (u32 m = c.mask; m; m &= m - 1) {
-    int l = __builtin_ctz(m);
+  Actor me = thread_actor(c, 0);
+  me.strong = I.sem != WEAK;
+  for (u32 m = c.mask; m;) {
     u8 buf[64];
-    u64 a = addr_of(c, I.o[1], l, I.i1);
-    mem_read(c, I.i1, a, by * n, buf, l, I.sem != WEAK);
+    u64 a = addr_of(c, I.o[1], __builtin_ctz(m), I.i1);
+    u32 same = same_read(c, I, a, m);
+    m &= ~same;
+    me.lanes = same & -same;
+    me.others = same & ~me.lanes;
+    mem_read(c, me, I.i1, a, by * n, buf);
     for (int i = 0; i < n; i++) {
-      flag_read(c, I.i1, a + i * by);
+      if (I.sem != WEAK) flag_read(c, I.i1, a + i * by);
       int slot = n == 1 && d.kind != 'V' ? d.slot : d.v[i].slot;
       if (slot < 0) continue;
-      u64 v = 0;
+      u64 v = 0, high = 0;
       memcpy(&v, buf + i * by, std::min(by, 8));
       if (sg) v = by == 1 ? (u64)(u32)(s32)(s8)v : by == 2 ? (u64)(u32)(s32)(s16)v : v;
-      c.w.R(slot)[l] = v;
-      if (by == 16) {
-        memcpy(&v, buf + i * 16 + 8, 8);
-        c.w.R(slot + 1)[l] = v;
-      }
+      lanes(same, [&](int l) { c.w.R(slot)[l] = v; });
+      if (by < 16) continue;
+      memcpy(&high, buf + i * 16 + 8, 8);
+      lanes(same, [&](int l) { c.w.R(slot + 1)[l] = high; });
     }
   }
   // Who polls a word lets others go on meanwhile.

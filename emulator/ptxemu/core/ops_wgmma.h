@@ -46,7 +46,11 @@ static void track_registers(Program& p) {
         track(p, I.o[1], more);
   }
   for (auto& I : p.code) {
-    if (I.fn == h_wgmma) continue;
+    if (I.fn == h_wgmma) {
+      for (auto& o : I.o)
+        for (auto& e : o.v) e.tracked = p.tracked.at(e.slot);
+      continue;
+    }
     for (auto& o : I.o) touched_by(p, o, I.tracked);
     I.copies = move(I);
   }
@@ -70,7 +74,7 @@ static void use_registers(const Ctx& c, const Opnd& o, int shape) {
   Warp& w = c.w;
   const char* missing = nullptr;
   for (auto& e : o.v) {
-    auto& r = w.wgmma_registers[c.launch().p->tracked.at(e.slot)];
+    auto& r = w.wgmma_registers[e.tracked];
     if (r.touched == w.wgmma_fences)
       missing = "wgmma uses a register that was accessed since the last wgmma.fence, if any";
     else if (shape && r.shape != shape && r.started && r.used == w.wgmma_fences)
@@ -96,7 +100,7 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
   const Actor me = op.actor(w.wgmma_agent, op.issued);
   Fmt f = (Fmt)I.i1, fb = (Fmt)I.i3;
   int N = I.i0, K = 32 / fmt_bytes(f);
-  std::vector<float> A(16 * K), B((size_t)N * K), D(16 * (size_t)N, 0.f);
+  static float A[16 * 32], B[256 * 32], D[256 / 8][2][32][2];  // of D 16 rows by 8 columns at a time
   const Opnd& d = I.o[0];
   if (rs) {
     int per = K == 32 ? 4 : K == 16 ? 2 : 1;
@@ -110,33 +114,43 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
       }
     }
   } else
-    load_operand(op, me, t, a, ta, 16 * (w.id % 4), 16, f, A.data());
-  load_operand(op, me, t, b, tb, 0, N, fb, B.data());
+    load_operand(op, me, t, a, ta, 16 * (w.id % 4), 16, f, A);
+  load_operand(op, me, t, b, tb, 0, N, fb, B);
   if (sa * sb < 0)
-    for (auto& v : A) v = -v;
-  auto each = [&](auto fn) {
-    for (int j = 0; j < N / 8; j++)
-      for (int h = 0; h < 2; h++)
-        for (int e = 0; e < 2; e++)
-          for (int l = 0; l < 32; l++)
-            fn(j, h, e, l, D[((l >> 2) + 8 * h) * (size_t)N + 8 * j + (l & 3) * 2 + e]);
-  };
-  if (acc)
-    each([&](int j, int h, int e, int l, float& x) {
-      x = I.i2 ? half_to_float((u16)(w.R(d.v[2 * j + h].slot)[l] >> 16 * e))
-               : bits<float>((u32)w.R(d.v[4 * j + 2 * h + e].slot)[l]);
-    });
-  matmul(D.data(), A.data(), B.data(), 16, N, K);
-  op.launch->counts.mma_flops += 2ull * 16 * N * K;
-  each([&](int j, int h, int e, int l, float& x) {
-    if (!I.i2)
-      w.R(d.v[4 * j + 2 * h + e].slot)[l] = bits<u32>(x);
-    else {
-      u64& r = w.R(d.v[2 * j + h].slot)[l];
-      u64 q = float_to_half(x);
-      r = e ? (r & 0xffff) | q << 16 : (r & 0xffff0000) | q;
+    for (int i = 0; i < 16 * K; i++) A[i] = -A[i];
+  // Lane l has columns 2 * (l % 4) and the next of row l / 4 (h = 0) and of row 8 + l / 4 (h = 1).
+  if (!acc)
+    memset(D, 0, N / 8 * sizeof *D);
+  else
+    for (int i = 0; i < N / 4; i++) {
+      auto& x = D[i / 2][i % 2];
+      if (I.i2) {
+        const u64* r = w.R(d.v[i].slot);
+        for (int l = 0; l < 32; l++)
+          for (int e = 0; e < 2; e++) x[l][e] = half_to_float((u16)(r[l] >> 16 * e));
+      } else {
+        const u64 *even = w.R(d.v[2 * i].slot), *odd = w.R(d.v[2 * i + 1].slot);
+        for (int l = 0; l < 32; l++) {
+          x[l][0] = bits<float>((u32)even[l]);
+          x[l][1] = bits<float>((u32)odd[l]);
+        }
+      }
     }
-  });
+  matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N, K);
+  op.launch->counts.mma_flops += 2ull * 16 * N * K;
+  for (int i = 0; i < N / 4; i++) {
+    auto& x = D[i / 2][i % 2];
+    if (I.i2) {
+      u64* r = w.R(d.v[i].slot);
+      for (int l = 0; l < 32; l++) r[l] = float_to_half(x[l][0]) | (u32)float_to_half(x[l][1]) << 16;
+    } else {
+      u64 *even = w.R(d.v[2 * i].slot), *odd = w.R(d.v[2 * i + 1].slot);
+      for (int l = 0; l < 32; l++) {
+        even[l] = bits<u32>(x[l][0]);
+        odd[l] = bits<u32>(x[l][1]);
+      }
+    }
+  }
 }
 static Status h_wgmma(ARGS) {
   CONVERGED_ALL("wgmma")
@@ -164,7 +178,7 @@ static Status h_wgmma(ARGS) {
   Async op = async_operation(c, ~0u, "wgmma");
   c.w.wgmma_groups.open++;
   enqueue(c.m, c.w.wgmma,
-          {[=] { wgmma_run(op, *t, *w, rs, a, b, acc, sa, sb, ta, tb); }, I.line, "wgmma"});
+          [=] { wgmma_run(op, *t, *w, rs, a, b, acc, sa, sb, ta, tb); }, I.line, "wgmma");
   return NEXT;
 }
 static Status h_wgmma_commit(ARGS) {

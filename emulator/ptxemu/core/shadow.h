@@ -13,20 +13,28 @@ struct Access {
 // Who makes an access, and what it knows.
 struct Actor {
   u32 agent, lanes = ~0u;
+  u32 others = 0;  // lanes of the warp that make the same access, a read, after this one
   Tick tick;
   // The last tick at which this warp's lanes were brought together; 0 of asynchronous operations.
   Tick together = 0;
   bool async = false, copied = false, strong = false;
   u16 pc = 0;
   const Knowledge* knowledge;
+  const Known* own = nullptr;  // known as well: of the warp that started an asynchronous operation
 
   bool knows(const Access& a) const {
     if (a.agent == agent && a.tick == tick) return true;
+    if (own && a.agent == own->agent) {
+      const Known* more = knowledge->memory.find(a.agent);
+      Known k = more ? *more : *own;
+      k.join(*own);
+      return k.covers(a.tick, a.lanes);
+    }
     if (a.agent != agent || async) return knows(a, knowledge->memory);
-    if (a.tick <= together || !(a.lanes & ~lanes)) return true;
+    if (a.tick <= together || (!others && !(a.lanes & ~lanes))) return true;
     // What the warp knows of its own lanes they have told each other, this one among them.
     const Known* k = knowledge->memory.find(agent);
-    return k && k->covers(a.tick, a.lanes | lanes);
+    return k && k->covers(a.tick, a.lanes | lanes | others);
   }
   bool knows(const Access& a, const Clock& clock) const {
     const Known* k = clock.find(a.agent);
@@ -41,31 +49,61 @@ struct MoreAccesses {
   std::unique_ptr<std::vector<Access>> many;
 };
 
+// Memory by pages of 64 chunks of 16 bytes. A page that is accessed in whole chunks keeps runs: one
+// access and the chunks that it was made to, so that a copy or an MMA is one step a page and not one
+// a chunk. An access to a part of a chunk, or too many runs, make it keep every chunk's accesses by
+// themselves. Both keep a chunk's accesses in the same order: what is reported does not depend on it.
 class Shadow {
-  static const int PAGE = 64, LOW = 256;  // chunks of 16 bytes in a page; pages found by number
-  // Most chunks have one access: weights that TMA reads once.
-  struct Page {
+  static const int PAGE = 64;  // chunks
+  static const int LOW = 256, REGION = 1024;  // pages found by number; those kept together
+  static const size_t MOST_RUNS = 96;
+  struct Run {
+    Access access;
+    u64 chunks;
+  };
+  struct Chunks {
     Access first[PAGE];
     std::unique_ptr<MoreAccesses[]> more;
-    Page() { memset((void*)first, 0, sizeof first); }
+    Chunks() { memset((void*)first, 0, sizeof first); }
   };
-  std::unique_ptr<Page> low[LOW];  // shared and tensor memory
-  std::unordered_map<u64, std::unique_ptr<Page>> high;
+  struct Page {
+    std::vector<Run> runs;
+    std::unique_ptr<Chunks> chunks;  // if there, instead of the runs
+  };
+  Page low[LOW];  // shared and tensor memory
+  std::unordered_map<u64, std::unique_ptr<Page[]>> high;
   u64 last = ~0ull;
-  Page* page = nullptr;
+  Page* region = nullptr;
 
-  Page& page_of(u64 address) {
-    u64 key = address / (16 * PAGE);
-    if (key != last) {
-      auto& p = key < LOW ? low[key] : high[key];
-      if (!p) p.reset(new Page);
-      last = key;
-      page = p.get();
+  Page& page_of(u64 number) {
+    if (number < LOW) return low[number];
+    if (number / REGION != last) {
+      auto& r = high[number / REGION];
+      if (!r) r.reset(new Page[REGION]);
+      last = number / REGION;
+      region = r.get();
     }
-    return *page;
+    return region[number % REGION];
   }
+  static Access access_of(const Actor& me, bool write, u16 bytes) {
+    Access a{};
+    a.tick = me.tick;
+    a.agent = me.agent;
+    a.write = write;
+    a.async = me.async;
+    a.copied = me.copied;
+    a.strong = me.strong;
+    a.lanes = me.lanes | me.others;
+    a.bytes = bytes;
+    a.pc = me.pc;
+    return a;
+  }
+  static bool conflict(const Access& a, const Actor& me, bool write) {
+    return (write || a.write) && !(a.strong && me.strong);
+  }
+
   template <class F>
-  static void each(Page& p, u32 chunk, F f) {
+  static void each(Chunks& p, u32 chunk, F f) {
     if (p.first[chunk].bytes) f(p.first[chunk]);
     if (!p.more) return;
     MoreAccesses& more = p.more[chunk];
@@ -75,7 +113,7 @@ class Shadow {
       for (auto& a : *more.many)
         if (a.bytes) f(a);
   }
-  static void add(Page& p, u32 chunk, const Access& a) {
+  static void add(Chunks& p, u32 chunk, const Access& a) {
     if (!p.first[chunk].bytes) {
       p.first[chunk] = a;
       return;
@@ -99,50 +137,123 @@ class Shadow {
     else
       (*more.many)[a.tick % more.MOST] = a;
   }
+  template <class F>
+  static void access_chunk(Chunks& p, u32 chunk, const Actor& me, u16 bytes, bool write, F before) {
+    bool recorded = false;
+    each(p, chunk, [&](Access& a) {
+      if ((a.bytes & bytes) && conflict(a, me, write)) before(a);
+      if (write)
+        a.bytes &= ~bytes;
+      else if (!recorded && !a.write && a.agent == me.agent)
+        recorded = renew(a, me, bytes);
+    });
+    if (!recorded) add(p, chunk, access_of(me, write, bytes));
+  }
+  static Chunks& by_chunks(Page& p) {
+    if (!p.chunks) {
+      p.chunks.reset(new Chunks);
+      for (auto& r : p.runs)
+        for (u64 m = r.chunks; m; m &= m - 1) add(*p.chunks, __builtin_ctzll(m), r.access);
+      p.runs = {};
+    }
+    return *p.chunks;
+  }
+  // False, and nothing is changed, if a chunk would have more accesses than one keeps.
+  static bool record_run(Page& p, u64 chunks, const Actor& me, bool write) {
+    auto& runs = p.runs;
+    if (write) {
+      for (auto& r : runs) r.chunks &= ~chunks;
+      runs.erase(std::remove_if(runs.begin(), runs.end(), [](const Run& r) { return !r.chunks; }),
+                 runs.end());
+    } else {
+      size_t overlap = 0;
+      for (auto& r : runs) overlap += (r.chunks & chunks) != 0;
+      if (overlap >= MoreAccesses::MOST) return false;
+      for (size_t i = 0; chunks && i < runs.size(); i++) {
+        u64 both = runs[i].chunks & chunks;
+        Access renewed = runs[i].access;
+        if (!both || renewed.write || !renew(renewed, me, 0xffff)) continue;
+        chunks &= ~both;
+        if (both != runs[i].chunks) {
+          runs[i].chunks &= ~both;
+          runs.insert(runs.begin() + ++i, {renewed, both});
+        } else
+          runs[i].access = renewed;
+      }
+    }
+    if (!runs.capacity()) runs.reserve(8);  // 1 KB of a row is read in some eight tiles
+    if (chunks) runs.push_back({access_of(me, write, 0xffff), chunks});
+    return true;
+  }
 
  public:
-  // Records an access to n bytes. `before(access)` is called for every remembered access that this
-  // one conflicts with: of the same bytes, one of the two a write, not both of them strong.
-  template <class F>
-  void access(const Actor& me, u64 address, u32 n, bool write, F before) {
-    for (u64 end = address + n; address < end;) {
-      u32 first = address % 16, count = (u32)std::min<u64>(16 - first, end - address);
-      u16 bytes = (u16)(((1u << count) - 1) << first);
-      Page& p = page_of(address);
-      u32 chunk = address / 16 % PAGE;
-      bool recorded = false;
-      each(p, chunk, [&](Access& a) {
-        if ((a.bytes & bytes) && (write || a.write) && !(a.strong && me.strong)) before(a, address);
-        if (write)
-          a.bytes &= ~bytes;
-        else if (!recorded && !a.write)
-          recorded = renew(a, me, bytes);
+  static const u32 PAGE_BYTES = 16 * PAGE;
+
+  // Records an access to whole chunks of a page, by bit, if `check.passes` of every access that it
+  // conflicts with; else nothing is changed.
+  template <class Check>
+  bool access_page(const Actor& me, u64 number, u64 chunks, bool write, Check& check) {
+    Page& p = page_of(number);
+    if (!p.chunks) {
+      for (auto& r : p.runs)
+        if ((r.chunks & chunks) && conflict(r.access, me, write) && !check.passes(r.access))
+          return false;
+      if (p.runs.size() < MOST_RUNS && record_run(p, chunks, me, write)) return true;
+    }
+    Chunks& by = by_chunks(p);
+    bool passes = true;
+    for (u64 m = chunks; m; m &= m - 1)
+      each(by, __builtin_ctzll(m), [&](const Access& a) {
+        if (passes && conflict(a, me, write)) passes = check.passes(a);
       });
-      if (!recorded) {
-        Access a{};
-        a.tick = me.tick;
-        a.agent = me.agent;
-        a.write = write;
-        a.async = me.async;
-        a.copied = me.copied;
-        a.strong = me.strong;
-        a.lanes = me.lanes;
-        a.bytes = bytes;
-        a.pc = me.pc;
-        add(p, chunk, a);
-      }
-      address += count;
+    if (!passes) return false;
+    if (write && chunks == ~0ull) {  // all that was there is forgotten
+      p.chunks.reset();
+      p.runs.push_back({access_of(me, write, 0xffff), chunks});
+    } else
+      for (u64 m = chunks; m; m &= m - 1)
+        access_chunk(by, __builtin_ctzll(m), me, 0xffff, write, [](const Access&) {});
+    return true;
+  }
+  // Records an access to n bytes. `check.report(access, address)` is called for every remembered
+  // access that this one conflicts with: of the same bytes, one of the two a write, not both of them
+  // strong; unless `check.passes`.
+  template <class Check>
+  void access(const Actor& me, u64 address, u32 n, bool write, Check& check) {
+    for (u64 end = address + n; address < end;) {
+      u64 next = std::min(end, (address / PAGE_BYTES + 1) * PAGE_BYTES);
+      if (address % 16 || next % 16 || page_of(address / PAGE_BYTES).chunks ||
+          !access_page(me, address / PAGE_BYTES, chunks_of(address, next), write, check))
+        access_bytes(me, address, next, write, check);
+      address = next;
     }
   }
 
  private:
+  static u64 chunks_of(u64 first, u64 end) {
+    u64 n = (end - first) / 16;
+    return (n == PAGE ? ~0ull : (1ull << n) - 1) << first / 16 % PAGE;
+  }
+  // Of one page.
+  template <class Check>
+  void access_bytes(const Actor& me, u64 address, u64 end, bool write, Check& check) {
+    Chunks& p = by_chunks(page_of(address / PAGE_BYTES));
+    while (address < end) {
+      u32 first = address % 16, count = (u32)std::min<u64>(16 - first, end - address);
+      access_chunk(p, address / 16 % PAGE, me, (u16)(((1u << count) - 1) << first), write,
+                   [&](const Access& a) {
+                     if (!check.passes(a)) check.report(a, address);
+                   });
+      address += count;
+    }
+  }
   // Lets the memory of an earlier read of the same agent stand for this one too, where nothing is
   // lost: whoever is ordered after this one is ordered after that one.
   static bool renew(Access& a, const Actor& me, u16 bytes) {
     if (a.agent != me.agent || a.async != me.async || a.strong != me.strong) return false;
     if (a.tick == me.tick) {
       if (a.bytes != bytes && a.lanes != me.lanes) return false;
-      a.lanes |= me.lanes;
+      a.lanes |= me.lanes | me.others;
       a.bytes |= bytes;
       return true;
     }
@@ -153,6 +264,7 @@ class Shadow {
       a.lanes |= me.lanes;
     else
       return false;
+    a.lanes |= me.others;
     a.tick = me.tick;
     a.bytes = bytes;
     a.pc = me.pc;

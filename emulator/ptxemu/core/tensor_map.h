@@ -82,15 +82,16 @@ static u32 box_bytes(const BoxStart& b) {
   return b.four_rows ? 4 * bytes : bytes;
 }
 
-// Visits every 16-byte chunk of a box: fn(smem byte offset before swizzle, row start or null, first
-// byte, valid bytes range)
+// Visits every row of a box: fn(its offset in shared memory before the swizzle, address of its
+// first byte that the tensor has, the first of these bytes in the row, their end); no byte of it is
+// in the tensor where these two are equal.
 template <class F>
-static void tmap_walk(const TensorMap& t, const s32* co, F fn) {
-  u32 row_bytes = t.box[0] * t.ebits / 8, lin = 0;
+static void tmap_walk(const TensorMap& t, const s32* co, u32 lin, F fn) {
+  u32 row_bytes = t.box[0] * t.ebits / 8;
   for (u32 i4 = 0; i4 < t.box[4]; i4++)
     for (u32 i3 = 0; i3 < t.box[3]; i3++)
       for (u32 i2 = 0; i2 < t.box[2]; i2++)
-        for (u32 i1 = 0; i1 < t.box[1]; i1++) {
+        for (u32 i1 = 0; i1 < t.box[1]; i1++, lin += row_bytes) {
           s64 x[5] = {co[0], (s64)co[1] + i1, (s64)co[2] + i2, (s64)co[3] + i3, (s64)co[4] + i4};
           bool in = true;
           u64 g = t.addr;
@@ -98,25 +99,29 @@ static void tmap_walk(const TensorMap& t, const s32* co, F fn) {
             if (x[d] < 0 || x[d] >= (s64)t.dim[d]) in = false;
             g += x[d] * t.stride[d];
           }
-          s64 lo = 0, hi = (s64)t.dim[0] * t.ebits / 8, start = x[0] * t.ebits / 8;
-          for (u32 b = 0; b < row_bytes; b += 16, lin += 16) {
-            s64 a = start + b, z0 = std::max(a, lo), z1 = std::min(a + 16, hi);
-            if (!in || z1 <= z0)
-              fn(lin, (u64)0, 0, 0);
-            else
-              fn(lin, g + z0, (int)(z0 - a), (int)(z1 - a));
-          }
+          s64 start = x[0] * t.ebits / 8, size = (s64)t.dim[0] * t.ebits / 8;
+          s64 first = std::max<s64>(start, 0), end = std::min<s64>(start + row_bytes, size);
+          if (!in || end <= first)
+            fn(lin, (u64)0, 0u, 0u);
+          else
+            fn(lin, g + first, (u32)(first - start), (u32)(end - start));
         }
 }
 template <class F>
 static void box_walk(const BoxStart& b, F fn) {
-  if (!b.four_rows) return tmap_walk(b.map, b.at.data(), fn);
+  if (!b.four_rows) return tmap_walk(b.map, b.at.data(), 0, fn);
   for (u32 i = 0; i < 4; i++) {
     s32 at[5] = {b.at[0], b.at[1 + i], 0, 0, 0};
-    u32 before = i * box_bytes(b) / 4;
-    tmap_walk(b.map, at,
-              [&](u32 lin, u64 g, int first, int end) { fn(before + lin, g, first, end); });
+    tmap_walk(b.map, at, i * box_bytes(b) / 4, fn);
   }
+}
+// The offsets in shared memory of a box's chunks, row by row.
+static const std::vector<u32>& box_chunks(const BoxStart& b, u32 base) {
+  static std::vector<u32> at;
+  at.clear();
+  for (u32 a = base, end = base + box_bytes(b); a < end; a += 16)
+    at.push_back(b.map.swizzle ? swizzle_addr(a, b.map.swizzle) : a);
+  return at;
 }
 static void check_whole_tensor(const Ctx& c, const TensorMap& t) {
   u64 last = t.addr;
