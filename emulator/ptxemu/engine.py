@@ -40,7 +40,7 @@ class Options:
             others (clusterlaunchcontrol).
         strict: an access outside the registered tensors is an error instead of a hazard.
         check_races: look for accesses that nothing orders, and for missing proxy fences.
-        poison_races: where TMA or a bulk copy loads bytes from global memory that others write
+        poison_races: where TMA loads bytes of a box from global memory that others write
             meanwhile, it brings 0xFF instead of a report: for boxes that are larger than what is
             used of them, so that whoever uses these bytes is wrong.
         max_instructions: warp instructions before a launch is given up as a livelock.

@@ -40,6 +40,22 @@ def test_arrive_and_sync_and_reduction():
     assert (out == 40).all()
 
 
+@pytest.mark.parametrize("tries, done", [(1, 0), (2, 1)])
+def test_the_first_try_that_comes_too_early_fails(tries, done):
+    """So that a kernel that does not look at what a try returned goes on, as on hardware."""
+    body = f"""
+    {INIT.format(count=1)} mov.u32 %r2, bars; setp.lt.u32 %p1, %r0, 32; @%p1 bra ARRIVE;
+    {tries * "mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; "}
+    selp.u32 %r3, 1, 0, %p2; {address("%rd1", "out", "%r1", 4)} st.global.u32 [%rd1], %r3; bra END;
+ARRIVE:
+    @%p0 mbarrier.arrive.shared.b64 _, [%r2];
+END:
+    """
+    out = zeros(64)
+    assert not run(kernel("u64 out", body, TOP), out, threads=64).hazards
+    assert (out[32:] == done).all()
+
+
 def test_mbarrier_phases(mode):
     """Warp 1 adds what warp 0 writes, four turns; each waits for the other's phase."""
     body = f"""

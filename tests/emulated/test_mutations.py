@@ -109,6 +109,7 @@ OF_BOTH: dict[str, Edit] = {
 OF_HOPPER: dict[str, Edit] = {
     "consumers do not wait for TMA": after(CONSUMERS, replace(WAIT, PASS)),
     "consumers wait for the wrong parity": after(CONSUMERS, replace(PARITY, r"\1, 1")),
+    "consumers do not wait after a try that failed": after(CONSUMERS, replace(WAIT, PASS, -1)),
     "the producer does not wait for a free stage": replace(WAIT, PASS, 0),
     "WGMMA is not waited for": replace(r"wgmma\.wait_group\.sync\.aligned\s+0;", ""),
     "WGMMA uses registers that were just accessed": replace(r"wgmma\.fence\.sync\.aligned;", ""),
@@ -301,18 +302,6 @@ def test_registers_of_wgmma(config, emulator):
     for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"missing-wgmma-fence"})):
         launch(problem, config, ctas=2)
         assert emulator.reports[-1].hazard_kinds() == expected
-
-
-TRY = r"mbarrier\.try_wait\.parity\.acquire\S+\s+(%p\d+), \[%r\d+\], %r\d+;"
-
-
-@pytest.mark.parametrize("config", [HOPPER, HopperConfig(stages=2, unroll=True)], ids=str)
-def test_a_try_that_fails_is_followed_by_a_wait(config, emulator):
-    """Hardware gives a try up after some time; the emulator only where nothing else can run."""
-    problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
-    emulator.host.ptx_transform = all_of(replace(TRY, r"setp.ne.u32 \1, 0, 0;"))
-    assert torch.equal(launch(problem, config, ctas=1), problem.expected)
-    assert emulator.reports[-1].hazards == []
 
 
 @pytest.mark.parametrize("cluster_n", [1, 2])

@@ -105,6 +105,7 @@ struct Group {
   bool arrived = false;
   u64 token = 0;  // for two-step barriers: arrival already counted
   bool blocked = false;
+  u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last try_wait that came too early
   std::function<Str()> why;  // what it waits for; put into words only where that is reported
 };
 

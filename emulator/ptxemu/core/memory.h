@@ -268,7 +268,7 @@ struct Order {
         u64 byte = at / 16 * 16 + b - address;
         if ((a.bytes >> b & 1) && byte < n) read[byte] = 0xff;
       }
-    else if (!m.opt.poison_races || shared || !write || a.write || a.copied || !a.async)
+    else if (!m.opt.poison_races || shared || !write || a.write || !a.box)
       report_race(m, l, me, a, write, [&] { return place(at); }, line,
                   shared ? "shared-race" : "global-race");
   }
@@ -501,7 +501,7 @@ static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::ve
 static const u8* async_read_global(const Async& op, const Actor& me, u64 address, u32 n) {
   static std::vector<u8> read;
   const u8* bytes = (const u8*)address;
-  bool poison = op.m->opt.poison_races && !me.copied;
+  bool poison = op.m->opt.poison_races && me.box;
   if (poison) {
     read.assign(bytes, bytes + n);
     bytes = read.data();

@@ -210,7 +210,8 @@ static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
   });
   return NEXT;
 }
-// wait: i0 1 = parity form, i2 1 = try (may block)
+// wait: i0 1 = parity form, i2 1 = try: the first that comes too early returns false, as on hardware,
+// where who then does not wait goes on; the next one for the same phase blocks.
 static Status h_mbar_wait(ARGS) {
   u32 done = 0;
   const MBar *acquired = nullptr, *waited = nullptr;
@@ -245,7 +246,9 @@ static Status h_mbar_wait(ARGS) {
           I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state",
           asked, waited->phase, waited->pending, waited->count, (long)waited->tx);
     };
-  if (I.i2 && waited && !c.m.force_timeout) return BLOCK;
+  if (I.i2 && waited && !c.m.force_timeout && c.g.tried == at && c.g.tried_for == asked)
+    return BLOCK;
+  if (waited) c.g.tried = at, c.g.tried_for = asked;
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;
 }

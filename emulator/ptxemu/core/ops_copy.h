@@ -108,6 +108,7 @@ static Status h_tma_load(ARGS) {
                  if (ranks >> r & 1) {
                    u32 target = mc ? mcast_bar(bar, r, cg) : bar;
                    Actor me = copy_actor(op, *self, target);
+                   me.box = true;
                    loaded = load_box(op, me, *self->cluster->ctas[r], box, dst & OFF_MASK);
                    mbar_complete(op, me, *self, target, box_bytes(box));
                  }

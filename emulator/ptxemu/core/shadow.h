@@ -3,8 +3,8 @@
 #include "clocks.h"
 
 struct Access {
-  // copied: by cp.async, which is asynchronous and yet of the ordinary proxy
-  u64 tick : 40, agent : 20, write : 1, async : 1, copied : 1, strong : 1;
+  // copied: by cp.async, which is asynchronous and yet of the ordinary proxy; box: by TMA, of a box
+  u64 tick : 39, agent : 20, write : 1, async : 1, copied : 1, strong : 1, box : 1;
   u32 lanes;
   u16 bytes;  // of the chunk's 16; 0: no access
   u16 pc;     // instruction, 65535 for any above
@@ -17,7 +17,7 @@ struct Actor {
   Tick tick;
   // The last tick at which this warp's lanes were brought together; 0 of asynchronous operations.
   Tick together = 0;
-  bool async = false, copied = false, strong = false;
+  bool async = false, copied = false, strong = false, box = false;
   u16 pc = 0;
   const Knowledge* knowledge;
   const Known* own = nullptr;  // known as well: of the warp that started an asynchronous operation
@@ -93,6 +93,7 @@ class Shadow {
     a.async = me.async;
     a.copied = me.copied;
     a.strong = me.strong;
+    a.box = me.box;
     a.lanes = me.lanes | me.others;
     a.bytes = bytes;
     a.pc = me.pc;
