@@ -75,6 +75,8 @@ def _begin(target: str) -> None:
     ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
     # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
     ptxemu.options.poison_races = True
+    # As on a GPU; otherwise each launch would find the one before it complete.
+    ptxemu.options.dependents = "early"
     ptxemu.install(target, MULTIPROCESSORS[target])
 
 
