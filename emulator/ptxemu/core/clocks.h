@@ -37,6 +37,20 @@ class Shared {
   struct Counted {
     T value;
     size_t owners;
+    // The freed are used again first: most of what malloc does is for these.
+    union Free {
+      Free* next;
+      char bytes[sizeof(T) + sizeof(size_t)];
+    };
+    static inline Free* free_ones = nullptr;
+    static void* operator new(size_t n) {
+      if (!free_ones) return ::operator new(std::max(n, sizeof(Free)));
+      return std::exchange(free_ones, free_ones->next);
+    }
+    static void operator delete(void* p) {
+      ((Free*)p)->next = free_ones;
+      free_ones = (Free*)p;
+    }
   };
   Counted* at = nullptr;
 
@@ -85,7 +99,7 @@ class Clock {
       mine.own().join(*theirs);
   }
   struct Block {
-    static const u32 SIZE = 16;
+    static const u32 SIZE = 32;
     Known known[SIZE];
     u32 here = 0;  // bit i: something is known of agent i of the block
     bool includes(const Block& o) const {
@@ -108,7 +122,7 @@ class Clock {
       for (u32 m = o.here; m; m &= m - 1) learn(o.known[__builtin_ctz(m)]);
     }
   };
-  static void widen(std::array<Shared<Block>, 32>&, size_t) {}
+  static void widen(std::array<Shared<Block>, 16>&, size_t) {}
   template <class Part>
   static void widen(std::vector<Part>& v, size_t n) {
     if (v.size() < n) v.resize(n);
@@ -127,9 +141,9 @@ class Clock {
         if (gains(parts[i], o.parts[i])) take(parts[i], o.parts[i]);
     }
   };
-  typedef Parts<std::array<Shared<Block>, 32>> Group;
+  typedef Parts<std::array<Shared<Block>, 16>> Group;
   typedef Parts<std::vector<Shared<Group>>> Whole;
-  static const u32 GROUP = 32 * Block::SIZE;  // agents
+  static const u32 GROUP = 16 * Block::SIZE;  // agents
   Shared<Whole> whole;
 
  public:

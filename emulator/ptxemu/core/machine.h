@@ -106,6 +106,8 @@ struct Group {
   u64 token = 0;  // for two-step barriers: arrival already counted
   bool blocked = false;
   u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last try_wait that came too early
+  const MBar* awaited = nullptr;   // of its own CTA: nothing to try until this changes its phase
+  u32 awaited_in = 0;
   std::function<Str()> why;  // what it waits for; put into words only where that is reported
 };
 

@@ -216,6 +216,8 @@ static Status h_mbar_wait(ARGS) {
   u32 done = 0;
   const MBar *acquired = nullptr, *waited = nullptr;
   u32 at = 0, asked = 0;  // of a lane that waits
+  bool same = true;       // all that wait do so for one
+  c.g.awaited = nullptr;
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
@@ -233,6 +235,7 @@ static Status h_mbar_wait(ARGS) {
       }
       acquired = &b;
     } else {
+      same &= !waited || waited == &b;
       waited = &b;
       at = a;
       asked = st;
@@ -246,8 +249,13 @@ static Status h_mbar_wait(ARGS) {
           I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state",
           asked, waited->phase, waited->pending, waited->count, (long)waited->tx);
     };
-  if (I.i2 && waited && !c.m.force_timeout && c.g.tried == at && c.g.tried_for == asked)
+  if (I.i2 && waited && !c.m.force_timeout && c.g.tried == at && c.g.tried_for == asked) {
+    if (same && (int)(at >> RANK_SHIFT) == c.cta.rank) {
+      c.g.awaited = waited;
+      c.g.awaited_in = waited->phase;
+    }
     return BLOCK;
+  }
   if (waited) c.g.tried = at, c.g.tried_for = asked;
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;

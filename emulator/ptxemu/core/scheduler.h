@@ -150,7 +150,8 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
 static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
   const Program& program = *cta.launch->p;
   bool progress = false;
-  for (auto& g : w.groups) g.blocked = false;
+  for (auto& g : w.groups)
+    g.blocked = g.awaited && g.awaited->phase == g.awaited_in && !m.force_timeout;
   while (slice > 0) {
     // drop empty groups, merge groups at the same instruction, then take the lowest runnable pc
     if (w.groups.size() > 1) {
@@ -167,6 +168,7 @@ static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
           if (a.pc == b.pc && !a.arrived && !b.arrived) {
             a.mask |= b.mask;
             a.blocked = false;
+            a.awaited = nullptr;
             w.groups[j] = w.groups.back();
             w.groups.pop_back();
           } else
