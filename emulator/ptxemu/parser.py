@@ -53,6 +53,7 @@ INSTRUCTION = re.compile(r"([\w.:]+)\s*(.*)$", re.S)
 CALL = re.compile(r"(?:\((.*?)\)\s*,\s*)?([\w$]+)\s*,\s*\((.*?)\)$", re.S)
 ADDRESS = re.compile(r"([\w$%.]+)\s*(?:([+-])\s*(-?\w+))?$")
 SPACE = re.compile(r"\s*")
+BRACKET = re.compile(r"[\[\](){}]")
 
 
 class PtxError(Exception):
@@ -211,6 +212,9 @@ def _align(offset: int, alignment: int) -> int:
 
 def _split_top(text: str) -> list[str]:
     """Split at the commas that are in no bracket."""
+    if not BRACKET.search(text):
+        parts = text.split(",")
+        return [part.strip() for part in (parts if parts[-1].strip() else parts[:-1])]
     parts, depth, current = [], 0, ""
     for c in text:
         depth += (c in "[{(") - (c in "]})")
@@ -267,6 +271,7 @@ class _BodyParser:
         # One scope a brace: registers, and the labels that can be seen from it.
         self.registers: list[dict[str, tuple[int, int]]] = [{}]  # name -> (slot, bits)
         self.scopes = [0]
+        self.known_operands: dict[str, list[str]] = {}
         self.parent: dict[int, int | None] = {0: None}
         self.labels: dict[tuple[int, str], int] = {}  # (scope, name) -> instruction
         self.branch_tables: dict[str, list[str]] = {}
@@ -374,9 +379,10 @@ class _BodyParser:
         if not match:
             raise self._error(f"cannot parse {statement[:80]!r}")
         op, rest = match.group(1), match.group(2).strip()
-        in_brackets = re.search(r"\[\s*([\w$]+)", rest)
-        if in_brackets and in_brackets.group(1) in self.local_symbols and ".param" in op:
-            op = op.replace(".param", ".local")
+        if ".param" in op:
+            in_brackets = re.search(r"\[\s*([\w$]+)", rest)
+            if in_brackets and in_brackets.group(1) in self.local_symbols:
+                op = op.replace(".param", ".local")
         line = self.source.line_of(self.position)
         text = self.source.lines[line - 1].strip()
         instruction = Instr(op, line, text, predicate, negated)
@@ -428,6 +434,14 @@ class _BodyParser:
         return any(name in scope for scope in self.registers)
 
     def _operand(self, text: str) -> list[str]:
+        """What stands for an operand in `Instr.operands`."""
+        # Most are used again; those within a scope of its own may be others there.
+        known = self.known_operands if len(self.scopes) == 1 else {}
+        if text not in known:
+            known[text] = self._parsed_operand(text)
+        return known[text]
+
+    def _parsed_operand(self, text: str) -> list[str]:
         if text == "_":
             return ["S"]
         if text[0] == "{":

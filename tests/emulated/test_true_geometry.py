@@ -1,0 +1,55 @@
+"""The fused layer as it ships: DeepSeek-V3's geometry, the configs and the CTAs of a whole GPU."""
+
+import pytest
+import torch
+from markers import more
+from moe_fp8.kernels import architectures
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import MoeInputs, MoeShape
+from problems import fp8
+
+SHAPE = MoeShape()
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+OFFSET, CHOSEN = 32, (3, 17, 18)
+"""First local expert; the local ones that every token chooses. The other weights stay zeros, which
+nobody touches: pages that take no memory."""
+
+
+def inputs_of(tokens: int) -> MoeInputs:
+    torch.manual_seed(tokens)
+    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    bias = torch.zeros(SHAPE.num_experts)
+    bias[[OFFSET + expert for expert in CHOSEN]] = 2.0
+    w13, w2 = (torch.zeros(e, *of, dtype=torch.float8_e4m3fn) for of in ((2 * i, h), (h, i)))
+    for expert in CHOSEN:
+        w13[expert], w2[expert] = fp8(2 * i, h), fp8(h, i)
+    return MoeInputs(
+        torch.randn(tokens, SHAPE.num_experts), bias.bfloat16(),
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        w13, torch.randn(e, 2 * i // 128, h // 128),
+        w2, torch.randn(e, h // 128, i // 128), OFFSET, 2.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens", "terms"),
+    [("sm_90a", 3, 1), *more(("sm_90a", 3, 2), ("sm_90a", 12, 1), ("sm_100a", 3, 1))],
+)
+def test_as_the_model(target, tokens, terms, emulator, monkeypatch):
+    architecture = architectures.of_target(target)
+    monkeypatch.setattr(kernels, "of_device", lambda device: architecture)
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: MULTIPROCESSORS[target])
+    emulator.options.poison_races = True  # boxes with rows of the next expert, still written
+    emulator.options.dependents = "early"
+    inputs = inputs_of(tokens)
+    wanted, out = (
+        torch.full((tokens, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16) for _ in range(2)
+    )
+    model.fused(inputs, wanted, SHAPE, terms=terms)
+    kernels.fused_call(tokens, out.device, SHAPE, terms)(inputs, out)
+    assert calc_diff(out, wanted) < 1e-7
+    assert out.isfinite().all() and (wanted.abs().sum(dim=1) > 0).all()
+    assert [report.hazards for report in emulator.reports] == 4 * [[]]
