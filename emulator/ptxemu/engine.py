@@ -337,13 +337,14 @@ def _run_chain() -> None:
         if o.verbose:
             print("ptxemu:", report)
     host.reports.extend(reports)
-    if failed:
-        raise host.EmulationError(result["error"])
     hazards = [
         f"{h['kind']}: {h['message']} (x{h['count']}, PTX line {h['line']} of {report.kernel})"
         for report in reports
         for h in report.hazards
     ]
+    if failed:  # what came before it is often its cause
+        before = "\nhazards reported before: " + "\n".join(hazards) if hazards else ""
+        raise host.EmulationError(result["error"] + before)
     if o.hazards_are_errors and hazards:
         raise host.EmulationError("hazards reported: " + "\n".join(hazards))
 

@@ -56,6 +56,15 @@ END:
     assert (out[32:] == done).all()
 
 
+def test_an_error_names_the_hazards_before_it():
+    body = f"""
+    {INIT.format(count=1)} mov.u32 %r2, bars; ld.shared.u32 %r3, [data];
+    {WAIT.format(label="W", barrier="%r2", parity="0")}
+    """
+    with pytest.raises(EmulationError, match=r"(?s)^DEADLOCK.*before: uninitialised-shared-read"):
+        run(kernel("u64 out", body, TOP), zeros(1))
+
+
 def test_mbarrier_phases(mode):
     """Warp 1 adds what warp 0 writes, four turns; each waits for the other's phase."""
     body = f"""

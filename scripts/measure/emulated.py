@@ -36,7 +36,7 @@ MOST_DIFFERENT = 1e-6
 """calc_diff of the kernels' output and the model's."""
 MOST_TOKENS = 7
 """Of the workloads that are emulated unless others are asked for."""
-MOST_TOKENS_ASKED_FOR = 32
+MOST_TOKENS_ASKED_FOR = 80
 """Beyond, a workload takes minutes: the torch model alone runs."""
 
 

@@ -116,8 +116,8 @@ def test_what_was_judged_before_an_interrupt_is_kept(by_kernels, monkeypatch) ->
     ("options", "expected"),
     [
         ({}, ("sm_90a", {"ours"}, 7)),
-        ({"emulate": "sm_100a", "workloads": ["80"]}, ("sm_100a", {"ours"}, 32)),
-        ({"max_tokens": 100}, ("sm_90a", {"ours"}, 32)),
+        ({"emulate": "sm_100a", "workloads": ["80"]}, ("sm_100a", {"ours"}, 80)),
+        ({"max_tokens": 100}, ("sm_90a", {"ours"}, 80)),
         ({"emulate": "none"}, None),
     ],
 )

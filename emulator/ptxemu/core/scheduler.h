@@ -277,7 +277,7 @@ static Str describe_waits(Machine& m) {
               s += fmt("\n  CTA (%u,%u,%u) warp %d lanes %08x at PTX line %d: %s\n      waits: %s",
                        t->id[0], t->id[1], t->id[2], w.id, g.mask, I.line,
                        I.text.substr(0, 140).c_str(), (g.why ? g.why() : "(spinning)").c_str());
-              if (s.size() > 20000) return s + "\n  ...";
+              if (s.size() > 4000) return s + "\n  ...";
             }
   return s;
 }
