@@ -10,7 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cutlass
 import pytest
+from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
 from markers import more
 from moe_fp8.kernels import cache as kernel_cache
@@ -26,6 +28,7 @@ from moe_fp8.kernels.architectures import (
 )
 from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.batched import compile_batched_gemm
+from moe_fp8.kernels.combine import Combine
 from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
 from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig
@@ -35,7 +38,7 @@ from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED,
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
-from sass import disassemble, facts, nvdisasm
+from sass import Early, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
 
@@ -437,8 +440,10 @@ def test_machine_code(config, compiled_code):
 def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
     first, second = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3, terms)
     _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
-    gemms = {name: text for name, text in disassemble(cubin).items() if "GroupedGemm" in name}
+    codes = disassemble(cubin)
+    gemms = {name: text for name, text in codes.items() if "GroupedGemm" in name}
     assert len(gemms) == 2
+    assert not [e for name in codes.keys() - gemms.keys() for e in early_arrivals(codes[name])]
     for text in gemms.values():
         # The first one divides by its scale.
         check_machine_code(text, first if "MUFU.EX2" in text else second)
@@ -456,6 +461,38 @@ def test_what_is_around_the_gemm(name, compiled_code, tmp_path):
     wide = re.findall(r"(?:ld|st)\.global\.v4|cp\.async\.cg", ptx)
     roles = 2 if name == "combine" else 1  # each waits for the kernel before
     assert wide and ptx.count("griddepcontrol.wait") == roles * len(re.findall(r"\.entry", ptx))
+
+
+@compiling.CompiledOnce
+def compile_combine_of_float32(target: str) -> Any:
+    rows, tokens = compiling.Extent("rows"), compiling.Extent("tokens")
+    arguments = (
+        compiling.Tensor(Float32, (rows, 7168)),
+        compiling.Tensor(Int32, (tokens, 8)),
+        compiling.Tensor(Float32, (tokens, 8)),
+        compiling.Tensor(BFloat16, (tokens, 7168)),
+        compiling.Scalar(Int32),
+    )
+    return compiling.compiled(Combine, (7168, 8, Float32), arguments, target)
+
+
+@needs_nvdisasm
+def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatch):
+    """Without its fence the arrival that frees a stage of float32 rows comes ahead of their loads'
+    completion, and TMA overwrites them: seen on an H200, and by no emulation of PTX. For sm_100a
+    ptxas waits for the loads first, fence or not."""
+
+    def early() -> list[Early]:
+        _, cubin = compiled_code(compile_combine_of_float32, HOPPER.target)
+        (text,) = disassemble(cubin).values()
+        assert "SYNCS.ARRIVE" in text
+        return early_arrivals(text)
+
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")  # its key knows nothing of the fence
+    assert not early()
+    monkeypatch.setattr(cutlass.cute.arch, "fence_proxy", lambda *_, **__: None)
+    (found,) = {line.name for one in early() for line in one.loads}
+    assert found == "LDS.128"
 
 
 KERNELS = {
