@@ -98,6 +98,7 @@ class Clock {
     else
       mine.own().join(*theirs);
   }
+  static const u32 BLOCKS = 16;  // of a group
   struct Block {
     static const u32 SIZE = 32;
     Known known[SIZE];
@@ -122,7 +123,7 @@ class Clock {
       for (u32 m = o.here; m; m &= m - 1) learn(o.known[__builtin_ctz(m)]);
     }
   };
-  static void widen(std::array<Shared<Block>, 16>&, size_t) {}
+  static void widen(std::array<Shared<Block>, BLOCKS>&, size_t) {}
   template <class Part>
   static void widen(std::vector<Part>& v, size_t n) {
     if (v.size() < n) v.resize(n);
@@ -141,9 +142,9 @@ class Clock {
         if (gains(parts[i], o.parts[i])) take(parts[i], o.parts[i]);
     }
   };
-  typedef Parts<std::array<Shared<Block>, 16>> Group;
+  typedef Parts<std::array<Shared<Block>, BLOCKS>> Group;
   typedef Parts<std::vector<Shared<Group>>> Whole;
-  static const u32 GROUP = 16 * Block::SIZE;  // agents
+  static const u32 GROUP = BLOCKS * Block::SIZE;  // agents
   Shared<Whole> whole;
 
  public:

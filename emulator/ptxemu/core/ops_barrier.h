@@ -256,7 +256,8 @@ static Status h_mbar_wait(ARGS) {
     }
     return BLOCK;
   }
-  if (waited) c.g.tried = at, c.g.tried_for = asked;
+  c.g.tried = waited ? at : ~0u;  // one that succeeds ends it: the same parity comes again
+  c.g.tried_for = asked;
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;
 }
