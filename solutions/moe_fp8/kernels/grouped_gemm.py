@@ -137,7 +137,7 @@ class GroupedGemm:
         self.n, self.k, self.experts = n, k, experts
         self.operands = self.operand_orders[config.swap_ab](config)
         self.a_load = a_load(config)
-        self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
+        self.epilogue = (epilogue or self._plain_store())(config, self.operands, n)
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
@@ -154,6 +154,10 @@ class GroupedGemm:
         self.n_tiles = (n + width - 1) // width
         self.ragged_n = n % width != 0
         self.row_step = config.tile_m * config.cluster_m
+
+    def _plain_store(self) -> type:
+        """The epilogue that stores the sums as they are."""
+        return STORE[self.config.terms]
 
     def _setup_attributes(self) -> None:
         """Layouts: a value of the compiler lives only in the function that made it."""

@@ -9,6 +9,11 @@ MMA_ROWS = 128
 """Rows of one tcgen05.mma, one a lane of tensor memory."""
 TMEM_COLUMNS = 512
 """Of a multiprocessor, of 128 lanes of 4 bytes each."""
+CONSUMER_COLUMNS = 64
+"""Of an accumulator, that a consumer thread brings from tensor memory at once: with as many sums
+that is what its registers have room for."""
+STAGED_COLUMNS = 32
+"""Of a warp's rows, that go through shared memory at once on their way to the output."""
 MAX_ACCUMULATORS = 4
 """In tensor memory. A second one lets the next K block's MMA run while one is promoted; more of
 them let it run on while a tile is stored."""
@@ -82,9 +87,9 @@ class GemmConfig(TileConfig):
 
     @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that promote, each up to 128 columns of the accumulator: a lane of tensor
-        memory, and so a row, a thread."""
-        return 1 if self.swap_ab else max(1, self.mma_columns // MMA_ROWS)
+        """Warpgroups that promote: a lane of tensor memory, and so a row, a thread. Two where there
+        are columns for both; a third would leave each thread too few registers for its sums."""
+        return 1 if self.swap_ab else min(2, self.mma_columns // CONSUMER_COLUMNS)
 
     @property
     def consumer_columns(self) -> int:
@@ -93,10 +98,12 @@ class GemmConfig(TileConfig):
 
     @property
     def staging_bytes(self) -> int:
-        """As on Hopper, or the FP8 terms and maxima."""
-        if not self.quantises:
+        """Of the epilogue: the FP8 terms and maxima; the tile in bfloat16, or a part of it."""
+        if self.quantises:
+            return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
+        if self.swap_ab or self.terms > 1:
             return super().staging_bytes
-        return self.tile_m * ((BLOCK + 16) * self.quantises + 4 * self.consumer_warps)
+        return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
 
     def with_swiglu(self, terms: int) -> "GemmConfig":
         """This one for the epilogue that makes so many FP8 terms of up and gate."""
