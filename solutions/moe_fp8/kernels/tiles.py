@@ -257,10 +257,9 @@ class TileQueue:
         """(the cluster's next tile or a number past the last, the queue's state after it)."""
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
-        # An arrival alone does not wait for a load under way, as the machine code shows.
-        cute.arch.fence_acq_rel_cta()
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
+        # An arrival does not wait for loads under way; for one that decides about it, it must.
+        if cute.arch.lane_idx() == 0 and linear >= 0:
             self.pipe.consumer_release(state)
         state.advance()
         return cute.arch.make_warp_uniform(linear), state
