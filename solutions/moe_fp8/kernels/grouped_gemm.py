@@ -19,7 +19,7 @@ from ..numerics import BLOCK
 from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
-from .epilogue import STORE, TileShare
+from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
@@ -138,6 +138,8 @@ class GroupedGemm:
         self.operands = self.operand_orders[config.swap_ab](config)
         self.a_load = a_load(config)
         self.epilogue = (epilogue or self._plain_store())(config, self.operands, n)
+        if config.quantises and isinstance(self.epilogue, StoreRows):
+            raise ValueError(f"{config}: expected an epilogue that quantises")
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)

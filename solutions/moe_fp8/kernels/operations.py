@@ -148,7 +148,7 @@ def compile_fused(
         Scalar(Int64),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(), architecture.gather(config1)
+    classes = architecture.gemm(), architecture.swiglu(config1), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes)
     return compiled(FusedMoe, parameters, arguments, target)
 

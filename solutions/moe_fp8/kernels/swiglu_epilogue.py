@@ -52,7 +52,7 @@ class SwigluEpilogue(Epilogue):
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         self.column_groups = self.warps  # that have maxima of their own, of a token
-        self.columns = columns
+        self.columns, self.rows = columns, config.tile_m  # that a tile makes
         self.parts = columns // VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
         self.pitch = columns + VECTOR
@@ -71,13 +71,13 @@ class SwigluEpilogue(Epilogue):
 
     def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
         """The rows of the staging buffer, which begin at `base`."""
-        shape = (self.config.tile_m, self.columns, self.terms)
-        stride = (self.pitch, 1, self.config.tile_m * self.pitch)
+        shape = (self.rows, self.columns, self.terms)
+        stride = (self.pitch, 1, self.rows * self.pitch)
         return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
 
     def staged_bytes(self) -> int:
         """Of the rows of the staging buffer."""
-        return self.config.tile_m * self.pitch * self.terms
+        return self.rows * self.pitch * self.terms
 
     def output(self, out: tuple) -> Quantised:
         """In the host function: `out` as in `Quantised`."""
@@ -89,7 +89,7 @@ class SwigluEpilogue(Epilogue):
         if cutlass.const_expr(output.counts is not None):
             barrier.arrive_and_wait()
             if thread == 0:
-                self._announce_rows(output, tile, 0, self.config.tile_m)
+                self._announce_rows(output, tile, 0, self.rows)
 
     @cute.jit
     def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
@@ -113,7 +113,7 @@ class SwigluEpilogue(Epilogue):
 
     def _staged(self, staging: Any, row: Int32, term: int) -> cute.Pointer:
         """Where a term of a row is staged."""
-        return staging.rows.iterator + (term * self.config.tile_m + row) * self.pitch
+        return staging.rows.iterator + (term * self.rows + row) * self.pitch
 
     @cute.jit
     def _store_part(self, output: Quantised, staging: Any, tile: Tile, row: Int32, part: Int32):
@@ -123,6 +123,6 @@ class SwigluEpilogue(Epilogue):
             start = Int64(tile.row + row) * (self.terms * self.intermediate)
             target = output.q.iterator + start + tile.n_tile * self.columns + part * VECTOR
             for t in cutlass.range_constexpr(self.terms):
-                of_term = source + t * self.config.tile_m * self.pitch
+                of_term = source + t * self.rows * self.pitch
                 there = vector(target + t * self.intermediate, VECTOR)
                 cute.autovec_copy(vector(of_term, VECTOR), there)

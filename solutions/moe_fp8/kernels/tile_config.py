@@ -37,6 +37,8 @@ class TileConfig:
             on the multiprocessors that are left. Not with `dynamic`.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32: rounding them would cost what the second term gains.
+        quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
+            what the GEMM gives.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -51,6 +53,7 @@ class TileConfig:
     dynamic: bool = False
     whole_waves: bool = False
     terms: int = 1
+    quantises: int = 0
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -61,7 +64,7 @@ class TileConfig:
     def check(self, where: str = "", **legal: tuple[int, ...]) -> None:
         """Raise a ValueError if a value is none of the `legal` ones, `where` that is so."""
         side = "with swap_ab" if self.swap_ab else "without swap_ab"
-        for name, values in {**legal, "terms": (1, 2)}.items():
+        for name, values in {**legal, "terms": (1, 2), "quantises": (0, 1, 2)}.items():
             given = getattr(self, name)
             if given not in values:
                 raise ValueError(f"{name}={given}: expected one of {values} {side}{where}")
@@ -79,11 +82,16 @@ class TileConfig:
                 f"more than the {SMEM_BYTES} of one CTA"
             )
 
-    def described(self, *words: str) -> str:
+    def described(self, words: list[str]) -> str:
         """The config in one line, with the words that the architecture adds."""
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        return ", ".join([tile, cluster, f"{self.num_stages} stages", *words])
+        words = [f"{self.num_stages} stages", *words]
+        if self.terms > 1:
+            words.append(f"{self.terms} terms")
+        if self.quantises:
+            words.append(f"quantises {self.quantises}")
+        return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name)]
@@ -200,4 +208,4 @@ class LayerRules(NamedTuple):
             first = replace(first, stages=self.stages, whole_waves=waves)
         else:
             first = replace(first, dynamic=True)
-        return first.with_swiglu(terms), second
+        return first.with_swiglu(terms, few=local <= self.one_wave), second

@@ -19,7 +19,6 @@ from cutlass.memory import SmemAllocator
 from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
-from ..epilogue import StoreRows
 from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import rows_of_lane
@@ -77,8 +76,6 @@ class GroupedGemmSm100(GroupedGemm):
 
     def __init__(self, config: GemmConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        if config.quantises and isinstance(self.epilogue, StoreRows):
-            raise ValueError(f"{config}: expected an epilogue that quantises")
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
 
