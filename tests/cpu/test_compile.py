@@ -423,7 +423,12 @@ def check_machine_code(text: str, config) -> None:
     assert found.consumer <= config.consumer_registers
 
 
-MOST = {"serialised MMA": 0, "local memory in loops": 0}
+MOST = {
+    "arrivals with loads under way": 0,
+    "round trips to tensor memory": 1,
+    "serialised MMA": 0,
+    "local memory in loops": 0,
+}
 """Of what `sass.counts` counts in a kernel."""
 
 
@@ -479,7 +484,6 @@ def test_machine_code_of_the_fused_layer(tokens, target, terms, compiled_code):
     codes = check_counts(cubin, " and ".join(map(str, configs)))
     gemms = {name: text for name, text in codes.items() if "GroupedGemm" in name}
     assert len(gemms) == 2
-    assert not [e for name in codes.keys() - gemms.keys() for e in early_arrivals(codes[name])]
     for text in gemms.values() if target == BLACKWELL.target else ():
         # The first one divides by its scale.
         check_machine_code(text, configs["MUFU.EX2" not in text])
