@@ -427,7 +427,7 @@ def check_machine_code(text: str, config) -> None:
 
 MOST = {
     "arrivals with loads under way": 0,
-    "round trips to tensor memory": 1,
+    "round trips to tensor memory": 2,  # 128 sums leave a thread room for 64 more values at once
     "serialised MMA": 0,
     "local memory in loops": 0,
 }
