@@ -1,10 +1,15 @@
 """Every kernel compiles for sm_90a, sm_100a and sm_103a without a GPU, into the instructions it was
 written for."""
 
+import ast
 import dataclasses
 import importlib.util
+import os
 import re
+import shutil
 import struct
+import subprocess
+import sys
 import zlib
 from itertools import product
 from pathlib import Path
@@ -535,6 +540,46 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
     monkeypatch.setattr(cutlass.cute.arch, "fence_proxy", lambda *_, **__: None)
     # Of a row and of its weight, which returns before the row and has no scoreboard of its own.
     assert {line.name for one in early() for line in one.loads} == {"LDS.128", "LDS"}
+
+
+COMPILE = """
+from pathlib import Path
+from moe_fp8.kernels import operations
+from moe_fp8.kernels.sm100.config import GemmConfig
+from sass import disassemble, early_arrivals
+operations.compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
+(cubin,) = Path().glob("*.cubin")
+(text,) = disassemble(cubin.read_bytes()).values()
+print([load.name for one in early_arrivals(text) for load in one.loads])
+"""
+
+
+@needs_nvdisasm
+@pytest.mark.all
+def test_scales_given_back_while_they_are_read_are_found(tmp_path):
+    """As the code was once: no emulation of PTX sees that the arrival overtakes the loads."""
+    package = tmp_path / "solutions" / "moe_fp8"
+    shutil.copytree(compiling.PACKAGE_ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
+    gemm = package / "kernels" / "sm100" / "gemm.py"
+    source = gemm.read_text()
+    fence = '                cute.arch.fence_proxy("async.shared", space="cta")\n'
+    release = "                source.scales.consumer_release(scales_state)\n"
+    wait = "            sums.consumer_wait(sums_state)\n            self._promote("
+    early = "            cute.arch.sync_warp()\n"
+    early += "            scales_pipe.consumer_release(scales_state)\n"
+    for old, mutant in ((fence, ""), (release, ""), (wait, early + wait)):
+        assert source.count(old) == 1
+        source = source.replace(old, mutant)
+    gemm.write_text(source)
+    path = os.pathsep.join(map(str, (package.parent, Path(__file__).parent)))
+    directory = {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    environment = {**os.environ, **directory, "PYTHONPATH": path, kernel_cache.CACHE_VARIABLE: ""}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    found = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert found and {name.split(".")[0] for name in found} == {"LDS"}
 
 
 KERNELS = {
