@@ -11,7 +11,7 @@ from ...numerics import BLOCK
 from ..barriers import Barriers
 from ..epilogue import TileShare
 from ..swiglu_epilogue import VECTOR, SwigluEpilogue
-from ..swiglu_quant import block_scale, divide, silu
+from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP
 from .config import MMA_ROWS, GemmConfig
 from .operands import Operands
@@ -32,12 +32,19 @@ class SwigluQuantise(SwigluEpilogue):
     meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
+    def __init__(
+        self,
+        config: GemmConfig,
+        operands: Operands,
+        n: int,
+        terms: int = 1,
+        gate_first: bool = False,
+    ):
         if config.quantises != terms or n % (2 * BLOCK):
             raise ValueError(
                 f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, BLOCK, terms)
+        super().__init__(config, operands, n, BLOCK, terms, gate_first)
         if not config.swap_ab:
             self.column_groups = config.consumer_warpgroups
 
@@ -76,7 +83,7 @@ class SwigluQuantise(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)
         amax[0] = Float32(0.0)
         for j in cutlass.range_constexpr(columns):
-            c[j] = silu(acc[columns + j]) * acc[j]
+            c[j] = self.activated(acc, j, columns + j)
             amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
         staging.amax[warpgroup, row] = bits[0]
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
@@ -101,7 +108,7 @@ class SwigluQuantise(SwigluEpilogue):
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
-            c[i] = silu(acc[tokens + i]) * acc[i]
+            c[i] = self.activated(acc, i, tokens + i)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
             bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
             if thread % WARP == i % WARP:
