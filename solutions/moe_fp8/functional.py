@@ -175,15 +175,34 @@ def _run(*arguments: Any) -> None:
     sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
+    form = () if gate_first is False and _is_usual(inputs) else (*_form(inputs), gate_first)
+    layer_of(*sizes, *routing, accurate, *form)(inputs, out)
+
+
+def _is_usual(inputs: Any) -> bool:
+    """Whether the tensors have the definition's types and layouts: quicker than to find out which
+    they have, while the GPU waits."""
+    logits, bias, x, x_scale, *_ = inputs
+    try:
+        return (
+            bias.dtype is BF16
+            and logits.dtype is F32
+            and x.dtype is FP8
+            and x_scale.is_contiguous()
+        )
+    except (AttributeError, RuntimeError):  # None, or no dense tensor
+        return False
+
+
+def _form(inputs: MoeInputs) -> tuple[Any, ...]:
+    """The first fields of the tensors' `Form`."""
     bias = inputs.routing_bias
-    form = (
+    return (
         _type_of("routing_logits", inputs.routing_logits, F32, BF16),
         None if bias is None else _type_of("routing_bias", bias, BF16, F32),
         _type_of("hidden_states", inputs.hidden_states, FP8, BF16),
         _lies_elsewhere(inputs.hidden_states_scale),
-        gate_first,
     )
-    layer_of(*sizes, *routing, accurate, *form)(inputs, out)
 
 
 def _run_experts(*arguments: Any) -> None:
