@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import pytest
+import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
 from markers import more
@@ -42,7 +43,7 @@ from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
@@ -402,6 +403,54 @@ def test_fused(target, tokens, terms, compiled_code, tmp_path):
     assert len(re.findall(r"fence\.proxy\.async;", ptx)) == (1 if early else 0)
     assert terms == 1 or len(re.findall(r"st\.global\.v4\S*", gemm1)) >= 2
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+GIVEN = MoeShape(257, 257, 7168, 256, 1, 1, 9, "given")
+"""DeepSeek-V3 on eight GPUs, each with a slice of every expert and of the shared one."""
+FORMS = {
+    "engine": Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True),
+    "quantised": Form(torch.int64, torch.float32, strided_scales=True, has_map=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "target"),
+    [
+        ("engine", 100, "sm_90a"),
+        *more(*product(FORMS, (1, 100, 14107), ("sm_90a", "sm_100a"))),
+    ],
+)
+def test_given_experts(form, tokens, target, compiled_code, tmp_path):
+    """As many launches as with the experts chosen here, tokens in bfloat16 or not."""
+    architecture = of_target(target)
+    configs = architecture.choose_layer(tokens, GIVEN, 1)
+    ptx, cubin = compiled_code(kernels.compile_fused, GIVEN, *configs, 132, target, FORMS[form])
+    gathers = configs[0].swap_ab
+    assert gathers == (tokens < 14107)
+    kernel = [part for part in re.split(r"\.entry", ptx)][1:]
+    assert len(kernel) == (6 if gathers else 7)
+    word, mark, number, *others = kernel
+    assert "redux.sync.max" not in word + mark, "nothing is chosen"
+    to_fp8 = ["cvt.rn.satfinite.e4m3x2.f32" in part for part in (word, mark, number, others[0])]
+    if form == "engine":
+        assert to_fp8 == [gathers, False, gathers, True], "others[0]: the permute, or a GEMM"
+    else:
+        assert to_fp8 == [False, False, False, gathers]
+    if architecture is HOPPER:
+        assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+def test_permute_of_bfloat16(compiled_code, tmp_path):
+    form = Form(x=torch.bfloat16)
+    ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, HOPPER.target, form)
+    loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
+    # The rows of 8 slots in two, 14 vectors of the token, all in flight before the first is used.
+    assert len(loads) == 2 + 14 and max(loads) < ptx.index("shfl.sync")
+    # A row of 7 vectors and as many scales, of every eighth thread, for each of 8 slots.
+    stores = sorted(re.findall(r"st\.global\S*", ptx))
+    assert stores == ["st.global.b32"] * 56 + ["st.global.v4.b32"] * 56
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0 and used["registers"] <= 128
 
 
 STAGES = {

@@ -3,14 +3,17 @@
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
 from .dependent import wait_for_previous
+from .quantise import quantise
 from .vectors import load, vector
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
+HALF = VECTOR // 2
+"""The same of bfloat16."""
 THREADS = 64
 """A row of 7168 is then 7 vectors a thread, none left over."""
 
@@ -23,6 +26,10 @@ class Permute:
     A token without a local expert costs the load of its `pair_row`.
 
     A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+
+    Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
+    scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
+    tokens and have them read again; those that no expert here has are not quantised at all.
     """
 
     def __init__(self, hidden: int, top_k: int):
@@ -36,8 +43,8 @@ class Permute:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # (tokens, hidden) e4m3
-        x_scale: cute.Tensor,  # (hidden / 128, tokens) f32
+        x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
+        x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
@@ -58,26 +65,62 @@ class Permute:
         for s in cutlass.range_constexpr(self.top_k):
             last = cutlass.max(last, rows[s])
         if last >= 0:
-            values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-            scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
-            for i in cutlass.range_constexpr(self.vectors_per_thread):
-                column = (i * THREADS + thread) * VECTOR
-                if column < self.hidden:
-                    at = x.iterator + Int64(token) * self.hidden + column
-                    cute.autovec_copy(vector(at, VECTOR), values[None, i])
-            for i in cutlass.range_constexpr(self.blocks_per_thread):
-                block = i * THREADS + thread
-                if block < self.blocks:
-                    scales[i] = x_scale[block, token]
-            for s in cutlass.range_constexpr(self.top_k):
-                row = rows[s]
-                if row >= 0:
-                    for i in cutlass.range_constexpr(self.vectors_per_thread):
-                        column = (i * THREADS + thread) * VECTOR
-                        if column < self.hidden:
-                            at = a.iterator + Int64(row) * self.hidden + column
-                            cute.autovec_copy(values[None, i], vector(at, VECTOR))
-                    for i in cutlass.range_constexpr(self.blocks_per_thread):
-                        block = i * THREADS + thread
-                        if block < self.blocks:
-                            a_scale[block, row] = scales[i]
+            if cutlass.const_expr(x.element_type is BFloat16):
+                self._quantise(x, token, thread, rows, a, a_scale)
+            else:
+                self._copy(x, x_scale, token, thread, rows, a, a_scale)
+
+    @cute.jit
+    def _copy(self, x, x_scale, token, thread, rows, a, a_scale):
+        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+        scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            column = (i * THREADS + thread) * VECTOR
+            if column < self.hidden:
+                at = x.iterator + Int64(token) * self.hidden + column
+                cute.autovec_copy(vector(at, VECTOR), values[None, i])
+        for i in cutlass.range_constexpr(self.blocks_per_thread):
+            block = i * THREADS + thread
+            if block < self.blocks:
+                scales[i] = x_scale[block, token]
+        for s in cutlass.range_constexpr(self.top_k):
+            row = rows[s]
+            if row >= 0:
+                for i in cutlass.range_constexpr(self.vectors_per_thread):
+                    column = (i * THREADS + thread) * VECTOR
+                    if column < self.hidden:
+                        at = a.iterator + Int64(row) * self.hidden + column
+                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                for i in cutlass.range_constexpr(self.blocks_per_thread):
+                    block = i * THREADS + thread
+                    if block < self.blocks:
+                        a_scale[block, row] = scales[i]
+
+    @cute.jit
+    def _quantise(self, x, token, thread, rows, a, a_scale):
+        """The same of bfloat16: a thread has VECTOR values of as many scale blocks as vectors."""
+        raw = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), BFloat16)
+        raw.fill(0.0)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            column = (i * THREADS + thread) * VECTOR
+            if column < self.hidden:
+                at = x.iterator + Int64(token) * self.hidden + column
+                for half in cutlass.range_constexpr(2):
+                    to = cute.make_tensor(
+                        raw[None, i].iterator + half * HALF, cute.make_layout(HALF)
+                    )
+                    cute.autovec_copy(vector(at + half * HALF, HALF), to)
+        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+        scales = cute.make_rmem_tensor(self.vectors_per_thread, Float32)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            scales[i] = quantise(raw[None, i], values[None, i])
+        for s in cutlass.range_constexpr(self.top_k):
+            row = rows[s]
+            if row >= 0:
+                for i in cutlass.range_constexpr(self.vectors_per_thread):
+                    column = (i * THREADS + thread) * VECTOR
+                    if column < self.hidden:
+                        at = a.iterator + Int64(row) * self.hidden + column
+                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                        if column % BLOCK == 0:
+                            a_scale[column // BLOCK, row] = scales[i]

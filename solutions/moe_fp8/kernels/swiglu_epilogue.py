@@ -1,8 +1,9 @@
 """SwiGLU and FP8 requantisation of a tile's sums: what the architectures' epilogues share.
 
-Half of a tile's columns are up rows of the weights, half are gate rows of the same columns. They
-are interleaved so that one thread has up and gate of a column: the weights are viewed as a tensor
-of rank 5, whose copy is one TMA instruction.
+Half of a tile's columns are rows of the weights' first half, half are the same rows of the second
+one: up and gate, or, with `gate_first`, gate and up. They are interleaved so that one thread has up
+and gate of a column: the weights are viewed as a tensor of rank 5, whose copy is one TMA
+instruction.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from ..numerics import BLOCK
 from .epilogue import Epilogue
 from .handoff import announce
+from .swiglu_quant import silu
 from .tiles import Tile
 from .vectors import vector
 
@@ -45,10 +47,14 @@ class SwigluEpilogue(Epilogue):
     n_halves = 2
     staging_type = Float8E4M3FN
 
-    def __init__(self, config: Any, operands: Any, n: int, columns: int, terms: int):
-        """`columns`: of the result that a tile makes; `terms`: FP8 values of each."""
+    def __init__(
+        self, config: Any, operands: Any, n: int, columns: int, terms: int, gate_first: bool
+    ):
+        """`columns`: of the result that a tile makes; `terms`: FP8 values of each; `gate_first`:
+        the first half of the weights' rows are those of gate."""
         super().__init__(config, operands, n)
         self.terms = terms
+        self.gate_first = gate_first
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         self.column_groups = self.warps  # that have maxima of their own, of a token
@@ -65,8 +71,14 @@ class SwigluEpilogue(Epilogue):
         stride = ((k, self.intermediate * k, group * k), 1, n * k)
         return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
 
+    def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
+        """`silu(gate) * up` of a column; `first` is the place of its sum over the weights' first
+        half, `second` of the one over the second half."""
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return silu(sums[gate]) * sums[up]
+
     def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
-        """Row of the B scales for the up (0) or gate (1) columns of a tile."""
+        """Row of the B scales for a tile's columns over the first (0) or second (1) half."""
         return (half * self.intermediate + n_tile * self.columns) // BLOCK
 
     def staged_rows(self, base: cute.Pointer) -> cute.Tensor:

@@ -1,6 +1,6 @@
 """SwiGLU and FP8 requantisation of a tile's sums on Blackwell: a strategy of the GEMM."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from ..barriers import Barriers
 from ..epilogue import TileShare
 from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
 from ..swiglu_epilogue import VECTOR, SwigluEpilogue
-from ..swiglu_quant import block_scale, divide, silu
+from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP, Tile
 from ..vectors import load
 from .config import MMA_ROWS, GemmConfig
@@ -34,12 +34,19 @@ class SwigluQuantise(SwigluEpilogue):
     meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
+    def __init__(
+        self,
+        config: GemmConfig,
+        operands: Operands,
+        n: int,
+        terms: int = 1,
+        gate_first: bool = False,
+    ):
         if config.quantises != terms or n % (2 * BLOCK):
             raise ValueError(
                 f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, BLOCK, terms)
+        super().__init__(config, operands, n, BLOCK, terms, gate_first)
         if not config.swap_ab:
             self.column_groups = config.consumer_warpgroups
 
@@ -57,10 +64,7 @@ class SwigluQuantise(SwigluEpilogue):
         """Write the valid rows of a tile, by all consumer threads; see `StoreBFloat16.store`."""
         barrier = self._barrier()
         if cutlass.const_expr(self.config.swap_ab):
-            tokens = cute.make_layout(self.rows)
-            up = cute.make_tensor(acc.iterator, tokens)
-            gate = cute.make_tensor(acc.iterator + self.rows, tokens)
-            self._stage_columns(output, staging, up, gate, share.tile, share.thread, barrier)
+            self._stage_columns(output, staging, acc, share.tile, share.thread, barrier)
         else:
             self._stage_row(output, staging, acc, share, barrier)
         self._store_staged(output, staging, share.tile, share.thread, barrier)
@@ -89,7 +93,7 @@ class SwigluQuantise(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)
         amax[0] = Float32(0.0)
         for j in cutlass.range_constexpr(columns):
-            c[j] = silu(acc[columns + j]) * acc[j]
+            c[j] = self.activated(acc, j, columns + j)
             amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
         staging.amax[warpgroup, row] = bits[0]
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
@@ -106,14 +110,14 @@ class SwigluQuantise(SwigluEpilogue):
             cute.autovec_copy(quantised, there)
 
     @cute.jit
-    def _stage_columns(self, output, staging, up, gate, tile, thread, barrier):
+    def _stage_columns(self, output, staging, sums, tile, thread, barrier):
         """Tokens are accumulator columns: a thread has one column of the result, of all of them."""
         warp, tokens = thread // WARP, self.rows
         c = cute.make_rmem_tensor(tokens, Float32)
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
-            c[i] = silu(gate[i]) * up[i]
+            c[i] = self.activated(sums, i, tokens + i)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
             bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
             if thread % WARP == i % WARP:
@@ -142,7 +146,7 @@ class PairStaging(NamedTuple):
 
 
 class SwigluQuantisePair(SwigluQuantise):
-    """`SwigluQuantise` under swap_ab by two CTAs: the first one has up, the second one gate.
+    """`SwigluQuantise` under swap_ab by two CTAs: one has up, the other one gate.
 
     With few tiles twice as many CTAs then read weights. Each makes half of the tokens: it sends the
     other one its sums of the other half, alternately to one of two buffers, see `PairBuffers`.
@@ -150,9 +154,9 @@ class SwigluQuantisePair(SwigluQuantise):
 
     n_halves = 1
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
-        super().__init__(config, operands, n, terms)
-        self.rows = config.tile_m // 2
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.rows = self.config.tile_m // 2
         self.buffers = PairBuffers(1, 1)
 
     def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
@@ -180,31 +184,29 @@ class SwigluQuantisePair(SwigluQuantise):
         """Write the valid rows of this CTA's half of a tile; see `StoreBFloat16.store`."""
         tile, _, thread, stored = share
         second = tile.n_tile % 2
-        tokens = cute.make_layout(self.rows)
-        lower = cute.make_tensor(acc.iterator, tokens)
-        upper = cute.make_tensor(acc.iterator + self.rows, tokens)
-        mine = cute.make_rmem_tensor(tokens, Float32)
-        others = cute.make_rmem_tensor(tokens, Float32)
+        mine = cute.make_rmem_tensor(self.rows, Float32)
+        theirs = cute.make_rmem_tensor(self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
-            mine[i] = cutlass.select_(second == 0, lower[i], upper[i])
-            others[i] = cutlass.select_(second == 0, upper[i], lower[i])
+            halves = acc[i], acc[self.rows + i]
+            mine[i] = cutlass.select_(second == 0, *halves)
+            theirs[i] = cutlass.select_(second == 0, *halves[::-1])
         arrived, phase = self.buffers.of_tile(staging.arrived, stored, 0)
-        theirs = staging.theirs[None, thread, stored % BUFFERS]
+        received = staging.theirs[None, thread, stored % BUFFERS].iterator
         if thread == 0:
             announce_to_other(arrived, 4 * self.rows * MMA_ROWS)
-        bits = cute.recast_tensor(others, Int32)
+        bits = cute.recast_tensor(theirs, Int32)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))
-            send_to_other((theirs.iterator + i).align(VECTOR), four, arrived)
+            send_to_other((received + i).align(VECTOR), four, arrived)
         cute.arch.mbarrier_wait(arrived, phase)
-        load(theirs.iterator, bits)
-        up, gate = others, mine
+        load(received, bits)
+        sums = cute.make_rmem_tensor(2 * self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
-            of_up = cutlass.select_(second == 0, mine[i], others[i])
-            gate[i] = cutlass.select_(second == 0, others[i], mine[i])
-            up[i] = of_up
+            both = mine[i], theirs[i]
+            sums[i] = cutlass.select_(second == 0, *both)
+            sums[self.rows + i] = cutlass.select_(second == 0, *both[::-1])
         first = second * self.rows
         half = Tile(tile.expert, tile.n_tile // 2, tile.row + first, tile.rows - first)
         barrier = self._barrier()
-        self._stage_columns(output, staging, up, gate, half, thread, barrier)
+        self._stage_columns(output, staging, sums, half, thread, barrier)
         self._store_staged(output, staging, half, thread, barrier)

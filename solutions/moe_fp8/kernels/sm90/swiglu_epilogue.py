@@ -13,7 +13,7 @@ from ..epilogue import TileShare
 from ..limits import WARPS
 from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
 from ..swiglu_epilogue import SwigluEpilogue
-from ..swiglu_quant import block_scale, divide, silu
+from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP
 from .config import GemmConfig
 from .operands import Operands
@@ -41,14 +41,21 @@ class SwigluQuantise(SwigluEpilogue):
     warps exchange maxima and quantised values through shared memory first.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
+    def __init__(
+        self,
+        config: GemmConfig,
+        operands: Operands,
+        n: int,
+        terms: int = 1,
+        gate_first: bool = False,
+    ):
         tiles = config.tile_n == BLOCK and config.cluster_n == 2 and config.quantises == terms
         if not tiles or n % (2 * BLOCK):
             raise ValueError(
                 f"{config}, n={n}: expected quantises={terms}, tiles of {BLOCK} columns in "
                 f"clusters of two side by side, and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, COLUMNS, terms)
+        super().__init__(config, operands, n, COLUMNS, terms, gate_first)
         # Every warpgroup waits for its own rows, with swap_ab all together.
         waits, arrivals = (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPS)
         self.buffers = PairBuffers(waits, arrivals)
@@ -93,7 +100,7 @@ class SwigluQuantise(SwigluEpilogue):
             for j in cutlass.range_constexpr(pairs):
                 for i in cutlass.range_constexpr(2):
                     v = i + 2 * r + 4 * j
-                    c[i, j, r] = silu(sums[v + 4 * pairs]) * sums[v]
+                    c[i, j, r] = self.activated(sums, v, v + 4 * pairs)
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
         theirs = staging.theirs[stored % BUFFERS, None]
@@ -143,7 +150,7 @@ class SwigluQuantise(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
-            c[i] = silu(sums[v + 2]) * sums[v]
+            c[i] = self.activated(sums, v, v + 2)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
             for distance in cutlass.range_constexpr(2, 5):
                 other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
