@@ -164,7 +164,7 @@ class FusedMoe:
             of.m_indptr.iterator, cute.make_layout((2, shape.num_local_experts), stride=(1, 1))
         )
 
-        self.route(
+        self.route.launch(
             logits, bias, offset, scaling,
             of.expert, of.marks, of.weights, of.m_indptr,
             of.pair_row, of.token_of_row, of.counters, stream,
