@@ -61,11 +61,10 @@ def why_not() -> str:
 # --- in a process of its own ----------------------------------------------------------------------
 
 
-def _begin(target: str) -> None:
-    """Put the emulator in place."""
+def begin(target: str) -> None:
+    """Put the emulator in place, for this process and those that are forked from it."""
     import ptxemu
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
     # Of a pool of threads that torch had before the fork, none lives on.
     torch.set_num_threads(1)
     # Memory that nothing has written is NaN, as in the emulator's own allocations.
@@ -164,7 +163,8 @@ _job: _Job
 def _fork_with(job: _Job) -> None:
     global _job
     _job = job
-    _begin(job.target)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    begin(job.target)
 
 
 def _evaluated(number: int) -> dict[str, Any]:
