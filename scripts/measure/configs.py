@@ -18,7 +18,7 @@ from moe_fp8.layer.rows import flat_rows
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
-from scripts.measure.alone import Row, WrongError
+from scripts.measure.alone import Row, WrongError, emulate
 from scripts.measure.gemm_problems import LAYER_SHAPES, ROWS
 
 # --- which there are ------------------------------------------------------------------------------
@@ -153,9 +153,7 @@ def prepare(job: Job, target: str, emulated: bool) -> Run:
     """Compile the kernels of a job; see `alone.Prepare`."""
     at = place(target, emulated)
     if emulated:
-        from scripts.measure import emulated as emulator
-
-        emulator.begin(target)
+        emulate(target)
     from moe_fp8.kernels import operations
 
     if emulated:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scripts.measure.alone import emulate
+
 BLOCK = WARPGROUP = 128
 FLOPS = {"sm90": 2 * 64 * 64 * BLOCK, "sm100": 2 * 128 * 128 * BLOCK}
 """Of a K block: on Hopper 64 rows of a warpgroup and 64 columns, whose MMA read 128 bytes a clock
@@ -166,9 +168,7 @@ def ratio(of: float, to: float) -> float:
 def prepare(name: str, target: str, emulated: bool) -> Callable[[], dict[str, float]]:
     """Compile a probe; see `alone.Prepare`."""
     if emulated:
-        from scripts.measure import emulated as emulator
-
-        emulator.begin(target)
+        emulate(target)
     of = Probes(target, emulated)
     known: dict[str, Callable[[], Callable[[], dict[str, float]]]] = {
         "tensor memory": of.tensor_memory,

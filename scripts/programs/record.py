@@ -29,11 +29,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from scripts.common import environment, files
+from scripts.common import environment, files, schemas
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    UsageError,
     duration,
     parser,
     positive,
@@ -41,6 +42,7 @@ from scripts.common.command_line import (
     say,
 )
 from scripts.common.project import ROOT, TRACES_DIR
+from scripts.pack.availability import say_skipped
 
 TOKENS = ("1", "80", "901", "14107")
 """Of the workloads whose stages and kernels are recorded: few pairs, many experts, both, most."""
@@ -111,6 +113,14 @@ def collect(directory: Path) -> None:
             path.rename(directory / path.name)
 
 
+def not_run(directory: Path) -> str:
+    """The solutions that `bench` had to leave out and why, in one line: peers above all."""
+    with contextlib.suppress(OSError, UsageError):  # it was not made, or is what is left of one
+        run = schemas.read(directory / "run.json", schemas.RunInfo)
+        return say_skipped(run.get("skipped", {}))
+    return ""
+
+
 def record(
     steps: Mapping[str, Sequence[str]],
     directory: Path,
@@ -150,6 +160,8 @@ def record(
     failed = [f"{s['name']} ({s['status']})" for s in done if s["status"] != 0]
     if failed:
         say(f"not passed: {', '.join(failed)}; their output is in the archive")
+    if left_out := not_run(directory):
+        say(f"not in the ranking: {left_out}")
     say(f"record: {directory}\nto send back: {archive}, nothing else")
     return EXIT_INTERRUPTED if interrupted else EXIT_FAILED if failed else EXIT_OK
 

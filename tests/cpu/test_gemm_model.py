@@ -1,13 +1,16 @@
 """The model on paper: its arithmetic against figures worked out by hand, its rules of tiles against
 a simple count, and its error on the recorded times."""
 
+import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 
+from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.measure import model
 from scripts.measure.gemm_problems import Problem
@@ -23,6 +26,7 @@ from scripts.measure.model import (
     predict,
     row_tiles,
 )
+from scripts.programs import model as program
 
 
 def test_nominal_rates_are_those_of_the_data_sheets() -> None:
@@ -61,7 +65,10 @@ def test_a_block_on_blackwell() -> None:
 
 def test_more_accumulators_hide_a_slow_hand_off() -> None:
     slow = replace(CONSTANTS, handoff_clocks=480)
-    chains = [block_sm100(B200, Blackwell(accumulators=n), constants=slow).chain for n in (2, 3, 4)]
+    chains = [
+        block_sm100(replace(B200, constants=slow), Blackwell(accumulators=n)).chain
+        for n in (2, 3, 4)
+    ]
     assert chains == sorted(chains, reverse=True) and chains[0] > chains[-1]
 
 
@@ -130,7 +137,39 @@ def test_the_study_is_predicted_within_10_percent_in_the_median() -> None:
 def test_a_constant_left_out_shows() -> None:
     rows = model.read_record(RECORD / "gemm_study.json")
     for constants in (replace(CONSTANTS, launch_us=0.0), replace(CONSTANTS, handoff_clocks=400.0)):
-        assert model.check(rows, {}, H200_MEASURED, constants).error.abs().max() > 0.3
+        gpu = replace(H200_MEASURED, constants=constants)
+        assert model.check(rows, {}, gpu).error.abs().max() > 0.3
+
+
+def test_probes_replace_what_is_assumed(tmp_path, capsys, monkeypatch) -> None:
+    """Of the GPU that they were made on, Blackwell or Hopper, and nothing else."""
+    measured = {"l2_per_clock": 91.0, "writes": 0.5, "handoff_clocks": 300.0, "tmem_x16": 70.0}
+    blackwell = model.with_probes({"target": "sm_103a", "measured": measured})
+    assert blackwell.h200_measured == H200_MEASURED and blackwell.h200 == H200
+    for gpu, before in zip(blackwell[2:], model.GPUS[2:], strict=True):
+        assert (gpu.l2_per_clock, gpu.constants.writes, gpu.constants.handoff_clocks) == (
+            91,
+            0.5,
+            300,
+        )
+        assert gpu.smem_per_clock == 128 and gpu.constants.launch_us == CONSTANTS.launch_us
+        config = Blackwell(tile_n=256)
+        assert block_sm100(gpu, config).chain > block_sm100(before, config).chain
+    hopper = model.with_probes({"target": "sm_90a", "measured": measured})
+    assert hopper.b200 == B200 and hopper.h200_measured.l2_per_clock == 91
+    path = tmp_path / "probes.json"
+    path.write_text(
+        json.dumps({"probes": {"target": "sm_100a", "emulated": False, "measured": measured}})
+    )
+    monkeypatch.setattr("sys.argv", ["model", "--probes", str(path)])
+    monkeypatch.setattr(program, "histograms", lambda root: [])
+    monkeypatch.setattr(model, "hopper_tables", lambda rows_of, gpu: [])
+    assert program.main() == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"L2, bytes a clock *\|( *64 \|){2}( *91 \|){2}", printed)
+    path.write_text(path.read_text().replace("false", "true"))
+    with pytest.raises(UsageError, match="emulator"):
+        program.main()
 
 
 def test_the_page_has_the_tables_that_the_program_prints() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import run
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from scripts.measure import gpu
 from scripts.programs import record
 from scripts.programs.record import RUN
 
@@ -113,6 +114,48 @@ def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
     assert (directory / "traces.jsonl").read_text() == "traces.jsonl"
     assert (directory / "run.json").exists() and not (directory / ".run.lock").exists()
     assert (directory / "stages.json").read_text() == "earlier", "nothing is written over"
+
+
+def as_on_a_gpu(monkeypatch, out: Path, steps: dict[str, list[str]], *options: str) -> int:
+    """`run.py record` where these stand for the programs."""
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "NVIDIA B200")
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_100a")
+    monkeypatch.setattr(record, "commands", lambda directory: steps)
+    monkeypatch.setattr("sys.argv", ["record", "--out", str(out), *options])
+    return record.main()
+
+
+def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
+    """All steps, two of which fail in a way that stops nothing, and what peers were not there."""
+    failing = ("tune", "gemm_study")
+    steps = {name: note(tmp_path, name, name in failing) for name in record.STEPS}
+    skipped = {"flashinfer_moe": "not installed: pip install flashinfer-python"}
+    (tmp_path / "run.json").write_text(json.dumps({"skipped": skipped}))
+    finds = f"import pathlib, shutil; d = max(pathlib.Path({str(tmp_path)!r}).glob('record-*')); "
+    finds += "(d / 'bench' / 'run').mkdir(parents=True); "
+    finds += f"shutil.copy({str(tmp_path / 'run.json')!r}, d / 'bench' / 'run')"
+    steps["bench"] = python(finds)
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps) == EXIT_FAILED
+    ran = (tmp_path / "order.txt").read_text().split()
+    assert ran == [name for name in record.STEPS if name != "bench"]
+    said_last = capfd.readouterr().err
+    assert "not passed: tune (1), gemm_study (1); their output is in the archive" in said_last
+    assert "not in the ranking: flashinfer_moe: not installed" in said_last
+    (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
+    assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
+    with tarfile.open(archive) as packed:
+        held = {Path(name).name for name in packed.getnames()}
+    assert {"environment.json", "steps.json", "run.json"} <= held
+    assert {f"{name}.log" for name in record.STEPS} <= held
+
+
+@pytest.mark.parametrize(("options", "ran"), [((), ["configs"]), (("--keep-going",), None)])
+def test_keep_going(options, ran, tmp_path: Path, monkeypatch) -> None:
+    chosen = ("tune", "configs", "probes")  # in the order of the record, whatever is asked for
+    steps = {name: note(tmp_path, name, name == "configs") for name in record.STEPS}
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", *chosen, *options) == EXIT_FAILED
+    expected = ran or ["configs", "probes", "tune"]
+    assert (tmp_path / "order.txt").read_text().split() == expected
 
 
 def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
