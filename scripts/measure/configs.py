@@ -132,9 +132,9 @@ RAGGED = (0, 1, 17, 65, 128, 200)
 SMALL = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
 EMULATED_CTAS = 4
-MOST_DIFFERENT = {1: 3e-4, 2: 1e-6}
-"""calc_diff of a layer and its model, by terms: what lies next to the middle between two FP8 values
-goes one way or the other. What a wrong config gives is far beyond."""
+MOST_DIFFERENT = {1: 3e-4, 2: 3e-5}
+"""calc_diff of a layer and its model, by terms: Hopper adds in 14 bits, and what lies next to the
+middle between two FP8 values goes one way or the other. Without half of the second term it is 9e-5."""
 
 
 def place(target: str, emulated: bool) -> Place:
