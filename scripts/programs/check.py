@@ -163,7 +163,7 @@ def of_a_gpu(args: argparse.Namespace, what: str) -> tuple[int, dict[str, Any]]:
     from scripts.measure import alone, configs, gpu, probes
 
     target, emulated = args.emulate or gpu.gpu_arch(), bool(args.emulate)
-    jobs: Sequence[Any] = probes.NAMES[probes.family(target)]
+    jobs: Sequence[Any] = probes.mma_of(target).probes
     prepare: alone.Prepare = probes.prepare
     if what == "configs":
         jobs, prepare = configs.jobs(target, args.shipped), configs.prepare

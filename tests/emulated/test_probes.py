@@ -8,15 +8,13 @@ from test_mutations import replace
 from scripts.measure import alone, configs, probes
 
 CASES = [
-    (target, name)
-    for target in ("sm_90a", "sm_100a")
-    for name in probes.NAMES[probes.family(target)]
+    (target, name) for target in ("sm_90a", "sm_100a") for name in probes.mma_of(target).probes
 ]
 FIELDS = {
-    "handoff": {"handoff_clocks", "mma_per_clock"},
+    "handoff": {"handoff_clocks", "mma_per_clock", "smem_per_clock"},
     "handoff of a pair": {"pair_handoff_clocks"},
     "tensor memory": {"tmem_ld_x16_clocks", "tmem_ld_x64_clocks", "tmem_per_clock"},
-    "rates": {"l2_per_clock", "smem_per_clock", "writes", "l2_per_clock_beside_mma",
+    "rates": {"l2_per_clock", "writes", "l2_per_clock_beside_mma",
               "mma_slower_beside_loads"},
 }  # fmt: skip
 KERNELS = {"handoff": 2, "handoff of a pair": 2, "tensor memory": 3, "rates": 3}
@@ -36,10 +34,10 @@ def test_probes_run_without_a_hazard(target, name, mode, emulator, monkeypatch):
 def test_what_a_launch_does(target, emulator):
     """As many bytes and FLOPs as the rates are computed with."""
     of = probes.Probes(target, True)
-    of._engine(loads=True, blocks=4, groups=2)(3, 10, 2)
-    done, groups = emulator.reports[-1].counts, 2 if target == "sm_90a" else 1
+    of.engine(loads=True, blocks=4)(3, 10, 2)
+    done = emulator.reports[-1].counts
     assert done["tma_loaded"] == 2 * 10 * probes.CHUNK
-    assert done["mma_flops"] == 2 * 3 * 4 * groups * probes.FLOPS[of.family]
+    assert done["mma_flops"] == 2 * 3 * 4 * of.mma.flops
 
 
 GEMM = {
