@@ -48,6 +48,8 @@ TOKENS = ("1", "80", "901", "14107")
 """Of the workloads whose stages and kernels are recorded: few pairs, many experts, both, most."""
 GATES = ("configs", "tests", "probes")
 """Steps without which the others would time what is wrong."""
+EMULATED = ("configs", "probes")
+"""Of them those that the emulator can stand in for a GPU in."""
 TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", "gemm_study", "report")
 STEPS = (*GATES, *TIMED)
 """In order."""
@@ -169,23 +171,30 @@ def record(
 def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--only", nargs="+", default=STEPS, choices=STEPS, help="these steps")
+    add("--only", nargs="+", choices=STEPS, help="these steps (all)")
     said = f"run the other steps although {', '.join(GATES[:-1])} or {GATES[-1]} failed"
     add("--keep-going", action="store_true", help=said)
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
     # Not among the runs: the latest of those is what `report` and `bench --resume` take.
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
+    said = f"without a GPU, {' and '.join(EMULATED)} alone: a rehearsal"
+    add("--emulate", choices=("sm_90a", "sm_100a"), help=said)
     args = arguments.parse_args()
+    if args.emulate and not set(args.only or ()) <= set(EMULATED):
+        raise UsageError(f"--emulate: only with {' and '.join(EMULATED)}")
 
     from scripts.measure.gpu import gpu_arch, require_gpu
 
-    hardware, target = require_gpu(), gpu_arch()
+    hardware = f"emulated {args.emulate}" if args.emulate else require_gpu()
+    target = args.emulate or gpu_arch()
+    chosen = args.only or (EMULATED if args.emulate else STEPS)
     now = datetime.now(timezone.utc)
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
     directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
     directory.mkdir(parents=True)
-    steps = {name: c for name, c in commands(directory).items() if name in args.only}
+    more = ["--emulate", target] if args.emulate else []
+    steps = {name: [*c, *more] for name, c in commands(directory).items() if name in chosen}
     say(f"{hardware}, {target}: {', '.join(steps)}")
     files.write_json(directory / "environment.json", environment.capture())
     header = {"hardware": hardware, "target": target, "time": now.isoformat(timespec="seconds")}

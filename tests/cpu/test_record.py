@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import run
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from scripts.measure import gpu
 from scripts.programs import record
 from scripts.programs.record import RUN
@@ -156,6 +156,29 @@ def test_keep_going(options, ran, tmp_path: Path, monkeypatch) -> None:
     assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", *chosen, *options) == EXIT_FAILED
     expected = ran or ["configs", "probes", "tune"]
     assert (tmp_path / "order.txt").read_text().split() == expected
+
+
+@pytest.mark.all
+def test_a_rehearsal_without_a_gpu(tmp_path: Path) -> None:
+    """The program itself, in the emulator; its probes are kept, and named as no times."""
+    command = [sys.executable, "run.py", "record", "--out", str(tmp_path), "--emulate", "sm_100a"]
+    done = subprocess.run([*command, "--only", "probes"], cwd=record.ROOT, env=run.environment())
+    assert done.returncode == EXIT_OK
+    (archive,) = tmp_path.glob("record-emulated-sm-100a-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        (name,) = (name for name in packed.getnames() if name.endswith("probes.json"))
+        content = packed.extractfile(name)
+        assert content is not None
+        found = json.load(content)["probes"]
+    assert found["emulated"] and found["target"] == "sm_100a"
+    assert [row["status"] for row in found["results"]] == ["passed"] * 4
+
+
+def test_only_two_steps_can_be_emulated(tmp_path: Path, monkeypatch) -> None:
+    steps = {name: note(tmp_path, name) for name in record.STEPS}
+    with pytest.raises(UsageError, match="only with configs and probes"):
+        as_on_a_gpu(monkeypatch, tmp_path, steps, "--emulate", "sm_90a", "--only", "bench")
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
