@@ -13,7 +13,7 @@ noted, and the next one begins. Everything goes into one directory, laid out as 
 and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
 packages' versions and the steps' output, no variables of the environment.
 
-Takes about two hours. Ctrl-C ends the step under way and packs what there is.
+Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """
 
 import contextlib
