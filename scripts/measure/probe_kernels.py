@@ -12,7 +12,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
-from moe_fp8.kernels.compile import Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import Extent, Scalar, Tensor
 from moe_fp8.kernels.limits import WARPGROUP
 from moe_fp8.kernels.sm90.config import GemmConfig as ConfigSm90
 from moe_fp8.kernels.sm90.operands import TokensAsRows as OperandsSm90
@@ -20,11 +20,10 @@ from moe_fp8.kernels.sm100.config import MMA_ROWS
 from moe_fp8.kernels.sm100.config import GemmConfig as ConfigSm100
 from moe_fp8.kernels.sm100.gemm import LANE, MMA_K
 from moe_fp8.kernels.sm100.operands import TokensAsRows as OperandsSm100
-from moe_fp8.kernels.tiles import WARP
 from moe_fp8.kernels.tma import GROUPS
 
-LINE = 128
-"""Bytes of a row of operands and of what is loaded."""
+from scripts.measure.weight_stream import LINE, WARP, compile_for
+
 STAGES = 8
 """Of the ring that is loaded into: 128 KB under way."""
 LOAD_WARP, MMA_WARP, WAITING_WARP = 0, 1, 2
@@ -315,19 +314,13 @@ class TensorMemory:
             cute.arch.dealloc_tmem(tmem, self.columns)
 
 
-def _compile(kernel: Any, arguments: tuple, target: str) -> Any:
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"--enable-tvm-ffi --gpu-arch={target}"
-    return cute.compile(kernel, *fakes(arguments), stream, options=options)
-
-
 def compile_engine(target: str, **how: Any) -> Any:
-    """An `Engine` of the target; needs no GPU."""
+    """An `Engine` of the target."""
     engine = EngineSm90 if target == "sm_90a" else EngineSm100
     lines = Tensor(Float8E4M3FN, (Extent("lines"), LINE))
     clocks = Tensor(Int64, (2, Extent("ctas")), align=8)
-    return _compile(engine(**how), (lines, clocks, *(Scalar(Int32) for _ in range(3))), target)
+    return compile_for(target, engine(**how), (lines, clocks, *[Scalar(Int32)] * 3))
 
 
 def compile_tensor_memory(target: str, width: int, chained: bool) -> Any:
-    return _compile(TensorMemory(width, chained), (Tensor(Int64, (4,), align=8),), target)
+    return compile_for(target, TensorMemory(width, chained), [Tensor(Int64, (4,), align=8)])
