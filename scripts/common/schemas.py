@@ -81,6 +81,18 @@ class Stages(TypedDict):
     solutions: NotRequired[dict[str, str]]
 
 
+class Probed(TypedDict):
+    target: str
+    emulated: bool
+    measured: dict[str, FiniteFloat]
+
+
+class Probes(TypedDict):
+    """probes.json."""
+
+    probes: Probed
+
+
 class GemmProblem(TypedDict):
     """What every row of a gemm*.json says of its problem."""
 

@@ -24,12 +24,11 @@ from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.data.records import LAUNCHES, PASSED
+from scripts.measure.alone import MULTIPROCESSORS, emulate
 from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.profile import short_name, works
 
-MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
-"""Of an H200 and a B200: how many CTAs are launched depends on it."""
 NONE = "none"
 TARGETS = (*MULTIPROCESSORS, NONE)
 MOST_DIFFERENT = 1e-6
@@ -59,25 +58,6 @@ def why_not() -> str:
 
 
 # --- in a process of its own ----------------------------------------------------------------------
-
-
-def _begin(target: str) -> None:
-    """Put the emulator in place."""
-    import ptxemu
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
-    # Of a pool of threads that torch had before the fork, none lives on.
-    torch.set_num_threads(1)
-    # Memory that nothing has written is NaN, as in the emulator's own allocations.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # What the cache of compiled kernels holds comes without its PTX.
-    os.environ["MOE_FP8_CACHE_DIR"] = ""
-    ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
-    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
-    ptxemu.options.poison_races = True
-    # As on a GPU; otherwise each launch would find the one before it complete.
-    ptxemu.options.dependents = "early"
-    ptxemu.install(target, MULTIPROCESSORS[target])
 
 
 def _use_kernels(package: str, target: str) -> None:
@@ -164,7 +144,8 @@ _job: _Job
 def _fork_with(job: _Job) -> None:
     global _job
     _job = job
-    _begin(job.target)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    emulate(job.target)
 
 
 def _evaluated(number: int) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from scripts.data import dataset
 BLOCK = 128
 LAYER_SHAPES = {"gemm1": (4096, 7168), "gemm2": (7168, 2048)}
 """(N, K) of the layer's two GEMMs."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""Of an expert, that `tune` looks at."""
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
 """Module and row layout of those that choose their configs."""
 PEERS = ("deepgemm", "sgl", "triton")

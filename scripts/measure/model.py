@@ -6,7 +6,7 @@ import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pandas as pd
 from moe_fp8.kernels.limits import WARPS
 from moe_fp8.kernels.sm90.config import WGMMA_M
 from moe_fp8.kernels.sm90.config import GemmConfig as GemmConfigSm90
-from moe_fp8.kernels.sm100.config import MMA_ROWS
+from moe_fp8.kernels.sm100.config import CONSUMER_COLUMNS, MMA_ROWS
 from moe_fp8.kernels.sm100.config import GemmConfig as GemmConfigSm100
 from moe_fp8.kernels.sm100.heuristic import PICKED as PICKED_SM100
 from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
@@ -34,10 +34,10 @@ class Constants:
 
     Measured on an H200: launch_us (gemm_study.json of 2026-11-22: reading few weights took 4.2 us,
     less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
-    other_instructions (the same page: 100, of which 64 are multiply-adds), serial_loads (in the
-    machine code, tests/cpu/test_compile.py). Chosen for the check against the records:
-    handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed: latency_us, and tmem_clocks,
-    of which no figure was found; `latency_table` has what 20 to 400 would cost.
+    other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
+    against the records: handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed:
+    latency_us, and tmem_clocks, of which no figure was found; `latency_table` has what 20 to 400
+    would cost.
     """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
@@ -47,7 +47,6 @@ class Constants:
     latency_us: float = 1.0  # from asking for a stage until it is free again, DRAM included
     writes: float = 1.0  # share of TMA's writes that keeps shared memory from being read
     tmem_clocks: float = 100  # from a load from tensor memory until it can be used
-    serial_loads: int = 1  # of a K block and thread: each waits for the one before
 
 
 CONSTANTS = Constants()
@@ -61,12 +60,13 @@ class Gpu:
     multiprocessors: int
     clock_hz: float
     dram_per_s: float  # bytes
-    mma_per_clock: int  # FP8 FLOPs of the tensor cores
+    mma_per_clock: float  # FP8 FLOPs of the tensor cores
     fma_per_instruction: int = 1  # float32 multiply-adds of a lane; two where there is a packed one
-    tmem_per_clock: int = 0  # bytes read from tensor memory; 0 where there is none
+    tmem_per_clock: float = 0  # bytes read from tensor memory; 0 where there is none
     fma_per_clock: int = 128
-    smem_per_clock: int = 128  # bytes of shared memory, read and written
-    l2_per_clock: int = 64  # bytes that come from L2
+    smem_per_clock: float = 128  # bytes of shared memory, read and written
+    l2_per_clock: float = 64  # bytes that come from L2
+    constants: Constants = CONSTANTS
 
     @property
     def flops_per_s(self) -> float:
@@ -104,11 +104,10 @@ class Block:
         return max(self.resources, key=lambda name: self.resources[name])
 
 
-def block_sm90(
-    gpu: Gpu, config: GemmConfigSm90, rows: int, constants: Constants = CONSTANTS
-) -> Block:
+def block_sm90(gpu: Gpu, config: GemmConfigSm90, rows: int) -> Block:
     """A K block on Hopper of a tile with so many valid rows: each warpgroup with a row multiplies
     64 rows, reads all operands of its own WGMMA, and promotes what it multiplied."""
+    constants = gpu.constants
     used = config.tile_n if config.swap_ab else rows
     groups = math.ceil(used / WGMMA_M)
     columns = config.tile_m if config.swap_ab else config.tile_n
@@ -131,11 +130,10 @@ def block_sm90(
     )
 
 
-def block_sm100(
-    gpu: Gpu, config: GemmConfigSm100, rows: int = 0, constants: Constants = CONSTANTS
-) -> Block:
+def block_sm100(gpu: Gpu, config: GemmConfigSm100, rows: int = 0) -> Block:
     """A K block on Blackwell, whatever rows are valid: the MMA has 128 rows of a CTA. Where two
     multiprocessors share an MMA, each reads half of the columns' operand for both."""
+    constants = gpu.constants
     columns = config.mma_columns
     mma = 2 * MMA_ROWS * columns * BLOCK * config.terms / gpu.mma_per_clock
     read = (MMA_ROWS + columns // config.mma_ctas) * BLOCK * config.terms
@@ -147,10 +145,13 @@ def block_sm100(
     tmem = 4 * values / gpu.tmem_per_clock
     promote = max(values / gpu.fma_per_clock, groups * instructions)
     handoff = constants.handoff_clocks
-    # A consumer's K block: loads, then its own columns, at the rate of one warp a scheduler.
+    # A consumer's K block: loads from tensor memory, each waited for and added at the rate of one
+    # warp a scheduler. The accumulator goes back when the last of them is there.
     lane = gpu.fma_per_clock / (32 * SCHEDULERS)
-    own = constants.serial_loads * constants.tmem_clocks + of_thread / lane
-    consumer = max(promote, own + constants.other_instructions + handoff)
+    loads = math.ceil(of_thread / CONSUMER_COLUMNS)
+    last_at = loads * constants.tmem_clocks + (loads - 1) * CONSUMER_COLUMNS / lane
+    own = loads * constants.tmem_clocks + of_thread / lane + constants.other_instructions
+    consumer = max(promote, own + handoff)
     filled = max(mma, read / gpu.smem_per_clock)  # how long an accumulator is written
     return Block(
         mma=mma,
@@ -159,7 +160,7 @@ def block_sm100(
         l2=loaded / gpu.l2_per_clock,
         tmem=tmem,
         promote=promote,
-        chain=max(consumer, (filled + handoff + consumer) / config.num_accumulators),
+        chain=max(consumer, (filled + 2 * handoff + last_at) / config.num_accumulators),
         latency=constants.latency_us * 1e-6 * gpu.clock_hz / config.num_stages,
     )
 
@@ -185,9 +186,7 @@ class Prediction(NamedTuple):
     limit: str  # `DRAM`, or the slowest resource of the schedule
 
 
-def predict(
-    gpu: Gpu, config: Any, problem: Problem, constants: Constants = CONSTANTS
-) -> Prediction:
+def predict(gpu: Gpu, config: Any, problem: Problem) -> Prediction:
     """The time of a problem, of which an expert has rows, with a config: launch, and the largest of
     DRAM, schedule and tail."""
     block_of = block_sm100 if isinstance(config, GemmConfigSm100) else block_sm90
@@ -195,8 +194,8 @@ def predict(
     of_expert = [list(row_tiles(config, count)) for count in problem.rows if count]
     tiles = [rows for expert in of_expert for rows in expert * columns]
     clusters = gpu.multiprocessors // config.cluster_size
-    end = constants.tile_end_us
-    blocks = {rows: block_of(gpu, config, rows, constants) for rows in set(tiles)}
+    end = gpu.constants.tile_end_us
+    blocks = {rows: block_of(gpu, config, rows) for rows in set(tiles)}
     us = 1e6 / gpu.clock_hz * (problem.k // BLOCK)  # of a clock in every K block
     of_tile = {rows: block.clocks * us + end for rows, block in blocks.items()}
     schedule = _busiest([of_tile[rows] for rows in tiles], clusters, config.dynamic)
@@ -207,7 +206,7 @@ def predict(
     if last:  # a wave of few tiles cannot draw the whole bandwidth
         memory = max(memory, dram * (1 - last / len(tiles)) + of_tile[longest])
     limit = blocks[longest].slowest if schedule >= memory else "DRAM"
-    return Prediction(constants.launch_us + max(memory, schedule), schedule, limit)
+    return Prediction(gpu.constants.launch_us + max(memory, schedule), schedule, limit)
 
 
 def _busiest(times: Sequence[float], clusters: int, dynamic: bool) -> float:
@@ -233,6 +232,7 @@ def config_sm90(text: str) -> GemmConfigSm90:
 # --- the GPUs -------------------------------------------------------------------------------------
 
 RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-24"
+H200_TARGET = "sm_90a"
 H200 = Gpu("H200, nominal", 132, clock_hz=1.83e9, dram_per_s=4.8e12, mma_per_clock=8192)
 # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of the
 # records' kernels are short. Bandwidth: floors.json at b1af57c.
@@ -256,18 +256,49 @@ Table = tuple[str, list[str], list[list[Any]]]
 """Title, header, rows."""
 
 
-def gpu_table() -> Table:
+class Gpus(NamedTuple):
+    """Those that the tables are about."""
+
+    h200: Gpu = H200
+    h200_measured: Gpu = H200_MEASURED
+    b200: Gpu = B200
+    b200_as_h200: Gpu = B200_AS_H200
+
+
+GPUS = Gpus()
+
+
+def with_probes(probes: Mapping[str, Any]) -> Gpus:
+    """With what `check --only probes` measured in place of what is assumed of such a GPU. What it
+    measured besides, the model has no use for."""
+    found = probes["measured"]
+
+    def instead(of: Any) -> dict[str, Any]:
+        return {field.name: found[field.name] for field in fields(of) if field.name in found}
+
+    def probed(gpu: Gpu) -> Gpu:
+        constants = replace(gpu.constants, **instead(gpu.constants))
+        return replace(gpu, constants=constants, **instead(gpu))
+
+    if probes["target"] == H200_TARGET:
+        return GPUS._replace(h200_measured=probed(H200_MEASURED))
+    return GPUS._replace(b200=probed(B200), b200_as_h200=probed(B200_AS_H200))
+
+
+def gpu_table(gpus: Gpus = GPUS) -> Table:
     """The GPUs' figures; where they come from: docs/gemm-model.md."""
-    gpus = (H200, H200_MEASURED, B200, B200_AS_H200)
     rows: list[list[Any]] = [
         ["FP8 PFLOP/s", *(f"{g.flops_per_s / 1e15:.2f}" for g in gpus)],
         ["multiprocessors", *(g.multiprocessors for g in gpus)],
         ["clock GHz", *(f"{g.clock_hz / 1e9:.3f}" for g in gpus)],
         ["DRAM TB/s", *(f"{g.dram_per_s / 1e12:.2f}" for g in gpus)],
-        ["FP8 FLOPs a clock", *(g.mma_per_clock for g in gpus)],
-        ["shared memory, bytes a clock", *(g.smem_per_clock for g in gpus)],
-        ["L2, bytes a clock", *(g.l2_per_clock for g in gpus)],
-        ["tensor memory, bytes a clock", *(g.tmem_per_clock or "-" for g in gpus)],
+        ["FP8 FLOPs a clock", *(f"{g.mma_per_clock:.0f}" for g in gpus)],
+        ["shared memory, bytes a clock", *(f"{g.smem_per_clock:.0f}" for g in gpus)],
+        ["L2, bytes a clock", *(f"{g.l2_per_clock:.0f}" for g in gpus)],
+        [
+            "tensor memory, bytes a clock",
+            *(f"{g.tmem_per_clock:.0f}" if g.tmem_per_clock else "-" for g in gpus),
+        ],
         ["multiply-adds a clock", *(g.fma_per_clock for g in gpus)],
     ]
     return "GPUs", ["", *(g.name for g in gpus)], rows
@@ -289,7 +320,6 @@ def check(
     recorded: Iterable[dict[str, Any]],
     rows_of: Rows,
     gpu: Gpu = H200_MEASURED,
-    constants: Constants = CONSTANTS,
 ) -> pd.DataFrame:
     """Every recorded row beside what the model says: `model` in us, its `limit`, and its `error`,
     predicted over measured, less one."""
@@ -299,20 +329,20 @@ def check(
         even = (row["pairs"] // row["experts"],) * row["experts"]
         rows = even if tokens is None else rows_of[tokens]
         problem = Problem(rows, row["n"], row["k"], tokens)
-        made = predict(gpu, config_sm90(row["config"]), problem, constants)
+        made = predict(gpu, config_sm90(row["config"]), problem)
         error = made.us / row["us"] - 1
         found.append({**row, "model": made.us, "limit": made.limit, "error": error})
     return pd.DataFrame(found)
 
 
-def hopper_tables(rows_of: Rows) -> list[Table]:
+def hopper_tables(rows_of: Rows, gpu: Gpu) -> list[Table]:
     """The error on the records, and the rows that it is largest on."""
-    layers = check(read_record(RECORD / "gemm_layers.json"), rows_of)
+    layers = check(read_record(RECORD / "gemm_layers.json"), rows_of, gpu)
     shipped = layers.variant.isin(["flat", "v3"])
     parts = {
         "19 workloads, shipped configs": layers[shipped],
         "the same, the configs beside them (not looked at for the choice)": layers[~shipped],
-        "81 configurations": check(read_record(RECORD / "gemm_study.json"), rows_of),
+        "81 configurations": check(read_record(RECORD / "gemm_study.json"), rows_of, gpu),
     }
     summary = []
     for name, part in parts.items():
@@ -349,17 +379,15 @@ def shapes_sm100() -> list[Any]:
 
 LATENCIES = (20, 50, 100, 200, 400)
 """Of tensor memory, in clocks."""
-COLUMNS = 16
-"""Of a load, where a thread waits for each."""
 
 
-def block_table() -> Table:
+def block_table(gpu: Gpu = B200) -> Table:
     """Clocks of every resource for a K block, and what share of them the tensor cores work: if
     everything is as assumed, and if TMA's writes cost nothing and L2 gives twice as much."""
     rows = []
     for config in PICKED_SM100:
         # In the middle of a tile, with all stages full.
-        block = replace(block_sm100(B200, config), latency=0.0)
+        block = replace(block_sm100(gpu, config), latency=0.0)
         generous = replace(block, write=0.0, l2=block.l2 / 2)
         clocks = (block.mma, block.read, block.write, block.l2, block.tmem, block.promote)
         busy = (f"{100 * block.mma / b.clocks:.0f} %" for b in (block, generous))
@@ -374,21 +402,16 @@ def block_table() -> Table:
     return "B200: clocks of a K block, and how busy the tensor cores can be", header, rows
 
 
-def latency_table() -> Table:
-    """What a load from tensor memory costs, by its latency: clocks of a K block and share of them
-    that the tensor cores work, with a wait for every load and with one for all."""
+def latency_table(gpu: Gpu = B200) -> Table:
+    """What a load from tensor memory costs, by its latency: clocks of a K block, and the share of
+    them that the tensor cores work."""
     rows = []
     for config in PICKED_SM100:
         cells = []
         for tmem_clocks in LATENCIES:
-            blocks = []
-            for loads in (config.consumer_columns // COLUMNS, 1):
-                constants = replace(CONSTANTS, tmem_clocks=tmem_clocks, serial_loads=loads)
-                blocks.append(replace(block_sm100(B200, config, 0, constants), latency=0.0))
-            clocks = [f"{block.clocks:.0f}" for block in blocks]
-            busy = [f"{100 * block.mma / block.clocks:.0f}" for block in blocks]
-            of_block, of_mma = ("→".join(dict.fromkeys(both)) for both in (clocks, busy))
-            cells.append(f"{of_block} ({of_mma}%)")
+            of = replace(gpu, constants=replace(gpu.constants, tmem_clocks=tmem_clocks))
+            block = replace(block_sm100(of, config), latency=0.0)
+            cells.append(f"{block.clocks:.0f} ({100 * block.mma / block.clocks:.0f}%)")
         rows.append([short(config).removesuffix(" dynamic"), *cells])
     header = ["tile", *(f"L={clocks}" for clocks in LATENCIES)]
     return "B200: what a latency of L clocks of tensor memory costs", header, rows
@@ -412,7 +435,7 @@ def short(config: Any) -> str:
     return f"{config.tile_m * config.mma_ctas}x{config.tile_n}{flags}"
 
 
-def workload_table(problems: Sequence[Problem]) -> Table:
+def workload_table(problems: Sequence[Problem], gpus: Gpus) -> Table:
     """Both GEMMs of every workload as predicted."""
     rows = []
     for tokens in sorted({p.tokens for p in problems if p.tokens is not None}):
@@ -420,9 +443,9 @@ def workload_table(problems: Sequence[Problem]) -> Table:
         chosen = [chosen_sm100(p) for p in pair]
         nominal, shares = (
             [predict(gpu, *of) for of in zip(chosen, pair, strict=True)]
-            for gpu in (B200, B200_AS_H200)
+            for gpu in (gpus.b200, gpus.b200_as_h200)
         )
-        best = sum(best_sm100(B200_AS_H200, p)[1].us for p in pair)
+        best = sum(best_sm100(gpus.b200_as_h200, p)[1].us for p in pair)
         rows.append(
             [
                 tokens, pair[0].pairs, pair[0].active, short(chosen[0]),
@@ -436,9 +459,9 @@ def workload_table(problems: Sequence[Problem]) -> Table:
     return "B200: the two GEMMs of the 19 workloads", header, rows
 
 
-def study_table() -> Table:
+def study_table(gpu: Gpu) -> Table:
     """The 81 configurations as predicted."""
-    gpu, rows = B200_AS_H200, []
+    rows = []
     for p in sorted(grid_problems("study"), key=lambda p: (p.experts, p.rows[0], p.n, p.k)):
         made, (config, best) = predict(gpu, chosen_sm100(p), p), best_sm100(gpu, p)
         rows.append(
@@ -457,10 +480,10 @@ ROWS = (2, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Rows per expert that the configs are compared at."""
 
 
-def heuristic_table() -> Table:
+def heuristic_table(gpu: Gpu = B200_AS_H200) -> Table:
     """Both GEMMs of 32 experts with every tile, by the rows that an expert has on average, uneven
     as drawn."""
-    gpu, rows = B200_AS_H200, []
+    rows = []
     configs = [replace(c, dynamic=True) for c in shapes_sm100()]
     for mean in ROWS:
         drawn = uneven_rows(mean, 32, seed=2026)
@@ -472,15 +495,15 @@ def heuristic_table() -> Table:
     return f"{gpu.name}: GEMM1 + GEMM2 us of 32 experts, tiles on demand", header, rows
 
 
-def tables(rows_of: Rows, problems: Sequence[Problem]) -> Iterator[Table]:
+def tables(rows_of: Rows, problems: Sequence[Problem], gpus: Gpus = GPUS) -> Iterator[Table]:
     """Everything, in the order of docs/gemm-model.md."""
-    yield gpu_table()
-    yield from hopper_tables(rows_of)
-    yield block_table()
-    yield latency_table()
-    yield workload_table(problems)
-    yield study_table()
-    yield heuristic_table()
+    yield gpu_table(gpus)
+    yield from hopper_tables(rows_of, gpus.h200_measured)
+    yield block_table(gpus.b200)
+    yield latency_table(gpus.b200)
+    yield workload_table(problems, gpus)
+    yield study_table(gpus.b200_as_h200)
+    yield heuristic_table(gpus.b200_as_h200)
 
 
 def to_text(title: str, header: list[str], rows: list[list[Any]]) -> str:

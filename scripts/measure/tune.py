@@ -3,7 +3,6 @@ the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem 
 fastest candidate, what ships, and what that loses.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 
 from scripts.common.command_line import steps
-from scripts.measure import gpu
+from scripts.measure import configs, gpu
 from scripts.measure.gemm_bench import (
     Timing,
     compile_ahead,
@@ -49,54 +48,10 @@ MANY_ROWS = 128
 CONFIRM_REPEATS = 40
 
 
-Space = dict[str, Sequence[Any]]
-"""Values of a config's fields; its configs are all combinations that the class takes."""
-
-
-def swapped(tiles: Sequence[int], rows: float) -> Space:
-    """With swapped operands, and tile heights that are worth a try for so many rows."""
-    heights = [tile for tile in tiles if rows / 2 <= tile <= max(tiles[0], 4 * rows)]
-    return {"swap_ab": [True], "tile_m": heights, "cluster_n": (1, 2), "stages": (0, 6)}
-
-
-def spaces_sm90(rows: float) -> Iterator[Space]:
-    yield {**swapped((8, 16, 32, 64, 128), rows), "tile_n": (64, 128)}
-    clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2)}
-    tiles = {"tile_m": (64, 128, 192), "tile_n": (64, 128)}
-    if rows >= 16:
-        # Tiles on demand are for many of them, constants in the main loop for large ones.
-        yield {**tiles, **clusters, "dynamic": (False, rows > 64), "overlap": (False, True)}
-    if rows > 64:
-        yield {"tile_m": [192], **clusters, "dynamic": [True], "unroll": [True], "stages": [4]}
-
-
-def spaces_sm100(rows: float) -> Iterator[Space]:
-    # Accumulators: the fewest, and as many as fit, against one in the making and one read.
-    accumulators = {"accumulators": (2, 0)}
-    yield {**swapped((16, 32, 64), rows), **accumulators}
-    if rows >= 16:
-        clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2), "mma_ctas": (1, 2)}
-        tiles = {"tile_n": (64, 128, 256), **clusters, "dynamic": (False, rows > 64)}
-        yield {**tiles, "stages": (0, 4), **accumulators}
-
-
-SPACES = {"sm90": spaces_sm90, "sm100": spaces_sm100}
-"""By the folder of the architecture's kernels: what is worth timing for experts with about so many
-rows."""
-
-
 def candidates(rows: float) -> list[Any]:
     """This GPU's legal configs worth timing for experts with about so many rows, each once; without
     a GPU, Hopper's."""
-    cls = type(gpu.architecture().config)
-    found: dict[str, Any] = {}
-    for space in SPACES[cls.__module__.split(".")[-2]](rows):
-        for values in itertools.product(*space.values()):
-            with contextlib.suppress(ValueError):
-                config = cls(**dict(zip(space, values, strict=True)))
-                # By what they say: 0 stages and the number that fits are the same config.
-                found.setdefault(str(config), config)
-    return list(found.values())
+    return configs.candidates(rows, gpu.architecture())
 
 
 def configs_of(problem: Problem) -> list[Any]:
@@ -113,7 +68,7 @@ def gemm_problem(rows: int, n: int, k: int, even: bool, seed: int) -> Problem:
 def tune_problem(problem: Problem, timing: Timing, max_loss: float) -> Found:
     """All timings of a problem, and what they say. A loss above `max_loss` percent is timed again,
     best against choice alone and more often, before it is believed."""
-    configs, choice = configs_of(problem), str(heuristic(problem))
+    tried, choice = configs_of(problem), str(heuristic(problem))
 
     def judge(chosen: Sequence[Any], timing: Timing) -> Found:
         variants = [ours(str(config), config) for config in chosen]
@@ -122,9 +77,9 @@ def tune_problem(problem: Problem, timing: Timing, max_loss: float) -> Found:
         where = f"{problem.mean_rows:g} rows x {problem.experts}"
         return rows, verdict(where, f"{problem.n}x{problem.k}", us, choice)
 
-    rows, found = judge(configs, timing)
+    rows, found = judge(tried, timing)
     if (found["loss"] or 0.0) > max_loss:
-        again = [config for config in configs if str(config) in (choice, found["best"])]
+        again = [config for config in tried if str(config) in (choice, found["best"])]
         _, found = judge(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
     return rows, found
 

@@ -10,7 +10,7 @@ through a part of its own.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass
@@ -20,7 +20,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from moe_fp8.kernels.compile import Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import OPTIONS, Argument, Extent, Scalar, Tensor, fakes
 
 LINE = 128
 """Bytes of a row of the weights as they are read: the widest box that is not swizzled."""
@@ -134,20 +134,23 @@ class StreamWeights:
             read[cta] = found
 
 
+def compile_for(arch: str, kernel: Any, arguments: Sequence[Argument]) -> Any:
+    """The kernel as a function that takes the caller's stream; needs no GPU."""
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = OPTIONS.format(arch=arch)
+    return cute.compile(kernel, *fakes(arguments), stream, options=options)
+
+
 @functools.cache
 def compile_stream(chunks: int, side_by_side: bool, arch: str, add_up: bool = False) -> Any:
-    """The kernel for any number of experts; needs no GPU."""
+    """The kernel for any number of experts."""
     arguments = (
         Tensor(Float8E4M3FN, (Extent("lines"), LINE)),
         Tensor(Int32, (Extent("active"),), align=4),
         Tensor(Int64, (Extent("ctas"),), align=8),
         Scalar(Int32),
     )
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"--enable-tvm-ffi --gpu-arch={arch}"
-    return cute.compile(
-        StreamWeights(chunks, side_by_side, add_up), *fakes(arguments), stream, options=options
-    )
+    return compile_for(arch, StreamWeights(chunks, side_by_side, add_up), arguments)
 
 
 def readers(

@@ -1,17 +1,19 @@
-"""A whole record of this GPU in one command: tests, benchmark, stages, GEMM, profile, one archive.
+"""A whole record of this GPU in one command: checks, tests, benchmark, GEMM, profile, one archive.
 
     python3 run.py record
 
 For any GPU that there are kernels for; meant above all for those that nobody has measured here yet.
-Runs the project's own programs one after the other, each as `run.py` would: the GPU tests, the
-ranking of all solutions that run here on the 19 workloads with its floors, accuracy and device
-times, the stages, the GEMM alone (the layer's two, the 81 configurations of the study), a profile
-and the page. A step that fails or takes too long is noted, and the next one begins. Everything goes
-into one directory, laid out as those in results/, and into an archive beside it: that file is all
-there is to send back. It holds the GPU's and the packages' versions and the steps' output, no
-variables of the environment.
+Runs the project's own programs one after the other, each as `run.py` would: every config against
+the model, each with a time limit; the GPU tests; probes of what the GEMM's model assumes; the
+configs timed against what ships; the ranking of all solutions that run here on the 19 workloads
+with its floors, accuracy and device times; the stages; the GEMM alone (the layer's two, the 81
+configurations of the study); a profile; the page. If one of the first three fails, nothing is
+timed: that is to be looked at first (--keep-going). Another step that fails or takes too long is
+noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
+and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
+packages' versions and the steps' output, no variables of the environment.
 
-Takes about an hour. Ctrl-C ends the step under way and packs what there is.
+Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """
 
 import contextlib
@@ -27,11 +29,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from scripts.common import environment, files
+from scripts.common import environment, files, schemas
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    UsageError,
     duration,
     parser,
     positive,
@@ -39,11 +42,17 @@ from scripts.common.command_line import (
     say,
 )
 from scripts.common.project import ROOT, TRACES_DIR
+from scripts.pack.availability import say_skipped
 
 TOKENS = ("1", "80", "901", "14107")
 """Of the workloads whose stages and kernels are recorded: few pairs, many experts, both, most."""
-STEPS = ("tests", "bench", "stages", "gemm_layers", "profile", "gemm_study", "report")
-"""In order; what would be missed most comes first."""
+GATES = ("configs", "tests", "probes")
+"""Steps without which the others would time what is wrong."""
+EMULATED = ("configs", "probes")
+"""Of them those that the emulator can stand in for a GPU in."""
+TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", "gemm_study", "report")
+STEPS = (*GATES, *TIMED)
+"""In order."""
 RUN = "bench"
 """Folder that `bench` makes its run's directory in; its files move up beside the others."""
 PATIENCE_S = 30.0
@@ -56,7 +65,10 @@ def commands(directory: Path) -> dict[str, list[str]]:
     tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
     workloads = [f"T={t}" for t in TOKENS]
     arguments: dict[str, Sequence[object]] = {
+        "configs": ("check", "--only", "configs", "--json", d / "configs.json"),
         "tests": ("test", *tests),
+        "probes": ("check", "--only", "probes", "--json", d / "probes.json"),
+        "tune": ("tune", "--what", "gemm", "--json", d / "tune.json"),
         "bench": ("bench", "--no-report", "--traces", d / RUN),
         "stages": ("profile", "--stages", "--tokens", *TOKENS, "--json", d / "stages.json"),
         "gemm_layers": ("gemm_bench", "--layers", "--json", d / "gemm_layers.json"),
@@ -103,11 +115,23 @@ def collect(directory: Path) -> None:
             path.rename(directory / path.name)
 
 
+def not_run(directory: Path) -> str:
+    """The solutions that `bench` had to leave out and why, in one line: peers above all."""
+    with contextlib.suppress(OSError, UsageError):  # it was not made, or is what is left of one
+        run = schemas.read(directory / "run.json", schemas.RunInfo)
+        return say_skipped(run.get("skipped", {}))
+    return ""
+
+
 def record(
-    steps: Mapping[str, Sequence[str]], directory: Path, limit_s: float, **header: Any
+    steps: Mapping[str, Sequence[str]],
+    directory: Path,
+    limit_s: float,
+    gates: Sequence[str] = GATES,
+    **header: Any,
 ) -> int:
-    """Run the commands, each for at most `limit_s` seconds, and pack the directory; the exit
-    status.
+    """Run the commands, each for at most `limit_s` seconds, until one of `gates` fails, and pack
+    the directory; the exit status.
 
     steps.json says of every step its command, status and seconds, and is written after each, with
     `header`.
@@ -131,36 +155,51 @@ def record(
         files.write_json(directory / "steps.json", content)
         if interrupted:
             break
+        if status != 0 and name in gates and (left := list(steps)[number:]):
+            say(f"{name} has not passed: nothing else is run ({', '.join(left)}; --keep-going)")
+            break
     archive = shutil.make_archive(str(directory), "gztar", directory.parent, directory.name)
     failed = [f"{s['name']} ({s['status']})" for s in done if s["status"] != 0]
     if failed:
         say(f"not passed: {', '.join(failed)}; their output is in the archive")
-    say(f"record: {directory}\nto send back: {archive}")
+    if left_out := not_run(directory):
+        say(f"not in the ranking: {left_out}")
+    say(f"record: {directory}\nto send back: {archive}, nothing else")
     return EXIT_INTERRUPTED if interrupted else EXIT_FAILED if failed else EXIT_OK
 
 
 def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--only", nargs="+", default=STEPS, choices=STEPS, help="these steps")
+    add("--only", nargs="+", choices=STEPS, help="these steps (all)")
+    said = f"run the other steps although {', '.join(GATES[:-1])} or {GATES[-1]} failed"
+    add("--keep-going", action="store_true", help=said)
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
     # Not among the runs: the latest of those is what `report` and `bench --resume` take.
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
+    said = f"without a GPU, {' and '.join(EMULATED)} alone: a rehearsal"
+    add("--emulate", choices=("sm_90a", "sm_100a"), help=said)
     args = arguments.parse_args()
+    if args.emulate and not set(args.only or ()) <= set(EMULATED):
+        raise UsageError(f"--emulate: only with {' and '.join(EMULATED)}")
 
     from scripts.measure.gpu import gpu_arch, require_gpu
 
-    hardware, target = require_gpu(), gpu_arch()
+    hardware = f"emulated {args.emulate}" if args.emulate else require_gpu()
+    target = args.emulate or gpu_arch()
+    chosen = args.only or (EMULATED if args.emulate else STEPS)
     now = datetime.now(timezone.utc)
     slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
     directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
     directory.mkdir(parents=True)
-    steps = {name: c for name, c in commands(directory).items() if name in args.only}
+    more = ["--emulate", target] if args.emulate else []
+    steps = {name: [*c, *more] for name, c in commands(directory).items() if name in chosen}
     say(f"{hardware}, {target}: {', '.join(steps)}")
     files.write_json(directory / "environment.json", environment.capture())
     header = {"hardware": hardware, "target": target, "time": now.isoformat(timespec="seconds")}
-    return record(steps, directory, 60 * args.limit, **header)
+    gates = () if args.keep_going else GATES
+    return record(steps, directory, 60 * args.limit, gates, **header)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,12 @@ from scripts.common.command_line import (
     whole,
 )
 from scripts.common.text import markdown_table, text_table
-from scripts.measure.gemm_problems import LAYER_SHAPES
+from scripts.measure.gemm_problems import LAYER_SHAPES, ROWS
 from scripts.programs.options import add_gemm_options
 
 if TYPE_CHECKING:
     from scripts.measure.tune import Found
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 LAYER_TOKENS = (80, 320, 901, 2048)
 TRITON_TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}

@@ -197,6 +197,13 @@ def test_what_runs_on_which_gpu() -> None:
         "flashinfer_moe", "flashinfer_prims_ts_moe", "sglang_moe", "triton_moe",
         "triton_fused_moe_v2",
     }  # fmt: skip
+    bare = {n: why_not(s, Machine((10, 0), {"torch": "2.11.0"}.get)) for n, s in every.items()}
+    of_flashinfer = [why for name, why in bare.items() if name.startswith("flashinfer")]
+    assert sorted(map(str, of_flashinfer)) == [
+        "not installed: pip install 'flashinfer-python>=0.5'",
+        "not installed: pip install 'flashinfer-python>=0.7.2'",
+        "unsupported on sm_100 (needs sm_90)",  # its CUTLASS path
+    ]
     assert len(ours) == 6 and ours < hopper and ours < blackwell
     for name in ours:
         named = {capability_of(gpu) for gpu in every[name].spec.target_hardware}

@@ -158,7 +158,7 @@ ERRORS = {"max_absolute_error": 0.25}
 
 def evaluations(monkeypatch, evaluate, count: int = 3) -> dict[str, dict[str, Any]]:
     """What comes of solutions `0`, `1`, ...: the emulator itself is left out."""
-    monkeypatch.setattr(emulated, "_begin", lambda target: None)
+    monkeypatch.setattr(emulated, "emulate", lambda target: None)
     monkeypatch.setattr(emulated, "_launches", lambda rows: [rows])
     monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
     solutions = [small.solution(str(i)) for i in range(count)]

@@ -1,13 +1,16 @@
 """The model on paper: its arithmetic against figures worked out by hand, its rules of tiles against
 a simple count, and its error on the recorded times."""
 
+import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 
+from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.measure import model
 from scripts.measure.gemm_problems import Problem
@@ -23,6 +26,7 @@ from scripts.measure.model import (
     predict,
     row_tiles,
 )
+from scripts.programs import model as program
 
 
 def test_nominal_rates_are_those_of_the_data_sheets() -> None:
@@ -49,7 +53,7 @@ def test_a_block_on_blackwell() -> None:
     """The figures that docs/notes/gemm_sm100.md has: 32 KiB read in the 256 clocks of 128x128, 48
     in the 512 of 256 columns."""
     square, wide = (block_sm100(B200, Blackwell(tile_n=n)) for n in (128, 256))
-    assert (square.mma, square.read, square.tmem, square.promote) == (256, 256, 128, 128)
+    assert (square.mma, square.read, square.tmem, square.promote) == (256, 256, 128, 136)
     assert (wide.mma, wide.read, wide.tmem, wide.promote) == (512, 384, 256, 256)
     few = block_sm100(B200, Blackwell(tile_m=16, swap_ab=True))
     assert (few.mma, few.read, few.tmem) == (32, 144, 16)
@@ -61,36 +65,32 @@ def test_a_block_on_blackwell() -> None:
 
 def test_more_accumulators_hide_a_slow_hand_off() -> None:
     slow = replace(CONSTANTS, handoff_clocks=480, tmem_clocks=20)
-    chains = [block_sm100(B200, Blackwell(accumulators=n), constants=slow).chain for n in (2, 3, 4)]
+    chains = [
+        block_sm100(replace(B200, constants=slow), Blackwell(accumulators=n)).chain
+        for n in (2, 3, 4)
+    ]
     assert chains == sorted(chains, reverse=True) and chains[0] > chains[-1]
 
 
 def test_loads_in_a_row_from_tensor_memory() -> None:
-    """Eight of 50 clocks before the 128 multiply-adds, 36 other instructions and the hand-off of
-    60: a K block of 128x128 takes 624 clocks; with one wait the 512 that shared memory takes."""
-
-    def block(loads: int, **changes) -> model.Block:
-        constants = replace(CONSTANTS, tmem_clocks=50, serial_loads=loads)
-        return block_sm100(B200, Blackwell(**changes), constants=constants)
-
-    assert (block(8).chain, block(8).clocks, block(8).slowest) == (624, 624, "chain")
-    assert (block(1).chain, block(1).clocks, block(1).slowest) == (274, 512, "shared memory")
-    # Two accumulators of 256 columns, whose MMA take 512 clocks, share hand-off and loads.
-    assert block(1, tile_n=256).chain == (512 + 60 + 274) / 2
-    # Two warpgroups promote at once, each its own 128 columns.
-    assert block(8, tile_n=256).chain == 624
-    longer = replace(CONSTANTS, tmem_clocks=400)
-    assert block_sm100(B200, Blackwell(), constants=longer).chain == 624
+    """Of 400 clocks, besides 36 other instructions and the hand-off of 60: one of 64 columns, two
+    of 128. The accumulator goes back before the last columns are added."""
+    slow = replace(B200, constants=replace(CONSTANTS, tmem_clocks=400))
+    narrow, wide = block_sm100(slow, Blackwell()), block_sm100(slow, Blackwell(tile_n=256))
+    assert (narrow.chain, narrow.clocks, narrow.slowest) == (400 + 64 + 96, 560, "chain")
+    assert wide.chain == 2 * 400 + 128 + 96
+    fast = replace(B200, constants=replace(CONSTANTS, tmem_clocks=50))
+    assert block_sm100(fast, Blackwell()).slowest == "shared memory"
+    # Two accumulators of 256 columns, whose MMA take 512 clocks, share hand-offs and loads.
+    assert block_sm100(fast, Blackwell(tile_n=256)).chain == (512 + 120 + 2 * 50 + 64) / 2
 
 
 def test_what_latency_costs() -> None:
     """Only what a tile's other resources do not hide."""
     _, header, rows = model.latency_table()
     of_tile = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
-    assert of_tile["16x128 swapped"]["L=200"] == "312 (10%)", "16 columns are one load"
-    assert of_tile["128x256"]["L=50"] == "768 (67%)"
-    assert of_tile["128x256"]["L=100"] == "1024→768 (50→67%)"
-    assert of_tile["256x256 by two CTAs"]["L=400"] == "3424→624 (15→82%)"
+    assert of_tile["128x128"]["L=50"] == of_tile["128x128"]["L=200"] == "512 (50%)"
+    assert of_tile["128x256"]["L=400"] == "1024 (50%)"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,39 @@ def test_the_study_is_predicted_within_10_percent_in_the_median() -> None:
 def test_a_constant_left_out_shows() -> None:
     rows = model.read_record(RECORD / "gemm_study.json")
     for constants in (replace(CONSTANTS, launch_us=0.0), replace(CONSTANTS, handoff_clocks=400.0)):
-        assert model.check(rows, {}, H200_MEASURED, constants).error.abs().max() > 0.3
+        gpu = replace(H200_MEASURED, constants=constants)
+        assert model.check(rows, {}, gpu).error.abs().max() > 0.3
+
+
+def test_probes_replace_what_is_assumed(tmp_path, capsys, monkeypatch) -> None:
+    """Of the GPU that they were made on, Blackwell or Hopper, and nothing else."""
+    measured = {"l2_per_clock": 91.0, "writes": 0.5, "handoff_clocks": 300.0, "tmem_x16": 70.0}
+    blackwell = model.with_probes({"target": "sm_103a", "measured": measured})
+    assert blackwell.h200_measured == H200_MEASURED and blackwell.h200 == H200
+    for gpu, before in zip(blackwell[2:], model.GPUS[2:], strict=True):
+        assert (gpu.l2_per_clock, gpu.constants.writes, gpu.constants.handoff_clocks) == (
+            91,
+            0.5,
+            300,
+        )
+        assert gpu.smem_per_clock == 128 and gpu.constants.launch_us == CONSTANTS.launch_us
+        config = Blackwell(tile_n=256)
+        assert block_sm100(gpu, config).chain > block_sm100(before, config).chain
+    hopper = model.with_probes({"target": "sm_90a", "measured": measured})
+    assert hopper.b200 == B200 and hopper.h200_measured.l2_per_clock == 91
+    path = tmp_path / "probes.json"
+    path.write_text(
+        json.dumps({"probes": {"target": "sm_100a", "emulated": False, "measured": measured}})
+    )
+    monkeypatch.setattr("sys.argv", ["model", "--probes", str(path)])
+    monkeypatch.setattr(program, "histograms", lambda root: [])
+    monkeypatch.setattr(model, "hopper_tables", lambda rows_of, gpu: [])
+    assert program.main() == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"L2, bytes a clock *\|( *64 \|){2}( *91 \|){2}", printed)
+    path.write_text(path.read_text().replace("false", "true"))
+    with pytest.raises(UsageError, match="emulator"):
+        program.main()
 
 
 def test_the_page_has_the_tables_that_the_program_prints() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import run
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from scripts.measure import gpu
 from scripts.programs import record
 from scripts.programs.record import RUN
 
@@ -46,6 +47,24 @@ def test_steps_run_in_order_and_none_stops_the_next(directory: Path) -> None:
     assert content["hardware"] == "GPU" and not content["interrupted"]
     assert [(s["name"], s["status"]) for s in content["steps"]] == [("a", 0), ("b", 1), ("c", 0)]
     assert record.record({"a": chosen["a"]}, directory, 60) == EXIT_OK
+
+
+@pytest.mark.parametrize("name", record.GATES)
+def test_nothing_is_timed_after_a_surprise(name: str, directory: Path, capfd) -> None:
+    """A gate that fails ends the run, with an archive that says so; --keep-going has no gates."""
+    chosen = {step: note(directory, step, step == name) for step in (*record.GATES, "bench")}
+    assert record.record(chosen, directory, 60) == EXIT_FAILED
+    before = list(record.GATES)[: record.GATES.index(name) + 1]
+    assert (directory / "order.txt").read_text().split() == before
+    said_last = capfd.readouterr().err
+    assert f"{name} has not passed: nothing else is run (" in said_last
+    assert f"to send back: {directory}.tar.gz" in said_last
+    with tarfile.open(f"{directory}.tar.gz") as packed:
+        steps = packed.extractfile("record-gpu/steps.json")
+        assert steps is not None and [s["name"] for s in json.load(steps)["steps"]] == before
+    (directory / "order.txt").unlink()
+    assert record.record(chosen, directory, 60, gates=()) == EXIT_FAILED
+    assert (directory / "order.txt").read_text().split() == [*record.GATES, "bench"]
 
 
 def test_the_archive_holds_everything(directory: Path) -> None:
@@ -97,6 +116,71 @@ def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
     assert (directory / "stages.json").read_text() == "earlier", "nothing is written over"
 
 
+def as_on_a_gpu(monkeypatch, out: Path, steps: dict[str, list[str]], *options: str) -> int:
+    """`run.py record` where these stand for the programs."""
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "NVIDIA B200")
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_100a")
+    monkeypatch.setattr(record, "commands", lambda directory: steps)
+    monkeypatch.setattr("sys.argv", ["record", "--out", str(out), *options])
+    return record.main()
+
+
+def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
+    """All steps, two of which fail in a way that stops nothing, and what peers were not there."""
+    failing = ("tune", "gemm_study")
+    steps = {name: note(tmp_path, name, name in failing) for name in record.STEPS}
+    skipped = {"flashinfer_moe": "not installed: pip install flashinfer-python"}
+    (tmp_path / "run.json").write_text(json.dumps({"skipped": skipped}))
+    finds = f"import pathlib, shutil; d = max(pathlib.Path({str(tmp_path)!r}).glob('record-*')); "
+    finds += "(d / 'bench' / 'run').mkdir(parents=True); "
+    finds += f"shutil.copy({str(tmp_path / 'run.json')!r}, d / 'bench' / 'run')"
+    steps["bench"] = python(finds)
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps) == EXIT_FAILED
+    ran = (tmp_path / "order.txt").read_text().split()
+    assert ran == [name for name in record.STEPS if name != "bench"]
+    said_last = capfd.readouterr().err
+    assert "not passed: tune (1), gemm_study (1); their output is in the archive" in said_last
+    assert "not in the ranking: flashinfer_moe: not installed" in said_last
+    (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
+    assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
+    with tarfile.open(archive) as packed:
+        held = {Path(name).name for name in packed.getnames()}
+    assert {"environment.json", "steps.json", "run.json"} <= held
+    assert {f"{name}.log" for name in record.STEPS} <= held
+
+
+@pytest.mark.parametrize(("options", "ran"), [((), ["configs"]), (("--keep-going",), None)])
+def test_keep_going(options, ran, tmp_path: Path, monkeypatch) -> None:
+    chosen = ("tune", "configs", "probes")  # in the order of the record, whatever is asked for
+    steps = {name: note(tmp_path, name, name == "configs") for name in record.STEPS}
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", *chosen, *options) == EXIT_FAILED
+    expected = ran or ["configs", "probes", "tune"]
+    assert (tmp_path / "order.txt").read_text().split() == expected
+
+
+@pytest.mark.all
+def test_a_rehearsal_without_a_gpu(tmp_path: Path) -> None:
+    """The program itself, in the emulator; its probes are kept, and named as no times."""
+    command = [sys.executable, "run.py", "record", "--out", str(tmp_path), "--emulate", "sm_100a"]
+    done = subprocess.run([*command, "--only", "probes"], cwd=record.ROOT, env=run.environment())
+    assert done.returncode == EXIT_OK
+    (archive,) = tmp_path.glob("record-emulated-sm-100a-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        (name,) = (name for name in packed.getnames() if name.endswith("probes.json"))
+        content = packed.extractfile(name)
+        assert content is not None
+        found = json.load(content)["probes"]
+    assert found["emulated"] and found["target"] == "sm_100a"
+    assert [row["status"] for row in found["results"]] == ["passed"] * 4
+
+
+def test_only_two_steps_can_be_emulated(tmp_path: Path, monkeypatch) -> None:
+    steps = {name: note(tmp_path, name) for name in record.STEPS}
+    with pytest.raises(UsageError, match="only with configs and probes"):
+        as_on_a_gpu(monkeypatch, tmp_path, steps, "--emulate", "sm_90a", "--only", "bench")
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
     code = (
         "import signal, sys; from pathlib import Path\n"
@@ -130,7 +214,7 @@ def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
     assert {str(directory / name) for name in kept - from_bench} <= words
 
 
-@pytest.mark.parametrize("step", record.STEPS[1:])
+@pytest.mark.parametrize("step", [step for step in record.STEPS if step != "tests"])
 def test_steps_have_arguments_that_their_programs_take(step: str) -> None:
     """Each option of a step is one that the program's own help names."""
     command = record.commands(Path("/tmp/d"))[step]

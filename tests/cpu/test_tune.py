@@ -17,7 +17,7 @@ from test_gemm_bench import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
-from scripts.measure import gemm_bench, gemm_variants, gpu, stages, tune
+from scripts.measure import configs, gemm_bench, gemm_variants, gpu, stages, tune
 from scripts.measure.gemm_bench import Timing
 from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
 from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder
@@ -91,7 +91,7 @@ def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 
     def tried(**space) -> list:
-        monkeypatch.setitem(tune.SPACES, "sm100", lambda rows: [space])
+        monkeypatch.setitem(configs.SPACES, "sm100", lambda rows: [space])
         return tune.candidates(100)
 
     assert tried(tile_m=(64, 128), tile_n=[64]) == [Blackwell(tile_n=64)]

@@ -1,0 +1,148 @@
+"""Jobs that may hang or take the GPU with them, each in a process of its own: as many at once as
+compile side by side, one after the other on the GPU. One that hangs is ended, and named.
+
+Imports no DSL: a child may have to put the emulator in place first.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from scripts.common.command_line import Progress
+
+COMPILE_LIMIT_S = 300.0
+MOST_PROCESSES = 12
+COMPILED = "compiled"
+Row = dict[str, Any]
+Prepare = Callable[..., Callable[[], Any]]
+"""Compiles a job for a target, emulated or not, and returns what runs it: a function whose result
+can be sent from process to process."""
+
+
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+"""Of an H200 and a B200: how many CTAs are launched depends on it."""
+
+
+class WrongError(Exception):
+    """A job gives another result than it should; the message says how far off."""
+
+
+def emulate(target: str) -> None:
+    """Put the emulator in place, for this process and those that are forked from it."""
+    import ptxemu
+
+    # Of a pool of threads that torch had before the fork, none lives on.
+    torch.set_num_threads(1)
+    # Memory that nothing has written is NaN, as in the emulator's own allocations.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # What the cache of compiled kernels holds comes without its PTX.
+    os.environ["MOE_FP8_CACHE_DIR"] = ""
+    ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
+    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
+    ptxemu.options.poison_races = True
+    # As on a GPU; otherwise each launch would find the one before it complete.
+    ptxemu.options.dependents = "early"
+    ptxemu.install(target, MULTIPROCESSORS[target])
+
+
+def _child(pipe: Connection, prepare: Prepare, job: Any) -> None:
+    """Compile, say so, wait for the turn on the GPU, run."""
+    started = time.monotonic()
+    try:
+        run = prepare(job)
+        pipe.send(COMPILED)
+        pipe.recv()
+        compiled, started = time.monotonic() - started, time.monotonic()
+        said = {"status": "passed", "output": run(), "compiled_s": round(compiled, 1)}
+    except WrongError as error:
+        said = {"status": "wrong", "error": str(error)}
+    except BaseException as error:
+        what = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        said = {"status": "error", "error": what[:500]}
+    pipe.send(said | {"seconds": round(time.monotonic() - started, 1)})
+
+
+@dataclass
+class _Child:
+    job: Any
+    process: Any
+    pipe: Connection
+    until: float
+    phase: str = "compiling"
+
+    def heard(self) -> Row | None:
+        """What it says of its job; None: that it has compiled it."""
+        try:
+            said = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            return {"status": "died", "error": f"{self.phase}, exit code {self.process.exitcode}"}
+        if said == COMPILED:
+            self.phase, self.until = "waiting", math.inf
+            return None
+        return said
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(30)  # a kernel that hangs ends with its process, not at once
+        self.pipe.close()
+
+
+def outcomes(
+    todo: Sequence[Any], prepare: Prepare, target: str, emulated: bool, limit_s: float
+) -> Iterator[Row]:
+    """What became of each job, as they end: `status` is passed, wrong, error, died or hangs.
+
+    Args:
+        prepare: see `Prepare`.
+        limit_s: how long a compiled job may run.
+    """
+    # A process that has used the GPU cannot be forked; without one, nothing is imported anew.
+    context: Any = multiprocessing.get_context("fork" if emulated else "spawn")
+    workers = min(os.cpu_count() or 1, MOST_PROCESSES)
+    compile_it = partial(prepare, target=target, emulated=emulated)
+    left, children, progress = list(reversed(todo)), list[_Child](), Progress(len(todo))
+
+    def begin(job: Any) -> _Child:
+        ours, its = context.Pipe()
+        process = context.Process(target=_child, args=(its, compile_it, job), daemon=True)
+        process.start()
+        its.close()
+        return _Child(job, process, ours, time.monotonic() + COMPILE_LIMIT_S)
+
+    try:
+        while left or children:
+            while left and len(children) < workers:
+                children.append(begin(left.pop()))
+            if all(child.phase != "running" for child in children):
+                for child in [child for child in children if child.phase == "waiting"][:1]:
+                    with contextlib.suppress(OSError):  # it died: its pipe says so
+                        child.pipe.send("run")
+                    child.phase, child.until = "running", time.monotonic() + limit_s
+            patience = max(0.0, min(child.until for child in children) - time.monotonic())
+            spoke = wait([c.pipe for c in children], None if math.isinf(patience) else patience)
+            for child in list(children):
+                if child.pipe in spoke:
+                    said = child.heard()
+                elif time.monotonic() >= child.until:
+                    said = {"status": "hangs", "error": f"{child.phase}, ended after its limit"}
+                else:
+                    continue
+                if said is not None:
+                    children.remove(child)
+                    child.end()
+                    progress.step(f"{said['status']}: {child.job}")
+                    progress.finish()
+                    yield {"job": str(child.job), **said}
+    finally:
+        for child in children:
+            child.end()

@@ -1,0 +1,198 @@
+"""Configs and probes, each in a process of its own: what hangs, dies or is wrong is named and takes
+nothing else with it. Small functions stand for the kernels."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
+from moe_fp8.kernels.sm90 import heuristic as sm90
+from moe_fp8.kernels.sm100 import heuristic as sm100
+from moe_fp8.layer import model
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.measure import alone, configs, gpu, probes
+from scripts.programs import check as program
+
+
+def does(what: str, target: str, emulated: bool) -> Callable[[], str]:
+    """A job that goes by its name."""
+    assert target == "sm_90a"
+    if what == "compiler fails":
+        raise ValueError("no such\nkernel")
+    if what == "compiler hangs":
+        time.sleep(600)
+
+    def run() -> str:
+        if what == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "wrong":
+            raise alone.WrongError("off by 2")
+        return what
+
+    return run
+
+
+def rows_of(jobs: list[str], emulated: bool = True, limit_s: float = 1.0) -> dict[str, tuple]:
+    found = alone.outcomes(jobs, does, "sm_90a", emulated, limit_s)
+    return {row["job"]: (row["status"], row.get("error")) for row in found}
+
+
+def test_what_becomes_of_a_job(monkeypatch) -> None:
+    monkeypatch.setattr(alone, "COMPILE_LIMIT_S", 3.0)
+    jobs = ["good", "hangs", "dies", "wrong", "compiler fails", "compiler hangs", "also good"]
+    assert rows_of(jobs) == {
+        "good": ("passed", None),
+        "hangs": ("hangs", "running, ended after its limit"),
+        "dies": ("died", f"running, exit code {-signal.SIGKILL}"),
+        "wrong": ("wrong", "off by 2"),
+        "compiler fails": ("error", "ValueError: no such"),
+        "compiler hangs": ("hangs", "compiling, ended after its limit"),
+        "also good": ("passed", None),
+    }
+    assert not multiprocessing.active_children()
+
+
+def test_without_the_emulator_nothing_is_forked() -> None:
+    """A process that has used the GPU cannot be."""
+    assert rows_of(["good", "wrong"], False, 60) == {
+        "good": ("passed", None),
+        "wrong": ("wrong", "off by 2"),
+    }
+
+
+def test_one_at_a_time_on_the_gpu(tmp_path: Path, monkeypatch) -> None:
+    """They compile side by side, and each runs when no other one does."""
+    monkeypatch.setattr(alone.os, "cpu_count", lambda: 3)
+
+    def prepare(name: str, target: str, emulated: bool) -> Callable[[], str]:
+        (tmp_path / f"{name} compiles").touch()
+        while len(list(tmp_path.glob("* compiles"))) < 3:  # or it waits until the test's limit
+            time.sleep(0.01)
+
+        def run() -> str:
+            (tmp_path / "running").touch(exist_ok=False)
+            time.sleep(0.1)
+            (tmp_path / "running").unlink()
+            return name
+
+        return run
+
+    found = list(alone.outcomes("abcd", prepare, "sm_90a", True, 10.0))
+    assert {row["job"]: row["output"] for row in found} == {name: name for name in "abcd"}
+
+
+@pytest.mark.parametrize("target", sorted({a.target for a in ARCHITECTURES.values()}))
+def test_every_config_that_ships_or_is_tried_is_checked(target: str) -> None:
+    jobs = configs.jobs(target)
+    shipped, names = configs.jobs(target, shipped=True), set(map(str, jobs))
+    assert set(map(str, shipped)) < names and len(names) == len(jobs)
+    layers = {job for job in shipped if len(job.configs) > 1}
+    for tokens in (1, 7, 80, 901, 14107):
+        for terms in (1, 2):
+            pair = of_target(target).choose_layer(tokens, configs.DEEPSEEK_V3, terms)
+            assert configs.Job(pair, terms) in layers
+    alone_names = {str(job.configs[0]) for job in jobs if len(job.configs) == 1}
+    for rows in configs.ROWS:
+        tried = configs.candidates(rows, of_target(target))
+        assert {str(config) for config in tried} <= alone_names
+    if target != "sm_90a":
+        assert set(map(str, sm100.PICKED)) <= {str(job.configs[0]) for job in shipped}
+        assert len({str(c) for rows in configs.ROWS for c in configs.candidates(
+            rows, of_target(target))}) == 98  # fmt: skip
+    else:
+        assert str(sm90.LARGEST) in {str(job.configs[0]) for job in shipped}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out: None, None),
+        (lambda out: out[1].add_(8), "experts with 17 rows"),
+        (lambda out: out[-1].fill_(1), "experts with no rows; rows of no expert are written"),
+        (lambda out: out[0].fill_(torch.nan), "off by up to nan, in experts with 1 rows"),
+    ],
+)
+def test_a_gemm_is_compared_exactly(spoil, said) -> None:
+    at = configs.place("sm_90a", True)._replace(rows=(0, 1, 17), n=128, k=256)
+
+    def gemm(a, a_scale, b, b_scale, out, expert_rows, config) -> None:
+        model.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows)
+        spoil(out)
+
+    if said is None:
+        assert configs.run_gemm(gemm, None, at) == configs.run_gemm(gemm, None, at)
+    else:
+        with pytest.raises(alone.WrongError, match=said):
+            configs.run_gemm(gemm, None, at)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_a_layer_is_compared_with_its_model(terms: int) -> None:
+    at = configs.place("sm_90a", True)._replace(tokens=16)
+    right = lambda inputs, out: model.fused(inputs, out, at.shape, terms)  # noqa: E731
+    assert configs.run_layer(right, terms, at) == configs.run_layer(right, terms, at)
+
+    def one_row_off(inputs, out) -> None:
+        right(inputs, out)
+        out[3] *= 1.5
+
+    for wrong in (one_row_off, lambda inputs, out: None):
+        with pytest.raises(alone.WrongError, match="calc_diff"):
+            configs.run_layer(wrong, terms, at)
+
+
+def test_configs_with_other_bits_than_most() -> None:
+    outputs = {"GEMM: a": "1", "GEMM: b": "2", "GEMM: c": "1", "layer, one term: d": "3"}
+    rows = [{"job": job, "status": "passed", "output": bits} for job, bits in outputs.items()]
+    rows.append({"job": "GEMM: e", "status": "hangs", "error": ""})
+    assert [row["job"] for row in configs.odd_ones(rows)] == ["GEMM: b"]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "GPU A")
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(configs, "jobs", lambda target, shipped: ["good", "hangs", "also good"])
+    monkeypatch.setattr(configs, "prepare", does)
+    monkeypatch.setattr(configs, "odd_ones", lambda rows: [r for r in rows if "also" in r["job"]])
+    monkeypatch.setattr(probes, "prepare", lambda *job, **where: lambda: {"writes": 0.5})
+    outcomes = alone.outcomes
+    forked = lambda jobs, prepare, target, _, limit: outcomes(jobs, prepare, target, True, limit)  # noqa: E731
+    monkeypatch.setattr(alone, "outcomes", forked)
+    return tmp_path / "said.json"
+
+
+def run_program(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["check", *map(str, arguments)])
+    return program.main()
+
+
+def test_the_program_names_what_failed_and_keeps_it(as_on_a_gpu, monkeypatch, capsys) -> None:
+    said = SimpleNamespace(json=as_on_a_gpu)
+    options = ("--only", "configs", "probes", "--time-limit", "1", "--json", said.json)
+    assert run_program(monkeypatch, *options) == EXIT_FAILED
+    printed = capsys.readouterr()
+    assert "error: hangs: hangs, running, ended after its limit" in printed.err
+    assert "error: also good: wrong, other bits than most" in printed.err
+    assert "configs on sm_90a: 1 of 3 passed" in printed.out
+    content = program.files.json.loads(said.json.read_text())
+    assert [row["status"] for row in content["configs"]["results"]].count("passed") == 1
+    assert content["probes"]["measured"] == {"writes": 0.5} and not content["probes"]["emulated"]
+    assert run_program(monkeypatch, "--only", "probes") == EXIT_OK
+
+
+@pytest.mark.parametrize("arguments", [("configs",), ("probes", "bits", "--emulate", "sm_90a")])
+def test_what_the_program_refuses(arguments, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU is visible|--emulate: only with"):
+        run_program(monkeypatch, "--only", *arguments)
