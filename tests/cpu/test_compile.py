@@ -36,6 +36,7 @@ from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 from sass import Early, disassemble, early_arrivals, facts, nvdisasm
@@ -395,6 +396,24 @@ def test_fused(target, tokens, terms, compiled_code, tmp_path):
     assert len(re.findall(r"fence\.proxy\.async;", ptx)) == (1 if early else 0)
     assert terms == 1 or len(re.findall(r"st\.global\.v4\S*", gemm1)) >= 2
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+@pytest.mark.parametrize("evict_first", [True, *more(False)])
+def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
+    """They alone, and only where it is asked for."""
+    first, second = (
+        dataclasses.replace(config, evict_first=evict_first)
+        for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
+    )
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
+    hint = EVICT_FIRST if evict_first else 0
+    for gemm, expected in zip(gemms, ([(5, hint)], [(2, 0), (2, 0), (3, hint)]), strict=True):
+        loads = r"cp\.async\.bulk\.tensor\.(\d)d\.shared\S*cache_hint [^;]*, (%rd\d+);"
+        constants = dict(re.findall(r"mov\.b64\s+(%rd\d+), (\d+);", gemm))
+        found = [(int(rank), int(constants[of])) for rank, of in re.findall(loads, gemm)]
+        assert sorted(found) == expected  # weights have the most dimensions
+    assert resources(cubin, tmp_path)["frame"] == 0
 
 
 STAGES = {

@@ -112,6 +112,25 @@ def test_a_token_s_bits_depend_on_nothing_else(names, emulator):
         assert torch.equal(output_of(alone, names[0]), whole[names[0]][part])
 
 
+OPTIONS: dict[str, tuple[str, dict, dict]] = {
+    "evict_first": ("8 swapped, early", {"evict_first": True}, {"evict_first": True}),
+}
+"""What changes the order of nothing: a config's name and what is changed in its two."""
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
+    name, *changes = OPTIONS[option]
+    inputs = inputs_of(41, 4)
+    wanted = output_of(inputs, name)
+    both = zip(CONFIGS[name], changes, strict=True)
+    changed = tuple(dataclasses.replace(config, **by) for config, by in both)
+    monkeypatch.setitem(CONFIGS, option, changed)
+    emulator.reports.clear()
+    assert torch.equal(output_of(inputs, option), wanted)
+    assert not any(report.hazards for report in emulator.reports)
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("multiprocessors", [14, 18, 20])
 def test_clusters_left_out(multiprocessors, emulator, monkeypatch):

@@ -23,7 +23,7 @@ from .epilogue import STORE, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
-from .tma import expect, multicast_mask, tma_load, tma_partition
+from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
 
 ROWS_WARPS = (0, 3)
 """The warps that load A: the first one, or both (`a_load.warps`)."""
@@ -365,6 +365,7 @@ class GroupedGemm:
         cta = self._cta_in_cluster()
         # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
         mask = multicast_mask((c.weight_shares, c.cluster_n), cta, 0)
+        hint = cache_hint(c.evict_first)
         tiles = work.tiles
         total = tiles.total()
         linear, clusters = self._first_tile(total)
@@ -386,6 +387,7 @@ class GroupedGemm:
                     b_to[None, state.index],
                     tma_bar_ptr=full,
                     mcast_mask=mask,
+                    **hint,
                 )
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)

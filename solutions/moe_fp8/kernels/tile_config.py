@@ -37,6 +37,8 @@ class TileConfig:
             on the multiprocessors that are left. Not with `dynamic`.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32: rounding them would cost what the second term gains.
+        evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
+            written back yet, those of up to three experts then arrive sooner; of seven, later.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -51,6 +53,7 @@ class TileConfig:
     dynamic: bool = False
     whole_waves: bool = False
     terms: int = 1
+    evict_first: bool = False
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -83,7 +86,8 @@ class TileConfig:
         """The config in one line, with the words that the architecture adds."""
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        return ", ".join([tile, cluster, f"{self.num_stages} stages", *words])
+        common = self.set_flags("evict_first")
+        return ", ".join([tile, cluster, f"{self.num_stages} stages", *words, *common])
 
     def set_flags(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name)]
