@@ -416,6 +416,22 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
     assert resources(cubin, tmp_path)["frame"] == 0
 
 
+@pytest.mark.parametrize("early", [True, *more(False)])
+def test_the_permute_loads_its_token(early, compiled_code, tmp_path):
+    """Ahead of the wait for the numbering, or behind it; the rows of its pairs always behind."""
+    first, second = HOPPER.choose_layer(901, DEEPSEEK_V3)
+    first = dataclasses.replace(first, tokens_early=early)
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    (permute,) = (p for p in re.split(r"\.entry", ptx) if "Permute" in p.partition("(")[0])
+    kinds = r"ld\.global\.v4|ld\.global\.b32|griddepcontrol\.wait|st\.global"
+    order, stores = re.findall(kinds, permute), 8 * (7 + 1)
+    token, rows = ["ld.global.v4"] * 7 + ["ld.global.b32"], ["ld.global.v4"] * 2
+    wait = ["griddepcontrol.wait"]
+    loads = [*token, *wait, *rows] if early else [*wait, *rows, *token]
+    assert order == loads + ["st.global"] * stores
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
 STAGES = {
     "routing": (kernels.compile_route, DEEPSEEK_V3, False),
     "permute": (kernels.compile_permute, 7168, 8),

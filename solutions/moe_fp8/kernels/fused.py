@@ -101,7 +101,7 @@ class FusedMoe:
         self.terms = config2.terms
         self.gathers = gather is not None
         self.route = Route(shape, self.gathers)
-        self.permute = Permute(h, top_k)
+        self.permute = Permute(h, top_k, early=config1.tokens_early)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         # Behind a permute it knows the experts' rows while that is still at work.
         how: dict[str, Any] = (

@@ -22,13 +22,15 @@ class Permute:
     from the number of tokens, and neither the number of rows nor the token of a row is needed.
     A token without a local expert costs the load of its `pair_row`.
 
-    A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+    A CTA owns a token, with all its loads in flight at once; `grid = tokens`. With `early` it loads
+    the token before it waits for the kernel before, which writes `pair_row` but no argument of the
+    layer: the token arrives meanwhile. Tokens without a local expert are then read for nothing.
     """
 
-    def __init__(self, hidden: int, top_k: int):
+    def __init__(self, hidden: int, top_k: int, early: bool = False):
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
-        self.hidden, self.top_k = hidden, top_k
+        self.hidden, self.top_k, self.early = hidden, top_k, early
         self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
@@ -51,6 +53,10 @@ class Permute:
     def kernel(self, x, x_scale, pair_row, a, a_scale):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
+        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+        scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
+        if cutlass.const_expr(self.early):
+            self._load_token(x, x_scale, token, thread, values, scales)
         wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         load(pair_row.iterator + token * self.top_k, rows)
@@ -58,17 +64,8 @@ class Permute:
         for s in cutlass.range_constexpr(self.top_k):
             last = cutlass.max(last, rows[s])
         if last >= 0:
-            values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-            scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
-            for i in cutlass.range_constexpr(self.vectors_per_thread):
-                column = (i * THREADS + thread) * VECTOR
-                if column < self.hidden:
-                    at = x.iterator + Int64(token) * self.hidden + column
-                    cute.autovec_copy(vector(at, VECTOR), values[None, i])
-            for i in cutlass.range_constexpr(self.blocks_per_thread):
-                block = i * THREADS + thread
-                if block < self.blocks:
-                    scales[i] = x_scale[block, token]
+            if cutlass.const_expr(not self.early):
+                self._load_token(x, x_scale, token, thread, values, scales)
             for s in cutlass.range_constexpr(self.top_k):
                 row = rows[s]
                 if row >= 0:
@@ -81,3 +78,16 @@ class Permute:
                         block = i * THREADS + thread
                         if block < self.blocks:
                             a_scale[block, row] = scales[i]
+
+    @cute.jit
+    def _load_token(self, x, x_scale, token, thread, values, scales):
+        """This thread's part of a token and its scales, to registers."""
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            column = (i * THREADS + thread) * VECTOR
+            if column < self.hidden:
+                at = x.iterator + Int64(token) * self.hidden + column
+                cute.autovec_copy(vector(at, VECTOR), values[None, i])
+        for i in cutlass.range_constexpr(self.blocks_per_thread):
+            block = i * THREADS + thread
+            if block < self.blocks:
+                scales[i] = x_scale[block, token]

@@ -39,6 +39,8 @@ class TileConfig:
             two are stored in float32: rounding them would cost what the second term gains.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
+        tokens_early: of the layer's first GEMM, where a permute comes before it: that one loads the
+            tokens before it knows which have an expert here (`Permute`).
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -54,6 +56,7 @@ class TileConfig:
     whole_waves: bool = False
     terms: int = 1
     evict_first: bool = False
+    tokens_early: bool = False
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -86,7 +89,7 @@ class TileConfig:
         """The config in one line, with the words that the architecture adds."""
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        common = self.set_flags("evict_first")
+        common = self.set_flags("evict_first", "tokens_early")
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *words, *common])
 
     def set_flags(self, *names: str) -> list[str]:
