@@ -416,6 +416,21 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
     assert resources(cubin, tmp_path)["frame"] == 0
 
 
+@pytest.mark.parametrize(("tokens", "terms"), [(14107, 1), *more((14107, 2), (2048, 1))])
+def test_slices(tokens, terms, compiled_code, tmp_path):
+    """Of A a copy a slice and term, which the CTAs side by side share."""
+    first, second = (
+        dataclasses.replace(config, slices=True)
+        for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
+    )
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
+    for gemm, config in zip(gemms, (first, second), strict=True):
+        shared = re.findall(r"cp\.async\.bulk\.tensor\S*multicast", gemm)
+        assert len(shared) == config.tile_m // 64 * config.terms > 1
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
 @pytest.mark.parametrize("early", [True, *more(False)])
 def test_the_permute_loads_its_token(early, compiled_code, tmp_path):
     """Ahead of the wait for the numbering, or behind it; the rows of its pairs always behind."""

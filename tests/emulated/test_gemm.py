@@ -35,6 +35,9 @@ HOPPER = [
     Sm90(tile_m=64, swap_ab=True),
     Sm90(tile_m=128, swap_ab=True),
     Sm90(tile_m=16, tile_n=64, swap_ab=True, stages=3),
+    Sm90(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True, slices=True),
+    Sm90(cluster_m=2, slices=True),
+    Sm90(overlap=True, stages=3, slices=True),
 ]
 BLACKWELL = list(
     dict.fromkeys(
@@ -167,7 +170,13 @@ def test_empty_and_full_experts(rows, config, emulator):
 
 
 @pytest.mark.parametrize(
-    "config", [LARGEST, *more(Sm100(stages=3), Sm100(tile_n=256, cluster_n=2))], ids=name_of
+    "config",
+    [
+        LARGEST,
+        Sm90(cluster_n=2, stages=3, slices=True),
+        *more(Sm90(cluster_n=2, stages=3), Sm100(stages=3), Sm100(tile_n=256, cluster_n=2)),
+    ],
+    ids=name_of,
 )
 def test_columns_past_the_last_tile(config, emulator):
     """384 columns: the last tile, or its cluster's last CTA, lies partly or wholly outside."""

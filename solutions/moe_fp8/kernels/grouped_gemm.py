@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
-from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
+from .a_load import SharedRows, load_of, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE, TileShare
@@ -110,7 +110,7 @@ class GroupedGemm:
     Args:
         config: the architecture's.
         n, k, experts: of the weights; n and k are multiples of 128.
-        a_load: strategy for A, made of the config.
+        a_load: strategy for A, made of the config; None where its rows lie one after the other.
         epilogue: strategy for the sums, made of the config, the operand order and n.
         rows_known: `expert_rows` was written before the previous kernel.
         side_job: work for a warp that has nothing else to do, see `ZeroTokens.run`.
@@ -125,7 +125,7 @@ class GroupedGemm:
     """The architecture's `MmaOperands`: tokens as the MMA's rows, and, with swap_ab, as columns."""
 
     def __init__(
-        self, config, n, k, experts, a_load=ContiguousRows, epilogue=None,
+        self, config, n, k, experts, a_load=None, epilogue=None,
         rows_known=False, side_job=None,
     ):  # fmt: skip
         for name, size in (("n", n), ("k", k)):
@@ -136,10 +136,10 @@ class GroupedGemm:
         self.config, self.rows_known, self.side_job = config, rows_known, side_job
         self.n, self.k, self.experts = n, k, experts
         self.operands = self.operand_orders[config.swap_ab](config)
-        self.a_load = a_load(config)
+        self.a_load = (a_load or load_of(config))(config)
         self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
         if side_job and self.a_load.warps == len(ROWS_WARPS):
-            raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
+            raise ValueError(f"{type(self.a_load).__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
         if k // BLOCK * self.epilogue.n_halves > B_SCALES:
             raise ValueError(
@@ -291,13 +291,17 @@ class GroupedGemm:
             return work.queue.take(queue_state)
         return linear + clusters, queue_state
 
-    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
-        """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
+    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
+        """This CTA's part of its cluster's tile; `rows` is not positive where there is none.
+
+        With `shared` they are those of the CTAs beside it, also where it has no column: it loads
+        its share for them.
+        """
         c = self.config
         m_row = cta[0] * c.tile_m
         n_tile = tile.n_tile * c.cluster_n + cta[1]
         rows = tile.rows - m_row
-        if self.ragged_n:
+        if self.ragged_n and not shared:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
@@ -343,7 +347,7 @@ class GroupedGemm:
         elif cutlass.const_expr(self.rows_known):
             wait_for_previous()
         while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            tile = self._tile_of_cta(tiles.locate(linear), cta, shared=self.config.slices)
             if cutlass.const_expr(ready is not None):
                 expert_rows = tiles.expert_rows
                 rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]

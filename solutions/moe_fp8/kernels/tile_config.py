@@ -61,6 +61,8 @@ class TileConfig:
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
     """Of a CTA: those that do not promote."""
+    slices = False
+    """Whether A comes in slices of which a tile takes those that it has; Hopper's to choose."""
     split_scales = False
     """Whether the A scales have a pipeline of their own; else they come with the rows."""
 

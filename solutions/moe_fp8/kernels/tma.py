@@ -47,7 +47,7 @@ def cache_hint(evict_first: bool) -> dict[str, Int64]:
     return {"cache_policy": Int64(EVICT_FIRST)} if evict_first else {}
 
 
-def expect(load, state, size: int, mma_ctas: int = 1) -> cute.Pointer:
+def expect(load, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
     """A stage's `full` barrier, told of `size` bytes that will come; by one warp.
 
     Where `mma_ctas` share an MMA, it is the first one's barrier that is told: the MMA is issued

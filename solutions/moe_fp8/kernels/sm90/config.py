@@ -21,14 +21,18 @@ class GemmConfig(TileConfig):
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four.
+        slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
     """
 
     overlap: bool = False
     unroll: bool = False
+    slices: bool = False
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         self.check(tile_m=rows, tile_n=(64, 128))
+        if self.slices and (self.swap_ab or self.tile_m == WGMMA_M):
+            raise ValueError(f"slices: expected several warpgroups of tokens, got {self}")
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(
@@ -52,6 +56,6 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
 
     def __str__(self) -> str:
-        flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves", "unroll")
+        flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves", "unroll", "slices")
         terms = [f"{self.terms} terms"] if self.terms > 1 else []
         return self.described(*flags, *terms)
