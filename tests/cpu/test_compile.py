@@ -32,6 +32,8 @@ from moe_fp8.kernels.combine import Combine
 from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
 from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.operands import TokensAsColumns, TokensAsRows
+from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
@@ -678,6 +680,16 @@ def test_no_two_uses_share_a_named_barrier():
     assert Barriers.CTA == 0 and Barriers.STAGING - Barriers.CTA == 1
     assert Barriers.END - Barriers.STAGING >= most, "one a consumer warpgroup"
     assert first[-1] is Barriers.END and Barriers.END <= HARDWARE_BARRIERS
+
+
+def test_what_the_first_gemm_stages():
+    """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
+    each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
+    rows, swapped = GemmConfig(tile_m=192, cluster_n=2), GemmConfig(16, cluster_n=2, swap_ab=True)
+    of_rows = SwigluQuantise(rows, TokensAsRows(rows), 4096)
+    of_swapped = SwigluQuantise(swapped, TokensAsColumns(swapped), 4096)
+    assert of_rows.staging_elements() == 192 * (80 + 2 * 4) + 2 * 3 * 8
+    assert of_swapped.staging_elements() == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
 
 
 @pytest.mark.parametrize("config", CONFIGS["sm_90a"], ids=str)

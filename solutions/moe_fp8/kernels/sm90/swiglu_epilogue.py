@@ -28,7 +28,7 @@ class Staging(NamedTuple):
     """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3
-    amax: cute.Tensor  # (warps, tile_m) i32: of a warp's columns, under swap_ab
+    amax: cute.Tensor | None  # (warps, tile_m) i32: of a warp's columns; with swap_ab only
     theirs: cute.Tensor  # (buffers, tile_m) i32: of the other CTA's columns
     arrived: cute.Pointer  # mbarriers (buffers, waits) of `theirs`
 
@@ -61,9 +61,11 @@ class SwigluQuantise(SwigluEpilogue):
         # mbarriers of a buffer: every warpgroup waits for its own rows, with swap_ab all together.
         self.waits = 1 if config.swap_ab else config.consumer_warpgroups
         self.arrivals = 1 if config.swap_ab else WARPS
+        # Without swap_ab a warp has all of a row's columns.
+        self.column_groups = self.warps if config.swap_ab else 0
 
     def staging_elements(self) -> int:
-        maxima = 4 * (self.warps + BUFFERS)
+        maxima = 4 * (self.column_groups + BUFFERS)
         return self.staged_bytes() + self.config.tile_m * maxima + 8 * BUFFERS * self.waits
 
     @cute.jit
@@ -71,15 +73,16 @@ class SwigluQuantise(SwigluEpilogue):
         """Initialises its barriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
-        theirs = amax + rows * self.warps
+        theirs = amax + rows * self.column_groups
         arrived = cute.recast_ptr(theirs + rows * BUFFERS, dtype=Int64)
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(BUFFERS * self.waits):
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
+        by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return Staging(
             self.staged_rows(base),
-            cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
+            cute.make_tensor(amax, by_group) if self.column_groups else None,
             cute.make_tensor(theirs, cute.make_layout((BUFFERS, rows), stride=(rows, 1))),
             arrived,
         )
