@@ -112,7 +112,7 @@ def fused_call(
     """
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(shape, *configs, multiprocessors_of(device), target_of(device))
-    local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens)
+    local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens, configs[0].passes)
     gpu = device.index
 
     def call(inputs: MoeInputs, output: torch.Tensor) -> None:

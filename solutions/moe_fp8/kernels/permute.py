@@ -36,7 +36,12 @@ class Permute:
         self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
-    def __call__(
+    def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
+        """See `launch`."""
+        self.launch(x, x_scale, pair_row, a, a_scale, stream)
+
+    @cute.jit
+    def launch(
         self,
         x: cute.Tensor,  # (tokens, hidden) e4m3
         x_scale: cute.Tensor,  # (hidden / 128, tokens) f32
@@ -44,13 +49,16 @@ class Permute:
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
         stream: cuda.CUstream,
+        of: cute.Tensor | None = None,  # (2,) i32: first token, end; all tokens without it
+        most: Int32 | None = None,  # tokens that there may be from the first to the end
     ):
-        self.kernel(x, x_scale, pair_row, a, a_scale).launch(
-            grid=[cute.size(x, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        tokens = cute.size(x, mode=[0]) if most is None else most
+        self.kernel(x, x_scale, pair_row, a, a_scale, of).launch(
+            grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, pair_row, a, a_scale):
+    def kernel(self, x, x_scale, pair_row, a, a_scale, of):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
         values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
@@ -59,10 +67,17 @@ class Permute:
             self._load_token(x, x_scale, token, thread, values, scales)
         wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
-        load(pair_row.iterator + token * self.top_k, rows)
         last = Int32(-1)
-        for s in cutlass.range_constexpr(self.top_k):
-            last = cutlass.max(last, rows[s])
+        if cutlass.const_expr(of is None):
+            load(pair_row.iterator + token * self.top_k, rows)
+            for s in cutlass.range_constexpr(self.top_k):
+                last = cutlass.max(last, rows[s])
+        else:
+            token += of[0]
+            if token < of[1]:
+                load(pair_row.iterator + token * self.top_k, rows)
+                for s in cutlass.range_constexpr(self.top_k):
+                    last = cutlass.max(last, rows[s])
         if last >= 0:
             if cutlass.const_expr(not self.early):
                 self._load_token(x, x_scale, token, thread, values, scales)

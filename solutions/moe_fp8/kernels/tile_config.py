@@ -41,6 +41,9 @@ class TileConfig:
             written back yet, those of up to three experts then arrive sooner; of seven, later.
         tokens_early: of the layer's first GEMM, where a permute comes before it: that one loads the
             tokens before it knows which have an expert here (`Permute`).
+        passes: of the layer's first GEMM, where a permute comes before it: the layer's workspace
+            has room for the pairs of so large a part of the tokens, and is used so often. Where the
+            pairs of all fit, the first pass has all tokens and the others find none (`fused`).
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -57,6 +60,7 @@ class TileConfig:
     terms: int = 1
     evict_first: bool = False
     tokens_early: bool = False
+    passes: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -81,6 +85,10 @@ class TileConfig:
             )
         if self.whole_waves and self.dynamic:
             raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
+        if self.passes < 1 or (self.passes > 1 and self.tokens_early):
+            raise ValueError(
+                f"passes={self.passes}: expected at least 1, more without tokens_early"
+            )
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -94,6 +102,7 @@ class TileConfig:
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         common = self.set_flags("evict_first", "tokens_early")
+        common += [f"{self.passes} passes"] if self.passes > 1 else []
         return ", ".join([tile, cluster, f"{self.num_stages} stages", *words, *common])
 
     def set_flags(self, *names: str) -> list[str]:
