@@ -149,17 +149,19 @@ IN_PASSES = [  # tokens, passes, first local expert, whether the first pass has 
 
 
 @pytest.mark.parametrize(("tokens", "passes", "offset", "all_fit"), IN_PASSES)
-@pytest.mark.parametrize("name", ["192 on demand", *more("64 overlapped")])
-def test_tokens_in_passes(name, tokens, passes, offset, all_fit, mode, emulator, monkeypatch):
+@pytest.mark.parametrize(("name", "terms"), [("192 on demand", 1), *more(("64 overlapped", 2))])
+def test_tokens_in_passes(
+    name, terms, tokens, passes, offset, all_fit, mode, emulator, monkeypatch
+):
     """Of 128 tokens at least; what a pass has no token for is launched all the same."""
     inputs, room = inputs_of(tokens, offset), bound(SHAPE, share(tokens, passes))
     assert (int(route(inputs, SHAPE).m_indptr[-1]) <= room) == all_fit
-    wanted = output_of(inputs, name)
+    wanted = output_of(inputs, name, terms)
     first, second = CONFIGS[name]
     changed = dataclasses.replace(first, passes=passes), second
     monkeypatch.setitem(CONFIGS, "in passes", changed)
     emulator.reports.clear()
-    assert torch.equal(output_of(inputs, "in passes"), wanted)
+    assert torch.equal(output_of(inputs, "in passes", terms), wanted)
     assert [report.hazards for report in emulator.reports] == [[]] * (2 + 4 * passes)
 
 
