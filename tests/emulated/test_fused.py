@@ -163,6 +163,10 @@ def test_tokens_in_passes(
     emulator.reports.clear()
     assert torch.equal(output_of(inputs, "in passes", terms), wanted)
     assert [report.hazards for report in emulator.reports] == [[]] * (2 + 4 * passes)
+    _, _, *launches = (report.grid[0] for report in emulator.reports)
+    # A later pass has fewer tokens, and most often none: its combine is one wave.
+    assert launches[::4] == [tokens] + (passes - 1) * [share(tokens, passes)]
+    assert launches[3::4] == [min(tokens, 4 * 16)] + (passes - 1) * [min(tokens, 4 * 6)]
 
 
 @pytest.mark.all

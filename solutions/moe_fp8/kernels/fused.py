@@ -181,8 +181,9 @@ class FusedMoe:
         )  # fmt: skip
         given = (x, x_scale, a, a_scale, w13, w13_scale, w2, w2_scale, out)
         writable_rows = Int32(Int64(rows) * before_a // row_bytes)
+        ctas = self.combine.most_ctas(self.multiprocessors)
         if cutlass.const_expr(passes == 1):
-            self._experts(given, of, rows, writable_rows, stream)
+            self._experts(given, of, rows, writable_rows, stream, (None, None, ctas))
         else:
             for p in cutlass.range(passes, unroll=1):
                 # All tokens may be the first pass's.
@@ -191,13 +192,16 @@ class FusedMoe:
                     m_indptr=cute.domain_offset((p * (local + 1),), of.m_indptr),
                     counters=cute.domain_offset((p * (COUNTERS + local),), of.counters),
                 )
-                of_pass = ranges.tokens[p, None], most
+                # Seldom does a later pass find a token, so its combine is to end soon.
+                later = self.combine.most_ctas(self.multiprocessors, at_once=True)
+                of_pass = ranges.tokens[p, None], most, cutlass.select_(p == 0, ctas, later)
                 self._experts(given, this, rows, writable_rows, stream, of_pass)
 
-    def _experts(self, given, of: Parts, rows, writable_rows, stream, of_pass=(None, None)) -> None:
-        """What comes after the routing, for all tokens or those of a pass."""
+    def _experts(self, given, of: Parts, rows, writable_rows, stream, of_pass) -> None:
+        """What comes after the routing, for all tokens or those of a pass: `of_pass` has their
+        range, how many there may be, and the most CTAs of the combine."""
         x, x_scale, a, a_scale, w13, w13_scale, w2, w2_scale, out = given
-        of_tokens, most = of_pass
+        of_tokens, most, ctas = of_pass
         local = self.shape.num_local_experts
         expert_rows = cute.make_tensor(
             of.m_indptr.iterator, cute.make_layout((2, local), stride=(1, 1))
@@ -225,8 +229,7 @@ class FusedMoe:
             of.q, of.q_scale, w2, w2_scale, of.o,
             expert_rows, second, self._ctas(self.gemm2, rows), stream, ready=ready,
         )  # fmt: skip
-        tokens = cute.size(out, mode=[0])
-        ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
+        ctas = cutlass.min(cute.size(out, mode=[0]), ctas)
         self.combine.launch(of.o, of.pair_row, of.weights, out, ctas, stream, of_tokens)
 
     @staticmethod
