@@ -16,6 +16,7 @@ from moe_fp8.kernels.sm90.config import WGMMA_M
 from moe_fp8.kernels.sm90.config import GemmConfig as GemmConfigSm90
 from moe_fp8.kernels.sm100.config import MMA_ROWS
 from moe_fp8.kernels.sm100.config import GemmConfig as GemmConfigSm100
+from moe_fp8.kernels.sm100.heuristic import PICKED as PICKED_SM100
 from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
 
 from scripts.common import schemas
@@ -33,9 +34,10 @@ class Constants:
 
     Measured on an H200: launch_us (gemm_study.json of 2026-11-22: reading few weights took 4.2 us,
     less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
-    other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
-    against the records: handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed:
-    latency_us.
+    other_instructions (the same page: 100, of which 64 are multiply-adds), serial_loads (in the
+    machine code, tests/cpu/test_compile.py). Chosen for the check against the records:
+    handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed: latency_us, and tmem_clocks,
+    of which no figure was found; `latency_table` has what 20 to 400 would cost.
     """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
@@ -44,6 +46,8 @@ class Constants:
     handoff_clocks: float = 60  # from an MMA's end to the first multiply-add of its promotion
     latency_us: float = 1.0  # from asking for a stage until it is free again, DRAM included
     writes: float = 1.0  # share of TMA's writes that keeps shared memory from being read
+    tmem_clocks: float = 100  # from a load from tensor memory until it can be used
+    serial_loads: int = 1  # of a K block and thread: each waits for the one before
 
 
 CONSTANTS = Constants()
@@ -143,9 +147,10 @@ def block_sm100(
     tmem = 4 * values / gpu.tmem_per_clock
     promote = max(values / gpu.fma_per_clock, groups * instructions)
     handoff = constants.handoff_clocks
-    # A consumer's K block: its own columns, at the rate of one warp a scheduler.
+    # A consumer's K block: loads, then its own columns, at the rate of one warp a scheduler.
     lane = gpu.fma_per_clock / (32 * SCHEDULERS)
-    consumer = max(promote, of_thread / lane + constants.other_instructions + handoff)
+    own = constants.serial_loads * constants.tmem_clocks + of_thread / lane
+    consumer = max(promote, own + constants.other_instructions + handoff)
     filled = max(mma, read / gpu.smem_per_clock)  # how long an accumulator is written
     return Block(
         mma=mma,
@@ -342,11 +347,17 @@ def shapes_sm100() -> list[Any]:
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
 
 
+LATENCIES = (20, 50, 100, 200, 400)
+"""Of tensor memory, in clocks."""
+COLUMNS = 16
+"""Of a load, where a thread waits for each."""
+
+
 def block_table() -> Table:
     """Clocks of every resource for a K block, and what share of them the tensor cores work: if
     everything is as assumed, and if TMA's writes cost nothing and L2 gives twice as much."""
     rows = []
-    for config in shapes_sm100():
+    for config in PICKED_SM100:
         # In the middle of a tile, with all stages full.
         block = replace(block_sm100(B200, config), latency=0.0)
         generous = replace(block, write=0.0, l2=block.l2 / 2)
@@ -354,13 +365,33 @@ def block_table() -> Table:
         busy = (f"{100 * block.mma / b.clocks:.0f} %" for b in (block, generous))
         rows.append(
             [
-                short(config), config.num_stages, config.num_accumulators,
+                short(config).removesuffix(" dynamic"), config.num_stages, config.num_accumulators,
                 *(f"{c:.0f}" for c in (*clocks, block.chain)), *busy,
             ]
         )  # fmt: skip
     header = ["tile", "stages", "accumulators", "MMA", "operand reads", "TMA writes", "L2"]
     header += ["tensor memory", "promotion", "accumulator", "tensor cores", "at best"]
     return "B200: clocks of a K block, and how busy the tensor cores can be", header, rows
+
+
+def latency_table() -> Table:
+    """What a load from tensor memory costs, by its latency: clocks of a K block and share of them
+    that the tensor cores work, with a wait for every load and with one for all."""
+    rows = []
+    for config in PICKED_SM100:
+        cells = []
+        for tmem_clocks in LATENCIES:
+            blocks = []
+            for loads in (config.consumer_columns // COLUMNS, 1):
+                constants = replace(CONSTANTS, tmem_clocks=tmem_clocks, serial_loads=loads)
+                blocks.append(replace(block_sm100(B200, config, 0, constants), latency=0.0))
+            clocks = [f"{block.clocks:.0f}" for block in blocks]
+            busy = [f"{100 * block.mma / block.clocks:.0f}" for block in blocks]
+            of_block, of_mma = ("→".join(dict.fromkeys(both)) for both in (clocks, busy))
+            cells.append(f"{of_block} ({of_mma}%)")
+        rows.append([short(config).removesuffix(" dynamic"), *cells])
+    header = ["tile", *(f"L={clocks}" for clocks in LATENCIES)]
+    return "B200: what a latency of L clocks of tensor memory costs", header, rows
 
 
 def chosen_sm100(problem: Problem) -> Any:
@@ -436,9 +467,8 @@ def heuristic_table() -> Table:
         problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
         us = [sum(predict(gpu, c, p).us for p in problems) for c in configs]
         cells = [f"{t:.0f}" + " *" * (t == min(us)) for t in us]
-        chosen = sum(predict(gpu, chosen_sm100(p), p).us for p in problems)
-        rows.append([mean, *cells, short(chosen_sm100(problems[0])), f"{chosen:.0f}"])
-    header = ["rows", *(short(c).removesuffix(" dynamic") for c in configs), "heuristic", "us"]
+        rows.append([mean, *cells, short(chosen_sm100(problems[0])).removesuffix(" dynamic")])
+    header = ["rows", *(short(c).removesuffix(" dynamic") for c in configs), "heuristic"]
     return f"{gpu.name}: GEMM1 + GEMM2 us of 32 experts, tiles on demand", header, rows
 
 
@@ -447,6 +477,7 @@ def tables(rows_of: Rows, problems: Sequence[Problem]) -> Iterator[Table]:
     yield gpu_table()
     yield from hopper_tables(rows_of)
     yield block_table()
+    yield latency_table()
     yield workload_table(problems)
     yield study_table()
     yield heuristic_table()

@@ -1,6 +1,6 @@
 """FP8 block-scaled mixture-of-experts layer of one expert-parallel rank, in CuTe DSL.
 
-    from moe_fp8 import fused_moe
+    from moe_fp8 import experts, fused_moe
 
 One file a generation of the optimisation (`v1_loop_padding`, `v2_vectorised`, ...), all of them on
 the shared kernels in `kernels`, called by the layers in `layer`.
@@ -10,13 +10,14 @@ import importlib
 from typing import Any
 
 PUBLIC = {
+    "experts": "functional",
     "fused_moe": "functional",
     "expert_parallel_moe": "expert_parallel",
     "deep_ep_buffer": "expert_parallel",
     "quantise_blocks": "quantise",
     "quantise_rows": "quantise",
 }
-"""Imported when they are asked for: a packed solution has none of these modules."""
+"""Imported when they are asked for: a packed solution has few of these modules."""
 
 
 def __getattr__(name: str) -> Any:

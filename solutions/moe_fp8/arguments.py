@@ -19,14 +19,17 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     meaning: str
     alignment: int = ALIGNMENT  # bytes that its address is a multiple of
+    strided: bool = False  # a matrix whose rows or whose columns are contiguous, in any distance
 
 
 class Signature:
-    """The tensors of a call, contiguous and on one device; the last one is the output."""
+    """The tensors of a call, on one device, contiguous but for `strided` ones; the last one is the
+    output."""
 
     def __init__(self, *specs: Spec):
         self.specs = specs
         self.sizes = tuple(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        self.strided = tuple(place for place, spec in enumerate(specs) if spec.strided)
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Compare the arguments with what is expected: the good case, of every call, is cheap.
@@ -37,13 +40,14 @@ class Signature:
         try:
             device = tensors[0].device
             good = True
-            for tensor, (_, shape, dtype, _, alignment) in zip(tensors, self.specs, strict=True):
+            for tensor, spec in zip(tensors, self.specs, strict=True):
+                _, shape, dtype, _, alignment, strided = spec
                 good = (
                     good
                     and tensor.shape == shape
                     and tensor.dtype is dtype
                     and tensor.device == device
-                    and tensor.is_contiguous()
+                    and (tensor.is_contiguous() or strided and has_contiguous_lines(tensor))
                     and tensor.data_ptr() % alignment == 0
                 )
             good = good and self.overlapped(tensors) is None
@@ -59,12 +63,15 @@ class Signature:
         for place in range(len(self.sizes) - 1):
             if begin - self.sizes[place] < tensors[place].data_ptr() < end:
                 return place
+        for place in self.strided:  # which reach further than they have elements
+            if begin - _reach(tensors[place]) < tensors[place].data_ptr() < end:
+                return place
         return None
 
     def _explain(self, tensors: Sequence[Any]) -> NoReturn:
         """Raise the ValueError for the first argument that is wrong."""
         for tensor, spec in zip(tensors, self.specs, strict=True):
-            name, shape, dtype, meaning, alignment = spec
+            name, shape, dtype, meaning, alignment, strided = spec
             extents = "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
             if not isinstance(tensor, torch.Tensor):
                 wrong = f"a {dtype} tensor {extents}, got {type(tensor).__name__}"
@@ -79,7 +86,12 @@ class Signature:
                     f"device {tensors[0].device}, got {tensor.device} "
                     f"(all tensors must be on the device of {self.specs[0].name})"
                 )
-            elif not tensor.is_contiguous():
+            elif strided and not (tensor.is_contiguous() or has_contiguous_lines(tensor)):
+                wrong = (
+                    f"a stride of 1 along either dimension and lines that do not overlap, got "
+                    f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+                )
+            elif not strided and not tensor.is_contiguous():
                 wrong = (
                     f"a contiguous tensor, got strides {list(tensor.stride())} for shape "
                     f"{list(tensor.shape)} (it is addressed by its shape; call .contiguous())"
@@ -98,6 +110,20 @@ class Signature:
             f"{self.specs[-1].name}: expected memory of its own, got some of "
             f"{self.specs[place].name} (it is written while the inputs are read)"
         )
+
+
+def has_contiguous_lines(matrix: torch.Tensor) -> bool:
+    """Whether the elements of its rows or those of its columns follow each other, and no line
+    begins before another ends."""
+    rows, columns = matrix.shape
+    by_row, by_column = matrix.stride()
+    return (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    distances = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((n - 1) * stride for n, stride in distances) + 1) * tensor.element_size()
 
 
 def check_integer(name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """The layer as a function on torch tensors, in eager code, under torch.compile and in CUDA graphs.
 
-Also a custom operator, `torch.ops.moe_fp8.fused_moe`, so that torch.compile keeps the call in its
-graph. A copy of the package under another name has an operator of that name.
+Also custom operators, `torch.ops.moe_fp8.fused_moe` and `.experts`, so that torch.compile keeps the
+calls in its graph. A copy of the package under another name has operators of that name.
 """
 
 import functools
@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
+from .arguments import has_contiguous_lines
 from .layer.fused import FusedLayer
-from .problem import MoeInputs, MoeShape
+from .problem import Form, MoeInputs, MoeShape, RoutedInputs
+
+FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
 def fused_moe(
     routing_logits: torch.Tensor,
-    routing_bias: torch.Tensor,
+    routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
     gemm1_weights: torch.Tensor,
     gemm1_weights_scale: torch.Tensor,
     gemm2_weights: torch.Tensor,
@@ -28,6 +31,7 @@ def fused_moe(
     n_group: int = 8,
     topk_group: int = 4,
     top_k: int = 8,
+    gate_first: bool = False,
     accurate: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -56,10 +60,14 @@ def fused_moe(
     more than 16384 tokens no more than for these.
 
     Args:
-        routing_logits: `[T, E]` float32.
-        routing_bias: `[E]` bfloat16, for the choice alone.
-        hidden_states: `[T, H]` float8_e4m3fn.
-        hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by.
+        routing_logits: `[T, E]` float32 or bfloat16.
+        routing_bias: `[E]` bfloat16 or float32, for the choice alone, which is made in float32;
+            None is a bias of 0.
+        hidden_states: `[T, H]` float8_e4m3fn, or bfloat16, which the layer quantises as
+            `quantise_rows` does, to the bit.
+        hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by;
+            None with bfloat16. Scales that lie token by token are passed as they are, `[T, H/128]`
+            transposed by `.t()`: no copy is made.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
         gemm1_weights_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
@@ -67,6 +75,8 @@ def fused_moe(
         local_expert_offset: the first of the L experts that live here.
         routed_scaling_factor: of all weights.
         n_group, topk_group, top_k: of the routing.
+        gate_first: rows of gate lie above those of up in `gemm1_weights` and their scales, as
+            checkpoints have them. Costs nothing, changes no bit.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
             1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
         out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
@@ -86,48 +96,210 @@ def fused_moe(
     run(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k, accurate, out,
+        local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k,
+        gate_first, accurate, out,
+    )  # fmt: skip
+    return out
+
+
+def experts(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    gate_first: bool = True,
+    expert_map: torch.Tensor | None = None,
+    local_expert_offset: int = 0,
+    num_experts: int | None = None,
+    accurate: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fused_moe` after its routing: the experts here of tokens whose experts are chosen already.
+
+    The same kernels but for the one that chooses, with the same guarantees, and the same bits for
+    the same choices: the order of a token's experts does not matter, its sum is made in the order
+    of the local ones. An id that is not local adds nothing, whatever number it is. An expert may be
+    given to a token twice and a weight may be 0; a shared expert is one more id.
+
+    T tokens with K experts each, K up to 31, L experts here. What is said of streams, graphs, NaN
+    and memory in `fused_moe` holds here, too.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64. Without a map expert `local_expert_offset + e` is the
+            e-th here; so with ids that are local, -1 elsewhere, the offset is 0.
+        topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
+        x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
+        w2: `[L, H, I]` float8_e4m3fn.
+        w2_scale: `[L, H/128, I/128]` float32.
+        x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
+            passed transposed by `.t()`: no copy is made.
+        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
+        expert_map: `[E]` int32, the e-th expert's place among those here, or -1. Several may have
+            the same place.
+        local_expert_offset: the first id that is here; 0 with a map.
+        num_experts: E without a map, which only tells how many rows an expert may have, so that
+            the kernels' tiles suit; else L is taken for it. Changes no bit.
+        accurate: as in `fused_moe`.
+        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+
+    Returns:
+        `[T, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it
+            (K is `top_k`). Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured and no call with as many tokens came before.
+    """
+    if out is None and isinstance(x, torch.Tensor):  # else refused by name, below
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+    run = _experts_operator if torch.compiler.is_compiling() else _run_experts
+    run(
+        topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
+        local_expert_offset, expert_map, num_experts, gate_first, accurate, out,
     )  # fmt: skip
     return out
 
 
 def _run(*arguments: Any) -> None:
-    """The operator: the layer's inputs, three numbers of the routing, `accurate`, the output."""
+    """The operator: the layer's inputs, three numbers of the routing, `gate_first`, `accurate`, the
+    output."""
     inputs = MoeInputs(*arguments[:10])
-    *routing, accurate, out = arguments[10:]
+    *routing, gate_first, accurate, out = arguments[10:]
     sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
-    layer_of(*sizes, *routing, accurate)(inputs, out)
+    form = () if gate_first is False and _is_usual(inputs) else (*_form(inputs), gate_first)
+    layer_of(*sizes, *routing, accurate, *form)(inputs, out)
+
+
+def _is_usual(inputs: Any) -> bool:
+    """Whether the tensors have the definition's types and layouts: quicker than to find out which
+    they have, while the GPU waits."""
+    logits, bias, x, x_scale, *_ = inputs
+    try:
+        return (
+            bias.dtype is BF16
+            and logits.dtype is F32
+            and x.dtype is FP8
+            and x_scale.is_contiguous()
+        )
+    except (AttributeError, RuntimeError):  # None, or no dense tensor
+        return False
+
+
+def _form(inputs: MoeInputs) -> tuple[Any, ...]:
+    """The first fields of the tensors' `Form`."""
+    bias = inputs.routing_bias
+    return (
+        _type_of("routing_logits", inputs.routing_logits, F32, BF16),
+        None if bias is None else _type_of("routing_bias", bias, BF16, F32),
+        _type_of("hidden_states", inputs.hidden_states, FP8, BF16),
+        _lies_elsewhere(inputs.hidden_states_scale),
+    )
+
+
+def _run_experts(*arguments: Any) -> None:
+    """The operator: the inputs, the number of experts, `gate_first`, `accurate`, the output."""
+    inputs = RoutedInputs(*arguments[:10])
+    num_experts, gate_first, accurate, out = arguments[10:]
+    *_, local, hidden, intermediate = sizes_of(
+        inputs.topk_ids, inputs.x, inputs.w13, inputs.w2, names=RoutedInputs._fields
+    )
+    expert_map = inputs.expert_map
+    if expert_map is not None:
+        if not isinstance(expert_map, torch.Tensor) or expert_map.dim() != 1:
+            raise ValueError(f"expert_map: expected a tensor [E], got {_shown(expert_map)}")
+        if num_experts not in (None, len(expert_map)):
+            raise ValueError(
+                f"num_experts={num_experts}: expected {len(expert_map)}, as many as expert_map has"
+            )
+        num_experts = len(expert_map)
+    form = (
+        _type_of("topk_ids", inputs.topk_ids, torch.int32, torch.int64),
+        F32,
+        _type_of("x", inputs.x, FP8, BF16),
+        _lies_elsewhere(inputs.x_scale),
+        gate_first,
+        expert_map is not None,
+    )
+    sizes = (local if num_experts is None else num_experts, local, hidden, intermediate)
+    top_k = inputs.topk_ids.shape[1]
+    layer_of(*sizes, 1, 1, top_k, accurate, *form)(inputs, out)
+
+
+def _type_of(name: str, tensor: Any, *types: torch.dtype) -> torch.dtype:
+    """The type of a tensor that may have one of several; the first of what is no tensor, which the
+    layer refuses.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return types[0]
+    if tensor.dtype not in types:
+        legal = " or ".join(map(str, types))
+        raise ValueError(f"{name}: expected dtype {legal}, got {tensor.dtype}")
+    return tensor.dtype
+
+
+def _lies_elsewhere(x_scale: Any) -> bool:
+    """Whether scales lie otherwise than `[H/128, T]` does, but can be read."""
+    return (
+        isinstance(x_scale, torch.Tensor)
+        and x_scale.layout is torch.strided
+        and not x_scale.is_contiguous()
+        and x_scale.dim() == 2
+        and has_contiguous_lines(x_scale)
+    )
+
+
+def _shown(argument: Any) -> Any:
+    """What is said of an argument that has the wrong dimensions."""
+    return list(argument.shape) if isinstance(argument, torch.Tensor) else type(argument)
 
 
 def sizes_of(
-    logits: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    logits: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    names: tuple[str, ...] = MoeInputs._fields,
 ) -> tuple[int, int, int, int]:
     """(experts, local experts, hidden size, intermediate size), each from where it is told first;
-    whether the other arguments agree is the layer's to say."""
+    whether the other arguments agree is the layer's to say. Of ids, K takes the experts' place."""
     for name, tensor, dims in (
-        ("routing_logits", logits, "[T, E]"),
-        ("hidden_states", x, "[T, H]"),
-        ("gemm1_weights", w13, "[L, 2 I, H]"),
-        ("gemm2_weights", w2, "[L, H, I]"),
+        (names[0], logits, "[T, E]" if names is MoeInputs._fields else "[T, K]"),
+        (names[2], x, "[T, H]"),
+        (names[4], w13, "[L, 2 I, H]"),
+        (names[6], w2, "[L, H, I]"),
     ):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
-            given = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
-            raise ValueError(f"{name}: expected a tensor {dims}, got {given}")
+            raise ValueError(f"{name}: expected a tensor {dims}, got {_shown(tensor)}")
     return logits.shape[1], w13.shape[0], x.shape[1], w2.shape[2]
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
 def _layer(*arguments: Any) -> FusedLayer:
-    *sizes, accurate = arguments
-    if type(accurate) is not bool:
-        raise ValueError(f"accurate: expected True or False, got {accurate!r}")
-    return FusedLayer(MoeShape(*sizes), 2 if accurate else 1)
+    sizes, (accurate, *types) = arguments[:7], arguments[7:]
+    form = Form(*types)
+    for name, flag in (("accurate", accurate), ("gate_first", form.gate_first)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name}: expected True or False, got {flag!r}")
+    routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
+    shape = MoeShape(*(*sizes, routing))
+    return FusedLayer(shape, 2 if accurate else 1, form=None if form == Form() else form)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:
-    """The layer of `sizes_of`, n_group, topk_group, top_k and `accurate`.
+    """The layer of `sizes_of`, n_group, topk_group, top_k, `accurate`, and what its `Form` has that
+    is not the definition's, in order.
 
     Raises:
         ValueError: one of them is wrong; the message names it.
@@ -138,24 +310,47 @@ def layer_of(*arguments: Any) -> FusedLayer:
         return _layer.__wrapped__(*arguments)
 
 
-# With this schema and not by `custom_op`, whose part of a call is 90 us of the host's.
+# With these schemas and not by `custom_op`, whose part of a call is 90 us of the host's.
 NAMESPACE = __package__.replace(".", "_")
-OPERATOR = f"{NAMESPACE}::fused_moe"
-SCHEMA = (
-    *(f"Tensor {name}" for name in MoeInputs._fields[:8]),
-    "SymInt local_expert_offset",
-    "float routed_scaling_factor",
-    *(f"SymInt {name}" for name in ("n_group", "topk_group", "top_k")),
-    "bool accurate",
-    "Tensor(a!) out",
-)
-if not hasattr(getattr(torch.ops, NAMESPACE), "fused_moe"):  # else the module is reloaded
-    # Strides as in eager code: the compiler pads rows, which the layer refuses. The order of the
-    # strides alone would let it.
-    torch.library.define(
-        OPERATOR, f"({', '.join(SCHEMA)}) -> ()", tags=(torch.Tag.needs_exact_strides,)
-    )
-    torch.library.impl(OPERATOR, ("cpu", "cuda"), _run)
-    # The output is an argument: there is nothing to say of it.
-    torch.library.register_fake(OPERATOR, lambda *arguments: None)
-_operator = getattr(torch.ops, NAMESPACE).fused_moe
+OPTIONAL = {"routing_bias", "hidden_states_scale", "x_scale"}
+FLAGS = ("bool gate_first", "bool accurate", "Tensor(a!) out")
+
+
+def _tensors(names: tuple[str, ...]) -> list[str]:
+    return [f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in names[:8]]
+
+
+SCHEMAS = {
+    "fused_moe": (
+        *_tensors(MoeInputs._fields),
+        "SymInt local_expert_offset",
+        "float routed_scaling_factor",
+        *(f"SymInt {name}" for name in ("n_group", "topk_group", "top_k")),
+        *FLAGS,
+    ),
+    "experts": (
+        *_tensors(RoutedInputs._fields),
+        "SymInt local_expert_offset",
+        "Tensor? expert_map",
+        "SymInt? num_experts",
+        *FLAGS,
+    ),
+}
+
+
+def _register(name: str, run: Any) -> Any:
+    """The operator, which is there already where the module is reloaded."""
+    operator = f"{NAMESPACE}::{name}"
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        # Strides as in eager code: the compiler pads rows, which the layer refuses. The order of
+        # the strides alone would let it.
+        schema = f"({', '.join(SCHEMAS[name])}) -> ()"
+        torch.library.define(operator, schema, tags=(torch.Tag.needs_exact_strides,))
+        torch.library.impl(operator, ("cpu", "cuda"), run)
+        # The output is an argument: there is nothing to say of it.
+        torch.library.register_fake(operator, lambda *arguments: None)
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+_operator = _register("fused_moe", _run)
+_experts_operator = _register("experts", _run_experts)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,9 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
     return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
 
 
-ROUTINGS = ("deepseek_v3", "renormalize")
-"""Ways to choose a token's experts and their weights, see `layer.routing.choose_experts`."""
+ROUTINGS = ("deepseek_v3", "renormalize", "given")
+"""Ways to choose a token's experts and their weights, see `layer.routing.choose_experts`; with
+`given` the caller has chosen them (`RoutedInputs`)."""
 LARGEST = {
     "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
     "num_local_experts": 1024,
@@ -56,7 +57,8 @@ class MoeShape:
     n_group: int = 8  # groups that the experts are divided into, for the routing
     topk_group: int = 4  # groups that a token's experts come from
     top_k: int = 8  # experts of a token, at most 31
-    routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias
+    routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
+    # with `given` there are neither, and num_experts only tells how many rows an expert may have
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,25 +72,27 @@ class MoeShape:
                 raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
-        if self.routing == "renormalize" and self.n_group != 1:
-            raise ValueError(f"n_group={self.n_group}: expected 1, renormalize knows no groups")
+        if self.routing != "deepseek_v3" and self.n_group != 1:
+            raise ValueError(f"n_group={self.n_group}: expected 1, {self.routing} knows no groups")
         if self.num_local_experts < 1:
             raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
         if self.n_group < 1 or self.num_experts % self.n_group:
             raise ValueError(
                 f"n_group={self.n_group}: expected a divisor of num_experts={self.num_experts}"
             )
-        if self.group_size < 2:
+        if self.group_size < 2 and self.routing != "given":
             raise ValueError(
                 f"n_group={self.n_group}: groups of {self.group_size} experts, "
                 "expected at least 2 (a group's score is the sum of its two largest)"
             )
         if not 1 <= self.topk_group <= self.n_group:
             raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
-        if not 1 <= self.top_k <= self.topk_group * self.group_size:
+        # Experts that are given may be given twice.
+        kept = self.topk_group * self.group_size if self.routing != "given" else LARGEST["top_k"]
+        if not 1 <= self.top_k <= kept:
             raise ValueError(
-                f"top_k={self.top_k}: expected 1..{self.topk_group * self.group_size}, "
-                "the experts of the kept groups"
+                f"top_k={self.top_k}: expected 1..{kept}, "
+                + ("the experts of the kept groups" if self.routing != "given" else "of a token")
             )
         for name, largest in LARGEST.items():
             if getattr(self, name) > largest:
@@ -133,13 +137,39 @@ class MoeShape:
 DEEPSEEK_V3 = MoeShape()
 
 
+@dataclass(frozen=True)
+class Form:
+    """Types and layouts of a call's tensors where the fused layer takes several.
+
+    The defaults are DeepSeek-V3's definition's; the other solutions take no others.
+    """
+
+    choice: torch.dtype = torch.float32  # of the logits; of the ids where those are given
+    bias: torch.dtype | None = torch.bfloat16  # of the bias, or of given weights; None: no bias
+    x: torch.dtype = torch.float8_e4m3fn  # bfloat16 is quantised by the layer, without scales
+    strided_scales: bool = False  # those of x lie anywhere; else `[H/128, T]` contiguous
+    gate_first: bool = False  # rows of gate lie above those of up in the first GEMM's weights
+    has_map: bool = False  # of given experts to local ones
+
+    @property
+    def has_scales(self) -> bool:
+        return self.x is torch.float8_e4m3fn
+
+    @classmethod
+    def usual(cls, shape: MoeShape) -> "Form":
+        """As definitions have it."""
+        if shape.routing == "given":
+            return cls(torch.int32, torch.float32)
+        return cls(shape.logits_dtype, torch.bfloat16 if shape.has_bias else None)
+
+
 class MoeInputs(NamedTuple):
-    """The layer's inputs, in the order of DeepSeek-V3's definition."""
+    """The layer's inputs, in the order of DeepSeek-V3's definition; `Form` has other types."""
 
     routing_logits: torch.Tensor  # [T, num_experts] float32, or bfloat16: `MoeShape.logits_dtype`
     routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
     hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
-    hidden_states_scale: torch.Tensor  # [H/128, T] float32
+    hidden_states_scale: torch.Tensor  # [H/128, T] float32; None of bfloat16, in the fused layer
     gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
     gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32
     gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
@@ -147,8 +177,48 @@ class MoeInputs(NamedTuple):
     local_expert_offset: int | torch.Tensor
     routed_scaling_factor: float | torch.Tensor
 
+    def tokens(self, part: slice) -> "MoeInputs":
+        """Those of some tokens."""
+        return self._replace(
+            routing_logits=self.routing_logits[part],
+            hidden_states=self.hidden_states[part],
+            hidden_states_scale=_columns(self.hidden_states_scale, part),
+        )
 
-FusedCall = Callable[[MoeInputs, torch.Tensor], None]
+
+def _columns(x_scale: Any, part: slice) -> Any:
+    """The scales of some tokens, if there are any: contiguous where the whole is, else a view."""
+    if x_scale is None:
+        return None
+    columns = x_scale[:, part]
+    return columns.contiguous() if x_scale.is_contiguous() else columns
+
+
+class RoutedInputs(NamedTuple):
+    """The inputs of the layer after its routing: shape `given`. Places are those of `MoeInputs`."""
+
+    topk_ids: torch.Tensor  # [T, top_k] int32 or int64
+    topk_weights: torch.Tensor  # [T, top_k] float32
+    x: torch.Tensor  # [T, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None  # [H/128, T] float32, None where x is bfloat16
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+    local_expert_offset: int | torch.Tensor
+    expert_map: torch.Tensor | None  # [any] int32: an id's local expert, or -1
+
+    def tokens(self, part: slice) -> "RoutedInputs":
+        """Those of some tokens."""
+        return self._replace(
+            topk_ids=self.topk_ids[part],
+            topk_weights=self.topk_weights[part],
+            x=self.x[part],
+            x_scale=_columns(self.x_scale, part),
+        )
+
+
+FusedCall = Callable[[Any, torch.Tensor], None]
 """The whole layer for one number of tokens: of the inputs and the output, which it writes."""
 
 
@@ -161,7 +231,9 @@ class GroupedRows(NamedTuple):
     # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
     token_of_row: torch.Tensor | None
     m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
-    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
+    # [T, top_k] int32, -1 where the pair's expert is not local; an expert that a token was given
+    # twice has one row of it.
+    pair_row: torch.Tensor
     weights: torch.Tensor  # [T, top_k] float32
 
 

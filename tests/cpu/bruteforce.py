@@ -160,6 +160,31 @@ def layer(inputs: MoeInputs, shape: MoeShape) -> np.ndarray:
     return output
 
 
+def experts(
+    pairs: list[list[tuple[int, float]]],
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+) -> np.ndarray:
+    """Output [T, H], unrounded, of each token's local experts and their weights; up rows first."""
+    output = np.zeros(x.shape)
+    for token, of_token in enumerate(pairs):
+        for expert, weight in of_token:
+            g = gemm(
+                fp8_values(x[token : token + 1]),
+                x_scale[:, token : token + 1].double().numpy(),
+                fp8_values(w13[expert]),
+                w13_scale[expert].double().numpy(),
+            )
+            q, q_scale = swiglu_quant(g)
+            o = gemm(E4M3[q], q_scale, fp8_values(w2[expert]), w2_scale[expert].double().numpy())
+            output[token] += weight * o[0]
+    return output
+
+
 def random_fp8(rng: np.random.Generator, *dims: int) -> torch.Tensor:
     """Normal values clamped to +-2, rounded to FP8; drawn by byte, which is fast enough for GBs."""
     quantiles = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)

@@ -1,9 +1,9 @@
-"""What ptxas made of a kernel, read from its machine code.
+"""What ptxas made of a kernel, read from its machine code: python3 tests/cpu/sass.py CUBIN...
 
 Needs nvdisasm, on the path or in triton's package. Without a GPU this is what can be said of the
-code that a GPU would run: of the grouped GEMM for Blackwell how the MMA follow each other, what the
-loops keep in local memory and how many registers each role takes; of any kernel whether it gives
-shared memory back that it still reads.
+code that a GPU would run: of the grouped GEMM for Blackwell its main loops and the registers of
+each role (`facts`); of any kernel what PTX does not show (`counts`): shared memory that is given
+back while it is read, MMA and loads that wait for each other, local memory in the main loops.
 
 An instruction of sm_90 and sm_100 has 128 bits. Those from bit 105 on are its control word: clocks
 to stall, the scoreboard that a load releases when its registers are written, and the scoreboards
@@ -11,20 +11,30 @@ that the instruction waits for before it issues. Source: Jia et al., "Dissecting
 GPU Architecture via Microbenchmarking" (arXiv:1804.06826), section 2.1; the layout still holds.
 """
 
+import functools
 import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 MMA, COMMIT, TMEM_LOAD, ADD = "UTCQMMA", "UTCBAR", "LDTM", "FFMA2"
+WGMMA, OF_WGMMA = "QGMMA", "WARPGROUP"
 LOCAL = ("LDL", "STL")
+COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")
+"""What brings operands to shared memory."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*);")
 SECOND_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 LABEL = re.compile(r"^(\.L_x_\d+|\$[\w$.]+):")
 TARGET = re.compile(r"`\(([^)]+)\)")
+ALL_OF = re.compile(r"SB(\d), 0x0\b")
+RUNNING = re.compile(r"gsb0, 0x(\d+)")
+"""Groups of WGMMA that a wait leaves running."""
 NO_SCOREBOARD = 7
 
 
@@ -130,6 +140,7 @@ def facts(text: str) -> Facts:
     )
 
 
+@functools.lru_cache(maxsize=2)
 def _parse(text: str) -> tuple[list[Line], dict[str, int]]:
     """(instructions, the one that follows each label)."""
     lines: list[Line] = []
@@ -143,22 +154,29 @@ def _parse(text: str) -> tuple[list[Line], dict[str, int]]:
             lines.append(Line(int(address, 16), guard is not None, name, rest))
         elif control := SECOND_HALF.match(line):
             word = int(control[1], 16) >> 41
-            lines[-1] = replace(lines[-1], signals=word >> 5 & 7, waits=word >> 11 & 63)
+            waits = word >> 11 & 63
+            if lines[-1].is_one_of("DEPBAR") and (all_of := ALL_OF.search(lines[-1].rest)):
+                waits |= 1 << int(all_of[1])
+            lines[-1] = replace(lines[-1], signals=word >> 5 & 7, waits=waits)
     return lines, labels
 
 
 def _loop_of(lines: list[Line], labels: dict[str, int], name: str) -> range:
     """The smallest loop that has all instructions `name` between its first and its last."""
     inside = [i for i, line in enumerate(lines) if line.is_one_of(name)]
-    loops = []
-    for end, line in enumerate(lines):
-        target = re.search(r"\(?(\.L_x_\d+)\)?", line.rest) if line.is_one_of("BRA") else None
-        start = labels.get(target[1], end + 1) if target else end + 1
-        if inside and start <= inside[0] and inside[-1] <= end:
-            loops.append(range(start, end + 1))
+    around = (loop for loop in _loops(lines, labels) if inside and inside[0] in loop)
+    loops = [loop for loop in around if inside[-1] in loop]
     if not loops:
         raise ValueError(f"no loop around {name}")
     return min(loops, key=len)
+
+
+def _loops(lines: list[Line], labels: dict[str, int]) -> Iterator[range]:
+    """From where a branch goes back to, to the branch."""
+    for end, line in enumerate(lines):
+        target = re.search(r"\(?(\.L_x_\d+)\)?", line.rest) if line.is_one_of("BRA") else None
+        if target and labels.get(target[1], end + 1) <= end:
+            yield range(labels[target[1]], end + 1)
 
 
 def _roles(lines: list[Line]) -> tuple[list[Line], list[Line]]:
@@ -191,39 +209,80 @@ def early_arrivals(text: str) -> list[Early]:
     """Of the machine code of a kernel, on any path through it.
 
     A load is under way until its scoreboard has been waited for, or a MEMBAR, which a proxy fence
-    begins with, has ordered it before what follows. One without a scoreboard returns before the
-    next load, which has one.
+    begins with, has ordered it before what follows. Loads and shuffles return in order: ptxas
+    leaves a load without a scoreboard to that of the next of them. One to RZ reads nothing.
+
+    A wait for WGMMA does not end a load: nothing in it waits for a load's scoreboard, and a stage's
+    scales may be used, and so be waited for, long after it. One kind of load is left out all the
+    same. Where a kernel keeps N groups of WGMMA running (WARPGROUP.DEPBAR.LE gsb0, N), it gives the
+    stage of the last group before them back. What it loaded since that group was issued, and before
+    the last one was, belongs to the stages of the groups that run: they are given back in their own
+    turn, with these loads counted if they are under way still. After a wait for all groups (N = 0),
+    and without WGMMA, every load counts.
     """
     lines, labels = _parse(text)
     under_way = _loads_under_way(lines, _successors(lines, labels))
     return [
         Early(line, tuple(lines[i] for i in sorted(loads)))
-        for line, loads in zip(lines, under_way, strict=True)
-        if line.name.startswith("SYNCS.ARRIVE") and loads
+        for line, state in zip(lines, under_way, strict=True)
+        if line.name.startswith("SYNCS.ARRIVE")
+        and (loads := {load.at for load in state if not load.of_a_running_group})
     ]
 
 
-def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[frozenset[int]]:
+class Load(NamedTuple):
+    """One from shared memory that may be under way.
+
+    Attributes:
+        at: the instruction.
+        scoreboard: that says when it has returned; `NO_SCOREBOARD` until a later one has one.
+        groups: of WGMMA issued since, `MOST_GROUPS` at most.
+        of_a_running_group: whether it is known to belong to the stage of one.
+    """
+
+    at: int
+    scoreboard: int
+    groups: int = 0
+    of_a_running_group: bool = False
+
+
+MOST_GROUPS = 8
+"""That are counted: more than any kernel keeps running."""
+
+
+def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[frozenset[Load]]:
     """By instruction: the loads from shared memory that may be under way when it issues."""
 
-    def waited(i: int, loads: frozenset[int]) -> frozenset[int]:
-        mask = lines[i].waits
-        all_of = (
-            re.search(r"SB(\d), 0x0\b", lines[i].rest) if lines[i].is_one_of("DEPBAR") else None
-        )
-        if all_of:
-            mask |= 1 << int(all_of[1])
-        return frozenset(load for load in loads if not mask >> lines[load].signals & 1)
+    def waited(i: int, loads: frozenset[Load]) -> frozenset[Load]:
+        return frozenset(load for load in loads if not lines[i].waits >> load.scoreboard & 1)
 
-    before: dict[int, frozenset[int]] = {0: frozenset()}
+    def after(i: int, loads: frozenset[Load]) -> frozenset[Load]:
+        line = lines[i]
+        if line.is_one_of("MEMBAR"):
+            return frozenset()
+        if line.is_one_of("LDS", "LDSM", "SHFL"):
+            reads = not line.is_one_of("SHFL") and not line.rest.lstrip().startswith("RZ,")
+            signals = line.signals
+            loads = frozenset(
+                x._replace(scoreboard=signals) if x.scoreboard == NO_SCOREBOARD else x
+                for x in loads
+            )
+            return loads | {Load(i, signals)} if reads else loads
+        if line.is_one_of(WGMMA) and "gsb0" in line.rest:
+            return frozenset(
+                x._replace(groups=min(x.groups + 1, MOST_GROUPS), of_a_running_group=False)
+                for x in loads
+            )
+        if line.is_one_of(OF_WGMMA) and (running := RUNNING.search(line.rest)):
+            most = min(int(running[1], 16), MOST_GROUPS - 1)
+            return frozenset(x._replace(of_a_running_group=1 <= x.groups <= most) for x in loads)
+        return loads
+
+    before: dict[int, frozenset[Load]] = {0: frozenset()}
     todo = [0]
     while todo:
         i = todo.pop()
-        loads = waited(i, before[i])
-        if lines[i].is_one_of("MEMBAR"):
-            loads = frozenset()
-        if lines[i].is_one_of("LDS", "LDSM") and lines[i].signals != NO_SCOREBOARD:
-            loads |= {i}
+        loads = after(i, waited(i, before[i]))
         for following in successors[i]:
             known = before.get(following)
             if known is None or not loads <= known:
@@ -264,3 +323,94 @@ def _successors(lines: list[Line], labels: dict[str, int]) -> list[set[int]]:
             following = goes_on
         successors.append({j for j in following if j < len(lines)})
     return successors
+
+
+# --- what waits, and what spills ------------------------------------------------------------------
+
+
+def round_trips(text: str) -> list[Line]:
+    """The loads from tensor memory that begin a round trip, of a turn of the loop around them,
+    which is a K block.
+
+    A load that is issued after a wait for another one takes that one's latency and its own; loads
+    that are all issued before the first wait take it once. So these are as many as latencies that a
+    K block takes: one is what cannot be avoided.
+    """
+    lines, labels = _parse(text)
+    trips: list[Line] = []
+    done = 0  # trips that were waited for
+    loading: dict[int, int] = {}  # by scoreboard, with those of what is under way
+    loop = _loop_of(lines, labels, TMEM_LOAD) if TMEM_LOAD in text else range(0)
+    for line in (lines[i] for i in loop):
+        for scoreboard in [s for s in loading if line.waits >> s & 1]:
+            done = max(done, loading.pop(scoreboard))
+        if line.is_one_of(TMEM_LOAD):
+            loading[line.signals] = done + 1
+            trips += [line] * (done == len(trips))
+    return trips
+
+
+def serialised_mma(text: str) -> list[Line]:
+    """The MMA before which something waits that is not for operands: for these a K block waits
+    before its first MMA, which overwrites the accumulator.
+
+    The tensor cores are idle from an MMA's end until the next one begins. On Hopper ptxas waits for
+    every single WGMMA (WARPGROUP.DEPBAR, and WARPGROUP.ARRIVE before the next one) where it cannot
+    keep their registers apart, and only warns (C7510 to C7514). The MMA of Blackwell are issued by
+    one thread, and nothing that takes an unknown time may stand between them.
+    """
+    lines, _ = _parse(text)
+    on_hopper = any(line.is_one_of(WGMMA) for line in lines)
+    found = []
+    overwrote = waits = False  # the MMA before; what stands between it and this one
+    for line in lines:
+        if line.is_one_of(WGMMA, MMA):
+            waits |= not on_hopper and line.waits != 0
+            overwrites = "!UPT" in line.rest
+            if waits and (overwrote or not overwrites):
+                found.append(line)
+            overwrote, waits = overwrites, False
+        elif on_hopper:
+            waits |= line.is_one_of(OF_WGMMA)
+        else:
+            waits |= line.waits != 0 or line.is_one_of("SYNCS", "BAR", "BRA")
+    return found
+
+
+def local_in_loops(text: str) -> list[Line]:
+    """Accesses to local memory in the loops over K blocks: around every MMA, load from tensor
+    memory or copy to shared memory, the smallest loop.
+
+    What does not fit in registers there is written and read in every K block. What a tile needs
+    once, outside of them, is not counted.
+    """
+    lines, labels = _parse(text)
+    loops = list(_loops(lines, labels))
+    inside: set[int] = set()
+    for i, line in enumerate(lines):
+        if line.is_one_of(MMA, WGMMA, TMEM_LOAD, *COPIES):
+            inside.update(min((loop for loop in loops if i in loop), key=len, default=()))
+    return [lines[i] for i in sorted(inside) if lines[i].is_one_of(*LOCAL)]
+
+
+def counts(text: str) -> dict[str, list[Line]]:
+    """Of the machine code of any kernel, where it has what it should not have."""
+    return {
+        "arrivals with loads under way": [early.arrival for early in early_arrivals(text)],
+        "round trips to tensor memory": round_trips(text),
+        "serialised MMA": serialised_mma(text),
+        "local memory in loops": local_in_loops(text),
+    }
+
+
+def main(cubins: list[str]) -> None:
+    for cubin in cubins:
+        for kernel, text in disassemble(Path(cubin).read_bytes()).items():
+            print(kernel)
+            for what, at in counts(text).items():
+                addresses = ", ".join(f"{line.address:x}" for line in at)
+                print(f"  {len(at):3} {what}{': ' * bool(at)}{addresses}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

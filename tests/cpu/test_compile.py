@@ -1,10 +1,15 @@
 """Every kernel compiles for sm_90a, sm_100a and sm_103a without a GPU, into the instructions it was
 written for."""
 
+import ast
 import dataclasses
 import importlib.util
+import os
 import re
+import shutil
 import struct
+import subprocess
+import sys
 import zlib
 from itertools import product
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import pytest
+import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
 from markers import more
@@ -41,8 +47,8 @@ from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED,
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3, MoeShape
-from sass import Early, disassemble, early_arrivals, facts, nvdisasm
+from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape
+from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
 
@@ -190,7 +196,9 @@ def test_grouped_gemm(config, layer, compiled_code, tmp_path):
     check_registers_given(ptx, config.threads, used["registers"], producers)
     assert bool(re.search(r"\batom\.", ptx)) == config.dynamic
     if config.dynamic:
-        check_queue(ptx) if on_hopper else check_queue(ptx, readers=5, others=1)
+        # On Blackwell around the release of the scales, and of every 32 columns that are staged.
+        staged = 0 if on_hopper or config.swap_ab else config.consumer_columns // 32
+        check_queue(ptx) if on_hopper else check_queue(ptx, readers=5, others=1 + 2 * staged)
 
 
 def check_wgmma(ptx: str, config, loads: list[str]) -> None:
@@ -217,21 +225,21 @@ def check_tcgen05(ptx: str, config, loads: list[str]) -> None:
     assert len(re.findall(rf"tcgen05\.mma\.{group}\.kind::f8f6f4", ptx)) == 4
     assert ptx.count("tcgen05.commit") == 2
     assert allocated(ptx) == config.tmem_columns <= TMEM_COLUMNS
-    # One multiply-add a value and K block, two values at a time, none split in two roundings; and
-    # what a chunk adds stands between its load and the next but one.
-    chunks = config.consumer_columns // 16
-    assert len(re.findall(r"tcgen05\.ld\S*x16\.b32", ptx)) == chunks
+    # One multiply-add a value and K block, two values at a time, none split in two roundings; all
+    # loads of what a thread's registers have room for are waited for once.
+    width = min(config.consumer_columns, 64)
     assert "fma.rn.f32 " not in ptx
-    order = re.findall(r"tcgen05\.(ld|wait)|fma\.rn\.(f32x2)", ptx)
-    expected = ["ld", *["wait", "ld", *["f32x2"] * 8] * (chunks - 1), "wait", *["f32x2"] * 8]
-    assert [a or b for a, b in order] == expected
+    loads_and_waits = re.findall(r"tcgen05\.(ld\S*x\d+|wait)", ptx)
+    once = [f"ld.sync.aligned.32x32b.x{width}", "wait"]
+    assert loads_and_waits == once * (config.consumer_columns // width)
+    assert ptx.count("fma.rn.f32x2") == config.consumer_columns // 2
     pair = config.mma_ctas == 2
     assert sum("multicast" in load for load in loads) == (0 if pair else config.cluster_size - 1)
     # A and B are counted where the MMA is issued, and both commits arrive in both CTAs.
     assert sum("cta_group::2" in load for load in loads) == 2 * pair
     assert len(re.findall(rf"tcgen05\.commit\.{group}\S*multicast", ptx)) >= 2 * pair
     stores = re.findall(r"cp\.async\.bulk\.tensor\S*global\.shared", ptx)
-    assert len(stores) == max(1, min(config.tile_n, 128) // 64)
+    assert len(stores) == (2 if config.swap_ab else 0)
 
 
 def allocated(ptx: str) -> int:
@@ -453,7 +461,7 @@ def test_passes(target, terms, compiled_code, tmp_path):
     """A quarter of the memory; the host function goes round a loop: no kernel is there twice."""
     first, second = of_target(target).choose_layer(14107, DEEPSEEK_V3, terms)
     first = dataclasses.replace(first, passes=4)
-    sizes = [workspace_bytes(DEEPSEEK_V3, terms, 14107, passes) for passes in (1, 4)]
+    sizes = [workspace_bytes(DEEPSEEK_V3, terms, 14107, passes=passes) for passes in (1, 4)]
     assert sizes[1] < 0.26 * sizes[0]
     ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, target)
     # All have more than one word of tokens: there is no kernel for one.
@@ -480,6 +488,54 @@ def test_the_permute_loads_its_token(early, compiled_code, tmp_path):
     assert resources(cubin, tmp_path)["frame"] == 0
 
 
+GIVEN = MoeShape(257, 257, 7168, 256, 1, 1, 9, "given")
+"""DeepSeek-V3 on eight GPUs, each with a slice of every expert and of the shared one."""
+FORMS = {
+    "engine": Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True),
+    "quantised": Form(torch.int64, torch.float32, strided_scales=True, has_map=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "target"),
+    [
+        ("engine", 100, "sm_90a"),
+        *more(*product(FORMS, (1, 100, 14107), ("sm_90a", "sm_100a"))),
+    ],
+)
+def test_given_experts(form, tokens, target, compiled_code, tmp_path):
+    """As many launches as with the experts chosen here, tokens in bfloat16 or not."""
+    architecture = of_target(target)
+    configs = architecture.choose_layer(tokens, GIVEN, 1)
+    ptx, cubin = compiled_code(kernels.compile_fused, GIVEN, *configs, 132, target, FORMS[form])
+    gathers = configs[0].swap_ab
+    assert gathers == (tokens < 14107)
+    kernel = [part for part in re.split(r"\.entry", ptx)][1:]
+    assert len(kernel) == (6 if gathers else 7)
+    word, mark, number, *others = kernel
+    assert "redux.sync.max" not in word + mark, "nothing is chosen"
+    to_fp8 = ["cvt.rn.satfinite.e4m3x2.f32" in part for part in (word, mark, number, others[0])]
+    if form == "engine":
+        assert to_fp8 == [gathers, False, gathers, True], "others[0]: the permute, or a GEMM"
+    else:
+        assert to_fp8 == [False, False, False, gathers]
+    if architecture is HOPPER:
+        assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+def test_permute_of_bfloat16(compiled_code, tmp_path):
+    form = Form(x=torch.bfloat16)
+    ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, HOPPER.target, form)
+    loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
+    # The rows of 8 slots in two, 14 vectors of the token, all in flight before the first is used.
+    assert len(loads) == 2 + 14 and max(loads) < ptx.index("shfl.sync")
+    # A row of 7 vectors and as many scales, of every eighth thread, for each of 8 slots.
+    stores = sorted(re.findall(r"st\.global\S*", ptx))
+    assert stores == ["st.global.b32"] * 56 + ["st.global.v4.b32"] * 56
+    used = resources(cubin, tmp_path)
+    assert used["frame"] == 0 and used["registers"] <= 128
+
+
 STAGES = {
     "routing": (kernels.compile_route, DEEPSEEK_V3, False),
     "permute": (kernels.compile_permute, 7168, 8),
@@ -494,42 +550,82 @@ needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm, als
 def check_machine_code(text: str, config) -> None:
     """What the GEMM lives on, in the code that a GPU would run."""
     found = facts(text)
-    mma = 8 if config.swap_ab and config.quantises else 4
+    mma = 8 if config.swap_ab and config.tile_n == 256 else 4
     assert (found.mma, found.commits) == (mma * config.terms, 2)
     assert ("UTCQMMA.2CTA" in text) == (config.mma_ctas == 2)
     # No wait between the MMA of a K block, of both its terms.
     assert found.between <= 3 * found.mma
-    chunks = config.consumer_columns // 16
-    assert (found.tmem_loads, found.adds) == (chunks, 8 * chunks)
+    columns = config.consumer_columns
+    assert (found.tmem_loads, found.adds) == (-(-columns // 64), columns // 2)
     assert found.local == 0, "local memory in a main loop"
     assert found.producer <= PRODUCER_REGISTERS
     assert found.consumer <= config.consumer_registers
 
 
-@needs_nvdisasm
-@pytest.mark.parametrize("config", SOME_FIRST["sm_100a"], ids=str)
-def test_machine_code(config, compiled_code):
-    _, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
-    (text,) = disassemble(cubin).values()
-    check_machine_code(text, config)
+MOST = {
+    "arrivals with loads under way": 0,
+    "round trips to tensor memory": 2,  # 128 sums leave a thread room for 64 more values at once
+    "serialised MMA": 0,
+    "local memory in loops": 0,
+}
+"""Of what `sass.counts` counts in a kernel."""
 
 
-@needs_nvdisasm
-@pytest.mark.parametrize(
-    ("tokens", "terms"),
-    [case[1:] for case in LAYER_CASES if case[0] == "sm_100a"]
-    + more(*(case[1:] for case in MORE_CASES if case[0] == "sm_100a")),
-)
-def test_machine_code_of_the_fused_layer(tokens, terms, compiled_code):
-    first, second = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3, terms)
-    _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 148, "sm_100a")
+def check_counts(cubin: bytes, of: object) -> dict[str, str]:
+    """No kernel of an object has more than `MOST`; gives the kernels' text by name."""
     codes = disassemble(cubin)
+    for kernel, text in codes.items():
+        found = counts(text)
+        name = kernel.split("_object")[0] + " (SwiGLU)" * ("MUFU.EX2" in text)
+        for what, most in MOST.items():
+            at = ", ".join(f"{line.address:x}" for line in found[what])
+            assert len(found[what]) <= most, f"{what} at {at}, expected {most}: {name} of {of}"
+    return codes
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("config", SOME_FIRST["sm_90a"] + SOME_FIRST["sm_100a"], ids=str)
+def test_machine_code(config, layer, compiled_code):
+    target = "sm_90a" if isinstance(config, GemmConfig) else "sm_100a"
+    _, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], target)
+    (text,) = check_counts(cubin, config).values()
+    if target == "sm_100a":
+        check_machine_code(text, config)
+
+
+SHIPPED_TOKENS = (1, 7, 80, 500, 901, 1200, 2000, 3200, 14107)
+"""With one and two terms, whose configs are all that a layer can have."""
+
+
+def layers_configs(tokens: int, target: str, terms: int, shape: MoeShape = DEEPSEEK_V3) -> tuple:
+    return of_target(target).choose_layer(tokens, shape, terms)
+
+
+SHIPPED_LAYERS = {layers_configs(*case): case for case in product(SHIPPED_TOKENS, SHIPPED, (1, 2))}
+FIRST_LAYERS = [(tokens, target, terms) for target, tokens, terms in LAYER_CASES]
+MORE_LAYERS = [case for case in SHIPPED_LAYERS.values() if case not in FIRST_LAYERS]
+
+
+def test_these_are_the_configs_of_every_layer():
+    for definition, target, terms in product(MOE, SHIPPED, (1, 2)):
+        shape = MoeShape(**definition.shape)
+        picked = {layers_configs(tokens, target, terms, shape) for tokens in range(1, 16384, 31)}
+        assert picked <= set(SHIPPED_LAYERS), definition.name
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("tokens", "target", "terms"), [*FIRST_LAYERS, *more(*MORE_LAYERS)])
+def test_machine_code_of_the_fused_layer(tokens, target, terms, compiled_code):
+    configs = layers_configs(tokens, target, terms)
+    multiprocessors = 132 if target == HOPPER.target else 148
+    _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, *configs, multiprocessors, target)
+    codes = check_counts(cubin, " and ".join(map(str, configs)))
     gemms = {name: text for name, text in codes.items() if "GroupedGemm" in name}
     assert len(gemms) == 2
-    assert not [e for name in codes.keys() - gemms.keys() for e in early_arrivals(codes[name])]
-    for text in gemms.values():
+    for text in gemms.values() if target == BLACKWELL.target else ():
         # The first one divides by its scale.
-        check_machine_code(text, first if "MUFU.EX2" in text else second)
+        check_machine_code(text, configs["MUFU.EX2" not in text])
 
 
 @pytest.mark.all
@@ -574,8 +670,48 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
     monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")  # its key knows nothing of the fence
     assert not early()
     monkeypatch.setattr(cutlass.cute.arch, "fence_proxy", lambda *_, **__: None)
-    (found,) = {line.name for one in early() for line in one.loads}
-    assert found == "LDS.128"
+    # Of a row and of its weight, which returns before the row and has no scoreboard of its own.
+    assert {line.name for one in early() for line in one.loads} == {"LDS.128", "LDS"}
+
+
+COMPILE = """
+from pathlib import Path
+from moe_fp8.kernels import operations
+from moe_fp8.kernels.sm100.config import GemmConfig
+from sass import disassemble, early_arrivals
+operations.compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
+(cubin,) = Path().glob("*.cubin")
+(text,) = disassemble(cubin.read_bytes()).values()
+print([load.name for one in early_arrivals(text) for load in one.loads])
+"""
+
+
+@needs_nvdisasm
+@pytest.mark.all
+def test_scales_given_back_while_they_are_read_are_found(tmp_path):
+    """As the code was once: no emulation of PTX sees that the arrival overtakes the loads."""
+    package = tmp_path / "solutions" / "moe_fp8"
+    shutil.copytree(compiling.PACKAGE_ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
+    gemm = package / "kernels" / "sm100" / "gemm.py"
+    source = gemm.read_text()
+    fence = '                cute.arch.fence_proxy("async.shared", space="cta")\n'
+    release = "                source.scales.consumer_release(scales_state)\n"
+    wait = "            sums.consumer_wait(sums_state)\n            self._promote("
+    early = "            cute.arch.sync_warp()\n"
+    early += "            scales_pipe.consumer_release(scales_state)\n"
+    for old, mutant in ((fence, ""), (release, ""), (wait, early + wait)):
+        assert source.count(old) == 1
+        source = source.replace(old, mutant)
+    gemm.write_text(source)
+    path = os.pathsep.join(map(str, (package.parent, Path(__file__).parent)))
+    directory = {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    environment = {**os.environ, **directory, "PYTHONPATH": path, kernel_cache.CACHE_VARIABLE: ""}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    found = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert found and {name.split(".")[0] for name in found} == {"LDS"}
 
 
 KERNELS = {
@@ -623,6 +759,11 @@ CASES = [
     for architecture, rows, terms in zip(
         (HOPPER, BLACKWELL), ROWS[definition.short], (2, 1), strict=True
     )
+] + [
+    # Four K blocks are one turn of the second GEMM's loop, which ptxas schedules otherwise.
+    (definition, HOPPER, 128, 1)
+    for definition in MOE
+    if definition.short == "qwen3_next"
 ]
 
 
@@ -645,6 +786,8 @@ def test_other_definitions(definition, architecture, rows, terms, compiled_code,
     assert ptx.count(".entry") == (6 if first.swap_ab else 7)
     if architecture is HOPPER:
         assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+    if nvdisasm():
+        check_counts(cubin, f"{first} and {second}")
 
 
 @pytest.mark.all
@@ -660,6 +803,8 @@ def test_batched_gemm(expected_m, architecture, definition, compiled_code, tmp_p
     assert ptx.count(".entry") == 2
     if architecture is HOPPER:
         assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+    if nvdisasm():
+        check_counts(cubin, config)
 
 
 # --- configs and problems ---
@@ -721,10 +866,11 @@ def test_no_two_uses_share_a_named_barrier():
 def test_what_the_first_gemm_stages():
     """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
     each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
-    rows, swapped = GemmConfig(tile_m=192, cluster_n=2), GemmConfig(16, cluster_n=2, swap_ab=True)
+    rows = GemmConfig(tile_m=192).with_swiglu(1)
+    swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
     of_rows = SwigluQuantise(rows, TokensAsRows(rows), 4096)
     of_swapped = SwigluQuantise(swapped, TokensAsColumns(swapped), 4096)
-    assert of_rows.staging_elements() == 192 * (80 + 2 * 4) + 2 * 3 * 8
+    assert of_rows.staging_elements() == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
     assert of_swapped.staging_elements() == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
 
 

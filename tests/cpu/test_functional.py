@@ -71,7 +71,7 @@ def test_it_is_the_solutions_layer():
         (0, torch.zeros(40), r"routing_logits: expected a tensor \[T, E\], got \[40\]"),
         (2, None, "hidden_states: expected a tensor"),
         (4, torch.zeros(4, 256), r"gemm1_weights: expected a tensor \[L, 2 I, H\], got \[4, 256\]"),
-        (1, torch.zeros(16), "routing_bias: expected dtype torch.bfloat16"),
+        (1, torch.zeros(16).half(), "routing_bias: expected dtype torch.bfloat16 or torch.float32"),
         (3, torch.zeros(40, 2), r"hidden_states_scale: expected shape \[2, 40\]"),
     ],
 )
@@ -107,7 +107,7 @@ def test_the_operator():
     tensors = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
     operator = torch.ops.moe_fp8.fused_moe.default
-    arguments = (*tensors, 4, 2.5, *ROUTING.values(), False, out)
+    arguments = (*tensors, 4, 2.5, *ROUTING.values(), False, False, out)
     # Not `test_schema`: torch compares no float8 tensors.
     torch.library.opcheck(
         operator,

@@ -60,7 +60,7 @@ def called(gpus, monkeypatch) -> list[str]:
         calls.append("prepared")
         return lambda inputs, output: calls.append(f"fused {tokens}")
 
-    def validated(inputs, output, shape) -> int:
+    def validated(inputs, output, shape, form=None) -> int:
         calls.append("validated")
         return output.shape[0]
 
@@ -186,17 +186,17 @@ def test_on_the_cpu_nothing_is_kept(gpus):
 @pytest.mark.parametrize(
     ("tokens", "terms", "first", "second"),
     [
-        (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab",
+        (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, quantises 1",
          "8x128x128, cluster 1x1, 8 stages, swap_ab"),
-        (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves",
+        (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves, quantises 1",
          "8x128x128, cluster 1x1, 8 stages, swap_ab, dynamic"),
-        (80, 2, "16x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves",
+        (80, 2, "16x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves, quantises 2",
          "16x128x128, cluster 1x1, 8 stages, swap_ab, dynamic, 2 terms"),
-        (901, 1, "64x128x128, cluster 1x2, 8 stages, overlap, dynamic",
+        (901, 1, "64x128x128, cluster 1x2, 8 stages, overlap, dynamic, quantises 1",
          "64x128x128, cluster 1x2, 8 stages, overlap, dynamic"),
-        (1153, 2, "128x128x128, cluster 1x2, 5 stages, dynamic",
+        (1153, 2, "128x128x128, cluster 1x2, 6 stages, dynamic, quantises 2",
          "64x128x128, cluster 1x2, 6 stages, overlap, dynamic, 2 terms"),
-        (14107, 1, "192x128x128, cluster 1x2, 4 stages, dynamic, unroll",
+        (14107, 1, "192x128x128, cluster 1x2, 4 stages, dynamic, unroll, quantises 1",
          "192x128x128, cluster 1x2, 4 stages, dynamic, unroll"),
     ],
 )  # fmt: skip
@@ -208,15 +208,15 @@ def test_the_configs_that_hopper_launches(tokens, terms, first, second):
 @pytest.mark.parametrize(
     ("tokens", "first", "second"),
     [
-        (1, "16x256x128, cluster 1x1, 6 stages, 4 accumulators, swap_ab, quantises 1",
-         "16x128x128, cluster 1x1, 8 stages, 4 accumulators, swap_ab"),
+        (1, "16x128x128, cluster 1x2, 11 stages, 4 accumulators, swap_ab, quantises 1",
+         "16x128x128, cluster 1x1, 12 stages, 4 accumulators, swap_ab"),
         (80, "16x256x128, cluster 1x1, 6 stages, 4 accumulators, swap_ab, whole_waves, quantises 1",
-         "16x128x128, cluster 1x1, 8 stages, 4 accumulators, swap_ab, dynamic"),
+         "16x128x128, cluster 1x1, 12 stages, 4 accumulators, swap_ab, dynamic"),
         (901, "128x256x128, cluster 1x1, 4 stages, 2 accumulators, dynamic, quantises 1",
-         "128x128x128, cluster 1x1, 5 stages, 4 accumulators, dynamic"),
+         "128x128x128, cluster 1x1, 6 stages, 4 accumulators, dynamic"),
         (14107,
          "128x256x128, cluster 2x1, 6 stages, 2 accumulators, dynamic, MMA of 2 CTAs, quantises 1",
-         "128x256x128, cluster 2x1, 4 stages, 2 accumulators, dynamic, MMA of 2 CTAs"),
+         "128x256x128, cluster 2x1, 6 stages, 2 accumulators, dynamic, MMA of 2 CTAs"),
     ],
 )  # fmt: skip
 def test_the_configs_that_blackwell_launches(tokens, first, second):

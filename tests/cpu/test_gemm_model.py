@@ -60,9 +60,37 @@ def test_a_block_on_blackwell() -> None:
 
 
 def test_more_accumulators_hide_a_slow_hand_off() -> None:
-    slow = replace(CONSTANTS, handoff_clocks=480)
+    slow = replace(CONSTANTS, handoff_clocks=480, tmem_clocks=20)
     chains = [block_sm100(B200, Blackwell(accumulators=n), constants=slow).chain for n in (2, 3, 4)]
     assert chains == sorted(chains, reverse=True) and chains[0] > chains[-1]
+
+
+def test_loads_in_a_row_from_tensor_memory() -> None:
+    """Eight of 50 clocks before the 128 multiply-adds, 36 other instructions and the hand-off of
+    60: a K block of 128x128 takes 624 clocks; with one wait the 512 that shared memory takes."""
+
+    def block(loads: int, **changes) -> model.Block:
+        constants = replace(CONSTANTS, tmem_clocks=50, serial_loads=loads)
+        return block_sm100(B200, Blackwell(**changes), constants=constants)
+
+    assert (block(8).chain, block(8).clocks, block(8).slowest) == (624, 624, "chain")
+    assert (block(1).chain, block(1).clocks, block(1).slowest) == (274, 512, "shared memory")
+    # Two accumulators of 256 columns, whose MMA take 512 clocks, share hand-off and loads.
+    assert block(1, tile_n=256).chain == (512 + 60 + 274) / 2
+    # Two warpgroups promote at once, each its own 128 columns.
+    assert block(8, tile_n=256).chain == 624
+    longer = replace(CONSTANTS, tmem_clocks=400)
+    assert block_sm100(B200, Blackwell(), constants=longer).chain == 624
+
+
+def test_what_latency_costs() -> None:
+    """Only what a tile's other resources do not hide."""
+    _, header, rows = model.latency_table()
+    of_tile = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+    assert of_tile["16x128 swapped"]["L=200"] == "312 (10%)", "16 columns are one load"
+    assert of_tile["128x256"]["L=50"] == "768 (67%)"
+    assert of_tile["128x256"]["L=100"] == "1024→768 (50→67%)"
+    assert of_tile["256x256 by two CTAs"]["L=400"] == "3424→624 (15→82%)"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +164,6 @@ def test_a_constant_left_out_shows() -> None:
 def test_the_page_has_the_tables_that_the_program_prints() -> None:
     """docs/gemm-model.md, pasted from the output; the workloads' tables need the data set."""
     page = (ROOT / "docs" / "gemm-model.md").read_text("utf-8")
-    made = [model.gpu_table(), model.block_table(), model.heuristic_table()]
+    made = [model.gpu_table(), model.block_table(), model.latency_table(), model.heuristic_table()]
     for table in made:
         assert model.to_text(*table) in page, table[0]

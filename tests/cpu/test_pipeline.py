@@ -450,7 +450,7 @@ def test_the_device_of_the_tensors_is_made_the_current_one(name, monkeypatch):
     device = torch.device("cuda", 1)
     output = types.SimpleNamespace(device=device, shape=(3, 7168))
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(pipeline, "validate", lambda inputs, output, shape: 3)
+    monkeypatch.setattr(pipeline, "validate", lambda *arguments: 3)
     monkeypatch.setattr(pipeline, "select", lambda device: NoKernels)
     monkeypatch.setattr(type(layer), "group", lambda self, inputs: entered.append("group"))
     monkeypatch.setattr(type(layer), "finish", lambda self, *arguments: entered.append("finish"))

@@ -20,6 +20,8 @@ CONFIGS = {
     "16 swapped": GemmConfig(tile_m=16, swap_ab=True, stages=3),
     "32 swapped": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
     "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
+    "16 swapped in pairs": GemmConfig(tile_m=16, swap_ab=True, stages=3),
+    "32 swapped in pairs": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
     "128": GemmConfig(),
     "256 on demand": GemmConfig(tile_n=256, dynamic=True),
     "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True),
@@ -27,13 +29,13 @@ CONFIGS = {
 HOPPER = HopperConfig(tile_m=64, stages=3)
 
 
-def output_of(inputs: MoeInputs, config, terms: int = 1, second=None) -> torch.Tensor:
-    """`second`: the second GEMM's config, if it is not `config`."""
+def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> torch.Tensor:
+    """`second`: the second GEMM's config, if it is not `config`; `few`: see `with_swiglu`."""
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     second = second or config
     # As in `test_fused`: rows are handed over while others are still written.
     options.poison_races = second.dynamic
-    configs = config.with_swiglu(terms), dataclasses.replace(second, terms=terms)
+    configs = config.with_swiglu(terms, few), dataclasses.replace(second, terms=terms)
     call = kernels.fused_call(len(out), out.device, SHAPE, terms, configs)
     call(inputs, out)
     return out
@@ -46,7 +48,9 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])
-@pytest.mark.parametrize("name", ["16 swapped", "32 swapped", "128", "256 by two CTAs"])
+@pytest.mark.parametrize(
+    "name", ["16 swapped", "32 swapped", "16 swapped in pairs", "128", "256 by two CTAs"]
+)
 def test_as_the_model(name, tokens, terms, mode, emulator):
     check(name, inputs_of(tokens, 4), terms, emulator)
 
@@ -79,7 +83,7 @@ def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
     tokens = len(inputs.hidden_states)
     wanted = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     model.fused(inputs, wanted, SHAPE, terms=terms)
-    out = output_of(inputs, CONFIGS[name], terms)
+    out = output_of(inputs, CONFIGS[name], terms, few="pairs" in name)
     assert calc_diff(out, wanted) < TOLERANCE[terms]
     # Routing, permute where rows are not gathered, two GEMMs and the combine.
     launched = (1 if tokens <= 32 else 2) + (3 if "swapped" in name else 4)
@@ -91,7 +95,10 @@ def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
 @pytest.mark.parametrize("terms", [1, 2])
 def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
     inputs = inputs_of(41, 4)
-    outputs = {name: output_of(inputs, config, terms) for name, config in CONFIGS.items()}
+    outputs = {
+        name: output_of(inputs, config, terms, few="pairs" in name)
+        for name, config in CONFIGS.items()
+    }
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
     wanted = output_of(inputs, HOPPER, terms)
     for name, out in outputs.items():

@@ -27,22 +27,16 @@ class Architecture:
     config: Any  # a GEMM config that suits every problem
     choose: Callable[..., Any]  # picks a config, see `sm90.heuristic.choose`
     layer: LayerRules  # of the fused layer's configs
-    # Loads the kernel class and its epilogue class: the DSL is not imported before it is needed.
-    classes: Callable[[], tuple[type, type]]
+    # Load the kernel class, and for a config the epilogue class that makes FP8 terms of up and
+    # gate: the DSL is not imported before it is needed.
+    gemm: Callable[[], type]
+    swiglu: Callable[[Any], type]
 
     def choose_layer(
         self, tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., Any] | None = None
     ) -> tuple[Any, Any]:
         """The configs of the fused layer's GEMMs; `pick` is asked in place of `choose`."""
         return self.layer.configs(tokens, shape, terms, pick or self.choose)
-
-    def gemm(self) -> type:
-        """The kernel class."""
-        return self.classes()[0]
-
-    def swiglu(self) -> type:
-        """Its epilogue class that makes FP8 terms of up and gate."""
-        return self.classes()[1]
 
     def gather(self, config: Any) -> type | None:
         """How it loads rows of A that lie anywhere; None where that does not keep up."""
@@ -51,18 +45,28 @@ class Architecture:
         return GatheredRows if config.swap_ab else None
 
 
-def _sm90() -> tuple[type, type]:
+def _gemm_sm90() -> type:
     from .sm90.gemm import GroupedGemmSm90
+
+    return GroupedGemmSm90
+
+
+def _swiglu_sm90(config: GemmConfig) -> type:
     from .sm90.swiglu_epilogue import SwigluQuantise
 
-    return GroupedGemmSm90, SwigluQuantise
+    return SwigluQuantise
 
 
-def _sm100() -> tuple[type, type]:
+def _gemm_sm100() -> type:
     from .sm100.gemm import GroupedGemmSm100
-    from .sm100.swiglu_epilogue import SwigluQuantise
 
-    return GroupedGemmSm100, SwigluQuantise
+    return GroupedGemmSm100
+
+
+def _swiglu_sm100(config: GemmConfigSm100) -> type:
+    from .sm100.swiglu_epilogue import SwigluQuantise, SwigluQuantisePair
+
+    return SwigluQuantisePair if config.by_pairs else SwigluQuantise
 
 
 HOPPER = Architecture(
@@ -71,7 +75,8 @@ HOPPER = Architecture(
     config=GemmConfig(),
     choose=sm90.choose,
     layer=sm90.LAYER,
-    classes=_sm90,
+    gemm=_gemm_sm90,
+    swiglu=_swiglu_sm90,
 )
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",
@@ -79,7 +84,8 @@ BLACKWELL = Architecture(
     config=GemmConfigSm100(),
     choose=sm100.choose,
     layer=sm100.LAYER,
-    classes=_sm100,
+    gemm=_gemm_sm100,
+    swiglu=_swiglu_sm100,
 )
 BLACKWELL_ULTRA = replace(BLACKWELL, gpus="compute capability 10.3 (B300, GB300)", target="sm_103a")
 

@@ -42,16 +42,18 @@ class Extent:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A row-major tensor argument; `row_stride` of a matrix, where it is not the width."""
+    """A row-major tensor argument; `row_stride` of a matrix, where it is not the width, and
+    `column_stride`, where it is not 1."""
 
     dtype: Any
     shape: tuple[int | Extent, ...]
     align: int = 16  # bytes that its address is a multiple of
     row_stride: Extent | None = None
+    column_stride: Extent | None = None
 
     def __repr__(self) -> str:
         of = f"{self.dtype.__name__}, {self.shape}, align={self.align}"
-        return f"Tensor({of}, row_stride={self.row_stride})"
+        return f"Tensor({of}, row_stride={self.row_stride}, column_stride={self.column_stride})"
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
         if argument.row_stride is not None:
             stride[0] = size_of(argument.row_stride)
+        if argument.column_stride is not None:
+            stride[1] = size_of(argument.column_stride)
         made.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align

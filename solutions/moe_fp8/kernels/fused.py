@@ -18,6 +18,7 @@ from ..problem import MoeShape
 from .combine import Combine
 from .handoff import Ready
 from .permute import Permute
+from .quantise import QuantisedTokens
 from .route import WORD, WORDS, Route, TokenRanges
 from .tiles import most_ctas
 from .zero import ZeroTokens, ZeroTokensOfRange
@@ -44,10 +45,16 @@ class Parts(NamedTuple):
     o: Any  # `a` and `a_scale`, which are used before, lie at its end
     q: Any
     q_scale: Any
+    x: Any = None  # of tokens in bfloat16 that are gathered
+    x_scale: Any = None
 
 
-def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any, passes: int = 1) -> Parts:
-    """What there is for so many tokens and rows: on the host and in the compiled function alike."""
+def parts(
+    shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: bool = False, passes: int = 1
+) -> Parts:
+    """What there is for so many tokens and rows, of which the tokens may be `quantised` before they
+    are gathered: on the host and in the compiled function alike."""
+    h = shape.hidden_size
     i, local, slots = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
     ranges = 2 * passes if passes > 1 else 0
     return Parts(
@@ -58,9 +65,11 @@ def parts(shape: MoeShape, terms: int, tokens: Any, rows: Any, passes: int = 1) 
         pair_row=(Int32, slots),
         token_of_row=(Int32, (rows,)),
         counters=(Int32, (passes * (COUNTERS + local),)),
-        o=(ROWS[terms], (rows, shape.hidden_size)),
+        o=(ROWS[terms], (rows, h)),
         q=(Float8E4M3FN, (rows, terms * i)),
         q_scale=(Float32, (i // BLOCK, rows)),
+        x=(Float8E4M3FN, (tokens, h)) if quantised else None,
+        x_scale=(Float32, (h // BLOCK, tokens)) if quantised else None,
     )
 
 
@@ -79,18 +88,23 @@ def share(tokens: Any, passes: int) -> Any:
 def offsets(of: Parts) -> tuple[Parts, Any]:
     """(where each part begins, bytes of the workspace)."""
     at, starts = 0, []
-    for dtype, extents in of:
+    for part in of:
         starts.append(at)
+        if part is None:
+            continue
+        dtype, extents = part
         # Multiplied in the order of the extents: the product of the first decides the type.
         elements = functools.reduce(operator.mul, extents)
         at = at + round_up(elements * dtype.width // 8, ALIGN)
     return Parts(*starts), at
 
 
-def workspace_bytes(shape: MoeShape, terms: int, tokens: int, passes: int = 1) -> int:
+def workspace_bytes(
+    shape: MoeShape, terms: int, tokens: int, quantised: bool = False, passes: int = 1
+) -> int:
     """Bytes of the workspace for `tokens` tokens, whose intermediate is so many FP8 terms."""
     rows = bound(shape, share(tokens, passes))
-    return offsets(parts(shape, terms, tokens, rows, passes))[1]
+    return offsets(parts(shape, terms, tokens, rows, quantised, passes))[1]
 
 
 class FusedMoe:
@@ -98,7 +112,7 @@ class FusedMoe:
 
     The intermediate has as many FP8 terms as the second GEMM takes; a GEMM has as many CTAs as the
     GPU has multiprocessors at most. The classes are the architecture's; without `gather` the rows
-    of A are brought together first.
+    of A are brought together first. `gate_first`: as in `Form`; the tensors tell the rest of it.
 
     With several `passes` (of the first config) the kernels behind the routing run as often, each
     time for the tokens and with the rows that the numbering has given to the pass, in the same
@@ -106,8 +120,9 @@ class FusedMoe:
     """
 
     def __init__(
-        self, shape: MoeShape, config1, config2, multiprocessors: int, gemm, swiglu, gather
-    ):
+        self, shape: MoeShape, config1, config2, multiprocessors: int, gemm, swiglu, gather,
+        gate_first: bool = False,
+    ):  # fmt: skip
         h, i = shape.hidden_size, shape.intermediate_size
         local, top_k = shape.num_local_experts, shape.top_k
         self.shape, self.multiprocessors = shape, multiprocessors
@@ -128,7 +143,7 @@ class FusedMoe:
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.
         self.overlaps_gemms = config2.dynamic
-        epilogue = functools.partial(swiglu, terms=self.terms)
+        epilogue = functools.partial(swiglu, terms=self.terms, gate_first=gate_first)
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
@@ -136,12 +151,12 @@ class FusedMoe:
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16, as the routing has them
-        bias: cute.Tensor | None,  # (experts,) bf16
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16; these four as in `Route`
+        bias: cute.Tensor | None,  # (experts,) bf16 or f32
         offset: Int32,
-        scaling: Float32,
-        x: cute.Tensor,  # (tokens, H) e4m3
-        x_scale: cute.Tensor,  # (H / 128, tokens) f32
+        scaling,
+        x: cute.Tensor,  # (tokens, H) e4m3 or bf16
+        x_scale: cute.Tensor | None,  # (H / 128, tokens) f32 of any strides, None of bf16
         w13: cute.Tensor,  # (local, 2 I, H) e4m3
         w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32
         w2: cute.Tensor,  # (local, H, I) e4m3
@@ -154,9 +169,11 @@ class FusedMoe:
         h, local, passes = shape.hidden_size, shape.num_local_experts, self.passes
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(bound(shape, share(tokens, passes)), divby=TMA_ROWS)
-        starts, _ = offsets(parts(shape, self.terms, Int64(tokens), Int64(rows), passes))
-        of_parts = zip(starts, parts(shape, self.terms, tokens, rows, passes), strict=True)
-        of = Parts(*(self._tensor(workspace + start, *part) for start, part in of_parts))
+        quantised = self.gathers and x.element_type is BFloat16
+        wide, how = (Int64(tokens), Int64(rows)), (quantised, passes)
+        starts, _ = offsets(parts(shape, self.terms, *wide, *how))
+        of_parts = zip(starts, parts(shape, self.terms, tokens, rows, *how), strict=True)
+        of = Parts(*(self._part(workspace + start, part) for start, part in of_parts))
         # The permuted rows and their scales, h + h / 32 bytes a row, at the end of `o`, so that its
         # first rows can be written while these are read.
         row_bytes = of.o.element_type.width // 8 * h
@@ -177,9 +194,11 @@ class FusedMoe:
         self.route.launch(
             logits, bias, offset, scaling,
             of.expert, of.marks, of.weights, m_indptr,
-            of.pair_row, of.token_of_row, of.counters, stream, ranges,
+            of.pair_row, of.token_of_row, of.counters, stream,
+            QuantisedTokens(x, of.x, of.x_scale) if quantised else None, ranges,
         )  # fmt: skip
-        given = (x, x_scale, a, a_scale, w13, w13_scale, w2, w2_scale, out)
+        tokens_of_a = (of.x, of.x_scale) if quantised else (x, x_scale)
+        given = (*tokens_of_a, a, a_scale, w13, w13_scale, w2, w2_scale, out)
         writable_rows = Int32(Int64(rows) * before_a // row_bytes)
         ctas = self.combine.most_ctas(self.multiprocessors)
         if cutlass.const_expr(passes == 1):
@@ -236,8 +255,11 @@ class FusedMoe:
     def _at(address: Int64, dtype: Any) -> cute.Pointer:
         return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
 
-    def _tensor(self, address: Int64, dtype: Any, extents: tuple) -> cute.Tensor:
-        """Row-major."""
+    def _part(self, address: Int64, part: tuple | None) -> cute.Tensor | None:
+        """Row-major, of type and extents; None where there is none."""
+        if part is None:
+            return None
+        dtype, extents = part
         layout = cute.make_ordered_layout(extents, order=tuple(range(len(extents)))[::-1])
         return cute.make_tensor(self._at(address, dtype), layout)
 

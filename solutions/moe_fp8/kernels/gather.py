@@ -20,7 +20,7 @@ class GatherOperand(NamedTuple):
     """A kernel's view of the tokens that rows are copies of."""
 
     tokens: cute.Tensor  # (tokens, k) e4m3
-    scales: cute.Tensor  # (k / 128, tokens) f32
+    scales: cute.Tensor  # (k / 128, tokens) f32, of any strides
     token_of_row: cute.Tensor  # (rows,) i32
 
 
@@ -102,12 +102,12 @@ class GatheredRows:
                 source = columns + Int64(held[i]) * k
                 vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
         if cutlass.const_expr(not c.split_scales):
-            scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
+            scales, apart = self._scales_of(operand, kb)
             place = shared.scales.iterator + state.index * (c.scale_block_bytes // 4)
             for i in cutlass.range(lane, self.tokens // self.warps, WARP):
                 of_scale = self._row(warp, Int32(i))
                 token = tokens[of_scale // 8, of_scale % 8]
-                vectors.copy_async(scales + token, place + of_scale, 1)
+                vectors.copy_async(scales + token * apart, place + of_scale, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(load.producer_get_barrier(state))
 
     @cute.jit
@@ -123,14 +123,21 @@ class GatheredRows:
     @cute.jit
     def copy_scales(self, operand, of_tile, kb, pipe, state):
         """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
-        scales = operand.scales.iterator + Int64(kb) * cute.size(operand.scales, mode=[1])
+        scales, apart = self._scales_of(operand, kb)
         block = self.config.scale_block_bytes // 4
         place = of_tile.shared.scales.iterator + state.index * block
         for i in cutlass.range_constexpr(cute.size(of_tile.tokens)):
             row = i * WARP + cute.arch.lane_idx()
             if row < self.tokens:
-                vectors.copy_async(scales + of_tile.tokens[i], place + row, 1)
+                vectors.copy_async(scales + of_tile.tokens[i] * apart, place + row, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
+
+    def _scales_of(self, operand, kb) -> tuple[cute.Pointer, Any]:
+        """Where those of K block `kb` begin, and how far those of neighbouring tokens lie apart."""
+        of_block, of_token = operand.scales.stride
+        if isinstance(of_token, int):  # known when it is compiled: contiguous
+            of_block = cute.size(operand.scales, mode=[1])
+        return operand.scales.iterator + Int64(kb) * of_block, of_token
 
     def arrived(self) -> None:
         """By a consumer that has waited for a stage, before the MMA reads it."""

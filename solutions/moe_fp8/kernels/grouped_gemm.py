@@ -19,7 +19,7 @@ from ..numerics import BLOCK
 from .a_load import SharedRows, load_of, rows_layout, scales_layout
 from .barriers import Barriers, stage_counts
 from .dependent import wait_for_previous
-from .epilogue import STORE, TileShare
+from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
@@ -138,7 +138,9 @@ class GroupedGemm:
         self.n, self.k, self.experts = n, k, experts
         self.operands = self.operand_orders[config.swap_ab](config)
         self.a_load = (a_load or load_of(config))(config)
-        self.epilogue = (epilogue or STORE[config.terms])(config, self.operands, n)
+        self.epilogue = (epilogue or self._plain_store())(config, self.operands, n)
+        if config.quantises and isinstance(self.epilogue, StoreRows):
+            raise ValueError(f"{config}: expected an epilogue that quantises")
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{type(self.a_load).__name__} leaves no warp for {side_job}")
         self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.scale_copies)
@@ -156,6 +158,10 @@ class GroupedGemm:
         self.n_tiles = (n + width - 1) // width
         self.ragged_n = n % width != 0
         self.row_step = config.tile_m * config.cluster_m
+
+    def _plain_store(self) -> type:
+        """The epilogue that stores the sums as they are."""
+        return STORE[self.config.terms]
 
     def _setup_attributes(self) -> None:
         """Layouts: a value of the compiler lives only in the function that made it."""

@@ -12,7 +12,7 @@ import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, TMA_ROWS, round_up
-from ..problem import FusedCall, GroupedRows, MoeInputs, MoeShape, bounded_offset
+from ..problem import Form, FusedCall, GroupedRows, MoeInputs, MoeShape, bounded_offset
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
@@ -68,7 +68,9 @@ def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config=None) -> None:
 def permute(x, x_scale, pair_row, a, a_scale) -> None:
     tokens, hidden = x.shape
     if tokens:
-        function = compile_permute(hidden, pair_row.shape[1], target_of(x.device))
+        layout = x_scale is not None and not x_scale.is_contiguous()
+        form = Form(x=x.dtype, strided_scales=layout)
+        function = compile_permute(hidden, pair_row.shape[1], target_of(x.device), form)
         function(x, x_scale, pair_row, a, a_scale)
 
 
@@ -104,23 +106,27 @@ free = torch.cuda.caching_allocator_delete
 
 
 def fused_call(
-    tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None
+    tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None, form=None
 ) -> FusedCall:
     """The whole layer for `tokens` tokens, at least one, on a GPU; see `kernels.fused`.
 
-    The intermediate is a sum of `terms` FP8 values; without `configs` the architecture's are taken.
+    The intermediate is a sum of `terms` FP8 values; without `configs` the architecture's are taken,
+    without a form the definition's.
     """
+    target, form = target_of(device), form or Form.usual(shape)
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
-    function = compile_fused(shape, *configs, multiprocessors_of(device), target_of(device))
-    local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens, configs[0].passes)
-    gpu = device.index
+    function = compile_fused(shape, *configs, multiprocessors_of(device), target, form)
+    quantised = not form.has_scales and of_target(target).gather(configs[0]) is not None
+    local, passes = shape.num_local_experts, configs[0].passes
+    size = workspace_bytes(shape, terms, tokens, quantised, passes)
+    gpu, given = device.index, shape.routing == "given"
 
-    def call(inputs: MoeInputs, output: torch.Tensor) -> None:
-        logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, scaling = inputs
+    def call(inputs: Any, output: torch.Tensor) -> None:
+        logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
         workspace = allocate(size, gpu)
         try:
             function(
-                logits, bias, bounded_offset(int(offset), local), float(scaling),
+                logits, bias, bounded_offset(int(offset), local), last if given else float(last),
                 x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
             )  # fmt: skip
         finally:
@@ -131,15 +137,20 @@ def fused_call(
 
 @CompiledOnce
 def compile_fused(
-    shape: MoeShape, config1: Any, config2: Any, multiprocessors: int, target: str
+    shape: MoeShape,
+    config1: Any,
+    config2: Any,
+    multiprocessors: int,
+    target: str,
+    form: Form | None = None,
 ) -> Any:
+    form = form or Form.usual(shape)
     local = shape.num_local_experts
     h, i = shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
     arguments = (
-        *_routed(shape, tokens),
-        Tensor(Float8E4M3FN, (tokens, h)),
-        Tensor(Float32, (h // BLOCK, tokens), align=4),
+        *_routed(shape, tokens, form),
+        *_tokens(h, tokens, form),
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
         Tensor(Float32, (local, 2 * i // BLOCK, h // BLOCK), align=4),
         Tensor(Float8E4M3FN, (local, h, i)),
@@ -148,17 +159,19 @@ def compile_fused(
         Scalar(Int64),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(), architecture.gather(config1)
-    parameters = (shape, config1, config2, multiprocessors, *classes)
+    classes = architecture.gemm(), architecture.swiglu(config1), architecture.gather(config1)
+    parameters = (shape, config1, config2, multiprocessors, *classes, form.gate_first)
     return compiled(FusedMoe, parameters, arguments, target)
 
 
 @CompiledOnce
-def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
+def compile_route(
+    shape: MoeShape, names_tokens: bool, target: str, form: Form | None = None
+) -> Any:
     local, top_k, tokens = shape.num_local_experts, shape.top_k, Extent("tokens")
     slots = Tensor(Int32, (tokens, top_k), align=4)
     arguments = (
-        *_routed(shape, tokens),
+        *_routed(shape, tokens, form or Form.usual(shape)),
         slots,
         Tensor(Int32, (Extent("words"), local), align=4),
         Tensor(Float32, (tokens, top_k), align=4),
@@ -170,11 +183,36 @@ def compile_route(shape: MoeShape, names_tokens: bool, target: str) -> Any:
     return compiled(Route, (shape, names_tokens), arguments, target)
 
 
-def _routed(shape: MoeShape, tokens: Extent) -> tuple[Argument, ...]:
-    """What the routing is given: logits, bias, first local expert, factor of the weights."""
-    bias = Tensor(BFloat16, (shape.num_experts,)) if shape.has_bias else None
-    logits = Float32 if shape.logits_dtype is torch.float32 else BFloat16
-    return Tensor(logits, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
+TYPES = {
+    torch.float32: Float32,
+    torch.bfloat16: BFloat16,
+    torch.float8_e4m3fn: Float8E4M3FN,
+    torch.int32: Int32,
+    torch.int64: Int64,
+}
+"""The compiler's, by torch's."""
+
+
+def _routed(shape: MoeShape, tokens: Extent, form: Form) -> tuple[Argument, ...]:
+    """What the routing is given: logits, bias, first local expert, factor of the weights; or ids,
+    weights, first local expert, map of the experts."""
+    choice = TYPES[form.choice]
+    if shape.routing == "given":
+        slots = tokens, shape.top_k
+        experts = Tensor(Int32, (shape.num_experts,), align=4) if form.has_map else None
+        ids = Tensor(choice, slots, align=form.choice.itemsize)
+        return ids, Tensor(Float32, slots, align=4), Scalar(Int32), experts
+    bias = Tensor(TYPES[form.bias], (shape.num_experts,)) if form.bias else None
+    return Tensor(choice, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
+
+
+def _tokens(hidden: int, tokens: Extent, form: Form) -> tuple[Argument, Argument]:
+    """The tokens and their scales."""
+    x, scale = Tensor(TYPES[form.x], (tokens, hidden)), None
+    if form.has_scales:
+        apart = (Extent("blocks apart"), Extent("tokens apart")) if form.strided_scales else ()
+        scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, *apart)
+    return x, scale
 
 
 @CompiledOnce
@@ -196,11 +234,10 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
 
 
 @CompiledOnce
-def compile_permute(hidden: int, top_k: int, target: str) -> Any:
+def compile_permute(hidden: int, top_k: int, target: str, form: Form | None = None) -> Any:
     rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
     arguments = (
-        Tensor(Float8E4M3FN, (tokens, hidden)),
-        Tensor(Float32, (blocks, tokens), align=4),
+        *_tokens(hidden, tokens, form or Form()),
         Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
         Tensor(Float8E4M3FN, (rows, hidden)),
         Tensor(Float32, (blocks, rows), align=4),

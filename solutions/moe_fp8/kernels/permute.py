@@ -3,14 +3,17 @@
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
 from .dependent import wait_for_previous
+from .quantise import quantise
 from .vectors import load, vector
 
 VECTOR = 16
 """e4m3 elements of a 16-byte access."""
+HALF = VECTOR // 2
+"""The same of bfloat16."""
 THREADS = 64
 """A row of 7168 is then 7 vectors a thread, none left over."""
 
@@ -22,9 +25,15 @@ class Permute:
     from the number of tokens, and neither the number of rows nor the token of a row is needed.
     A token without a local expert costs the load of its `pair_row`.
 
-    A CTA owns a token, with all its loads in flight at once; `grid = tokens`. With `early` it loads
-    the token before it waits for the kernel before, which writes `pair_row` but no argument of the
-    layer: the token arrives meanwhile. Tokens without a local expert are then read for nothing.
+    A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+
+    Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
+    scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
+    tokens and have them read again; those that no expert here has are not quantised at all.
+
+    With `early` it loads a token of FP8 before it waits for the kernel before, which writes
+    `pair_row` but no argument of the layer: the token arrives meanwhile. Tokens without a local
+    expert are then read for nothing.
     """
 
     def __init__(self, hidden: int, top_k: int, early: bool = False):
@@ -43,8 +52,8 @@ class Permute:
     @cute.jit
     def launch(
         self,
-        x: cute.Tensor,  # (tokens, hidden) e4m3
-        x_scale: cute.Tensor,  # (hidden / 128, tokens) f32
+        x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
+        x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
@@ -61,9 +70,10 @@ class Permute:
     def kernel(self, x, x_scale, pair_row, a, a_scale, of):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
+        is_fp8 = cutlass.const_expr(x.element_type is not BFloat16)
         values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
         scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
-        if cutlass.const_expr(self.early):
+        if cutlass.const_expr(self.early and is_fp8):
             self._load_token(x, x_scale, token, thread, values, scales)
         wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
@@ -79,20 +89,12 @@ class Permute:
                 for s in cutlass.range_constexpr(self.top_k):
                     last = cutlass.max(last, rows[s])
         if last >= 0:
-            if cutlass.const_expr(not self.early):
-                self._load_token(x, x_scale, token, thread, values, scales)
-            for s in cutlass.range_constexpr(self.top_k):
-                row = rows[s]
-                if row >= 0:
-                    for i in cutlass.range_constexpr(self.vectors_per_thread):
-                        column = (i * THREADS + thread) * VECTOR
-                        if column < self.hidden:
-                            at = a.iterator + Int64(row) * self.hidden + column
-                            cute.autovec_copy(values[None, i], vector(at, VECTOR))
-                    for i in cutlass.range_constexpr(self.blocks_per_thread):
-                        block = i * THREADS + thread
-                        if block < self.blocks:
-                            a_scale[block, row] = scales[i]
+            if cutlass.const_expr(not is_fp8):
+                self._quantise(x, token, thread, rows, a, a_scale)
+            else:
+                if cutlass.const_expr(not self.early):
+                    self._load_token(x, x_scale, token, thread, values, scales)
+                self._store_token(values, scales, thread, rows, a, a_scale)
 
     @cute.jit
     def _load_token(self, x, x_scale, token, thread, values, scales):
@@ -106,3 +108,48 @@ class Permute:
             block = i * THREADS + thread
             if block < self.blocks:
                 scales[i] = x_scale[block, token]
+
+    @cute.jit
+    def _store_token(self, values, scales, thread, rows, a, a_scale):
+        """To the rows of its local pairs."""
+        for s in cutlass.range_constexpr(self.top_k):
+            row = rows[s]
+            if row >= 0:
+                for i in cutlass.range_constexpr(self.vectors_per_thread):
+                    column = (i * THREADS + thread) * VECTOR
+                    if column < self.hidden:
+                        at = a.iterator + Int64(row) * self.hidden + column
+                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                for i in cutlass.range_constexpr(self.blocks_per_thread):
+                    block = i * THREADS + thread
+                    if block < self.blocks:
+                        a_scale[block, row] = scales[i]
+
+    @cute.jit
+    def _quantise(self, x, token, thread, rows, a, a_scale):
+        """The same of bfloat16: a thread has VECTOR values of as many scale blocks as vectors."""
+        raw = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), BFloat16)
+        raw.fill(0.0)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            column = (i * THREADS + thread) * VECTOR
+            if column < self.hidden:
+                at = x.iterator + Int64(token) * self.hidden + column
+                for half in cutlass.range_constexpr(2):
+                    to = cute.make_tensor(
+                        raw[None, i].iterator + half * HALF, cute.make_layout(HALF)
+                    )
+                    cute.autovec_copy(vector(at + half * HALF, HALF), to)
+        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+        scales = cute.make_rmem_tensor(self.vectors_per_thread, Float32)
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            scales[i] = quantise(raw[None, i], values[None, i])
+        for s in cutlass.range_constexpr(self.top_k):
+            row = rows[s]
+            if row >= 0:
+                for i in cutlass.range_constexpr(self.vectors_per_thread):
+                    column = (i * THREADS + thread) * VECTOR
+                    if column < self.hidden:
+                        at = a.iterator + Int64(row) * self.hidden + column
+                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                        if column % BLOCK == 0:
+                            a_scale[column // BLOCK, row] = scales[i]

@@ -9,7 +9,10 @@ Ties go to the lower expert or group. A NaN is larger than every number, as in `
 
 With DeepSeek-V3's routing a score is `s = sigmoid(logit)`, experts are chosen by s + bias, and
 weights are s over their sum. With `renormalize` the score is the logit, and weights are a softmax
-over the chosen ones alone: that over all experts, renormalised.
+over the chosen ones alone: that over all experts, renormalised. With `given` the caller has chosen:
+a token's experts are put in ascending order, and one that it has twice gets one row.
+
+Where tokens in bfloat16 are gathered, CTAs behind those of the last kernel quantise them.
 """
 
 import math
@@ -19,12 +22,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
 from ..problem import MoeShape
 from .dependent import wait_for_previous
+from .quantise import QuantisedTokens, QuantiseTokens
 from .tiles import WARP, inclusive_sum
 from .vectors import load
 
@@ -42,12 +46,22 @@ NAN_ORDER = 2**31 - 1
 
 
 class RouterInputs(NamedTuple):
-    """What the experts are chosen from."""
+    """What the experts are chosen from; with `given`, the fields of `GivenExperts` in their places:
+    a kernel's argument has one type."""
 
     logits: cute.Tensor  # (tokens, experts) f32 or bf16
-    bias: cute.Tensor | None  # (experts,) bf16
+    bias: cute.Tensor | None  # (experts,) bf16 or f32
     offset: Int32  # first local expert
     scaling: Float32
+
+
+class GivenExperts(NamedTuple):
+    """What the caller has chosen."""
+
+    ids: cute.Tensor  # (tokens, top_k) i32 or i64
+    weights: cute.Tensor  # (tokens, top_k) f32
+    offset: Int32  # id of the first local expert, without a map
+    expert_map: cute.Tensor | None  # (any) i32: an id's local expert, or what is none
 
 
 class RowNumbers(NamedTuple):
@@ -83,26 +97,28 @@ class Route:
         self.word = RouteWord(shape, names_tokens)
         self.choose = ChooseExperts(shape)
         number = NumberRows if passes == 1 else NumberRanges
-        self.number = number(shape.num_local_experts, shape.top_k, names_tokens)
+        self.number = number(
+            shape.num_local_experts, shape.top_k, names_tokens, shape.hidden_size, self.choose.given
+        )
 
     @cute.jit
     def __call__(
-        self, logits, bias, offset, scaling, expert, marks, weights,
-        m_indptr, pair_row, token_of_row, counters, stream,
+        self, logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
+        token_of_row, counters, stream,
     ):  # fmt: skip
         """See `launch`."""
         self.launch(
-            logits, bias, offset, scaling, expert, marks, weights,
-            m_indptr, pair_row, token_of_row, counters, stream,
+            logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
+            token_of_row, counters, stream,
         )  # fmt: skip
 
     @cute.jit
     def launch(
         self,
-        logits: cute.Tensor,
+        logits: cute.Tensor,  # these four as in `RouterInputs`, or in `GivenExperts`
         bias: cute.Tensor | None,
         offset: Int32,
-        scaling: Float32,
+        scaling,
         expert: cute.Tensor,  # (tokens, top_k) i32, scratch
         marks: cute.Tensor,  # (ceil(tokens / 32), local) i32, scratch
         weights: cute.Tensor,  # (tokens, top_k) f32, written
@@ -111,30 +127,34 @@ class Route:
         token_of_row: cute.Tensor,
         counters: cute.Tensor,
         stream: cuda.CUstream,
+        tokens: QuantisedTokens | None = None,  # quantised besides
         ranges: TokenRanges | None = None,
     ):
         inputs = RouterInputs(logits, bias, offset, scaling)
         numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters, ranges)
         words = cute.size(marks, mode=[0])
         launch = {"stream": stream, "use_pdl": True}
+        quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(logits, mode=[0])
         if cutlass.const_expr(self.passes > 1):
-            self._of_more_words(inputs, expert, weights, marks, numbered, stream)
+            self._of_more_words(inputs, expert, weights, marks, numbered, stream, tokens)
         elif words == 1:
-            self.word.kernel(inputs, weights, numbered).launch(
-                grid=[1, 1, 1], block=[THREADS, 1, 1], **launch
+            self.word.kernel(inputs, weights, numbered, tokens).launch(
+                grid=[1 + quantising, 1, 1], block=[THREADS, 1, 1], **launch
             )
         else:
-            self._of_more_words(inputs, expert, weights, marks, numbered, stream)
+            self._of_more_words(inputs, expert, weights, marks, numbered, stream, tokens)
 
     @cute.jit
-    def _of_more_words(self, inputs, expert, weights, marks, numbered, stream: cuda.CUstream):
+    def _of_more_words(self, inputs, expert, weights, marks, numbered, stream, tokens):
         words = cute.size(marks, mode=[0])
         launch = {"stream": stream, "use_pdl": True}
+        quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(expert, mode=[0])
         self.choose.kernel(inputs, expert, weights, marks).launch(
             grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
         )
-        self.number.kernel(expert, marks, numbered).launch(
-            grid=[cute.ceil_div(words, WORDS), 1, 1], block=[THREADS, 1, 1], **launch
+        numbering = cute.ceil_div(words, WORDS)
+        self.number.kernel(expert, marks, numbered, tokens).launch(
+            grid=[numbering + quantising, 1, 1], block=[THREADS, 1, 1], **launch
         )
 
 
@@ -155,6 +175,7 @@ class ChooseExperts:
 
     def __init__(self, shape: MoeShape):
         self.softmax = shape.routing == "renormalize"
+        self.given = shape.routing == "given"
         self.experts, self.local = shape.num_experts, shape.num_local_experts
         self.groups, self.kept_groups, self.top_k = shape.n_group, shape.topk_group, shape.top_k
         experts, groups, top_k = self.experts, self.groups, self.top_k
@@ -162,6 +183,7 @@ class ChooseExperts:
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
         fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
+        fits = fits or self.given
         if not fits and self.kept_groups < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
                 f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
@@ -184,10 +206,10 @@ class ChooseExperts:
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
         first = block * BYTE
-        local = self._mark(inputs, weights, first, memory, marked)
+        local, slot, _ = self._mark(inputs, weights, first, memory, marked)
         token = first + warp
         if token < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
-            expert[token, lane] = local
+            expert[token, slot] = local
         # Its own bytes of the words, the lowest first.
         word = block // (WORD // BYTE)
         layout = cute.make_layout((self.local, WORD // BYTE), stride=(WORD // BYTE, 1))
@@ -197,8 +219,9 @@ class ChooseExperts:
             bytes_of_word[e, block % (WORD // BYTE)] = Uint8(marked[e])
 
     @cute.jit
-    def _mark(self, inputs, weights, first, memory, marked) -> Int32:
-        """The local expert of this warp's token and this lane's slot, or -1; writes the weight.
+    def _mark(self, inputs, weights, first, memory, marked) -> tuple[Int32, Int32, Boolean]:
+        """(the local expert of this warp's token in this lane, or -1; its slot; whether a lane
+        below has that expert, too); writes the weight.
 
         All threads of the CTA call it, and all see `marked`, (local,) i32 in shared memory, after
         it: bit t of expert e, whether token `first + t` chose it.
@@ -207,16 +230,23 @@ class ChooseExperts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         slots = cute.make_layout((self.tokens, WARP), stride=(WARP, 1))
-        chosen_id = memory.allocate_tensor(Int32, slots)
-        chosen = memory.allocate_tensor(Float32, slots)
+        if cutlass.const_expr(not self.given):
+            chosen_id = memory.allocate_tensor(Int32, slots)
+            chosen = memory.allocate_tensor(Float32, slots)
         for e in cutlass.range(thread, self.local, self.tokens * WARP, unroll=1):
             marked[e] = Int32(0)
         cute.arch.barrier()
         wait_for_previous()
 
         token = first + warp
-        local = Int32(-1)
-        if token < cute.size(inputs.logits, mode=[0]):
+        local, slot, again = Int32(-1), lane, Boolean(False)
+        if cutlass.const_expr(self.given):
+            if token < cute.size(inputs.logits, mode=[0]):
+                local, slot, again = self._take(GivenExperts(*inputs), weights, token)
+                if local >= 0:
+                    mark = Int32(1) << warp
+                    cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
+        elif token < cute.size(inputs.logits, mode=[0]):
             self._choose(inputs, token, chosen_id[warp, None], chosen[warp, None])
             cute.arch.sync_warp()
             score = Float32(0.0)
@@ -233,6 +263,44 @@ class ChooseExperts:
                     mark = Int32(1) << warp
                     cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
         cute.arch.barrier()
+        return local, slot, again
+
+    @cute.jit
+    def _take(self, inputs: GivenExperts, weights, token: Int32) -> tuple[Int32, Int32, Boolean]:
+        """(the local expert that this lane's slot was given, or -1; the slot it gets; whether an
+        earlier slot has that expert); writes the weight there.
+
+        Slots are in the order of the local experts, as when the experts are chosen here, those of
+        other ranks behind them: a token's sum does not depend on the order it was given them in.
+        """
+        lane = cute.arch.lane_idx()
+        local, weight = Int32(-1), Float32(0.0)
+        if lane < self.top_k:
+            local = self._local_of(inputs, Int64(inputs.ids[token, lane]))
+            weight = inputs.weights[token, lane]
+        key = cutlass.select_(local < 0, Int32(self.local), local)
+        slot, again = Int32(0), Boolean(False)
+        for s in cutlass.range_constexpr(self.top_k):
+            other = cute.arch.shuffle_sync(key, s)
+            earlier = other == key and s < lane
+            again = again or earlier
+            slot += cutlass.select_(other < key or earlier, Int32(1), Int32(0))
+        if lane < self.top_k:
+            weights[token, slot] = weight
+        return local, slot, again
+
+    @cute.jit
+    def _local_of(self, inputs: GivenExperts, number: Int64) -> Int32:
+        """The local expert with a number, or -1; any number may come."""
+        if cutlass.const_expr(inputs.expert_map is None):
+            number = number - Int64(inputs.offset)
+        elif number >= 0 and number < cute.size(inputs.expert_map):
+            number = Int64(inputs.expert_map[Int32(number)])
+        else:
+            number = Int64(-1)
+        local = Int32(-1)
+        if number >= 0 and number < self.local:
+            local = Int32(number)
         return local
 
     @cute.jit
@@ -245,8 +313,8 @@ class ChooseExperts:
         order = cute.make_rmem_tensor(self.own, Int32)
         values = cute.make_rmem_tensor(self.own, logits.element_type)
         self._load_own(logits, Int64(token) * self.experts, values)
-        biases = cute.make_rmem_tensor(self.own, BFloat16)
         if cutlass.const_expr(bias is not None):
+            biases = cute.make_rmem_tensor(self.own, bias.element_type)
             self._load_own(bias, Int64(0), biases)
         for j in cutlass.range_constexpr(self.own):
             scores[j] = Float32(values[j]) if self.softmax else sigmoid(Float32(values[j]))
@@ -360,16 +428,36 @@ class ChooseExperts:
 
 
 class RouteWord(ChooseExperts):
-    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`."""
+    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`, and one more for each
+    of the `tokens` to quantise."""
 
     tokens = WORD
 
     def __init__(self, shape: MoeShape, names_tokens: bool):
         super().__init__(shape)
         self.names_tokens = names_tokens
+        self.quantise = QuantiseTokens(shape.hidden_size, THREADS)
 
     @cute.kernel
-    def kernel(self, inputs: RouterInputs, weights: cute.Tensor, numbered: RowNumbers):
+    def kernel(
+        self,
+        inputs: RouterInputs,
+        weights: cute.Tensor,
+        numbered: RowNumbers,
+        tokens: QuantisedTokens | None,
+    ):
+        if cutlass.const_expr(tokens is None):
+            self._route(inputs, weights, numbered)
+        else:
+            block, _, _ = cute.arch.block_idx()
+            if block == 0:
+                self._route(inputs, weights, numbered)
+            else:
+                wait_for_previous()
+                self.quantise.run(tokens, block - 1)
+
+    @cute.jit
+    def _route(self, inputs, weights: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -378,7 +466,7 @@ class RouteWord(ChooseExperts):
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
-        local = self._mark(inputs, weights, Int32(0), memory, marked)
+        local, slot, again = self._mark(inputs, weights, Int32(0), memory, marked)
         zero(numbered.counters, thread)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
@@ -390,25 +478,50 @@ class RouteWord(ChooseExperts):
             row = Int32(-1)
             if local >= 0:
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
-                if cutlass.const_expr(self.names_tokens):
+                if cutlass.const_expr(self.names_tokens and self.given):
+                    if not again:
+                        numbered.token_of_row[row] = warp
+                elif cutlass.const_expr(self.names_tokens):
                     numbered.token_of_row[row] = warp
-            numbered.pair_row[warp, lane] = row
+            numbered.pair_row[warp, slot] = row
 
 
 class NumberRows:
     """`m_indptr` and `pair_row` of the marks that `ChooseExperts` left; zeroes `counters`.
 
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
-    words before its own. `grid = ceil(words / WORDS)`; CTA 0 writes `m_indptr`.
+    words before its own. `grid = ceil(words / WORDS)`, and one more for each of the `tokens` to
+    quantise; CTA 0 writes `m_indptr`.
     """
 
-    def __init__(self, local: int, top_k: int, names_tokens: bool):
+    def __init__(self, local: int, top_k: int, names_tokens: bool, hidden: int, given: bool):
         if not 1 <= local <= THREADS:
             raise ValueError(f"local={local}: expected 1..{THREADS}")
         self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
+        self.given = given  # then a token may have an expert twice, in slots that follow each other
+        self.quantise = QuantiseTokens(hidden, THREADS)
 
     @cute.kernel
-    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
+    def kernel(
+        self,
+        expert: cute.Tensor,
+        marks: cute.Tensor,
+        numbered: RowNumbers,
+        tokens: QuantisedTokens | None,
+    ):
+        if cutlass.const_expr(tokens is None):
+            self._number(expert, marks, numbered)
+        else:
+            block, _, _ = cute.arch.block_idx()
+            numbering = cute.ceil_div(Int32(cute.size(marks, mode=[0])), WORDS)
+            if block < numbering:
+                self._number(expert, marks, numbered)
+            else:
+                wait_for_previous()
+                self.quantise.run(tokens, block - numbering)
+
+    @cute.jit
+    def _number(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -440,11 +553,11 @@ class NumberRows:
         if warp == 0:
             add_begins(before, total, numbered.m_indptr, block == 0)
         cute.arch.barrier()
-        self._number(expert, marks, numbered, before, block, thread, tokens)
+        self._rows_of_pairs(expert, marks, numbered, before, block, thread, tokens)
 
     @cute.jit
-    def _number(self, expert, marks, numbered: RowNumbers, before, block, thread, tokens):
-        """The rows of the pairs of this CTA's tokens; an expert's begin at `before`."""
+    def _rows_of_pairs(self, expert, marks, numbered: RowNumbers, before, block, thread, tokens):
+        """Of this CTA's tokens; an expert's begin at `before`."""
         for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
             within = i // self.top_k
             token = block * (WORDS * WORD) + within
@@ -459,7 +572,11 @@ class NumberRows:
                             if w == within // WORD:
                                 mark = mark & ((Int32(1) << (within % WORD)) - 1)
                             row += cute.arch.popc(mark)
-                    if cutlass.const_expr(self.names_tokens):
+                    if cutlass.const_expr(self.names_tokens and self.given):
+                        slot = i % self.top_k
+                        if slot == 0 or expert[token, cutlass.max(slot - 1, 0)] != e:
+                            numbered.token_of_row[row] = token
+                    elif cutlass.const_expr(self.names_tokens):
                         numbered.token_of_row[row] = token
                 numbered.pair_row[token, i % self.top_k] = row
 
@@ -472,8 +589,8 @@ class NumberRanges(NumberRows):
     does not write its own.
     """
 
-    @cute.kernel
-    def kernel(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
+    @cute.jit
+    def _number(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -516,7 +633,7 @@ class NumberRanges(NumberRows):
         tokens = Int32(cute.size(expert, mode=[0]))
         if block == 0:
             self._write_ranges(numbered, all_fit[0], tokens, thread)
-        self._number(expert, marks, numbered, counts[0], block, thread, tokens)
+        self._rows_of_pairs(expert, marks, numbered, counts[0], block, thread, tokens)
 
     @cute.jit
     def _begin(self, numbered: RowNumbers, counts, all_fit, block: Int32, of: Int32):

@@ -1,8 +1,9 @@
 """SwiGLU and FP8 requantisation of a tile's sums: what the architectures' epilogues share.
 
-Half of a tile's columns are up rows of the weights, half are gate rows of the same columns. They
-are interleaved so that one thread has up and gate of a column: the weights are viewed as a tensor
-of rank 5, whose copy is one TMA instruction.
+Half of a tile's columns are rows of the weights' first half, half are the same rows of the second
+one: up and gate, or, with `gate_first`, gate and up. They are interleaved so that one thread has up
+and gate of a column: the weights are viewed as a tensor of rank 5, whose copy is one TMA
+instruction.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from ..numerics import BLOCK
 from .epilogue import Epilogue
 from .handoff import announce
+from .swiglu_quant import silu
 from .tiles import Tile
 from .vectors import vector
 
@@ -45,14 +47,18 @@ class SwigluEpilogue(Epilogue):
     n_halves = 2
     staging_type = Float8E4M3FN
 
-    def __init__(self, config: Any, operands: Any, n: int, columns: int, terms: int):
-        """`columns`: of the result that a tile makes; `terms`: FP8 values of each."""
+    def __init__(
+        self, config: Any, operands: Any, n: int, columns: int, terms: int, gate_first: bool
+    ):
+        """`columns`: of the result that a tile makes; `terms`: FP8 values of each; `gate_first`:
+        the first half of the weights' rows are those of gate."""
         super().__init__(config, operands, n)
         self.terms = terms
+        self.gate_first = gate_first
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         self.column_groups = self.warps  # that have maxima of their own, of a token
-        self.columns = columns
+        self.columns, self.rows = columns, config.tile_m  # that a tile makes
         self.parts = columns // VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
         self.pitch = columns + VECTOR
@@ -65,19 +71,25 @@ class SwigluEpilogue(Epilogue):
         stride = ((k, self.intermediate * k, group * k), 1, n * k)
         return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
 
+    def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
+        """`silu(gate) * up` of a column; `first` is the place of its sum over the weights' first
+        half, `second` of the one over the second half."""
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return silu(sums[gate]) * sums[up]
+
     def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
-        """Row of the B scales for the up (0) or gate (1) columns of a tile."""
+        """Row of the B scales for a tile's columns over the first (0) or second (1) half."""
         return (half * self.intermediate + n_tile * self.columns) // BLOCK
 
     def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
         """The rows of the staging buffer, which begin at `base`."""
-        shape = (self.config.tile_m, self.columns, self.terms)
-        stride = (self.pitch, 1, self.config.tile_m * self.pitch)
+        shape = (self.rows, self.columns, self.terms)
+        stride = (self.pitch, 1, self.rows * self.pitch)
         return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
 
     def staged_bytes(self) -> int:
         """Of the rows of the staging buffer."""
-        return self.config.tile_m * self.pitch * self.terms
+        return self.rows * self.pitch * self.terms
 
     def output(self, out: tuple) -> Quantised:
         """In the host function: `out` as in `Quantised`."""
@@ -89,7 +101,7 @@ class SwigluEpilogue(Epilogue):
         if cutlass.const_expr(output.counts is not None):
             barrier.arrive_and_wait()
             if thread == 0:
-                self._announce_rows(output, tile, 0, self.config.tile_m)
+                self._announce_rows(output, tile, 0, self.rows)
 
     @cute.jit
     def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
@@ -113,7 +125,7 @@ class SwigluEpilogue(Epilogue):
 
     def _staged(self, staging: Any, row: Int32, term: int) -> cute.Pointer:
         """Where a term of a row is staged."""
-        return staging.rows.iterator + (term * self.config.tile_m + row) * self.pitch
+        return staging.rows.iterator + (term * self.rows + row) * self.pitch
 
     @cute.jit
     def _store_part(self, output: Quantised, staging: Any, tile: Tile, row: Int32, part: Int32):
@@ -123,6 +135,6 @@ class SwigluEpilogue(Epilogue):
             start = Int64(tile.row + row) * (self.terms * self.intermediate)
             target = output.q.iterator + start + tile.n_tile * self.columns + part * VECTOR
             for t in cutlass.range_constexpr(self.terms):
-                of_term = source + t * self.config.tile_m * self.pitch
+                of_term = source + t * self.rows * self.pitch
                 there = vector(target + t * self.intermediate, VECTOR)
                 cute.autovec_copy(vector(of_term, VECTOR), there)

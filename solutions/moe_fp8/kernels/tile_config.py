@@ -37,6 +37,8 @@ class TileConfig:
             on the multiprocessors that are left. Not with `dynamic`.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32: rounding them would cost what the second term gains.
+        quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
+            what the GEMM gives.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
         tokens_early: of the layer's first GEMM, where a permute comes before it: that one loads the
@@ -58,6 +60,7 @@ class TileConfig:
     dynamic: bool = False
     whole_waves: bool = False
     terms: int = 1
+    quantises: int = 0
     evict_first: bool = False
     tokens_early: bool = False
     passes: int = 1
@@ -75,7 +78,7 @@ class TileConfig:
     def check(self, where: str = "", **legal: tuple[int, ...]) -> None:
         """Raise a ValueError if a value is none of the `legal` ones, `where` that is so."""
         side = "with swap_ab" if self.swap_ab else "without swap_ab"
-        for name, values in {**legal, "terms": (1, 2)}.items():
+        for name, values in {**legal, "terms": (1, 2), "quantises": (0, 1, 2)}.items():
             given = getattr(self, name)
             if given not in values:
                 raise ValueError(f"{name}={given}: expected one of {values} {side}{where}")
@@ -97,13 +100,19 @@ class TileConfig:
                 f"more than the {SMEM_BYTES} of one CTA"
             )
 
-    def described(self, *words: str) -> str:
+    def described(self, words: list[str]) -> str:
         """The config in one line, with the words that the architecture adds."""
         tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
-        common = self.set_flags("evict_first", "tokens_early")
-        common += [f"{self.passes} passes"] if self.passes > 1 else []
-        return ", ".join([tile, cluster, f"{self.num_stages} stages", *words, *common])
+        words = [f"{self.num_stages} stages", *words]
+        if self.terms > 1:
+            words.append(f"{self.terms} terms")
+        if self.quantises:
+            words.append(f"quantises {self.quantises}")
+        words += self.set_flags("evict_first", "tokens_early")
+        if self.passes > 1:
+            words.append(f"{self.passes} passes")
+        return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name)]
@@ -225,4 +234,4 @@ class LayerRules(NamedTuple):
             first = replace(first, stages=self.stages, whole_waves=waves)
         else:
             first = replace(first, dynamic=True)
-        return first.with_swiglu(terms), second
+        return first.with_swiglu(terms, few=local <= self.one_wave), second

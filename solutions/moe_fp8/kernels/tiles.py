@@ -258,7 +258,8 @@ class TileQueue:
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
+        # An arrival does not wait for loads under way; for one that decides about it, it must.
+        if cute.arch.lane_idx() == 0 and linear >= 0:
             self.pipe.consumer_release(state)
         state.advance()
         return cute.arch.make_warp_uniform(linear), state

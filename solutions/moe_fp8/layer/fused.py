@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..arguments import Signature
-from ..problem import DEEPSEEK_V3, FusedCall, MoeInputs, MoeShape
+from ..problem import DEEPSEEK_V3, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
 from .backend import select
 from .pipeline import Layer, Mark, unmarked
 from .validate import signature, tensors_of, validate
@@ -26,13 +26,23 @@ class FusedLayer(Layer):
     terms: int = 1  # FP8 values that an element of the intermediate is the sum of, 1 or 2
     # Of both GEMMs by T, the shape and the terms; None takes the architecture's.
     configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
+    form: Form | None = None  # of the tensors, None: the definition's
     # By GPU and T, what is left to do of a call once one like it has been made.
     calls: dict[tuple[int, int], tuple[FusedCall, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __call__(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark = unmarked) -> None:
-        """As `Layer`'s.
+    @functools.cached_property
+    def given_form(self) -> Form:
+        return self.form or Form.usual(self.shape)
+
+    def __call__(
+        self,
+        inputs: MoeInputs | RoutedInputs,
+        output: torch.Tensor,
+        mark: Mark = unmarked,
+    ) -> None:
+        """As `Layer`'s; `RoutedInputs` with a shape whose routing is `given`.
 
         The compiled function compares its arguments with what it was compiled for before it
         launches anything. So after a call of as many tokens the host, for which the GPU waits, only
@@ -45,9 +55,9 @@ class FusedLayer(Layer):
             # It takes a number for another one's type and does not compare devices or memory.
             usual = (
                 type(inputs.local_expert_offset) is int
-                and type(inputs.routed_scaling_factor) is float
+                and _is_usual_last(inputs)
                 and (_one_gpu() or _all_on(gpu, inputs))
-                and known.overlapped(tensors_of(inputs, output, self.shape)) is None
+                and known.overlapped(tensors_of(inputs, output, self.given_form)) is None
             )
         except (AttributeError, IndexError, KeyError):  # not even tensors, or not the first call
             usual = False
@@ -56,19 +66,21 @@ class FusedLayer(Layer):
         try:
             call(inputs, output)
         except Exception:
-            validate(inputs, output, self.shape)
+            validate(inputs, output, self.shape, self.form)
             raise
         mark("fused")
 
-    def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark) -> None:
+    def launch(self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor, mark: Mark) -> None:
         """Compute a part of the tokens, at least one."""
         device, tokens = output.device, output.shape[0]
         call, _ = self.calls.get((output.get_device(), tokens), (None, None))
         if call is None:
             configs = self.configs and self.configs(tokens, self.shape, self.terms)
-            call = select(device).fused_call(tokens, device, self.shape, self.terms, configs)
+            call = select(device).fused_call(
+                tokens, device, self.shape, self.terms, configs, self.given_form
+            )
             if output.is_cuda:  # the model's call compares nothing
-                known = signature(self.shape, tokens)
+                known = signature(self.shape, tokens, self.given_form)
                 self.calls[output.get_device(), tokens] = call, known
         call(inputs, output)
         mark("fused")
@@ -80,8 +92,16 @@ def _one_gpu() -> bool:
     return torch.cuda.device_count() == 1
 
 
-def _all_on(gpu: int, inputs: MoeInputs) -> bool:
+def _is_usual_last(inputs: MoeInputs | RoutedInputs) -> bool:
+    """Whether the input that no compiled function looks at in either is what it takes it for."""
+    if isinstance(inputs, MoeInputs):
+        return type(inputs.routed_scaling_factor) is float
+    return inputs.expert_map is None or bool(inputs.local_expert_offset == 0)
+
+
+def _all_on(gpu: int, inputs: MoeInputs | RoutedInputs) -> bool:
     """Whether the arguments are on this GPU and it is the current one."""
+    tensors = inputs[:8] if isinstance(inputs, MoeInputs) else (*inputs[:8], inputs.expert_map)
     return gpu == torch.cuda.current_device() and all(
-        x is None or x.get_device() == gpu for x in inputs[:8]
+        x is None or x.get_device() == gpu for x in tensors
     )

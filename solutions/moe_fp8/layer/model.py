@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from ..problem import FusedCall, MoeInputs, MoeShape
+from ..problem import Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
+from ..quantise import quantise_rows
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
 
@@ -103,41 +104,61 @@ def swiglu_quant(
 
 
 def fused_call(
-    tokens: int, device: torch.device, shape: MoeShape, terms: int = 1, configs: Any = None
+    tokens: int,
+    device: torch.device,
+    shape: MoeShape,
+    terms: int = 1,
+    configs: Any = None,
+    form: Form | None = None,
 ) -> FusedCall:
-    return lambda inputs, output: fused(inputs, output, shape, terms)
+    gate_first = form is not None and form.gate_first  # the tensors tell the rest
+    return lambda inputs, output: fused(inputs, output, shape, terms, gate_first)
 
 
-def fused(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape, terms: int = 1) -> None:
+def fused(
+    inputs: MoeInputs | RoutedInputs,
+    output: torch.Tensor,
+    shape: MoeShape,
+    terms: int = 1,
+    gate_first: bool = False,
+) -> None:
     """The whole layer with an intermediate that is float32 until it is quantised, in FP8 terms.
 
     With two terms the pairs' rows stay float32 until the combine.
     """
+    _, _, x, x_scale, w13, w13_scale, w2, w2_scale, *_ = inputs
     rows = route(inputs, shape, with_tokens=False)
     total, new = int(rows.m_indptr[-1]), output.new_empty
     h, i = shape.hidden_size, shape.intermediate_size
     a = new((total, h), dtype=torch.float8_e4m3fn)
     a_scale = new((h // BLOCK, total), dtype=torch.float32)
-    permute(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, a, a_scale)
+    permute(x, x_scale, rows.pair_row, a, a_scale)
     expert_rows = flat_rows(rows.m_indptr)
     g = new((total, 2 * i), dtype=torch.float32)
-    grouped_gemm(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g, expert_rows)
+    grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)
+    if gate_first:
+        g = g.roll(i, dims=1)
     q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
     swiglu_quant(g, q, q_scale, rows.m_indptr)
     o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
-    grouped_gemm(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o, expert_rows)
+    grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows)
     combine(o, rows.pair_row, rows.weights, output)
 
 
 def permute(
-    x: torch.Tensor,  # [T, H] float8_e4m3fn
-    x_scale: torch.Tensor,  # [H/128, T] float32
+    x: torch.Tensor,  # [T, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None,  # [H/128, T] float32, None where x is bfloat16
     pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local
     a: torch.Tensor,  # [R, H] float8_e4m3fn
     a_scale: torch.Tensor,  # [H/128, R] float32
 ) -> None:
-    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
+    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are.
+
+    Tokens in bfloat16 are quantised as by `quantise_rows`.
+    """
+    if x_scale is None:
+        x, x_scale = quantise_rows(x)
     # As bytes: torch does not index float8 on every device.
     source, target = x.view(torch.uint8), a.view(torch.uint8)
     for slot in range(pair_row.shape[1]):

@@ -8,7 +8,7 @@ import torch
 
 from ..kernels import architectures
 from ..numerics import BLOCK, round_up
-from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
+from ..problem import DEEPSEEK_V3, Form, GroupedRows, MoeInputs, MoeShape
 from .backend import on_device, select
 from .validate import validate
 
@@ -128,7 +128,7 @@ def mark_all(stages: tuple[str, ...], mark: Mark) -> None:
         mark(stage)
 
 
-def _chunks(inputs: MoeInputs, output: torch.Tensor) -> Iterator[tuple[MoeInputs, torch.Tensor]]:
+def _chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
     """The tokens in as few parts as `CHUNK_TOKENS` allows, with their rows of the output."""
     tokens = output.shape[0]
     if tokens <= CHUNK_TOKENS:
@@ -136,24 +136,18 @@ def _chunks(inputs: MoeInputs, output: torch.Tensor) -> Iterator[tuple[MoeInputs
         return
     for first in range(0, tokens, CHUNK_TOKENS):
         part = slice(first, first + CHUNK_TOKENS)
-        yield (
-            inputs._replace(
-                routing_logits=inputs.routing_logits[part],
-                hidden_states=inputs.hidden_states[part],
-                hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
-            ),
-            output[part],
-        )
+        yield inputs.tokens(part), output[part]
 
 
 class Layer:
     """What all layers share: the checks, the routing, and a call without tokens."""
 
     shape: MoeShape
+    form: Form | None = None  # of the tensors, None: the definition's
     names_tokens: ClassVar[bool]  # whether it needs `GroupedRows.token_of_row`
 
     @torch.inference_mode()  # no autograd bookkeeping: a sixth of the host time of torch's ops
-    def __call__(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark = unmarked) -> None:
+    def __call__(self, inputs: Any, output: torch.Tensor, mark: Mark = unmarked) -> None:
         """Write the layer's output; `mark` is told of each stage once it is enqueued.
 
         Works on the current stream of the tensors' device, whichever device is the current one.
@@ -162,7 +156,7 @@ class Layer:
             ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
             RuntimeError: the stream is being captured and no call with as many tokens came before.
         """
-        tokens = validate(inputs, output, self.shape)
+        tokens = validate(inputs, output, self.shape, self.form)
         device = output.device
         select(device)  # refuse an unsupported GPU before anything is launched
         if tokens == 0:

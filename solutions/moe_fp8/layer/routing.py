@@ -6,31 +6,38 @@ The model of `kernels.route`. Nothing here reads a device value on the host.
 import torch
 
 from ..numerics import EPSILON
-from ..problem import GroupedRows, MoeInputs, MoeShape, bounded_offset
+from ..problem import GroupedRows, MoeInputs, MoeShape, RoutedInputs, bounded_offset
 
 
-def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
-    """Choose the experts of every token and number the pairs of this rank.
+def route(
+    inputs: MoeInputs | RoutedInputs, shape: MoeShape, with_tokens: bool = True
+) -> GroupedRows:
+    """Choose the experts of every token, or take those that are given, and number the pairs of this
+    rank.
 
-    Of the inputs the logits, the bias and the two scalars count; without `with_tokens`
+    Of the inputs the first two and the last two count; without `with_tokens`
     `GroupedRows.token_of_row` is None.
     """
+    if isinstance(inputs, RoutedInputs):
+        local, weights = given_experts(inputs, shape.num_local_experts)
+        return group_rows(local, weights, 0, shape.num_local_experts, with_tokens)
     scaling, offset = float(inputs.routed_scaling_factor), int(inputs.local_expert_offset)
     ids, weights = choose_experts(inputs.routing_logits, inputs.routing_bias, scaling, shape)
     return group_rows(ids, weights, offset, shape.num_local_experts, with_tokens)
 
 
 def choose_experts(
-    logits: torch.Tensor,  # [T, num_experts] float32, or bfloat16 with `renormalize`
-    bias: torch.Tensor | None,  # [num_experts] bfloat16, none with `renormalize`
+    logits: torch.Tensor,  # [T, num_experts] float32 or bfloat16
+    bias: torch.Tensor | None,  # [num_experts] bfloat16 or float32, none with `renormalize`
     scaling: float,
     shape: MoeShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for every token: ids [T, top_k] int64, ascending, and their weights.
 
-    `deepseek_v3`: scores are sigmoids. The bias takes part in the choice (the `topk_group` groups
-    with the largest sum of their two best experts, then the best experts of those) but not in the
-    weights, which are the chosen scores divided by their sum, times `scaling`.
+    `deepseek_v3`: scores are sigmoids, in float32 as all that follows. The bias takes part in the
+    choice (the `topk_group` groups with the largest sum of their two best experts, then the best
+    experts of those) but not in the weights, which are the chosen scores divided by their sum,
+    times `scaling`.
 
     `renormalize`: scores are the logits. Weights are a softmax over the chosen ones alone, times
     `scaling`: first the choice, then `exp(logit - the largest)`, their sum, the quotient. The
@@ -48,9 +55,10 @@ def choose_experts(
         weights = scores.gather(1, ids)
         weights = torch.exp(weights - weights.amax(dim=-1, keepdim=True))
         return ids, weights.div_(_tree_sum(weights)).mul_(scaling)
-    assert bias is not None
-    scores = torch.sigmoid(logits)
-    by_group = (scores + bias).view(tokens, shape.n_group, shape.group_size)
+    scores = torch.sigmoid(logits.float())
+    by_group = (scores + (0.0 if bias is None else bias)).view(
+        tokens, shape.n_group, shape.group_size
+    )
     group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
     if shape.topk_group < shape.n_group:
         dropped = _best_first(group_score)[:, shape.topk_group :]
@@ -60,6 +68,26 @@ def choose_experts(
     ids = _best_first(candidates)[:, : shape.top_k].sort(dim=-1).values
     weights = scores.gather(1, ids)
     return ids, weights.div_(_tree_sum(weights) + EPSILON).mul_(scaling)
+
+
+def given_experts(
+    inputs: RoutedInputs, num_local_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local experts of every token [T, top_k] int64, ascending, and their weights.
+
+    What is not here is `num_local_experts`. In the order of the experts, because the slots are
+    summed in order: so the order in which they are given is of no account, but for an expert that
+    is given twice.
+    """
+    local = inputs.topk_ids.long()
+    if inputs.expert_map is None:
+        local = local - bounded_offset(int(inputs.local_expert_offset), num_local_experts)
+    else:
+        known = (local >= 0) & (local < inputs.expert_map.shape[0])
+        local = inputs.expert_map.long()[local.where(known, 0)].where(known, -1)
+    here = (local >= 0) & (local < num_local_experts)
+    local, order = local.where(here, num_local_experts).sort(dim=-1, stable=True)
+    return local, inputs.topk_weights.gather(1, order)
 
 
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:
@@ -76,7 +104,7 @@ def _best_first(values: torch.Tensor) -> torch.Tensor:
 
 
 def group_rows(
-    ids: torch.Tensor,  # [T, top_k] int64, no expert twice in a row
+    ids: torch.Tensor,  # [T, top_k] int64
     weights: torch.Tensor,  # [T, top_k] float32
     local_expert_offset: int,
     num_local_experts: int,
@@ -84,7 +112,7 @@ def group_rows(
 ) -> GroupedRows:
     """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
 
-    A token has an expert at most once, so the pairs are the marks of an [experts, T] table and a
+    A token has one row of an expert, so the rows are the marks of an [experts, T] table and a
     pair's row is the number of marks before it in row-major order: a prefix sum. The table has one
     more row on either side for experts that are not local, and one more column in front:
 

@@ -7,48 +7,95 @@ import torch
 
 from ..arguments import Signature, Spec, check_integer, check_real
 from ..numerics import BLOCK
-from ..problem import MoeInputs, MoeShape
+from ..problem import Form, MoeInputs, MoeShape, RoutedInputs
 
 
-def validate(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> int:
+def validate(
+    inputs: MoeInputs | RoutedInputs,
+    output: torch.Tensor,
+    shape: MoeShape,
+    form: Form | None = None,
+) -> int:
     """Check every argument and return the number of tokens T. Launches and reads nothing on a GPU.
+
+    Without a form the definition's types and layouts are expected.
 
     Raises:
         ValueError: names the argument, what was expected and given, and why.
     """
-    logits = inputs.routing_logits
-    known = isinstance(logits, torch.Tensor) and logits.dim() == 2
-    tokens = logits.shape[0] if known else -1
-    signature(shape, tokens).check(tensors_of(inputs, output, shape))
-    if not shape.has_bias and inputs.routing_bias is not None:
-        given = type(inputs.routing_bias).__name__
-        raise ValueError(f"routing_bias: expected None with {shape.routing}, got {given}")
+    form = form or _usual(shape)
+    first = inputs[0]
+    known = isinstance(first, torch.Tensor) and first.dim() == 2
+    tokens = first.shape[0] if known else -1
+    signature(shape, tokens, form).check(tensors_of(inputs, output, form))
+    names = inputs._fields
+    if form.bias is None and inputs[1] is not None:
+        given = type(inputs[1]).__name__
+        raise ValueError(f"{names[1]}: expected None with {shape.routing}, got {given}")
+    if not form.has_scales and inputs[3] is not None:
+        given = type(inputs[3]).__name__
+        raise ValueError(f"{names[3]}: expected None with {names[2]} of {form.x}, got {given}")
     check_integer("local_expert_offset", inputs.local_expert_offset)
-    check_real("routed_scaling_factor", inputs.routed_scaling_factor)
+    if isinstance(inputs, MoeInputs):
+        check_real("routed_scaling_factor", inputs.routed_scaling_factor)
+    elif form.has_map and int(inputs.local_expert_offset):
+        raise ValueError(
+            f"local_expert_offset: expected 0 with an expert_map, which has the ids of the first "
+            f"local experts, too, got {int(inputs.local_expert_offset)}"
+        )
     return tokens
 
 
-def tensors_of(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> tuple[Any, ...]:
+def tensors_of(
+    inputs: MoeInputs | RoutedInputs, output: torch.Tensor, form: Form
+) -> tuple[Any, ...]:
     """The tensors among the arguments, in order."""
-    tensors = (*inputs[:8], output)
-    return tensors if shape.has_bias else (tensors[0], *tensors[2:])
+    if form.bias is not None and form.has_scales and not form.has_map:
+        return (*inputs[:8], output)
+    bias = inputs[1:2] if form.bias is not None else ()
+    scale = inputs[3:4] if form.has_scales else ()
+    expert_map = inputs[9:] if form.has_map else ()
+    return (inputs[0], *bias, inputs[2], *scale, *inputs[4:8], *expert_map, output)
 
 
 @functools.lru_cache(maxsize=64)
-def signature(shape: MoeShape, tokens: int) -> Signature:
+def _usual(shape: MoeShape) -> Form:
+    return Form.usual(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signature:
     """What is expected of `tensors_of`."""
-    *bias, w13, w13_scale, w2, w2_scale = shape.weight_specs
-    h, fp8, f32 = shape.hidden_size, torch.float8_e4m3fn, torch.float32
-    logits = (tokens, shape.num_experts), shape.logits_dtype, "one logit per token and expert"
-    block_major = f"block-major: one row per {BLOCK} hidden columns, one column per token"
-    return Signature(
-        Spec("routing_logits", *logits),
-        *bias,
-        Spec("hidden_states", (tokens, h), fp8, "one row per token of routing_logits"),
-        Spec("hidden_states_scale", (h // BLOCK, tokens), f32, block_major, 4),
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        Spec("output", (tokens, h), torch.bfloat16, "one row per token, written in place"),
+    form = form or _usual(shape)
+    given = shape.routing == "given"
+    names = (RoutedInputs if given else MoeInputs)._fields
+    weights = shape.weight_specs[-4:]
+    if form.gate_first:
+        order = "gate rows, then up rows, of each expert"
+        weights = (weights[0]._replace(meaning=order), *weights[1:])
+    weights = tuple(
+        spec._replace(name=name) for spec, name in zip(weights, names[4:8], strict=True)
     )
+    h, f32 = shape.hidden_size, torch.float32
+    specs = []
+    if given:
+        slots, each = (tokens, shape.top_k), f"one for each of the {shape.top_k} experts of a token"
+        size = form.choice.itemsize
+        specs.append(Spec(names[0], slots, form.choice, each, size))
+        specs.append(Spec(names[1], slots, f32, each, 4))
+    else:
+        logits = (tokens, shape.num_experts), form.choice, "one logit per token and expert"
+        specs.append(Spec(names[0], *logits))
+        if form.bias is not None:
+            specs.append(Spec(names[1], (shape.num_experts,), form.bias, "one value per expert"))
+    specs.append(Spec(names[2], (tokens, h), form.x, f"one row per token of {names[0]}"))
+    if form.has_scales:
+        block_major = f"block-major: one row per {BLOCK} hidden columns, one column per token"
+        shaped = (h // BLOCK, tokens), f32, block_major, 4
+        specs.append(Spec(names[3], *shaped, strided=form.strided_scales))
+    specs.extend(weights)
+    if form.has_map:
+        experts = (shape.num_experts,)
+        specs.append(Spec("expert_map", experts, torch.int32, "an id's local expert, or -1", 4))
+    written = "one row per token, written in place"
+    return Signature(*specs, Spec("output", (tokens, h), torch.bfloat16, written))

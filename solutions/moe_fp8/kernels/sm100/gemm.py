@@ -19,12 +19,12 @@ from cutlass.memory import SmemAllocator
 from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
-from ..epilogue import StoreRows
 from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import rows_of_lane
-from .config import MMA_ROWS, GemmConfig
+from .config import CONSUMER_COLUMNS, MMA_ROWS, GemmConfig
 from .operands import TokensAsColumns, TokensAsRows
+from .store import StoreByWarp
 
 MMA_K = 32
 MMA_WARP = WARPS
@@ -33,8 +33,6 @@ SCALES_WARP = WARPS + 1
 """Loads the A scales."""
 LANE = 1 << 16
 """From a lane of tensor memory to the next, in its addresses."""
-CHUNK = 16
-"""Columns of an accumulator that a thread has under way from tensor memory at once."""
 
 
 class Pipelines(NamedTuple):
@@ -78,10 +76,12 @@ class GroupedGemmSm100(GroupedGemm):
 
     def __init__(self, config: GemmConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **options)
-        if config.quantises and isinstance(self.epilogue, StoreRows):
-            raise ValueError(f"{config}: expected an epilogue that quantises")
         # The barriers of both pipelines, and the address of the tensor memory.
         self.own_words = 2 * config.scale_stages + 2 * config.num_accumulators + 1
+
+    def _plain_store(self) -> type:
+        by_warp = not self.config.swap_ab and self.config.terms == 1
+        return StoreByWarp if by_warp else super()._plain_store()
 
     def _setup_attributes(self) -> None:
         super()._setup_attributes()
@@ -260,11 +260,9 @@ class GroupedGemmSm100(GroupedGemm):
             # Read before the accumulator is waited for, so that their latency hides behind it.
             scales_pipe.consumer_wait(scales_state)
             self._load_scales(scales, of, kb, scales_state.index)
-            cute.arch.sync_warp()  # one lane gives back what all have read
-            scales_pipe.consumer_release(scales_state)
-            scales_state.advance()
             sums.consumer_wait(sums_state)
-            self._promote(sums, sums_state, source.tmem, total_acc, scales, of.thread)
+            self._promote(source, (sums_state, scales_state), total_acc, scales, of.thread)
+            scales_state.advance()
             sums_state.advance()
         return sums_state, scales_state
 
@@ -289,33 +287,38 @@ class GroupedGemmSm100(GroupedGemm):
             sums.consumer_release(sums_state)
 
     @cute.jit
-    def _promote(self, sums, sums_state, tmem, total_acc, scales, thread):
-        """total += scale * accumulator; the accumulator is given back as soon as it is read.
+    def _promote(self, source: Source, state, total_acc, scales, thread):
+        """total += scale * accumulator; gives back the stage of scales and the accumulator.
 
-        A thread's columns come from tensor memory in chunks, the next one while one is promoted.
+        All of a thread's columns that its registers have room for are under way from tensor memory
+        at once, and waited for once. Meanwhile the scales are given back: TMA writes their stage
+        next, and an arrival alone does not wait for loads from it.
         """
+        sums_state, scales_state = state
         columns = self.config.consumer_columns
-        width = min(CHUNK, columns)
+        width = min(CONSUMER_COLUMNS, columns)
         chunks = columns // width
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
         layout = cute.make_layout((MMA_ROWS, width), stride=(LANE, 1))
-        start = tmem + sums_state.index * self.config.mma_columns
-        held = [cute.make_rmem_tensor(width, Float32) for _ in range(2)]
+        start = source.tmem + sums_state.index * self.config.mma_columns
         # What the MMA wrote it wrote before.
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
-        for i in cutlass.range_constexpr(chunks + 1):
-            if cutlass.const_expr(i > 0):
-                cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(i < chunks):
-                chunk = cute.make_tensor(start + i * width, layout)
-                copy = tcgen05.make_tmem_copy(atom, chunk).get_slice(thread % WARPGROUP)
-                rows = copy.partition_D(cute.make_identity_tensor((MMA_ROWS, width)))
-                to = cute.make_tensor(held[i % 2].iterator, cute.make_layout(cute.shape(rows)))
-                cute.copy(copy, copy.partition_S(chunk), to)
-            if cutlass.const_expr(i > 0):
-                self._add(total_acc, held[(i - 1) % 2], scales, (i - 1) * width)
-        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
-        self._release(sums, sums_state)
+        for i in cutlass.range_constexpr(chunks):
+            chunk = cute.make_tensor(start + i * width, layout)
+            copy = tcgen05.make_tmem_copy(atom, chunk).get_slice(thread % WARPGROUP)
+            rows = copy.partition_D(cute.make_identity_tensor((MMA_ROWS, width)))
+            part = cute.make_rmem_tensor(width, Float32)
+            to = cute.make_tensor(part.iterator, cute.make_layout(cute.shape(rows)))
+            cute.copy(copy, copy.partition_S(chunk), to)
+            if cutlass.const_expr(i == 0):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()  # one lane gives back what all have read
+                source.scales.consumer_release(scales_state)
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(i == chunks - 1):
+                nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+                self._release(source.sums, sums_state)
+            self._add(total_acc, part, scales, i * width)
 
     def _add(self, total: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, first: int) -> None:
         """total[first + v] += scale * part[v], two at a time: each product is rounded once."""

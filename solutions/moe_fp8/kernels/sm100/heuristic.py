@@ -48,8 +48,9 @@ def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, ter
     return replace(config, terms=terms)
 
 
-# As for Hopper (`sm90.heuristic`), by figures of an H200: to be measured.
-LAYER = LayerRules(stages=8, one_wave=4, whole_waves=16)
+# As for Hopper (`sm90.heuristic`), by figures of an H200: to be measured. As many stages as fit: a
+# CTA of either GEMM then keeps the other one's out, as 8 do on Hopper.
+LAYER = LayerRules(stages=0, one_wave=4, whole_waves=16)
 
 
 def _one_wave(config: GemmConfig, rows: float, n: int, experts: int) -> bool:

@@ -13,21 +13,11 @@ from ..mma_operands import MmaOperands
 from ..tma import GROUPS
 from .config import MMA_ROWS, GemmConfig
 
-BITS = 128
-"""Of the widest store to shared memory."""
-
 
 class Operands(MmaOperands):
     """What both orders share. A thread's value `v` is its column `v` of the accumulator."""
 
     instructions = tcgen05
-    parts: int
-    stored_bits: int
-    """Of a thread's stores to the staging buffer."""
-
-    def __init__(self, config: GemmConfig):
-        super().__init__(config)
-        self.staged_rows = config.tile_m
 
     def tiled_mma(self) -> cute.TiledMma:
         return blackwell.make_trivial_tiled_mma(
@@ -45,26 +35,15 @@ class Operands(MmaOperands):
         rows, columns = self.accumulator_shape()
         return rows * self.config.mma_ctas, columns
 
-    def staging_blocks(self) -> tuple[int, int]:
-        return self.parts, 1
-
-    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
-        atom = cute.make_copy_atom(CopyUniversalOp(), BFloat16, num_bits_per_copy=self.stored_bits)
-        threads = cute.make_layout((MMA_ROWS, self.config.consumer_warpgroups))
-        values = cute.make_layout((1, self.config.consumer_columns))
-        return cute.make_tiled_copy_tv(atom, threads, values).get_slice(thread)
-
 
 class TokensAsRows(Operands):
     """Accumulator rows are tokens: a thread has one token, and so one token scale."""
 
     columns_side_by_side = 4
     token_scales = 1
-    stored_bits = BITS
 
     def __init__(self, config: GemmConfig):
         super().__init__(config)
-        self.parts = config.consumer_columns // EPILOGUE_COLUMNS
         # A thread has both up and gate of a column: the halves of its warpgroup's columns.
         self.interleave = config.consumer_columns // 2
 
@@ -83,9 +62,6 @@ class TokensAsRows(Operands):
     def scale_column(self, warpgroup: Int32) -> Int32:
         return warpgroup * self.config.consumer_columns
 
-    def first_column(self, warpgroup: Int32, part: int) -> Int32:
-        return warpgroup * self.config.consumer_columns + part * EPILOGUE_COLUMNS
-
 
 class TokensAsColumns(Operands):
     """Accumulator rows are weights: a thread has one output column of all tokens."""
@@ -93,11 +69,10 @@ class TokensAsColumns(Operands):
     columns_side_by_side = 1
     parts = MMA_ROWS // EPILOGUE_COLUMNS
     interleave = MMA_ROWS  # those of one MMA and those of the next are a thread's
-    stored_bits = BFloat16.width  # of a token; a token's columns are those of the other threads
 
     def __init__(self, config: GemmConfig):
         super().__init__(config)
-        self.token_scales = config.tile_m
+        self.token_scales = self.staged_rows = config.tile_m
 
     def scale_token(self, i: int, thread: Int32) -> Int32:
         return Int32(i)
@@ -116,3 +91,12 @@ class TokensAsColumns(Operands):
 
     def first_column(self, warpgroup: Int32, part: int) -> Int32:
         return Int32(part * EPILOGUE_COLUMNS)
+
+    def staging_blocks(self) -> tuple[int, int]:
+        return self.parts, 1
+
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        # A value at a time: a token's other columns are those of the other threads.
+        atom = cute.make_copy_atom(CopyUniversalOp(), BFloat16, num_bits_per_copy=BFloat16.width)
+        threads, values = cute.make_layout((MMA_ROWS, 1)), cute.make_layout((1, self.staged_rows))
+        return cute.make_tiled_copy_tv(atom, threads, values).get_slice(thread)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from ...numerics import BLOCK
 from ..limits import WARPGROUP
 from ..tile_config import TileConfig
 
@@ -54,12 +55,22 @@ class GemmConfig(TileConfig):
         values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
         return values * (3 if self.overlap else 2)
 
-    def with_swiglu(self, terms: int) -> "GemmConfig":
-        """This one for the epilogue that makes so many FP8 terms of up and gate."""
-        return replace(self, cluster_n=2)  # pairs of CTAs make the 128 columns of a scale
+    @property
+    def staging_bytes(self) -> int:
+        """Of the epilogue: the FP8 terms of 64 columns, with `swap_ab` the maxima of theirs, those
+        of the other CTA's, and their barriers; or the tile in bfloat16."""
+        if not self.quantises:
+            return super().staging_bytes
+        maxima = 2 + (self.consumer_warps if self.swap_ab else 0)
+        row = (BLOCK // 2 + 16) * self.quantises + 4 * maxima
+        return self.tile_m * row + 16 * self.consumer_warpgroups
+
+    def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfig":
+        """This one for the epilogue that makes so many FP8 terms of up and gate; `few`: its tiles
+        would not give work to half of the GPU."""
+        # Pairs of CTAs make the 128 columns of a scale.
+        return replace(self, cluster_n=2, quantises=terms)
 
     def __str__(self) -> str:
         flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves")
-        flags += self.set_flags("unroll", "slices", "group_scales")
-        terms = [f"{self.terms} terms"] if self.terms > 1 else []
-        return self.described(*flags, *terms)
+        return self.described(flags + self.set_flags("unroll", "slices", "group_scales"))

@@ -5,23 +5,21 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
-from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass import Float8E4M3FN, Float32, Int32
 
 from ...numerics import BLOCK
 from ..barriers import Barriers
 from ..epilogue import TileShare
 from ..limits import WARPS
+from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
 from ..swiglu_epilogue import SwigluEpilogue
-from ..swiglu_quant import block_scale, divide, silu
+from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP
 from .config import GemmConfig
 from .operands import Operands
 
 COLUMNS = BLOCK // 2
 """Of the result that a tile makes: half of those that share a scale."""
-BUFFERS = 2
-"""For the other CTA's maxima, of alternate tiles."""
 
 
 class Staging(NamedTuple):
@@ -36,37 +34,37 @@ class Staging(NamedTuple):
 class SwigluQuantise(SwigluEpilogue):
     """`SwigluEpilogue` for 64 columns a CTA.
 
-    A scale covers a row's 128 columns, 64 of each CTA of the cluster. Each CTA sends its maxima to
-    the other one's shared memory, alternately to one of two buffers:
-
-        CTA 0                                    CTA 1
-        maxima of tile t  -- st.async -->        theirs[t % 2], completes arrived[t % 2]
-        theirs[t % 2]     <-- st.async --        maxima of tile t
-        wait arrived[t % 2], max, scale          wait arrived[t % 2], max, scale
-
-    A CTA sends those of tile t + 2 to the same buffer only after it has received those of tile
-    t + 1, and the other CTA sends these only after it has read those of tile t.
+    A scale covers a row's 128 columns, 64 of each CTA of the cluster, which send each other their
+    maxima (`pair`).
 
     Where tokens are accumulator rows, a warp stores its 16 rows alone. With swap_ab all consumer
     warps exchange maxima and quantised values through shared memory first.
     """
 
-    def __init__(self, config: GemmConfig, operands: Operands, n: int, terms: int = 1):
-        if config.tile_n != BLOCK or config.cluster_n != 2 or n % (2 * BLOCK):
+    def __init__(
+        self,
+        config: GemmConfig,
+        operands: Operands,
+        n: int,
+        terms: int = 1,
+        gate_first: bool = False,
+    ):
+        tiles = config.tile_n == BLOCK and config.cluster_n == 2 and config.quantises == terms
+        if not tiles or n % (2 * BLOCK):
             raise ValueError(
-                f"{config}, n={n}: expected tiles of {BLOCK} columns in clusters of two side by "
-                f"side, and n a multiple of {2 * BLOCK}"
+                f"{config}, n={n}: expected quantises={terms}, tiles of {BLOCK} columns in "
+                f"clusters of two side by side, and n a multiple of {2 * BLOCK}"
             )
-        super().__init__(config, operands, n, COLUMNS, terms)
-        # mbarriers of a buffer: every warpgroup waits for its own rows, with swap_ab all together.
-        self.waits = 1 if config.swap_ab else config.consumer_warpgroups
-        self.arrivals = 1 if config.swap_ab else WARPS
+        super().__init__(config, operands, n, COLUMNS, terms, gate_first)
         # Without swap_ab a warp has all of a row's columns.
         self.column_groups = self.warps if config.swap_ab else 0
+        # Every warpgroup waits for its own rows, with swap_ab all together.
+        waits, arrivals = (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPS)
+        self.buffers = PairBuffers(waits, arrivals)
 
     def staging_elements(self) -> int:
         maxima = 4 * (self.column_groups + BUFFERS)
-        return self.staged_bytes() + self.config.tile_m * maxima + 8 * BUFFERS * self.waits
+        return self.staged_bytes() + self.config.tile_m * maxima + self.buffers.bytes
 
     @cute.jit
     def staging(self, buffer) -> Staging:
@@ -74,17 +72,12 @@ class SwigluQuantise(SwigluEpilogue):
         rows, base = self.config.tile_m, buffer.data_ptr()
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
         theirs = amax + rows * self.column_groups
-        arrived = cute.recast_ptr(theirs + rows * BUFFERS, dtype=Int64)
-        if cute.arch.warp_idx() == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(BUFFERS * self.waits):
-                    cute.arch.mbarrier_init(arrived + i, self.arrivals)
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return Staging(
             self.staged_rows(base),
             cute.make_tensor(amax, by_group) if self.column_groups else None,
             cute.make_tensor(theirs, cute.make_layout((BUFFERS, rows), stride=(rows, 1))),
-            arrived,
+            self.buffers.initialised(theirs + rows * BUFFERS),
         )
 
     @cute.jit
@@ -110,21 +103,22 @@ class SwigluQuantise(SwigluEpilogue):
             for j in cutlass.range_constexpr(pairs):
                 for i in cutlass.range_constexpr(2):
                     v = i + 2 * r + 4 * j
-                    c[i, j, r] = silu(sums[v + 4 * pairs]) * sums[v]
+                    c[i, j, r] = self.activated(sums, v, v + 4 * pairs)
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
-        buffer_index = stored % BUFFERS
-        arrived = staging.arrived + buffer_index * self.waits + warpgroup
+        theirs = staging.theirs[stored % BUFFERS, None]
+        arrived, phase = self.buffers.of_tile(staging.arrived, stored, warpgroup)
         if lane == 0:
-            self._announce(arrived, 16)
+            announce_to_other(arrived, 16 * 4)
         bits = cute.recast_tensor(amax, Int32)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
-                self._send(staging, buffer_index, first + lane // 4 + 8 * r, bits[r], arrived)
-        cute.arch.mbarrier_wait(arrived, stored // BUFFERS % 2)
+                place = theirs.iterator + first + lane // 4 + 8 * r
+                send_to_other(place, bits[r], arrived)
+        cute.arch.mbarrier_wait(arrived, phase)
         for r in cutlass.range_constexpr(2):
             row = first + lane // 4 + 8 * r
-            bits[r] = cutlass.max(bits[r], staging.theirs[buffer_index, row])
+            bits[r] = cutlass.max(bits[r], theirs[row])
             scale = block_scale(amax[r])
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
             divide(c[None, None, r], scale)
@@ -159,26 +153,26 @@ class SwigluQuantise(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
-            c[i] = silu(sums[v + 2]) * sums[v]
+            c[i] = self.activated(sums, v, v + 2)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
             for distance in cutlass.range_constexpr(2, 5):
                 other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
                 amax[i] = cute.arch.fmax(amax[i], other)
             if lane < 4:
                 staging.amax[warp, self.operands.scale_token(i, thread)] = bits[i]
-        buffer_index = stored % BUFFERS
-        arrived = staging.arrived + buffer_index
+        theirs = staging.theirs[stored % BUFFERS, None]
+        arrived, phase = self.buffers.of_tile(staging.arrived, stored, 0)
         if thread == 0:
-            self._announce(arrived, rows)
+            announce_to_other(arrived, rows * 4)
         barrier.arrive_and_wait()
         if thread < rows:
-            self._send(staging, buffer_index, thread, self._largest(staging, thread), arrived)
+            send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._largest(staging, self.operands.scale_token(i, thread))
-        cute.arch.mbarrier_wait(arrived, stored // BUFFERS % 2)
+        cute.arch.mbarrier_wait(arrived, phase)
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
-            bits[i] = cutlass.max(bits[i], staging.theirs[buffer_index, token])
+            bits[i] = cutlass.max(bits[i], theirs[token])
             amax[i] = block_scale(amax[i])
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
@@ -193,16 +187,3 @@ class SwigluQuantise(SwigluEpilogue):
         for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
             self._store_part(output, staging, tile, place // self.parts, place % self.parts)
         self._announce_tile(output, tile, thread, barrier)
-
-    def _announce(self, arrived: cute.Pointer, rows: int) -> None:
-        """Tell the other CTA that the maxima of some rows will come."""
-        other = cute.arch.block_idx_in_cluster() ^ 1
-        cute.arch.mbarrier_arrive_and_expect_tx(
-            arrived, rows * 4, other, scope=MemScopeKind.CLUSTER
-        )
-
-    def _send(self, staging, buffer_index, row, amax, arrived) -> None:
-        """Put a row's maximum into the other CTA's `theirs`, whose barrier gets 4 bytes."""
-        place = staging.theirs.iterator + buffer_index * self.config.tile_m + row
-        other = cute.arch.block_idx_in_cluster() ^ 1
-        cute.arch.store_async_dsmem(place, amax, arrived, other)

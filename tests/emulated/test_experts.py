@@ -1,0 +1,332 @@
+"""Given experts, tokens in bfloat16, scales that lie token by token and gate first on the compiled
+kernels: the bits of the layer that chooses the experts itself, of FP8 tokens, up first."""
+
+import dataclasses
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from markers import more
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.route import WORD
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.routing import choose_experts, given_experts, group_rows
+from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.quantise import quantise_rows
+from ptxemu import options
+from test_fused import CONFIGS
+from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_layers import SHAPE, inputs_of
+from test_mutations import replace
+
+BF16 = torch.bfloat16
+OFFSET = 4
+GIVEN = dataclasses.replace(SHAPE, n_group=1, topk_group=1, routing="given")
+
+# --- numbering ------------------------------------------------------------------------------------
+
+SHAPES = {
+    "shared": MoeShape(257, 257, 128, 128, 1, 1, 9, "given"),
+    "few": MoeShape(16, 5, 128, 128, 1, 1, 3, "given"),
+    "31 a token": MoeShape(64, 40, 128, 128, 1, 1, 31, "given"),
+}
+
+
+def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Tensor, ...]:
+    tokens, local = len(given.topk_ids), shape.num_local_experts
+    slots, experts = (tokens, shape.top_k), given.expert_map
+    form = Form(given.topk_ids.dtype, torch.float32, has_map=experts is not None)
+    expert, pair_row = (torch.full(slots, -7, dtype=torch.int32) for _ in range(2))
+    marks = torch.full((-(-tokens // WORD), local), -7, dtype=torch.int32)
+    weights = torch.full(slots, torch.nan)
+    m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
+    token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
+    counters = torch.full((3,), -7, dtype=torch.int32)
+    kernels.compile_route(shape, True, target, form)(
+        given.topk_ids, given.topk_weights, given.local_expert_offset, experts,
+        expert, marks, weights, m_indptr, pair_row, token_of_row, counters,
+    )  # fmt: skip
+    assert counters.tolist() == [0, 0, 0]
+    return m_indptr, pair_row, weights, token_of_row
+
+
+@pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "mapped"),
+    [
+        ("shared", torch.int32, False),
+        ("few", torch.int64, True),
+        *more(("few", torch.int32, False), ("31 a token", torch.int64, False)),
+        *more(("shared", torch.int64, True)),
+    ],
+)
+@pytest.mark.parametrize("tokens", [20, 133])
+def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, mode, emulator):
+    """With ids of other ranks, ids that are none, and experts that a token is given twice."""
+    shape = SHAPES[name]
+    torch.manual_seed(tokens)
+    experts, local = shape.num_experts, shape.num_local_experts
+    ids = torch.randint(-1, experts, (tokens, shape.top_k)).to(dtype)
+    if name == "shared":
+        ids[:, -1] = 256
+    largest = torch.iinfo(dtype)
+    ids[1, :3] = torch.tensor([largest.min, largest.max, experts + 5])
+    ids[2] = 7
+    if dtype == torch.int64:
+        ids[3, 0] = 2**32 + 7  # not expert 7
+    placed = torch.randint(-2, local + 2, (experts,)).int() if mapped else None
+    offset = 0 if mapped or local == experts else 3
+    given = RoutedInputs._make(
+        (ids, torch.randn(ids.shape), *6 * (torch.empty(0),), offset, placed)
+    )
+    m_indptr, pair_row, weights, token_of_row = number(given, shape, target)
+    launched = 1 if tokens <= WORD else 2
+    assert [report.hazards for report in emulator.reports] == [[]] * launched
+    ordered, wanted_weights = given_experts(given, local)
+    wanted = group_rows(ordered, wanted_weights, 0, local)
+    assert torch.equal(m_indptr, wanted.m_indptr) and torch.equal(pair_row, wanted.pair_row)
+    assert torch.equal(weights, wanted_weights), "copied, not computed"
+    rows = int(m_indptr[-1])
+    assert torch.equal(token_of_row[:rows], wanted.token_of_row[:rows])
+    assert (token_of_row[rows:] == -7).all()
+
+
+# --- the permutation ------------------------------------------------------------------------------
+
+
+def odd_tokens(tokens: int, hidden: int) -> torch.Tensor:
+    """Blocks of every magnitude, of zeros of both signs, with a NaN, with infinities."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, hidden).bfloat16()
+    blocks = x.view(-1, 128)
+    exponents = torch.linspace(-133, 127, len(blocks))
+    blocks *= torch.exp2(exponents.round()).bfloat16().unsqueeze(1)
+    blocks.nan_to_num_(posinf=1e38, neginf=-1e38)
+    blocks[::7] = 0
+    blocks[::14, ::2] = -0.0
+    blocks[1::7, 5] = -0.0
+    blocks[3, 17], blocks[4, 18], blocks[5, 19] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit, but for what kind of NaN there is."""
+    a32, b32 = a.float(), b.float()
+    numbers = torch.equal(a32.isnan(), b32.isnan())
+    ours, theirs = (x.nan_to_num(nan=0.0) for x in (a32, b32))
+    return numbers and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+@pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
+@pytest.mark.parametrize("hidden", [384, *more(128, 7168)])
+@pytest.mark.parametrize("kind", ["bfloat16", "token-major", "padded"])
+def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    tokens, rows = 19, 24
+    torch.manual_seed(0)
+    x = odd_tokens(tokens, hidden)
+    given: tuple[torch.Tensor, torch.Tensor | None] = (x, None)
+    if kind != "bfloat16":
+        q, scale = quantise_rows(x)
+        if kind == "token-major":
+            given = q, scale.t().contiguous().t()
+        else:
+            given = q, torch.nn.functional.pad(scale, (0, 5), value=torch.nan)[:, :-5]
+    pair_row = torch.full((tokens, 2), -1, dtype=torch.int32)
+    places = torch.randperm(rows)[:21].int()
+    pair_row[3:, 0], pair_row[:5, 1] = places[: tokens - 3], places[tokens - 3 :]
+    outputs = []
+    for permute in (model.permute, kernels.permute):
+        a = torch.full((rows, hidden), 3.0).to(torch.float8_e4m3fn)
+        a_scale = torch.full((hidden // 128, rows), 3.0)
+        permute(*given, pair_row, a, a_scale)
+        outputs.append((a, a_scale))
+    (wanted, wanted_scale), (a, a_scale) = outputs
+    assert same(a, wanted) and same(a_scale, wanted_scale)
+    assert [report.hazards for report in emulator.reports] == [[]]
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+TARGETS = {
+    "sm_90a": CONFIGS,
+    "sm_100a": {name: (config.with_swiglu(1), config) for name, config in BLACKWELL_S.items()},
+}
+CASES = [  # of each target, where rows are gathered and where they are permuted for
+    ("sm_90a", "8 swapped, early"),
+    ("sm_90a", "192 on demand"),
+    ("sm_100a", "32 swapped"),
+    ("sm_100a", "256 on demand"),
+]
+LAYERS = [CASES[0], *more(*((case,) for case in CASES[1:]))]
+
+
+class Call(NamedTuple):
+    inputs: MoeInputs | RoutedInputs
+    shape: MoeShape
+    form: Form
+
+
+@cache
+def usual(tokens: int) -> MoeInputs:
+    """Inputs whose tokens are the FP8 of bfloat16 ones."""
+    x, scale = quantise_rows(bfloat16(tokens))
+    return inputs_of(tokens, OFFSET)._replace(hidden_states=x, hidden_states_scale=scale)
+
+
+def bfloat16(tokens: int) -> torch.Tensor:
+    torch.manual_seed(tokens)
+    return torch.randn(tokens, SHAPE.hidden_size).bfloat16()
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat(x.chunk(2, dim=1)[::-1], dim=1)
+
+
+def given(tokens: int, **changes: Any) -> RoutedInputs:
+    """The choices of `usual`, a token's in another order."""
+    inputs = usual(tokens)
+    ids, weights = choose_experts(*inputs[:2], 2.5, SHAPE)
+    order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)).argsort(dim=1)
+    ids, weights = ids.gather(1, order), weights.gather(1, order)
+    return RoutedInputs(ids, weights, *inputs[2:8], OFFSET, None)._replace(**changes)
+
+
+KINDS = (
+    "ids, map, bfloat16, gate first",
+    "ids, offset, token-major",
+    "float32 bias, bfloat16, gate first",
+)
+
+
+def calls(tokens: int) -> dict[str, Call]:
+    """Calls that must have the bits of `usual`; between them they have all there is to choose."""
+    inputs = usual(tokens)
+    scale = inputs.hidden_states_scale
+    halves = swapped(inputs.gemm1_weights), swapped(inputs.gemm1_weights_scale)
+    x = {"x": bfloat16(tokens), "x_scale": None}
+    placed = torch.full((16,), -1, dtype=torch.int32)
+    placed[OFFSET : OFFSET + 5] = torch.arange(5, dtype=torch.int32)
+    mapped = given(tokens, expert_map=placed, local_expert_offset=0, w13=halves[0])
+    mapped = mapped._replace(w13_scale=halves[1], **x)
+    strided = given(tokens, x_scale=scale.t().contiguous().t())
+    strided = strided._replace(topk_ids=strided.topk_ids.int())
+    chosen = inputs._replace(
+        routing_bias=inputs.routing_bias.float(), hidden_states=x["x"], hidden_states_scale=None,
+        gemm1_weights=halves[0], gemm1_weights_scale=halves[1],
+    )  # fmt: skip
+    f32, i64 = torch.float32, torch.int64
+    made = (
+        Call(mapped, GIVEN, Form(i64, f32, BF16, gate_first=True, has_map=True)),
+        Call(strided, GIVEN, Form(torch.int32, f32, strided_scales=True)),
+        Call(chosen, SHAPE, Form(f32, f32, BF16, gate_first=True)),
+    )
+    return dict(zip(KINDS, made, strict=True))
+
+
+def output_of(call: Call, target: str, name: str, terms: int = 1) -> torch.Tensor:
+    out = torch.full((len(call.inputs[0]), SHAPE.hidden_size), torch.nan, dtype=BF16)
+    configs = TARGETS[target][name]
+    options.poison_races = configs[1].dynamic  # see test_fused.py
+    kernels.fused_call(len(out), out.device, call.shape, terms, configs, call.form)(
+        call.inputs, out
+    )
+    return out
+
+
+@pytest.fixture
+def layer(request, monkeypatch):
+    target, _ = request.getfixturevalue("case")
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *((kind, CASES[0]) for kind in KINDS),
+        (KINDS[0], CASES[1]),
+        *more(*((kind, CASES[1]) for kind in KINDS[1:])),
+        *more(*((kind, case) for kind in KINDS for case in CASES[2:])),
+    ],
+    ids=str,
+)
+def test_the_bits_of_the_definition_s_call(kind, case, layer, emulator):
+    for tokens in (41, 9):
+        del emulator.reports[:]
+        wanted = output_of(Call(usual(tokens), SHAPE, Form()), *case)
+        launched = len(emulator.reports)
+        call = calls(tokens)[kind]
+        got = output_of(call, *case)
+        assert torch.equal(got, wanted) and got.any()
+        assert len(emulator.reports) == 2 * launched, "no launch more"
+        assert not any(report.hazards for report in emulator.reports)
+        by_model = torch.empty_like(got)
+        model.fused(call.inputs, by_model, call.shape, 1, call.form.gate_first)
+        assert calc_diff(got, by_model) < 1e-4
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_a_token_s_bits_are_its_own(case, layer, emulator):
+    """Alone and with others, of whatever magnitude and not finite: a NaN stays in its token."""
+    call = calls(41)[KINDS[0]]
+    x = odd_tokens(41, SHAPE.hidden_size)
+    call = call._replace(inputs=call.inputs._replace(x=x))
+    whole = output_of(call, *case)
+    q, scale = quantise_rows(x)
+    quantised = call.inputs._replace(x=q, x_scale=scale)
+    form = Form(torch.int64, torch.float32, gate_first=True, has_map=True)
+    assert same(output_of(Call(quantised, GIVEN, form), *case), whole)
+    assert whole.isnan().any() and not whole.isnan().all(dim=1).all()
+    for first in range(0, 41, 11):
+        part = slice(first, first + 11)
+        alone = call._replace(inputs=call.inputs.tokens(part))
+        assert same(output_of(alone, *case), whole[part])
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_experts_that_are_given_twice(case, layer, emulator):
+    """A row each token and expert; the sums of all its weights."""
+    ids = torch.full((40, 3), -1, dtype=torch.int32)
+    ids[:13] = torch.arange(13).remainder(5).unsqueeze(1)
+    ids[13:26, :2] = 1
+    ids[20:40, 2] = 4
+    inputs = given(40, topk_ids=ids, local_expert_offset=0)
+    inputs.topk_weights[::3, 1] = 0
+    form = Form(torch.int32, torch.float32)
+    got, wanted = output_of(Call(inputs, GIVEN, form), *case), torch.empty(40, 384, dtype=BF16)
+    assert not any(report.hazards for report in emulator.reports)
+    model.fused(inputs, wanted, GIVEN)
+    assert calc_diff(got, wanted) < 1e-4 and (wanted != 0).any(dim=1).all()
+
+
+@pytest.mark.parametrize("scale_of_one_token", [torch.Tensor.clone, lambda s: s.t().clone().t()])
+@pytest.mark.parametrize("case", LAYERS[:1], ids=str)
+def test_one_token_whose_scales_have_any_strides(scale_of_one_token, case, layer, emulator):
+    """torch calls `[H/128, 1]` contiguous whatever its strides are."""
+    inputs = usual(1)
+    scale = scale_of_one_token(inputs.hidden_states_scale)
+    assert scale.is_contiguous()
+    wanted = output_of(Call(inputs, SHAPE, Form()), *case)
+    changed = inputs._replace(hidden_states_scale=scale)
+    assert torch.equal(output_of(Call(changed, SHAPE, Form()), *case), wanted)
+
+
+FAULTS = {
+    "signs are taken for magnitudes": replace(r"and\.b32 ([^;]*), 2147483647;", r"mov.b32 \1;"),
+    "not all lanes' maxima": replace(
+        r"(shfl\.sync\.bfly\.b32[^;]*), 8, 31, -1;", r"\1, 0, 31, -1;"
+    ),
+}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", LAYERS[:1], ids=str)
+def test_a_fault_of_the_quantiser_shows(fault, case, layer, emulator):
+    call = calls(41)[KINDS[0]]
+    wanted = output_of(call, *case)
+    emulator.host.ptx_transform = FAULTS[fault]
+    assert not torch.equal(output_of(call, *case), wanted)
