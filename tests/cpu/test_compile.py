@@ -35,13 +35,17 @@ from moe_fp8.kernels.architectures import (
 from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.batched import compile_batched_gemm
 from moe_fp8.kernels.combine import Combine
+from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
 from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.sm90.operands import TokensAsColumns, TokensAsRows
+from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
@@ -405,6 +409,85 @@ def test_fused(target, tokens, terms, compiled_code, tmp_path):
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 
+@pytest.mark.parametrize("evict_first", [True, *more(False)])
+def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
+    """They alone, and only where it is asked for."""
+    first, second = (
+        dataclasses.replace(config, evict_first=evict_first)
+        for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
+    )
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
+    hint = EVICT_FIRST if evict_first else 0
+    for gemm, expected in zip(gemms, ([(5, hint)], [(2, 0), (2, 0), (3, hint)]), strict=True):
+        loads = r"cp\.async\.bulk\.tensor\.(\d)d\.shared\S*cache_hint [^;]*, (%rd\d+);"
+        constants = dict(re.findall(r"mov\.b64\s+(%rd\d+), (\d+);", gemm))
+        found = [(int(rank), int(constants[of])) for rank, of in re.findall(loads, gemm)]
+        assert sorted(found) == expected  # weights have the most dimensions
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
+@pytest.mark.parametrize(("tokens", "terms"), [(14107, 1), *more((14107, 2), (901, 1), (80, 1))])
+def test_scales_of_a_warpgroup(tokens, terms, compiled_code, tmp_path):
+    """Less shared memory, two barriers around the first tile's and two around those of the next."""
+    configs = HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
+    first, second = (dataclasses.replace(config, group_scales=True) for config in configs)
+    for config, before in zip((first, second), configs, strict=True):
+        copies = 3 * config.consumer_warpgroups
+        assert before.fixed_bytes - config.fixed_bytes == copies * 128 * 4
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    gemm1, _ = (part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part)
+    assert len(re.findall(r"bar\.sync\s+%r\d+, 128;", gemm1)) == 4
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
+@pytest.mark.parametrize(("tokens", "terms"), [(14107, 1), *more((14107, 2), (2048, 1))])
+def test_slices(tokens, terms, compiled_code, tmp_path):
+    """Of A a copy a slice and term, which the CTAs side by side share."""
+    first, second = (
+        dataclasses.replace(config, slices=True)
+        for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
+    )
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
+    for gemm, config in zip(gemms, (first, second), strict=True):
+        shared = re.findall(r"cp\.async\.bulk\.tensor\S*multicast", gemm)
+        assert len(shared) == config.tile_m // 64 * config.terms > 1
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
+@pytest.mark.parametrize(("target", "terms"), [("sm_90a", 1), *more(("sm_90a", 2), ("sm_100a", 1))])
+def test_passes(target, terms, compiled_code, tmp_path):
+    """A quarter of the memory; the host function goes round a loop: no kernel is there twice."""
+    first, second = of_target(target).choose_layer(14107, DEEPSEEK_V3, terms)
+    first = dataclasses.replace(first, passes=4)
+    sizes = [workspace_bytes(DEEPSEEK_V3, terms, 14107, passes=passes) for passes in (1, 4)]
+    assert sizes[1] < 0.26 * sizes[0]
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, target)
+    # All have more than one word of tokens: there is no kernel for one.
+    assert len(re.findall(r"\.entry", ptx)) == 6
+    # A CTA of the combine waits also where its pass has no token for it.
+    combine = ptx[ptx.rindex(".entry") :]
+    assert combine.count("griddepcontrol.wait") == 2
+    assert target != "sm_90a" or resources(cubin, tmp_path)["frame"] == 0
+
+
+@pytest.mark.parametrize("early", [True, *more(False)])
+def test_the_permute_loads_its_token(early, compiled_code, tmp_path):
+    """Ahead of the wait for the numbering, or behind it; the rows of its pairs always behind."""
+    first, second = HOPPER.choose_layer(901, DEEPSEEK_V3)
+    first = dataclasses.replace(first, tokens_early=early)
+    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    (permute,) = (p for p in re.split(r"\.entry", ptx) if "Permute" in p.partition("(")[0])
+    kinds = r"ld\.global\.v4|ld\.global\.b32|griddepcontrol\.wait|st\.global"
+    order, stores = re.findall(kinds, permute), 8 * (7 + 1)
+    token, rows = ["ld.global.v4"] * 7 + ["ld.global.b32"], ["ld.global.v4"] * 2
+    wait = ["griddepcontrol.wait"]
+    loads = [*token, *wait, *rows] if early else [*wait, *rows, *token]
+    assert order == loads + ["st.global"] * stores
+    assert resources(cubin, tmp_path)["frame"] == 0
+
+
 GIVEN = MoeShape(257, 257, 7168, 256, 1, 1, 9, "given")
 """DeepSeek-V3 on eight GPUs, each with a slice of every expert and of the shared one."""
 FORMS = {
@@ -759,6 +842,10 @@ PAIR = {"mma_ctas": 2, "cluster_m": 2}
         (BlackwellConfig, {"accumulators": 1}, "accumulators=1: .* 2 to 4"),
         (BlackwellConfig, {"accumulators": 5}, "accumulators=5: .* 2 to 4"),
         (BlackwellConfig, {"accumulators": 3, "tile_n": 256}, "accumulators=3: .* 2 to 2"),
+        (GemmConfig, {"slices": True, "tile_m": 64}, "slices: expected several warpgroups"),
+        (GemmConfig, {"slices": True, "swap_ab": True}, "slices: expected several warpgroups"),
+        (GemmConfig, {"passes": 0}, "passes=0: expected at least 1"),
+        (GemmConfig, {"passes": 2, "tokens_early": True}, "passes=2: .* without tokens_early"),
         (BlackwellConfig, {"stages": 7}, r"needs \d+ bytes .* 232448"),
     ],
 )
@@ -771,8 +858,20 @@ def test_no_two_uses_share_a_named_barrier():
     first = sorted(Barriers)
     most = max(config.consumer_warpgroups for config in CONFIGS["sm_90a"])
     assert Barriers.CTA == 0 and Barriers.STAGING - Barriers.CTA == 1
-    assert Barriers.END - Barriers.STAGING >= most, "one a consumer warpgroup"
+    assert Barriers.SCALES - Barriers.STAGING >= most, "one a consumer warpgroup"
+    assert Barriers.END - Barriers.SCALES >= most
     assert first[-1] is Barriers.END and Barriers.END <= HARDWARE_BARRIERS
+
+
+def test_what_the_first_gemm_stages():
+    """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
+    each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
+    rows = GemmConfig(tile_m=192).with_swiglu(1)
+    swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
+    of_rows = SwigluQuantise(rows, TokensAsRows(rows), 4096)
+    of_swapped = SwigluQuantise(swapped, TokensAsColumns(swapped), 4096)
+    assert of_rows.staging_elements() == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
+    assert of_swapped.staging_elements() == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
 
 
 @pytest.mark.parametrize("config", CONFIGS["sm_90a"], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.fused import bound, offsets, parts, workspace_bytes
+from moe_fp8.kernels.fused import bound, offsets, parts, share, workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -111,6 +111,83 @@ def test_a_token_s_bits_depend_on_nothing_else(names, emulator):
             hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
         )
         assert torch.equal(output_of(alone, names[0]), whole[names[0]][part])
+
+
+OPTIONS: dict[str, tuple[str, dict, dict]] = {
+    "evict_first": ("8 swapped, early", {"evict_first": True}, {"evict_first": True}),
+    "slices": ("192 on demand", {"slices": True}, {"slices": True}),
+    "group_scales": ("192 on demand", {"group_scales": True}, {"group_scales": True}),
+    "group_scales, swapped": ("8 swapped", {"group_scales": True}, {"group_scales": True}),
+    "tokens_early": ("64 overlapped", {"tokens_early": True}, {}),
+}
+"""What changes the order of nothing: a config's name and what is changed in its two."""
+
+
+def with_option(option: str, monkeypatch) -> str:
+    """The name of a config's two, changed by an option."""
+    name, *changes = OPTIONS[option]
+    both = zip(CONFIGS[name], changes, strict=True)
+    changed = tuple(dataclasses.replace(config, **by) for config, by in both)
+    monkeypatch.setitem(CONFIGS, option, changed)
+    return option
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
+    inputs = inputs_of(41, 4)
+    wanted = output_of(inputs, OPTIONS[option][0])
+    emulator.reports.clear()
+    assert torch.equal(output_of(inputs, with_option(option, monkeypatch)), wanted)
+    assert not any(report.hazards for report in emulator.reports)
+
+
+IN_PASSES = [  # tokens, passes, first local expert, whether the first pass has all tokens
+    (300, 3, 4, False),
+    (300, 3, 9, True),
+    (270, 8, 4, False),
+    (20, 2, 4, True),
+]
+
+
+@pytest.mark.parametrize(("tokens", "passes", "offset", "all_fit"), IN_PASSES)
+@pytest.mark.parametrize(("name", "terms"), [("192 on demand", 1), *more(("64 overlapped", 2))])
+def test_tokens_in_passes(
+    name, terms, tokens, passes, offset, all_fit, mode, emulator, monkeypatch
+):
+    """Of 128 tokens at least; what a pass has no token for is launched all the same."""
+    inputs, room = inputs_of(tokens, offset), bound(SHAPE, share(tokens, passes))
+    assert (int(route(inputs, SHAPE).m_indptr[-1]) <= room) == all_fit
+    wanted = output_of(inputs, name, terms)
+    first, second = CONFIGS[name]
+    changed = dataclasses.replace(first, passes=passes), second
+    monkeypatch.setitem(CONFIGS, "in passes", changed)
+    emulator.reports.clear()
+    assert torch.equal(output_of(inputs, "in passes", terms), wanted)
+    assert [report.hazards for report in emulator.reports] == [[]] * (2 + 4 * passes)
+    _, _, *launches = (report.grid[0] for report in emulator.reports)
+    # A later pass has fewer tokens, and most often none: its combine is one wave.
+    assert launches[::4] == [tokens] + (passes - 1) * [share(tokens, passes)]
+    assert launches[3::4] == [min(tokens, 4 * 16)] + (passes - 1) * [min(tokens, 4 * 6)]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("which", [2, -1], ids=["permute", "combine"])
+def test_passes_without_a_wait(which, emulator, monkeypatch):
+    """Of a kernel that every pass launches."""
+    first, second = CONFIGS["192 on demand"]
+    changed = dataclasses.replace(first, passes=2), second
+    monkeypatch.setitem(CONFIGS, "in passes", changed)
+    edit = replace(r"griddepcontrol\.wait;", "", which)
+    assert noticed("in passes", edit, emulator, inputs_of(200, 4))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_without_a_barrier_around_the_scales_of_a_warpgroup(which, emulator, monkeypatch):
+    """Of the first GEMM, after the first tile's and before and after the next ones'; the very first
+    one has nothing before it."""
+    edit = replace(r"bar\.sync\s+%r\d+, 128;", "", which)
+    assert noticed(with_option("group_scales", monkeypatch), edit, emulator)
 
 
 @pytest.mark.all

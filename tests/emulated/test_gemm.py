@@ -35,6 +35,10 @@ HOPPER = [
     Sm90(tile_m=64, swap_ab=True),
     Sm90(tile_m=128, swap_ab=True),
     Sm90(tile_m=16, tile_n=64, swap_ab=True, stages=3),
+    Sm90(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True, slices=True),
+    Sm90(cluster_m=2, slices=True),
+    Sm90(overlap=True, stages=3, slices=True),
+    Sm90(stages=3, group_scales=True),
 ]
 BLACKWELL = list(
     dict.fromkeys(
@@ -167,7 +171,13 @@ def test_empty_and_full_experts(rows, config, emulator):
 
 
 @pytest.mark.parametrize(
-    "config", [LARGEST, *more(Sm100(stages=3), Sm100(tile_n=256, cluster_n=2))], ids=name_of
+    "config",
+    [
+        LARGEST,
+        Sm90(cluster_n=2, stages=3, slices=True),
+        *more(Sm90(cluster_n=2, stages=3), Sm100(stages=3), Sm100(tile_n=256, cluster_n=2)),
+    ],
+    ids=name_of,
 )
 def test_columns_past_the_last_tile(config, emulator):
     """384 columns: the last tile, or its cluster's last CTA, lies partly or wholly outside."""
@@ -185,7 +195,7 @@ def test_more_experts_than_lanes(config, emulator):
     check_exact(problem, config, 3, emulator)
 
 
-@pytest.mark.parametrize("config", [Sm90(), *more(Sm100())], ids=name_of)
+@pytest.mark.parametrize("config", [Sm90(), Sm90(group_scales=True), *more(Sm100())], ids=name_of)
 def test_more_k_blocks_than_lanes(config, emulator):
     """The B scales of K blocks 32 and up lie in a second register of each lane."""
     problem = gemm((5, 66), 128, 35 * 128, 128)

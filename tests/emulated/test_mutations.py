@@ -250,6 +250,27 @@ OF_A_PAIR: dict[str, Edit] = {
     "one CTA ends before the other": replace(CLUSTER_BARRIER, "bar.sync 0;", -1),
     "consumers of both CTAs are not waited for": replace(CLUSTER_BARRIER, "", -1),
 }
+SLICES = HopperConfig(tile_m=192, cluster_n=2, stages=2, slices=True)
+OF_A = r"cp\.async\.bulk\.tensor\S*multicast[^;]*;"
+EXPECTED = r"(expect_tx\.shared\.b64 %rd\d+, \[%r\d+\]), %r\d+;"
+OF_SLICES: dict[str, Edit] = {
+    "a slice that the tile has does not come": replace(OF_A, "", 1),
+    "slices that do not come are expected": replace(EXPECTED, rf"\1, {192 * 128 + 784};", 0),
+    "a slice is neither expected nor comes": all_of(
+        replace(OF_A, "", 2), replace(EXPECTED, rf"\1, {128 * 128 + 784};", 0)
+    ),
+    "another slice comes in its place": replace(
+        r"(multicast\S* \[%r\d+\+)9216\]", r"\g<1>17408]", 0
+    ),
+}
+SHARED_SCALES = HopperConfig(stages=2, group_scales=True)
+SCALE_BARRIER = r"bar\.sync\s+%r\d+, 128;"
+OF_SHARED_SCALES: dict[str, Edit] = {
+    "the first tile's scales are read before they are written": replace(SCALE_BARRIER, "", 1),
+    "the next tile's scales are read before they are written": replace(SCALE_BARRIER, "", -1),
+}
+"""That the last tile's are read before they are overwritten follows from the staging buffer's
+barriers, too: test_fused.py."""
 HARMLESS = {"no fence after the allocation, where these two follow"}
 CASES = [  # config, rows of the experts, edit, seeds of the mode random
     *((HOPPER, (130, 0, 65), name, edit, 40) for name, edit in (OF_BOTH | OF_HOPPER).items()),
@@ -258,6 +279,8 @@ CASES = [  # config, rows of the experts, edit, seeds of the mode random
         for name, edit in (OF_BOTH | OF_BLACKWELL).items()
     ),
     *((PAIR, (65, 230), name, edit, 1) for name, edit in OF_A_PAIR.items()),
+    *((SHARED_SCALES, (130, 0, 65), name, edit, 1) for name, edit in OF_SHARED_SCALES.items()),
+    *((SLICES, (130, 0, 65, 170), name, edit, 1) for name, edit in OF_SLICES.items()),
 ]
 
 
@@ -278,7 +301,13 @@ def test_noticed(config, rows, name, edit, seeds, emulator):
 
 @pytest.mark.parametrize(
     ("config", "rows", "seeds"),
-    [(HOPPER, (130, 0, 65), 4), (BLACKWELL, (65, 130, 128), 1), (PAIR, (65, 230), 1)],
+    [
+        (HOPPER, (130, 0, 65), 4),
+        (BLACKWELL, (65, 130, 128), 1),
+        (PAIR, (65, 230), 1),
+        (SLICES, (130, 0, 65, 170), 1),
+        (SHARED_SCALES, (130, 0, 65), 1),
+    ],
     ids=str,
 )
 def test_the_kernel_as_it_is(config, rows, seeds, emulator):

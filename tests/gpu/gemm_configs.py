@@ -1,5 +1,7 @@
 """The GEMM configs that the GPU tests go through, for each architecture that has kernels."""
 
+from dataclasses import replace
+
 import torch
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
 from moe_fp8.kernels.sm90 import heuristic as sm90
@@ -16,6 +18,7 @@ HOPPER = (
     Sm90(cluster_n=2),
     Sm90(tile_m=192, cluster_n=2),
     sm90.LARGEST,
+    replace(sm90.LARGEST, slices=True),
     Sm90(overlap=True),
     Sm90(overlap=True, cluster_m=2, dynamic=True),
     Sm90(tile_m=64, tile_n=64, cluster_m=2),

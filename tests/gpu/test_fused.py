@@ -1,5 +1,6 @@
 """The fused layer on a GPU: against its model, and the promise that a token's bits are its own."""
 
+import dataclasses
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import of_device
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff, cosine
 from moe_fp8.problem import MoeInputs
@@ -88,6 +90,33 @@ def test_many_tokens(module, tokens, make_inputs):
     assert torch.equal(output_of(module, part_of(inputs, slice(100, 1001))), whole[100:1001])
     unfused = output_of(v4, inputs)
     assert calc_diff(whole, unfused) < 2e-3 and whole.isfinite().all()
+
+
+@pytest.mark.parametrize("routing", ["random", "all_local", "none_local"])
+@pytest.mark.parametrize(
+    ("tokens", "of_first", "of_second"),
+    [
+        (1, {"evict_first": True}, {"evict_first": True}),
+        (1009, {"tokens_early": True}, {}),
+        (1009, {"passes": 4}, {}),
+        (4096, {"passes": 3}, {}),
+        (4096, {"slices": True}, {"slices": True}),
+        (4096, {"group_scales": True}, {"group_scales": True}),
+    ],
+    ids=str,
+)
+def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, make_inputs):
+    """What a config may have and none has that ships; in passes all pairs fit, or do not."""
+    inputs = make_inputs(tokens, routing)
+    output = new_output(inputs)
+    terms, architecture = module.LAYER.terms, of_device(output.device)
+    first, second = architecture.choose_layer(tokens, SHAPE, terms)
+    names = {field.name for field in dataclasses.fields(first)}
+    if not names.issuperset(of_first):
+        pytest.skip(f"{architecture.gpus}: no {', '.join(of_first)}")
+    configs = dataclasses.replace(first, **of_first), dataclasses.replace(second, **of_second)
+    kernels.fused_call(tokens, output.device, SHAPE, terms, configs)(inputs, output)
+    assert torch.equal(output, output_of(module, inputs))
 
 
 def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs):

@@ -7,6 +7,7 @@ the scales by a warp and a pipeline of their own.
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float8E4M3FN, Int32
@@ -16,6 +17,9 @@ from cutlass.tensor_utils import LayoutEnum
 from ..numerics import BLOCK, TMA_ROWS
 from .tiles import Tile
 from .tma import expect, multicast_mask, tma_load, tma_partition
+
+SLICE = 64
+"""Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
 
 
 class SharedRows(NamedTuple):
@@ -43,12 +47,20 @@ class TileCopies(NamedTuple):
     scales_from: cute.Tensor
     scales_to: cute.Tensor
     mask: Any
+    slices: Int32 | None = None  # that have rows, of `SlicedRows`
 
 
 def rows_layout(config: Any):
     """Shared memory of the rows: (tile_m, 128, stages * terms), swizzled."""
     tile = (config.tile_m, config.tile_n, BLOCK)
     copies = config.num_stages * config.terms
+    return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
+
+
+def slices_layout(config: Any):
+    """The same memory by slices: (64, 128, stages * terms * slices of a tile), swizzled."""
+    copies = config.num_stages * config.terms * (config.tile_m // SLICE)
+    tile = (SLICE, config.tile_n, BLOCK)
     return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
 
 
@@ -83,9 +95,12 @@ class ContiguousRows:
         c = self.config
         by_row = cute.make_tensor(a_scale.iterator, cute.select(a_scale.layout, mode=[1, 0]))
         return TmaOperand(
-            *tma_load(a, rows_layout(c), (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas),
-            *tma_load(by_row, scales_layout(c), (c.scale_rows, 1), 1),
+            *self._rows_operand(a), *tma_load(by_row, scales_layout(c), (c.scale_rows, 1), 1)
         )
+
+    def _rows_operand(self, a: cute.Tensor):
+        c = self.config
+        return tma_load(a, rows_layout(c), (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas)
 
     def prefetch(self, operand: TmaOperand) -> None:
         """By one warp, ahead of the first copy."""
@@ -95,19 +110,24 @@ class ContiguousRows:
     def tile_copies(self, operand, shared, tile: Tile, cta, warp) -> TileCopies:
         """What `copy` needs of a tile."""
         c = self.config
-        # (tile_m, 128, k_blocks), (scale_rows, 1, k_blocks)
-        rows = cute.local_tile(
-            cute.domain_offset((tile.row, 0), operand.rows_tensor), (c.tile_m, BLOCK), (0, None)
-        )
+        # (scale_rows, 1, k_blocks)
         scales = cute.local_tile(
             cute.domain_offset((tile.row // TMA_ROWS * TMA_ROWS, 0), operand.scales_tensor),
             (c.scale_rows, 1),
             (0, None),
         )
-        rows_to, rows_from = tma_partition(operand.rows, shared.rows, rows, cta[1], c.cluster_n)
+        rows_to, rows_from = self._rows_partition(operand, shared, tile, cta)
         scales_to, scales_from = tma_partition(operand.scales, shared.scales, scales, 0, 1)
         mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 1)
         return TileCopies(rows_from, rows_to, scales_from, scales_to, mask)
+
+    def _rows_partition(self, operand, shared, tile: Tile, cta):
+        c = self.config
+        # (tile_m, 128, k_blocks)
+        rows = cute.local_tile(
+            cute.domain_offset((tile.row, 0), operand.rows_tensor), (c.tile_m, BLOCK), (0, None)
+        )
+        return tma_partition(operand.rows, shared.rows, rows, cta[1], c.cluster_n)
 
     def copy(self, operand, of_tile, kb, load, state, warp) -> None:
         """Start the copies of K block `kb` into a free stage."""
@@ -148,3 +168,59 @@ class ContiguousRows:
     def first_scale(self, tile: Tile, s_a_scale: cute.Tensor) -> cute.Tensor:
         """The scales in shared memory from the tile's first row on."""
         return cute.domain_offset((tile.row % TMA_ROWS, 0, 0), s_a_scale)
+
+
+class SlicedRows(ContiguousRows):
+    """The same in slices of 64 rows, of which only those are loaded that the tile's expert has.
+
+    The consumer warpgroups of the others have no row and read nothing. The CTAs of a cluster's row
+    have the same rows, so each expects what both bring.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.slices = config.tile_m // SLICE
+
+    def _rows_operand(self, a: cute.Tensor):
+        c = self.config
+        return tma_load(a, slices_layout(c), (SLICE, BLOCK), c.cluster_n)
+
+    def tile_copies(self, operand, shared, tile: Tile, cta, warp) -> TileCopies:
+        """What `copy` needs of a tile."""
+        copies = super().tile_copies(operand, shared, tile, cta, warp)
+        # A tile's rows are those behind it, too, where it has a fixed share of its expert's.
+        rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
+        return copies._replace(slices=(rows + (SLICE - 1)) // SLICE)
+
+    def _rows_partition(self, operand, shared, tile: Tile, cta):
+        # (64, 128, slices, k_blocks)
+        rows = cute.local_tile(
+            cute.domain_offset((tile.row, 0), operand.rows_tensor), (SLICE, BLOCK), (None, None)
+        )
+        by_slices = cute.make_tensor(shared.rows.iterator, slices_layout(self.config).outer)
+        return tma_partition(operand.rows, by_slices, rows, cta[1], self.config.cluster_n)
+
+    @cute.jit
+    def copy(self, operand, of_tile, kb, load, state, warp):
+        """Start the copies of K block `kb` into a free stage."""
+        terms = self.config.terms
+        size = of_tile.slices * (SLICE * BLOCK * terms) + self.scale_bytes
+        full = expect(load, state, size)
+        k_blocks = cute.size(of_tile.rows_from, mode=[2]) // terms
+        for t in cutlass.range_constexpr(terms):
+            for s in cutlass.range_constexpr(self.slices):
+                if s < of_tile.slices:
+                    place = (state.index * terms + t) * self.slices + s
+                    cute.copy(
+                        operand.rows,
+                        of_tile.rows_from[None, s, kb + t * k_blocks],
+                        of_tile.rows_to[None, place],
+                        tma_bar_ptr=full,
+                        mcast_mask=of_tile.mask,
+                    )
+        self._copy_scales(operand, of_tile, kb, full, state)
+
+
+def load_of(config: Any) -> type[ContiguousRows]:
+    """The strategy for rows that lie one after the other."""
+    return SlicedRows if config.slices else ContiguousRows

@@ -16,14 +16,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
-from .a_load import ContiguousRows, SharedRows, rows_layout, scales_layout
-from .barriers import stage_counts
+from .a_load import SharedRows, load_of, rows_layout, scales_layout
+from .barriers import Barriers, stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
-from .tma import expect, multicast_mask, tma_load, tma_partition
+from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
 
 ROWS_WARPS = (0, 3)
 """The warps that load A: the first one, or both (`a_load.warps`)."""
@@ -69,14 +69,14 @@ class Shared(NamedTuple):
 
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
-    b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
+    b_scale: cute.Tensor  # (k_blocks, n_halves, copies)
 
 
 class TileScales(NamedTuple):
     """Where a consumer thread finds a tile's scales, in shared memory."""
 
     a: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
-    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
+    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's or, with `group_scales`, its group's
     thread: Int32
 
 
@@ -102,7 +102,8 @@ class GroupedGemm:
     With `ready` the warps that load A wait for the rows of one expert at a time (`handoff`).
 
     Every consumer warp caches the B scales of its tile in its own shared memory, so that warps do
-    not wait for each other. It loads those of the next tile while this one is stored.
+    not wait for each other; with `group_scales` every warpgroup. It loads those of the next tile
+    while this one is stored.
 
     A tile may read rows past its expert's end. They only reach accumulator values that are not
     stored.
@@ -110,7 +111,7 @@ class GroupedGemm:
     Args:
         config: the architecture's.
         n, k, experts: of the weights; n and k are multiples of 128.
-        a_load: strategy for A, made of the config.
+        a_load: strategy for A, made of the config; None where its rows lie one after the other.
         epilogue: strategy for the sums, made of the config, the operand order and n.
         rows_known: `expert_rows` was written before the previous kernel.
         side_job: work for a warp that has nothing else to do, see `ZeroTokens.run`.
@@ -125,7 +126,7 @@ class GroupedGemm:
     """The architecture's `MmaOperands`: tokens as the MMA's rows, and, with swap_ab, as columns."""
 
     def __init__(
-        self, config, n, k, experts, a_load=ContiguousRows, epilogue=None,
+        self, config, n, k, experts, a_load=None, epilogue=None,
         rows_known=False, side_job=None,
     ):  # fmt: skip
         for name, size in (("n", n), ("k", k)):
@@ -136,13 +137,14 @@ class GroupedGemm:
         self.config, self.rows_known, self.side_job = config, rows_known, side_job
         self.n, self.k, self.experts = n, k, experts
         self.operands = self.operand_orders[config.swap_ab](config)
-        self.a_load = a_load(config)
+        self.a_load = (a_load or load_of(config))(config)
         self.epilogue = (epilogue or self._plain_store())(config, self.operands, n)
         if config.quantises and isinstance(self.epilogue, StoreRows):
             raise ValueError(f"{config}: expected an epilogue that quantises")
         if side_job and self.a_load.warps == len(ROWS_WARPS):
-            raise ValueError(f"{a_load.__name__} leaves no warp for {side_job}")
-        self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
+            raise ValueError(f"{type(self.a_load).__name__} leaves no warp for {side_job}")
+        self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.scale_copies)
+        self.scale_threads = WARPGROUP if config.group_scales else WARP  # that fill a copy
         if k // BLOCK * self.epilogue.n_halves > B_SCALES:
             raise ValueError(
                 f"k={k}: expected at most {B_SCALES // self.epilogue.n_halves * BLOCK}"
@@ -297,13 +299,17 @@ class GroupedGemm:
             return work.queue.take(queue_state)
         return linear + clusters, queue_state
 
-    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32]) -> Tile:
-        """This CTA's part of its cluster's tile; `rows` is not positive where there is none."""
+    def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
+        """This CTA's part of its cluster's tile; `rows` is not positive where there is none.
+
+        With `shared` they are those of the CTAs beside it, also where it has no column: it loads
+        its share for them.
+        """
         c = self.config
         m_row = cta[0] * c.tile_m
         n_tile = tile.n_tile * c.cluster_n + cta[1]
         rows = tile.rows - m_row
-        if self.ragged_n:
+        if self.ragged_n and not shared:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
@@ -349,7 +355,7 @@ class GroupedGemm:
         elif cutlass.const_expr(self.rows_known):
             wait_for_previous()
         while linear < total:
-            tile = self._tile_of_cta(tiles.locate(linear), cta)
+            tile = self._tile_of_cta(tiles.locate(linear), cta, shared=self.config.slices)
             if cutlass.const_expr(ready is not None):
                 expert_rows = tiles.expert_rows
                 rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
@@ -371,6 +377,7 @@ class GroupedGemm:
         cta = self._cta_in_cluster()
         # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
         mask = multicast_mask((c.weight_shares, c.cluster_n), cta, 0)
+        hint = cache_hint(c.evict_first)
         tiles = work.tiles
         total = tiles.total()
         linear, clusters = self._first_tile(total)
@@ -392,32 +399,44 @@ class GroupedGemm:
                     b_to[None, state.index],
                     tma_bar_ptr=full,
                     mcast_mask=mask,
+                    **hint,
                 )
                 state.advance()
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
         # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
 
+    def _scale_place(self, thread: Int32) -> Int32:
+        """Index of a consumer thread among those that fill a copy of the B scales."""
+        return thread % WARPGROUP if self.config.group_scales else cute.arch.lane_idx()
+
+    def _join_scale_threads(self, consumer: Int32) -> None:
+        if self.config.group_scales:
+            barrier_id = Barriers.SCALES + consumer
+            pipeline.NamedBarrier(barrier_id, WARPGROUP).arrive_and_wait()
+        else:
+            cute.arch.sync_warp()
+
     @cute.jit
-    def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer):
+    def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer, thread):
         """Load a tile's B scales to registers: lane l has K blocks l, l + 32, ..."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
+                kb = i * self.scale_threads + self._scale_place(thread)
                 if kb < self.k_blocks:
                     next_b_scale[i, half] = row[kb]
 
     @cute.jit
-    def _cache_b_scale(self, cached_b_scale: cute.Tensor, next_b_scale: cute.Tensor):
-        """Write this warp's B scales to its part of shared memory."""
-        cute.arch.sync_warp()  # all lanes have read the previous tile's
+    def _cache_b_scale(self, cached_b_scale, next_b_scale, consumer, thread):
+        """Write the B scales that this thread has loaded to shared memory."""
+        self._join_scale_threads(consumer)  # all have read the previous tile's
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
+                kb = i * self.scale_threads + self._scale_place(thread)
                 if kb < self.k_blocks:
                     cached_b_scale[kb, half] = next_b_scale[i, half]
-        cute.arch.sync_warp()
+        self._join_scale_threads(consumer)
 
     def _make_scales(self) -> cute.Tensor:
         """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
@@ -439,7 +458,7 @@ class GroupedGemm:
         `source` and `state` are the architecture's, for `_sum_tile`; `consumer` and `thread` are
         indices among the consumers.
         """
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
+        cached_b_scale = shared.b_scale[None, None, thread // self.scale_threads]
         b_scale, output = args.b.scales, args.output
         cta = self._cta_in_cluster()
         tiles = work.tiles
@@ -448,11 +467,11 @@ class GroupedGemm:
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         next_b_scale = cute.make_rmem_tensor(
-            (-(-self.k_blocks // WARP), self.epilogue.n_halves), Float32
+            (-(-self.k_blocks // self.scale_threads), self.epilogue.n_halves), Float32
         )
         if linear < total:
-            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
-            self._cache_b_scale(cached_b_scale, next_b_scale)
+            self._load_b_scale(next_b_scale, b_scale, tile, consumer, thread)
+            self._cache_b_scale(cached_b_scale, next_b_scale, consumer, thread)
         stored = Int32(0)
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
@@ -465,12 +484,12 @@ class GroupedGemm:
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(next_b_scale, b_scale, following, consumer)
+            self._load_b_scale(next_b_scale, b_scale, following, consumer, thread)
             if valid:
                 share = TileShare(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
                 stored += 1
-            self._cache_b_scale(cached_b_scale, next_b_scale)
+            self._cache_b_scale(cached_b_scale, next_b_scale, consumer, thread)
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()

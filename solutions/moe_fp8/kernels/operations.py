@@ -117,7 +117,8 @@ def fused_call(
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(shape, *configs, multiprocessors_of(device), target, form)
     quantised = not form.has_scales and of_target(target).gather(configs[0]) is not None
-    local, size = shape.num_local_experts, workspace_bytes(shape, terms, tokens, quantised)
+    local, passes = shape.num_local_experts, configs[0].passes
+    size = workspace_bytes(shape, terms, tokens, quantised, passes)
     gpu, given = device.index, shape.routing == "given"
 
     def call(inputs: Any, output: torch.Tensor) -> None:

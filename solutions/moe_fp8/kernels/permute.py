@@ -30,18 +30,27 @@ class Permute:
     Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
     scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
     tokens and have them read again; those that no expert here has are not quantised at all.
+
+    With `early` it loads a token of FP8 before it waits for the kernel before, which writes
+    `pair_row` but no argument of the layer: the token arrives meanwhile. Tokens without a local
+    expert are then read for nothing.
     """
 
-    def __init__(self, hidden: int, top_k: int):
+    def __init__(self, hidden: int, top_k: int, early: bool = False):
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
-        self.hidden, self.top_k = hidden, top_k
+        self.hidden, self.top_k, self.early = hidden, top_k, early
         self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
-    def __call__(
+    def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
+        """See `launch`."""
+        self.launch(x, x_scale, pair_row, a, a_scale, stream)
+
+    @cute.jit
+    def launch(
         self,
         x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16
@@ -49,31 +58,47 @@ class Permute:
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
         stream: cuda.CUstream,
+        of: cute.Tensor | None = None,  # (2,) i32: first token, end; all tokens without it
+        most: Int32 | None = None,  # tokens that there may be from the first to the end
     ):
-        self.kernel(x, x_scale, pair_row, a, a_scale).launch(
-            grid=[cute.size(x, mode=[0]), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        tokens = cute.size(x, mode=[0]) if most is None else most
+        self.kernel(x, x_scale, pair_row, a, a_scale, of).launch(
+            grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, pair_row, a, a_scale):
+    def kernel(self, x, x_scale, pair_row, a, a_scale, of):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
-        wait_for_previous()
-        rows = cute.make_rmem_tensor(self.top_k, Int32)
-        load(pair_row.iterator + token * self.top_k, rows)
-        last = Int32(-1)
-        for s in cutlass.range_constexpr(self.top_k):
-            last = cutlass.max(last, rows[s])
-        if last >= 0:
-            if cutlass.const_expr(x.element_type is BFloat16):
-                self._quantise(x, token, thread, rows, a, a_scale)
-            else:
-                self._copy(x, x_scale, token, thread, rows, a, a_scale)
-
-    @cute.jit
-    def _copy(self, x, x_scale, token, thread, rows, a, a_scale):
+        is_fp8 = cutlass.const_expr(x.element_type is not BFloat16)
         values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
         scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
+        if cutlass.const_expr(self.early and is_fp8):
+            self._load_token(x, x_scale, token, thread, values, scales)
+        wait_for_previous()
+        rows = cute.make_rmem_tensor(self.top_k, Int32)
+        last = Int32(-1)
+        if cutlass.const_expr(of is None):
+            load(pair_row.iterator + token * self.top_k, rows)
+            for s in cutlass.range_constexpr(self.top_k):
+                last = cutlass.max(last, rows[s])
+        else:
+            token += of[0]
+            if token < of[1]:
+                load(pair_row.iterator + token * self.top_k, rows)
+                for s in cutlass.range_constexpr(self.top_k):
+                    last = cutlass.max(last, rows[s])
+        if last >= 0:
+            if cutlass.const_expr(not is_fp8):
+                self._quantise(x, token, thread, rows, a, a_scale)
+            else:
+                if cutlass.const_expr(not self.early):
+                    self._load_token(x, x_scale, token, thread, values, scales)
+                self._store_token(values, scales, thread, rows, a, a_scale)
+
+    @cute.jit
+    def _load_token(self, x, x_scale, token, thread, values, scales):
+        """This thread's part of a token and its scales, to registers."""
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             column = (i * THREADS + thread) * VECTOR
             if column < self.hidden:
@@ -83,6 +108,10 @@ class Permute:
             block = i * THREADS + thread
             if block < self.blocks:
                 scales[i] = x_scale[block, token]
+
+    @cute.jit
+    def _store_token(self, values, scales, thread, rows, a, a_scale):
+        """To the rows of its local pairs."""
         for s in cutlass.range_constexpr(self.top_k):
             row = rows[s]
             if row >= 0:

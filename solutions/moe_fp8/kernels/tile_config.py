@@ -39,6 +39,13 @@ class TileConfig:
             two are stored in float32: rounding them would cost what the second term gains.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
             what the GEMM gives.
+        evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
+            written back yet, those of up to three experts then arrive sooner; of seven, later.
+        tokens_early: of the layer's first GEMM, where a permute comes before it: that one loads the
+            tokens before it knows which have an expert here (`Permute`).
+        passes: of the layer's first GEMM, where a permute comes before it: the layer's workspace
+            has room for the pairs of so large a part of the tokens, and is used so often. Where the
+            pairs of all fit, the first pass has all tokens and the others find none (`fused`).
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -54,10 +61,17 @@ class TileConfig:
     whole_waves: bool = False
     terms: int = 1
     quantises: int = 0
+    evict_first: bool = False
+    tokens_early: bool = False
+    passes: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
     """Of a CTA: those that do not promote."""
+    slices = False
+    """Whether A comes in slices of which a tile takes those that it has; Hopper's to choose."""
+    group_scales = False
+    """Whether the warps of a warpgroup share the B scales of a tile; Hopper's to choose."""
     split_scales = False
     """Whether the A scales have a pipeline of their own; else they come with the rows."""
 
@@ -74,6 +88,10 @@ class TileConfig:
             )
         if self.whole_waves and self.dynamic:
             raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
+        if self.passes < 1 or (self.passes > 1 and self.tokens_early):
+            raise ValueError(
+                f"passes={self.passes}: expected at least 1, more without tokens_early"
+            )
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -91,6 +109,9 @@ class TileConfig:
             words.append(f"{self.terms} terms")
         if self.quantises:
             words.append(f"quantises {self.quantises}")
+        words += self.set_flags("evict_first", "tokens_early")
+        if self.passes > 1:
+            words.append(f"{self.passes} passes")
         return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:
@@ -104,6 +125,11 @@ class TileConfig:
     @property
     def consumer_warps(self) -> int:
         return self.consumer_warpgroups * WARPS
+
+    @property
+    def scale_copies(self) -> int:
+        """Of a tile's B scales in shared memory."""
+        return self.consumer_warpgroups if self.group_scales else self.consumer_warps
 
     @property
     def stage_readers(self) -> int:
@@ -138,7 +164,7 @@ class TileConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory besides the stages: staging, scales, barriers and alignment."""
-        scales = self.consumer_warps * B_SCALES * 4
+        scales = self.scale_copies * B_SCALES * 4
         if self.split_scales:
             scales += SCALE_STAGES * self.scale_block_bytes
         return self.staging_bytes + scales + 2048

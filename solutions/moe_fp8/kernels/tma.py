@@ -1,11 +1,13 @@
 """TMA loads of one operand's tiles, multicast where CTAs share them."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 GROUPS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
 """By the CTAs that share an MMA."""
+EVICT_FIRST = 0x12F0000000000000
+"""The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
 
 
 def tma_load(gmem, smem_layout, tile: tuple[int, int], multicast: int, mma_ctas: int = 1):
@@ -40,7 +42,12 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
 
 
-def expect(load, state, size: int, mma_ctas: int = 1) -> cute.Pointer:
+def cache_hint(evict_first: bool) -> dict[str, Int64]:
+    """What `cute.copy` is given besides; a keyword without a value would be one, too."""
+    return {"cache_policy": Int64(EVICT_FIRST)} if evict_first else {}
+
+
+def expect(load, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
     """A stage's `full` barrier, told of `size` bytes that will come; by one warp.
 
     Where `mma_ctas` share an MMA, it is the first one's barrier that is told: the MMA is issued

@@ -1,6 +1,7 @@
 """Compile-time configuration of the grouped GEMM on Blackwell: what can be tuned, what is legal."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...numerics import BLOCK
 from ..tile_config import TileConfig
@@ -112,7 +113,7 @@ class GemmConfig(TileConfig):
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfig":
         """See `sm90.config.GemmConfig.with_swiglu`. Few tiles are divided among pairs of CTAs."""
         pair = few and self.swap_ab
-        tile = dict(tile_n=BLOCK, cluster_n=2) if pair else dict(tile_n=2 * BLOCK)
+        tile: dict[str, Any] = {"tile_n": BLOCK, "cluster_n": 2} if pair else {"tile_n": 2 * BLOCK}
         return replace(self, **tile, quantises=terms, stages=0, accumulators=0)
 
     def __str__(self) -> str:

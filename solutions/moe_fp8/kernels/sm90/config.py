@@ -22,14 +22,21 @@ class GemmConfig(TileConfig):
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four.
+        slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
+        group_scales: a warpgroup has one copy of a tile's B scales, not one a warp: 4.5 KB less of
+            192 rows, for two barriers a tile.
     """
 
     overlap: bool = False
     unroll: bool = False
+    slices: bool = False
+    group_scales: bool = False
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         self.check(tile_m=rows, tile_n=(64, 128))
+        if self.slices and (self.swap_ab or self.tile_m == WGMMA_M):
+            raise ValueError(f"slices: expected several warpgroups of tokens, got {self}")
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(
@@ -50,11 +57,12 @@ class GemmConfig(TileConfig):
 
     @property
     def staging_bytes(self) -> int:
-        """Of the epilogue: the FP8 terms of 64 columns, maxima of theirs and of the other CTA's,
-        and their barriers; or the tile in bfloat16."""
+        """Of the epilogue: the FP8 terms of 64 columns, with `swap_ab` the maxima of theirs, those
+        of the other CTA's, and their barriers; or the tile in bfloat16."""
         if not self.quantises:
             return super().staging_bytes
-        row = (BLOCK // 2 + 16) * self.quantises + 4 * (self.consumer_warps + 2)
+        maxima = 2 + (self.consumer_warps if self.swap_ab else 0)
+        row = (BLOCK // 2 + 16) * self.quantises + 4 * maxima
         return self.tile_m * row + 16 * self.consumer_warpgroups
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfig":
@@ -64,6 +72,5 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2, quantises=terms)
 
     def __str__(self) -> str:
-        return self.described(
-            self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves", "unroll")
-        )
+        flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves")
+        return self.described(flags + self.set_flags("unroll", "slices", "group_scales"))

@@ -26,7 +26,7 @@ class Staging(NamedTuple):
     """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3
-    amax: cute.Tensor  # (warps, tile_m) i32: of a warp's columns, under swap_ab
+    amax: cute.Tensor | None  # (warps, tile_m) i32: of a warp's columns; with swap_ab only
     theirs: cute.Tensor  # (buffers, tile_m) i32: of the other CTA's columns
     arrived: cute.Pointer  # mbarriers (buffers, waits) of `theirs`
 
@@ -56,12 +56,14 @@ class SwigluQuantise(SwigluEpilogue):
                 f"clusters of two side by side, and n a multiple of {2 * BLOCK}"
             )
         super().__init__(config, operands, n, COLUMNS, terms, gate_first)
+        # Without swap_ab a warp has all of a row's columns.
+        self.column_groups = self.warps if config.swap_ab else 0
         # Every warpgroup waits for its own rows, with swap_ab all together.
         waits, arrivals = (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPS)
         self.buffers = PairBuffers(waits, arrivals)
 
     def staging_elements(self) -> int:
-        maxima = 4 * (self.warps + BUFFERS)
+        maxima = 4 * (self.column_groups + BUFFERS)
         return self.staged_bytes() + self.config.tile_m * maxima + self.buffers.bytes
 
     @cute.jit
@@ -69,10 +71,11 @@ class SwigluQuantise(SwigluEpilogue):
         """Initialises its barriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
         amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
-        theirs = amax + rows * self.warps
+        theirs = amax + rows * self.column_groups
+        by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return Staging(
             self.staged_rows(base),
-            cute.make_tensor(amax, cute.make_layout((self.warps, rows), stride=(rows, 1))),
+            cute.make_tensor(amax, by_group) if self.column_groups else None,
             cute.make_tensor(theirs, cute.make_layout((BUFFERS, rows), stride=(rows, 1))),
             self.buffers.initialised(theirs + rows * BUFFERS),
         )
