@@ -13,7 +13,7 @@ CASES = [
 FIELDS = {
     "handoff": {"handoff_clocks", "mma_per_clock", "smem_per_clock"},
     "handoff of a pair": {"pair_handoff_clocks"},
-    "tensor memory": {"tmem_ld_x16_clocks", "tmem_ld_x64_clocks", "tmem_per_clock"},
+    "tensor memory": {"tmem_ld_x16_clocks", "tmem_clocks", "tmem_per_clock"},
     "rates": {"l2_per_clock", "writes", "l2_per_clock_beside_mma",
               "mma_slower_beside_loads"},
 }  # fmt: skip
