@@ -279,7 +279,7 @@ def test_the_kernels_take_the_largest_sizes_and_no_larger_ones(name):
     step = {"hidden_size": 128, "intermediate_size": 128}.get(name, 1)
     at_most = {"n_group": 1, "topk_group": 1, name: LARGEST[name]}
     config = GemmConfig(cluster_n=2)
-    kernels = config, config, 132, GroupedGemmSm90, SwigluQuantise, None
+    kernels = config.with_swiglu(1), config, 132, GroupedGemmSm90, SwigluQuantise, None
     shape = MoeShape(**at_most)
     FusedMoe(shape, *kernels)
     with pytest.raises(ValueError):
