@@ -503,8 +503,8 @@ def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> 
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    """At the top of a module, by all but the baselines and what vLLM alone imports: what is not ours
-    and not of Python itself must be named in pyproject.toml, not come with something else."""
+    """At the top of a module, by all but the baselines and what vLLM alone imports: what is neither
+    ours nor of Python itself must be named in pyproject.toml, not come with something else."""
     distributions = {
         "cutlass": "nvidia-cutlass-dsl",
         "cuda": "nvidia-cutlass-dsl",

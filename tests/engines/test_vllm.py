@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     RoutingMethodType,
     fp8_w8a8_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle  # noqa: E402
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (  # noqa: E402
     MoEPrepareAndFinalizeNoDPEPModular,
     MoEPrepareAndFinalizeNoDPEPMonolithic,
@@ -223,6 +224,26 @@ def test_the_plugin_chooses(selection, caplog):
 def test_the_plugin_falls_back_and_says_why(changes, why, selection, caplog):
     assert selection(config_of(**changes), *KEYS)[0] == "theirs"
     assert "does not serve this layer" in caplog.text and why in caplog.text
+
+
+def test_backends_are_registered_where_vllm_has_a_registry(monkeypatch):
+    """As its pull request 53897 has it: then the choice is left as it is."""
+    seen = []
+
+    def register(name, class_path, auto_select=False):
+        module, _, attribute = class_path.rpartition(".")
+        assert module == vllm_experts.__name__
+        seen.append((name, getattr(vllm_experts, attribute), auto_select))
+
+    monkeypatch.setattr(oracle, "register_fp8_moe_backend", register, raising=False)
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    theirs = engine_fp8.select_fp8_moe_backend
+    plugin.register()
+    assert engine_fp8.select_fp8_moe_backend is theirs
+    assert seen == [
+        ("moe_fp8_monolithic", vllm_experts.Monolithic, True),
+        ("moe_fp8_modular", vllm_experts.Modular, True),
+    ]
 
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
