@@ -217,6 +217,28 @@ def test_the_plugin_chooses(selection, caplog):
     assert selection(renormalised, *KEYS)[1] is vllm_experts.Modular
 
 
+def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
+    """By its own functions, as its FP8 method calls them once a layer is loaded."""
+    weights, x, logits, bias = problem
+    config = config_of(routing_method=RoutingMethodType.Renormalize)
+    backend, experts_cls = selection(config, *KEYS)
+    loaded = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
+    stub = SimpleNamespace(weight_block_size=[128, 128])
+    kept = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
+    assert all(a is b for a, b in zip(kept, loaded, strict=True))
+    quant_config = oracle.make_fp8_moe_quant_config(
+        backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=[128, 128]
+    )
+    kernel = oracle.make_fp8_moe_kernel(quant_config, config, experts_cls, backend)
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    out = kernel.apply(
+        x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
+        global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
+        shared_experts=None, shared_experts_input=None,
+    )  # fmt: skip
+    assert torch.equal(out, modular(weights, x, topk_weights, ids))
+
+
 @pytest.mark.parametrize(
     ("changes", "why"), [({"has_bias": True}, "experts with a bias"),
                          ({"moe_backend": "triton"}, "--moe-backend triton is asked for")],
