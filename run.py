@@ -4,6 +4,7 @@
     python3 run.py bench [args]     check and rank the solutions on this machine
     python3 run.py test             lint, type check and tests: what a change needs, in minutes
     python3 run.py test --all       the same with every test that this machine can run
+    python3 run.py test --engines   the plugins of vLLM and SGLang in those that are installed
     python3 run.py test [args]      only pytest, with these arguments
     python3 run.py setup            only the set-up, with the tools for development
     python3 run.py NAME [args]      any program of the list below; each has --help
@@ -239,6 +240,12 @@ def run_tests(arguments: list[str]) -> int:
     all_checks = arguments in ([], ["--all"])
     python = set_up("bench,dev" if all_checks else "bench,test")
     pytest = [*python, "-m", "pytest"]
+    if arguments == ["--engines"]:  # a process each: what they import need not agree
+        of_engines = [
+            subprocess.run([*pytest, str(path)], cwd=ROOT, env=environment()).returncode
+            for path in sorted((ROOT / "tests/engines").glob("test_*.py"))
+        ]
+        return 1 if any(status not in (0, 5) for status in of_engines) else 0  # 5: all skipped
     if not all_checks:
         here = Path.cwd()
         where = here if here.is_relative_to(ROOT) else ROOT

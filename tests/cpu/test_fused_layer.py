@@ -13,7 +13,7 @@ from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer import model, pipeline
 from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, Form, MoeInputs, MoeShape, RoutedInputs
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
@@ -136,6 +136,52 @@ def test_an_output_in_an_inputs_memory_is_validated(name, layer, called):
     inputs, output = call()
     output.address = getattr(inputs, name).data_ptr() - TOKENS * 256 * 2 + 1
     layer(inputs, output)
+    assert called == ["validated", f"fused {TOKENS}"]
+
+
+GIVEN = MoeShape(16, 4, 256, 128, 1, 1, 3, "given")
+
+
+def routed(tokens: int = TOKENS, **changed) -> tuple[RoutedInputs, OnGpu]:
+    inputs, output = call(tokens)
+    return RoutedInputs(*inputs[:8], 4, None)._replace(**changed), output
+
+
+def on(gpu: int) -> OnGpu:
+    return OnGpu(device=torch.device("cuda", gpu), shape=())
+
+
+@pytest.mark.parametrize(
+    ("form", "changed", "usual"),
+    [
+        (Form(torch.int32, torch.float32), {}, True),
+        (Form(torch.int32, torch.float32), {"local_expert_offset": 4.0}, False),
+        (MAPPED := Form(torch.int64, torch.float32, has_map=True),
+         {"expert_map": on(0), "local_expert_offset": 0}, True),
+        (MAPPED, {"expert_map": on(0)}, False),  # the kernels would not look at the offset
+        (MAPPED, {"expert_map": on(1), "local_expert_offset": 0}, None),
+        (Form(torch.int32, torch.float32, torch.bfloat16), {"x_scale": None}, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_given_experts_on_the_short_way(form, changed, usual, called, gpus):
+    """What the compiled function does not look at is validated; None: with a second GPU."""
+    layer = FusedLayer(GIVEN, form=form)
+    layer(*routed(**changed))
+    called.clear()
+    layer(*routed(**changed))
+    expected = usual if usual is not None else gpus == 1
+    assert ("validated" not in called) == expected and called[-1] == f"fused {TOKENS}"
+
+
+@pytest.mark.parametrize("name", [*RoutedInputs._fields[:8], "expert_map"])
+def test_an_output_in_the_memory_of_given_experts_is_validated(name, called):
+    layer = FusedLayer(GIVEN, form=Form(torch.int64, torch.float32, has_map=True))
+    given, output = routed(expert_map=on(0), local_expert_offset=0)
+    layer(given, output)
+    called.clear()
+    output.address = getattr(given, name).data_ptr()
+    layer(given, output)
     assert called == ["validated", f"fused {TOKENS}"]
 
 

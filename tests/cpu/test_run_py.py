@@ -403,6 +403,25 @@ def test_a_failed_phase_fails_the_test_command(
     assert ("=== CPU tests:" in shown.out) == ("CPU tests" in failed)
 
 
+@pytest.mark.parametrize(
+    ("statuses", "failed"), [((0, 0), 0), ((5, 0), 0), ((5, 5), 0), ((1, 0), 1), ((0, 2), 1)]
+)
+def test_the_engines_have_a_process_each(
+    statuses: tuple[int, int], failed: int, monkeypatch
+) -> None:
+    """One that is not there, whose tests are all skipped, is no failure."""
+    started: list[str] = []
+
+    def phase(command: list[str], **options) -> subprocess.CompletedProcess:
+        started.append(Path(command[-1]).name)
+        return subprocess.CompletedProcess(command, statuses[len(started) - 1])
+
+    monkeypatch.setattr(run, "set_up", lambda extras: ["python"])
+    monkeypatch.setattr(subprocess, "run", phase)
+    assert run.main(["test", "--engines"]) == failed
+    assert started == ["test_sglang.py", "test_vllm.py"]
+
+
 @pytest.mark.parametrize("status", [0, 1, 130])
 def test_ci_ends_with_the_status_of_the_tests(status: int, tmp_path: Path) -> None:
     """Run by the first Python that there is and that can make an environment."""
@@ -484,8 +503,8 @@ def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> 
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    """At the top of a module, by all but the baselines: what is not ours and not of Python itself
-    must be named in pyproject.toml, not come with something else."""
+    """At the top of a module, by all but the baselines and what vLLM alone imports: what is neither
+    ours nor of Python itself must be named in pyproject.toml, not come with something else."""
     distributions = {
         "cutlass": "nvidia-cutlass-dsl",
         "cuda": "nvidia-cutlass-dsl",
@@ -495,6 +514,7 @@ def test_every_package_that_is_imported_is_required() -> None:
     }
     package = ROOT / "solutions" / "moe_fp8"
     layer = {*package.rglob("*.py")} - {*(package / "baselines").rglob("*.py")}
+    layer.remove(package / "integrations" / "vllm_experts.py")
     for sources, extras in (
         (layer, ""),
         ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev"),

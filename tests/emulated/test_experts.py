@@ -15,6 +15,7 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts, given_experts, group_rows
 from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.quantise import quantise_rows
+from problems import fp8
 from ptxemu import options
 from test_fused import CONFIGS
 from test_fused_sm100 import CONFIGS as BLACKWELL_S
@@ -330,3 +331,26 @@ def test_a_fault_of_the_quantiser_shows(fault, case, layer, emulator):
     wanted = output_of(call, *case)
     emulator.host.ptx_transform = FAULTS[fault]
     assert not torch.equal(output_of(call, *case), wanted)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("tokens", [3, 33])
+@pytest.mark.parametrize("case", LAYERS[:1], ids=str)
+def test_the_widest_tokens_are_quantised_to_their_end(tokens, case, layer, emulator):
+    """A thread of the routing's last kernel has 8 of 8192 values."""
+    shape = MoeShape(2, 2, 8192, 256, 1, 1, 1, "given")
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 8192).bfloat16()
+    q, scale = quantise_rows(x)
+    ids, weights = torch.randint(0, 2, (tokens, 1)).int(), torch.rand(tokens, 1)
+    rest = fp8(2, 512, 8192), torch.randn(2, 4, 64), fp8(2, 8192, 256), torch.randn(2, 64, 2), 0
+    outputs = []
+    for of_x in ((x, None), (q, scale)):
+        out = torch.full((tokens, 8192), torch.nan, dtype=BF16)
+        form = Form(torch.int32, torch.float32, of_x[0].dtype)
+        inputs = RoutedInputs(ids, weights, *of_x, *rest, None)
+        configs = TARGETS[case[0]][case[1]]
+        options.poison_races = configs[1].dynamic
+        kernels.fused_call(tokens, out.device, shape, 1, configs, form)(inputs, out)
+        outputs.append(out)
+    assert torch.equal(*outputs) and outputs[0].isfinite().all() and outputs[0].any()

@@ -1,0 +1,1 @@
+"""The layer inside serving engines: plugins that they load, off unless they are asked for."""

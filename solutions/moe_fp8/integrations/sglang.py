@@ -1,0 +1,121 @@
+"""A plugin of SGLang (0.5.23): its FP8 experts with 128 x 128 blocks by the fused layer.
+
+Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG=1`. Then every
+FP8 mixture-of-experts layer that SGLang would run by Triton or DeepGEMM without exchanging tokens
+between ranks gets a runner of ours; for one that is not served SGLang's own stays, and the log says
+why. Weights are used as loaded.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from ..functional import experts
+from .served import BLOCK_SHAPE, asked_for, on_hopper, why_no_geometry
+
+VARIABLE = "MOE_FP8_SGLANG"
+BACKEND = "moe_fp8"
+METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """What SGLang calls once in each of its processes, before it builds a model."""
+    if not asked_for(VARIABLE):
+        return
+    from sglang.srt.layers.moe.moe_runner import register_moe_runner_core
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_moe_runner_core(BACKEND, runner_core)
+    HookRegistry.register(f"{METHOD}.create_moe_runner", create_moe_runner, HookType.AROUND)
+    HookRegistry.register(f"{METHOD}.apply", apply, HookType.AROUND)
+
+
+def runner_core(config: Any) -> Any:
+    """What SGLang's `MoeRunner` runs."""
+    from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    class Core(DispatchMoeRunnerCore):
+        @property
+        def runner_backend(self) -> Any:
+            return resolve_moe_runner_backend(BACKEND)
+
+        def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
+            weights, ids, *_ = dispatch_output.topk_output
+            if runner_config.routed_scaling_factor not in (None, 1.0):
+                weights = weights * runner_config.routed_scaling_factor
+            output = experts(
+                ids.contiguous(), weights.contiguous(), dispatch_output.hidden_states,
+                quant_info.w13_weight, quant_info.w13_scale,
+                quant_info.w2_weight, quant_info.w2_scale,
+                num_experts=runner_config.num_experts,  # the ids are local ones, or -1
+            )  # fmt: skip
+            return StandardCombineInput(hidden_states=output)
+
+    return Core(config)
+
+
+def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> None:
+    """Around `Fp8MoEMethod.create_moe_runner`: another runner where the layer is served."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    original(method, layer, config)
+    why = why_not(method, layer, config)
+    if why:
+        logger.warning("moe_fp8 does not serve layer %s (%s)", config.layer_id, why)
+        return
+    logger.info("moe_fp8 serves layer %s", config.layer_id)
+    method.runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
+
+
+def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Around `Fp8MoEMethod.apply`, which knows no runner but SGLang's own."""
+    runner = getattr(method, "runner", None)
+    if runner is None or runner.runner_backend.value != BACKEND:
+        return original(method, layer, dispatch_output)
+    return runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+
+def why_not(method: Any, layer: Any, config: Any) -> str:
+    """What of a layer is not served, empty if it is."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+
+    if not on_hopper():
+        return "no Hopper GPU"
+    backend, runner = get_moe_runner_backend(), getattr(method, "runner", None)
+    if not (backend.is_auto() or backend.is_triton()):
+        return f"--moe-runner-backend {backend.value} is asked for"
+    if runner is None or not (
+        runner.runner_backend.is_triton() or runner.runner_backend.is_deep_gemm()
+    ):
+        return "SGLang runs it otherwise than by Triton or DeepGEMM"
+    if not get_moe_a2a_backend().is_none():
+        return f"tokens are exchanged between ranks by {get_moe_a2a_backend().value}"
+    if runner.lora_enabled:
+        return "LoRA"
+    block_shape = method.quant_config.weight_block_size
+    if not method.block_quant or list(block_shape) != BLOCK_SHAPE:
+        return f"weights with a scale for {block_shape}"
+    if layer.w13_weight.dtype is not torch.float8_e4m3fn:
+        return f"weights of {layer.w13_weight.dtype}"
+    scale = getattr(layer, "w13_weight_scale_inv", None)
+    if scale is None or scale.dtype is not torch.float32:
+        return "scales that are not float32"
+    if config.params_dtype not in (None, torch.bfloat16):
+        return f"tokens of {config.params_dtype}"
+    if getattr(layer, "w13_weight_bias", None) is not None:
+        return "experts with a bias"
+    limits = "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"
+    clamped = any(getattr(config, name, None) is not None for name in limits)
+    if config.activation != "silu" or not config.is_gated or clamped:
+        return "an activation other than silu(gate) * up"
+    if config.no_combine or config.apply_router_weight_on_input:
+        return "experts that are not weighted and summed"
+    local, _, hidden = layer.w13_weight.shape
+    intermediate = layer.w2_weight.shape[2]
+    number = max(config.num_experts or local, local)
+    return why_no_geometry(number, local, hidden, intermediate, config.top_k)

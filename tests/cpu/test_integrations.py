@@ -1,0 +1,63 @@
+"""The plugins of serving engines where none is installed; with them: tests/engines."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from moe_fp8.integrations import served
+
+from scripts.common.project import ROOT
+
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+
+
+@pytest.mark.parametrize("engine", GROUPS)
+def test_off_unless_it_is_asked_for(engine, monkeypatch):
+    """Then nothing of the engine is imported, which need not be here."""
+    plugin = importlib.import_module(f"moe_fp8.integrations.{engine}")
+    monkeypatch.setitem(sys.modules, engine, None)  # importing it is an ImportError
+    for value in (None, "", "0"):
+        monkeypatch.delenv(plugin.VARIABLE, raising=False)
+        if value is not None:
+            monkeypatch.setenv(plugin.VARIABLE, value)
+        plugin.register()
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    with pytest.raises(ImportError):
+        plugin.register()
+    monkeypatch.setenv(plugin.VARIABLE, "on")
+    with pytest.raises(ValueError, match=f"^{plugin.VARIABLE}='on': expected 1"):
+        plugin.register()
+
+
+@pytest.mark.parametrize(("engine", "group"), GROUPS.items())
+def test_the_entry_points(engine, group):
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    _, found = text.split(f'[project.entry-points."{group}"]\n')
+    assert found.startswith(f'moe_fp8 = "moe_fp8.integrations.{engine}:register"\n')
+
+
+@pytest.mark.parametrize(
+    ("capability", "served_here"), [((9, 0), True), ((8, 0), False), ((10, 0), False)]
+)
+def test_the_gpus_that_are_served(capability, served_here, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert served.on_hopper() == served_here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not served.on_hopper()
+
+
+def test_the_geometries_that_are_served():
+    assert served.why_no_geometry(257, 257, 7168, 256, 9) == ""
+    why = served.why_no_geometry(256, 32, 7168, 192, 8)
+    assert why == "intermediate_size=192: expected a positive multiple of 128"
+
+
+def test_importing_a_plugin_imports_no_engine():
+    code = (
+        "import sys, moe_fp8.integrations.vllm, moe_fp8.integrations.sglang; "
+        "assert not {'vllm', 'sglang'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "solutions")

@@ -1,0 +1,36 @@
+"""A mixture-of-experts layer of FP8 weights in float64, and tensors as an engine has them."""
+
+import torch
+from moe_fp8.numerics import BLOCK
+from moe_fp8.quantise import quantise_blocks, quantise_rows
+
+
+class Weights:
+    """Gate above up, as checkpoints have them."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int):
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator) / size[-1] ** 0.5
+
+        self.w13, self.w13_scale = quantise_blocks(random(experts, 2 * intermediate, hidden))
+        self.w2, self.w2_scale = quantise_blocks(random(experts, hidden, intermediate))
+
+
+def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+
+
+def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, of: Weights) -> torch.Tensor:
+    """Of tokens in bfloat16 `[T, H]`, which are quantised, and local ids `[T, K]`, -1 elsewhere."""
+    q, scale = quantise_rows(x)
+    tokens = q.double() * scale.t().repeat_interleave(BLOCK, 1)
+    w13, w2 = wide(of.w13, of.w13_scale), wide(of.w2, of.w2_scale)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (chosen, given) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+        for expert, weight in zip(chosen, given, strict=True):
+            if expert >= 0:
+                gate, up = (w13[expert] @ tokens[token]).chunk(2)
+                out[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out

@@ -1,0 +1,181 @@
+"""SGLang's runner with our core, and its FP8 method after our hooks."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from installed import engine
+from moe_fp8.integrations import sglang as plugin
+from moe_fp8.layer.metrics import calc_diff
+from reference import Weights, layer
+
+engine("sglang.srt.layers.moe.moe_runner")
+from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
+from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
+from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.standard import (  # noqa: E402
+    StandardDispatchOutput,
+    _map_topk_ids_to_local_experts,
+)
+from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
+E, LOCAL, H, WIDTH, K = 64, 16, 512, 256, 8
+BLOCKS = SimpleNamespace(weight_block_size=[128, 128])
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The plugin, as SGLang loads it, its hooks in place; all undone afterwards."""
+    monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(runners, "_CUSTOM_RUNNER_CORE_FACTORIES", {})
+    monkeypatch.setattr(moe_utils, "_REGISTERED_MOE_RUNNER_BACKEND_NAMES", set())
+    for name in ("create_moe_runner", "apply"):  # put back what the hooks replace
+        monkeypatch.setattr(Fp8MoEMethod, name, vars(Fp8MoEMethod)[name])
+    plugin.register()
+    assert not HookRegistry._hooks, "off unless it is asked for"
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setattr(plugin, "on_hopper", lambda: True)
+    plugin.register()
+    HookRegistry.apply_hooks()
+
+
+@pytest.fixture(autouse=True)
+def chosen_backend(monkeypatch):
+    """`--moe-runner-backend auto`, no exchange between ranks, no DeepGEMM."""
+    flags = moe_utils.get_flags().moe
+    monkeypatch.setattr(flags, "runner_backend", moe_utils.MoeRunnerBackend.AUTO)
+    monkeypatch.setattr(flags, "a2a_backend", moe_utils.MoeA2ABackend.NONE)
+    off = classmethod(lambda cls: False)
+    monkeypatch.setattr(Fp8MoEMethod, "is_deepgemm_moe_runner_backend_enabled", off)
+
+
+def config_of(**changes: Any) -> MoeRunnerConfig:
+    usual = {
+        "num_experts": E, "num_local_experts": LOCAL, "hidden_size": H, "layer_id": 3, "top_k": K,
+        "intermediate_size_per_partition": WIDTH, "num_fused_shared_experts": 0,
+        "params_dtype": torch.bfloat16, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    return MoeRunnerConfig(**usual | changes)
+
+
+def tokens(ids: torch.Tensor) -> StandardDispatchOutput:
+    """33 tokens with these local experts."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(33, H, generator=generator).bfloat16()
+    weights = torch.rand(ids.shape, generator=generator)
+    output = StandardTopKOutput(weights, ids, torch.empty(0))
+    return StandardDispatchOutput(hidden_states=x, hidden_states_scale=None, topk_output=output)
+
+
+def local_ids(experts: int = E, top_k: int = K) -> torch.Tensor:
+    """As SGLang's dispatcher makes them of global ones: those of experts 16 to 31 are here."""
+    ids = torch.rand(33, experts, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
+    mapping = torch.full((experts,), -1, dtype=torch.int32)
+    mapping[16:32] = torch.arange(16, dtype=torch.int32)
+    return _map_topk_ids_to_local_experts(ids.int(), mapping)
+
+
+def wanted(given: StandardDispatchOutput, of: Weights, factor: float) -> torch.Tensor:
+    weights, ids, _ = given.topk_output
+    return factor * layer(given.hidden_states, ids, weights, of)
+
+
+@pytest.mark.parametrize("factor", [2.5, None])
+def test_the_runner(factor, registered):
+    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    runner = MoeRunner(
+        moe_utils.resolve_moe_runner_backend(plugin.BACKEND),
+        config_of(routed_scaling_factor=factor),
+    )
+    info = TritonMoeQuantInfo(
+        w13_weight=of.w13, w2_weight=of.w2, use_fp8_w8a8=True, w13_scale=of.w13_scale,
+        w2_scale=of.w2_scale, block_shape=[128, 128],
+    )  # fmt: skip
+    out = runner.run(given, info).hidden_states
+    reference = wanted(given, of, factor or 1.0)
+    assert out.dtype == torch.bfloat16 and calc_diff(out, reference) < 1e-3
+    none = (given.topk_output.topk_ids < 0).all(dim=1)
+    assert none.any() and torch.equal((out == 0).all(dim=1), none)
+
+
+def method_and_layer(of: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
+    """SGLang's method without what it asks of a GPU when it is made, and a loaded layer."""
+    method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    method.quant_config, method.block_quant = BLOCKS, True
+    method.weight_block_size, method.use_mxfp8 = [128, 128], False
+    method.is_fp4_expert, method.runner = False, None
+    module = torch.nn.Module()
+    for name, value in {
+        "w13_weight": of.w13, "w2_weight": of.w2, "w13_weight_scale_inv": of.w13_scale,
+        "w2_weight_scale_inv": of.w2_scale, "w13_input_scale": None, "w2_input_scale": None,
+    }.items():  # fmt: skip
+        setattr(module, name, value)
+    return method, module
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(LOCAL, K), (257, 9)], ids=["a rank's", "with a shared one"]
+)
+def test_the_method_runs_it(experts, top_k, registered, caplog):
+    of = Weights(experts, H, WIDTH) if experts == LOCAL else Weights(experts, 128, 128)
+    method, module = method_and_layer(of)
+    config = config_of(num_experts=max(E, experts), top_k=top_k)
+    with caplog.at_level(logging.INFO, plugin.__name__):
+        method.create_moe_runner(module, config)
+    assert "serves layer 3" in caplog.text
+    given = tokens(local_ids())
+    if experts == 257:
+        shared = torch.full((33, 1), 256)
+        ids = torch.cat([local_ids(256), shared], dim=1).int()
+        given = tokens(ids)._replace(hidden_states=given.hidden_states[:, :128].contiguous())
+    out = method.apply(module, given).hidden_states
+    assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"activation": "gelu"}, "an activation other than"),
+        ({"swiglu_limit": 7.0}, "an activation other than"),
+        ({"no_combine": True}, "not weighted and summed"),
+        ({"params_dtype": torch.float16}, "tokens of torch.float16"),
+        ({"top_k": 32}, "top_k=32: expected 1..31"),
+    ],
+)
+def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
+    changes, why, registered, caplog
+):
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    method.create_moe_runner(module, config_of(**changes))
+    assert method.runner.runner_backend.is_triton()
+    assert "does not serve layer 3" in caplog.text and why in caplog.text
+
+
+def test_a_kernel_that_is_asked_for_stays(registered, monkeypatch, caplog):
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    backend = moe_utils.MoeRunnerBackend.DEEP_GEMM
+    monkeypatch.setattr(moe_utils.get_flags().moe, "runner_backend", backend)
+    method.create_moe_runner(module, config_of())
+    assert method.runner.runner_backend.is_deep_gemm()
+    assert "--moe-runner-backend deep_gemm is asked for" in caplog.text
+
+
+def test_weights_of_another_kind(registered, caplog):
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    module.w13_weight_scale_inv = module.w13_weight_scale_inv.bfloat16()
+    method.create_moe_runner(module, config_of())
+    assert "scales that are not float32" in caplog.text
+    assert method.runner.runner_backend.is_triton()
+
+
+def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "on_hopper", lambda: False)
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    method.create_moe_runner(module, config_of())
+    assert "no Hopper GPU" in caplog.text and method.runner.runner_backend.is_triton()
