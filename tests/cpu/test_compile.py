@@ -427,20 +427,6 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
     assert resources(cubin, tmp_path)["frame"] == 0
 
 
-@pytest.mark.parametrize(("tokens", "terms"), [(14107, 1), *more((14107, 2), (901, 1), (80, 1))])
-def test_scales_of_a_warpgroup(tokens, terms, compiled_code, tmp_path):
-    """Less shared memory, two barriers around the first tile's and two around those of the next."""
-    configs = HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
-    first, second = (dataclasses.replace(config, group_scales=True) for config in configs)
-    for config, before in zip((first, second), configs, strict=True):
-        copies = 3 * config.consumer_warpgroups
-        assert before.fixed_bytes - config.fixed_bytes == copies * 128 * 4
-    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
-    gemm1, _ = (part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part)
-    assert len(re.findall(r"bar\.sync\s+%r\d+, 128;", gemm1)) == 4
-    assert resources(cubin, tmp_path)["frame"] == 0
-
-
 @pytest.mark.parametrize(("tokens", "terms"), [(14107, 1), *more((14107, 2), (2048, 1))])
 def test_slices(tokens, terms, compiled_code, tmp_path):
     """Of A a copy a slice and term, which the CTAs side by side share."""
@@ -858,8 +844,7 @@ def test_no_two_uses_share_a_named_barrier():
     first = sorted(Barriers)
     most = max(config.consumer_warpgroups for config in CONFIGS["sm_90a"])
     assert Barriers.CTA == 0 and Barriers.STAGING - Barriers.CTA == 1
-    assert Barriers.SCALES - Barriers.STAGING >= most, "one a consumer warpgroup"
-    assert Barriers.END - Barriers.SCALES >= most
+    assert Barriers.END - Barriers.STAGING >= most, "one a consumer warpgroup"
     assert first[-1] is Barriers.END and Barriers.END <= HARDWARE_BARRIERS
 
 

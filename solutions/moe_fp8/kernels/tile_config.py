@@ -70,8 +70,6 @@ class TileConfig:
     """Of a CTA: those that do not promote."""
     slices = False
     """Whether A comes in slices of which a tile takes those that it has; Hopper's to choose."""
-    group_scales = False
-    """Whether the warps of a warpgroup share the B scales of a tile; Hopper's to choose."""
     split_scales = False
     """Whether the A scales have a pipeline of their own; else they come with the rows."""
 
@@ -127,11 +125,6 @@ class TileConfig:
         return self.consumer_warpgroups * WARPS
 
     @property
-    def scale_copies(self) -> int:
-        """Of a tile's B scales in shared memory."""
-        return self.consumer_warpgroups if self.group_scales else self.consumer_warps
-
-    @property
     def stage_readers(self) -> int:
         """Arrivals of a CTA that free a stage: one a warp, when its MMA have read it."""
         return self.consumer_warps
@@ -164,7 +157,7 @@ class TileConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory besides the stages: staging, scales, barriers and alignment."""
-        scales = self.scale_copies * B_SCALES * 4
+        scales = self.consumer_warps * B_SCALES * 4
         if self.split_scales:
             scales += SCALE_STAGES * self.scale_block_bytes
         return self.staging_bytes + scales + 2048
