@@ -41,8 +41,6 @@ class TileConfig:
             what the GEMM gives.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
-        tokens_early: of the layer's first GEMM, where a permute comes before it: that one loads the
-            tokens before it knows which have an expert here (`Permute`).
         passes: of the layer's first GEMM, where a permute comes before it: the layer's workspace
             has room for the pairs of so large a part of the tokens, and is used so often. Where the
             pairs of all fit, the first pass has all tokens and the others find none (`fused`).
@@ -62,7 +60,6 @@ class TileConfig:
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
-    tokens_early: bool = False
     passes: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
@@ -86,10 +83,8 @@ class TileConfig:
             )
         if self.whole_waves and self.dynamic:
             raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
-        if self.passes < 1 or (self.passes > 1 and self.tokens_early):
-            raise ValueError(
-                f"passes={self.passes}: expected at least 1, more without tokens_early"
-            )
+        if self.passes < 1:
+            raise ValueError(f"passes={self.passes}: expected at least 1")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -107,7 +102,7 @@ class TileConfig:
             words.append(f"{self.terms} terms")
         if self.quantises:
             words.append(f"quantises {self.quantises}")
-        words += self.set_flags("evict_first", "tokens_early")
+        words += self.set_flags("evict_first")
         if self.passes > 1:
             words.append(f"{self.passes} passes")
         return ", ".join([tile, cluster, *words])
