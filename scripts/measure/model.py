@@ -35,9 +35,9 @@ class Constants:
     Measured on an H200: launch_us (gemm_study.json of 2026-11-22: reading few weights took 4.2 us,
     less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
     other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
-    against the records: handoff_clocks (of 60, 120 and 200), writes (of 1 and 0). Assumed:
-    latency_us, and tmem_clocks, of which no figure was found; `latency_table` has what 20 to 400
-    would cost.
+    against the records: handoff_clocks (of 60, 120 and 200; an H200's probe says 69), writes (of 1
+    and 0; the probe says 0). Assumed: latency_us, and tmem_clocks, of which no figure was found;
+    `latency_table` has what 20 to 400 would cost.
     """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work

@@ -20,7 +20,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if hidden % BLOCK:
         raise ValueError(f"width {hidden}: expected a multiple of {BLOCK}")
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
-    scale = _scale(blocks.abs().amax(dim=-1))
+    scale = block_scale(blocks.abs().amax(dim=-1))
     return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden), scale.t().contiguous()
 
 
@@ -37,13 +37,15 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if n % BLOCK or k % BLOCK:
         raise ValueError(f"weights of {n} x {k}: expected multiples of {BLOCK}")
     blocks = w.float().view(*experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
-    scale = _scale(blocks.abs().amax(dim=(-3, -1)))
+    scale = block_scale(blocks.abs().amax(dim=(-3, -1)))
     q = _rounded(blocks, scale.view(*experts, n // BLOCK, 1, k // BLOCK, 1))
     return q.view(w.shape), scale
 
 
-def _scale(largest: torch.Tensor) -> torch.Tensor:
-    scale = largest / FP8_MAX
+def block_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The scales of blocks by their largest magnitudes; 1 where a scale would be zero."""
+    # By a number torch divides on a GPU as a product with its reciprocal: other bits than here.
+    scale = largest / torch.full_like(largest, FP8_MAX)
     return torch.where(scale == 0, 1.0, scale)
 
 

@@ -232,7 +232,11 @@ def test_on_the_cpu_nothing_is_kept(gpus):
 @pytest.mark.parametrize(
     ("tokens", "terms", "first", "second"),
     [
-        (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, quantises 1",
+        (1, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, quantises 1, evict_first",
+         "8x128x128, cluster 1x1, 8 stages, swap_ab, evict_first"),
+        (2, 2, "8x128x128, cluster 1x2, 8 stages, swap_ab, quantises 2, evict_first",
+         "8x128x128, cluster 1x1, 8 stages, swap_ab, 2 terms, evict_first"),
+        (3, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, quantises 1",
          "8x128x128, cluster 1x1, 8 stages, swap_ab"),
         (5, 1, "8x128x128, cluster 1x2, 8 stages, swap_ab, whole_waves, quantises 1",
          "8x128x128, cluster 1x1, 8 stages, swap_ab, dynamic"),
@@ -240,7 +244,9 @@ def test_on_the_cpu_nothing_is_kept(gpus):
          "16x128x128, cluster 1x1, 8 stages, swap_ab, dynamic, 2 terms"),
         (901, 1, "64x128x128, cluster 1x2, 8 stages, overlap, dynamic, quantises 1",
          "64x128x128, cluster 1x2, 8 stages, overlap, dynamic"),
-        (1153, 2, "128x128x128, cluster 1x2, 6 stages, dynamic, quantises 2",
+        (2048, 1, "128x128x128, cluster 1x2, 6 stages, dynamic, slices, quantises 1",
+         "128x128x128, cluster 1x2, 5 stages, dynamic, slices"),
+        (1153, 2, "128x128x128, cluster 1x2, 6 stages, dynamic, slices, quantises 2",
          "64x128x128, cluster 1x2, 6 stages, overlap, dynamic, 2 terms"),
         (14107, 1, "192x128x128, cluster 1x2, 4 stages, dynamic, unroll, quantises 1",
          "192x128x128, cluster 1x2, 4 stages, dynamic, unroll"),

@@ -116,28 +116,21 @@ def test_a_token_s_bits_depend_on_nothing_else(names, emulator):
 OPTIONS: dict[str, tuple[str, dict, dict]] = {
     "evict_first": ("8 swapped, early", {"evict_first": True}, {"evict_first": True}),
     "slices": ("192 on demand", {"slices": True}, {"slices": True}),
-    "group_scales": ("192 on demand", {"group_scales": True}, {"group_scales": True}),
-    "group_scales, swapped": ("8 swapped", {"group_scales": True}, {"group_scales": True}),
-    "tokens_early": ("64 overlapped", {"tokens_early": True}, {}),
+    "slices of 128": ("128", *2 * ({"slices": True, "dynamic": True},)),
 }
 """What changes the order of nothing: a config's name and what is changed in its two."""
 
 
-def with_option(option: str, monkeypatch) -> str:
-    """The name of a config's two, changed by an option."""
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
     name, *changes = OPTIONS[option]
+    inputs = inputs_of(41, 4)
+    wanted = output_of(inputs, name)
     both = zip(CONFIGS[name], changes, strict=True)
     changed = tuple(dataclasses.replace(config, **by) for config, by in both)
     monkeypatch.setitem(CONFIGS, option, changed)
-    return option
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
-    inputs = inputs_of(41, 4)
-    wanted = output_of(inputs, OPTIONS[option][0])
     emulator.reports.clear()
-    assert torch.equal(output_of(inputs, with_option(option, monkeypatch)), wanted)
+    assert torch.equal(output_of(inputs, option), wanted)
     assert not any(report.hazards for report in emulator.reports)
 
 
@@ -179,15 +172,6 @@ def test_passes_without_a_wait(which, emulator, monkeypatch):
     monkeypatch.setitem(CONFIGS, "in passes", changed)
     edit = replace(r"griddepcontrol\.wait;", "", which)
     assert noticed("in passes", edit, emulator, inputs_of(200, 4))
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("which", [1, 2, 3])
-def test_without_a_barrier_around_the_scales_of_a_warpgroup(which, emulator, monkeypatch):
-    """Of the first GEMM, after the first tile's and before and after the next ones'; the very first
-    one has nothing before it."""
-    edit = replace(r"bar\.sync\s+%r\d+, 128;", "", which)
-    assert noticed(with_option("group_scales", monkeypatch), edit, emulator)
 
 
 @pytest.mark.all

@@ -263,14 +263,6 @@ OF_SLICES: dict[str, Edit] = {
         r"(multicast\S* \[%r\d+\+)9216\]", r"\g<1>17408]", 0
     ),
 }
-SHARED_SCALES = HopperConfig(stages=2, group_scales=True)
-SCALE_BARRIER = r"bar\.sync\s+%r\d+, 128;"
-OF_SHARED_SCALES: dict[str, Edit] = {
-    "the first tile's scales are read before they are written": replace(SCALE_BARRIER, "", 1),
-    "the next tile's scales are read before they are written": replace(SCALE_BARRIER, "", -1),
-}
-"""That the last tile's are read before they are overwritten follows from the staging buffer's
-barriers, too: test_fused.py."""
 HARMLESS = {"no fence after the allocation, where these two follow"}
 CASES = [  # config, rows of the experts, edit, seeds of the mode random
     *((HOPPER, (130, 0, 65), name, edit, 40) for name, edit in (OF_BOTH | OF_HOPPER).items()),
@@ -279,7 +271,6 @@ CASES = [  # config, rows of the experts, edit, seeds of the mode random
         for name, edit in (OF_BOTH | OF_BLACKWELL).items()
     ),
     *((PAIR, (65, 230), name, edit, 1) for name, edit in OF_A_PAIR.items()),
-    *((SHARED_SCALES, (130, 0, 65), name, edit, 1) for name, edit in OF_SHARED_SCALES.items()),
     *((SLICES, (130, 0, 65, 170), name, edit, 1) for name, edit in OF_SLICES.items()),
 ]
 
@@ -306,7 +297,6 @@ def test_noticed(config, rows, name, edit, seeds, emulator):
         (BLACKWELL, (65, 130, 128), 1),
         (PAIR, (65, 230), 1),
         (SLICES, (130, 0, 65, 170), 1),
-        (SHARED_SCALES, (130, 0, 65), 1),
     ],
     ids=str,
 )

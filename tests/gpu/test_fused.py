@@ -96,17 +96,18 @@ def test_many_tokens(module, tokens, make_inputs):
 @pytest.mark.parametrize(
     ("tokens", "of_first", "of_second"),
     [
-        (1, {"evict_first": True}, {"evict_first": True}),
-        (1009, {"tokens_early": True}, {}),
+        (1, {"evict_first": False}, {"evict_first": False}),
+        (7, {"evict_first": True}, {"evict_first": True}),
         (1009, {"passes": 4}, {}),
         (4096, {"passes": 3}, {}),
+        (2048, {"slices": False}, {"slices": False}),
         (4096, {"slices": True}, {"slices": True}),
-        (4096, {"group_scales": True}, {"group_scales": True}),
     ],
     ids=str,
 )
 def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, make_inputs):
-    """What a config may have and none has that ships; in passes all pairs fit, or do not."""
+    """What the configs for so many tokens do not have, or alone have; in passes all pairs fit, or
+    do not."""
     inputs = make_inputs(tokens, routing)
     output = new_output(inputs)
     terms, architecture = module.LAYER.terms, of_device(output.device)

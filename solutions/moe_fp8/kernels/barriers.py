@@ -16,8 +16,7 @@ class Barriers(enum.IntEnum):
 
     CTA = 0  # of __syncthreads
     STAGING = 1  # one a consumer warpgroup: its part of the epilogue's staging buffer
-    SCALES = STAGING + MAX_CONSUMER_WARPGROUPS  # one each: its copy of the B scales
-    END = SCALES + MAX_CONSUMER_WARPGROUPS
+    END = STAGING + MAX_CONSUMER_WARPGROUPS
 
 
 assert Barriers.END <= HARDWARE_BARRIERS

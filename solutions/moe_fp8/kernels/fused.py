@@ -132,7 +132,7 @@ class FusedMoe:
         if self.passes > 1 and gather:
             raise ValueError(f"{config1}: expected one pass where rows are gathered")
         self.route = Route(shape, self.gathers, self.passes)
-        self.permute = Permute(h, top_k, early=config1.tokens_early)
+        self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         # Behind a permute it knows the experts' rows while that is still at work.
         zeros = ZeroTokens if self.passes == 1 else ZeroTokensOfRange

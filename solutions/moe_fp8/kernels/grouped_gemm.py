@@ -17,7 +17,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
 from .a_load import SharedRows, load_of, rows_layout, scales_layout
-from .barriers import Barriers, stage_counts
+from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
@@ -69,14 +69,14 @@ class Shared(NamedTuple):
 
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
-    b_scale: cute.Tensor  # (k_blocks, n_halves, copies)
+    b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
 
 
 class TileScales(NamedTuple):
     """Where a consumer thread finds a tile's scales, in shared memory."""
 
     a: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
-    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's or, with `group_scales`, its group's
+    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
     thread: Int32
 
 
@@ -102,8 +102,7 @@ class GroupedGemm:
     With `ready` the warps that load A wait for the rows of one expert at a time (`handoff`).
 
     Every consumer warp caches the B scales of its tile in its own shared memory, so that warps do
-    not wait for each other; with `group_scales` every warpgroup. It loads those of the next tile
-    while this one is stored.
+    not wait for each other. It loads those of the next tile while this one is stored.
 
     A tile may read rows past its expert's end. They only reach accumulator values that are not
     stored.
@@ -143,8 +142,7 @@ class GroupedGemm:
             raise ValueError(f"{config}: expected an epilogue that quantises")
         if side_job and self.a_load.warps == len(ROWS_WARPS):
             raise ValueError(f"{type(self.a_load).__name__} leaves no warp for {side_job}")
-        self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.scale_copies)
-        self.scale_threads = WARPGROUP if config.group_scales else WARP  # that fill a copy
+        self.b_scale_shape = (k // BLOCK, self.epilogue.n_halves, config.consumer_warps)
         if k // BLOCK * self.epilogue.n_halves > B_SCALES:
             raise ValueError(
                 f"k={k}: expected at most {B_SCALES // self.epilogue.n_halves * BLOCK}"
@@ -406,37 +404,26 @@ class GroupedGemm:
         # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
 
-    def _scale_place(self, thread: Int32) -> Int32:
-        """Index of a consumer thread among those that fill a copy of the B scales."""
-        return thread % WARPGROUP if self.config.group_scales else cute.arch.lane_idx()
-
-    def _join_scale_threads(self, consumer: Int32) -> None:
-        if self.config.group_scales:
-            barrier_id = Barriers.SCALES + consumer
-            pipeline.NamedBarrier(barrier_id, WARPGROUP).arrive_and_wait()
-        else:
-            cute.arch.sync_warp()
-
     @cute.jit
-    def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer, thread):
+    def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer):
         """Load a tile's B scales to registers: lane l has K blocks l, l + 32, ..."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
-                kb = i * self.scale_threads + self._scale_place(thread)
+                kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     next_b_scale[i, half] = row[kb]
 
     @cute.jit
-    def _cache_b_scale(self, cached_b_scale, next_b_scale, consumer, thread):
-        """Write the B scales that this thread has loaded to shared memory."""
-        self._join_scale_threads(consumer)  # all have read the previous tile's
+    def _cache_b_scale(self, cached_b_scale: cute.Tensor, next_b_scale: cute.Tensor):
+        """Write this warp's B scales to its part of shared memory."""
+        cute.arch.sync_warp()  # all lanes have read the previous tile's
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
-                kb = i * self.scale_threads + self._scale_place(thread)
+                kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     cached_b_scale[kb, half] = next_b_scale[i, half]
-        self._join_scale_threads(consumer)
+        cute.arch.sync_warp()
 
     def _make_scales(self) -> cute.Tensor:
         """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
@@ -458,7 +445,7 @@ class GroupedGemm:
         `source` and `state` are the architecture's, for `_sum_tile`; `consumer` and `thread` are
         indices among the consumers.
         """
-        cached_b_scale = shared.b_scale[None, None, thread // self.scale_threads]
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
         b_scale, output = args.b.scales, args.output
         cta = self._cta_in_cluster()
         tiles = work.tiles
@@ -467,11 +454,11 @@ class GroupedGemm:
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
         next_b_scale = cute.make_rmem_tensor(
-            (-(-self.k_blocks // self.scale_threads), self.epilogue.n_halves), Float32
+            (-(-self.k_blocks // WARP), self.epilogue.n_halves), Float32
         )
         if linear < total:
-            self._load_b_scale(next_b_scale, b_scale, tile, consumer, thread)
-            self._cache_b_scale(cached_b_scale, next_b_scale, consumer, thread)
+            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
         stored = Int32(0)
         while linear < total:
             valid = tile.rows > self.operands.first_token(consumer)
@@ -484,12 +471,12 @@ class GroupedGemm:
             linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
             # Find the next tile and ask for its B scales now: both take long, the store hides it.
             following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(next_b_scale, b_scale, following, consumer, thread)
+            self._load_b_scale(next_b_scale, b_scale, following, consumer)
             if valid:
                 share = TileShare(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
                 stored += 1
-            self._cache_b_scale(cached_b_scale, next_b_scale, consumer, thread)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
             tile = following
         if thread % WARPGROUP == 0:
             self.epilogue.finish()

@@ -30,16 +30,12 @@ class Permute:
     Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
     scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
     tokens and have them read again; those that no expert here has are not quantised at all.
-
-    With `early` it loads a token of FP8 before it waits for the kernel before, which writes
-    `pair_row` but no argument of the layer: the token arrives meanwhile. Tokens without a local
-    expert are then read for nothing.
     """
 
-    def __init__(self, hidden: int, top_k: int, early: bool = False):
+    def __init__(self, hidden: int, top_k: int):
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
-        self.hidden, self.top_k, self.early = hidden, top_k, early
+        self.hidden, self.top_k = hidden, top_k
         self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
@@ -70,11 +66,6 @@ class Permute:
     def kernel(self, x, x_scale, pair_row, a, a_scale, of):
         thread, _, _ = cute.arch.thread_idx()
         token, _, _ = cute.arch.block_idx()
-        is_fp8 = cutlass.const_expr(x.element_type is not BFloat16)
-        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-        scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
-        if cutlass.const_expr(self.early and is_fp8):
-            self._load_token(x, x_scale, token, thread, values, scales)
         wait_for_previous()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         last = Int32(-1)
@@ -89,16 +80,15 @@ class Permute:
                 for s in cutlass.range_constexpr(self.top_k):
                     last = cutlass.max(last, rows[s])
         if last >= 0:
-            if cutlass.const_expr(not is_fp8):
+            if cutlass.const_expr(x.element_type is BFloat16):
                 self._quantise(x, token, thread, rows, a, a_scale)
             else:
-                if cutlass.const_expr(not self.early):
-                    self._load_token(x, x_scale, token, thread, values, scales)
-                self._store_token(values, scales, thread, rows, a, a_scale)
+                self._copy(x, x_scale, token, thread, rows, a, a_scale)
 
     @cute.jit
-    def _load_token(self, x, x_scale, token, thread, values, scales):
-        """This thread's part of a token and its scales, to registers."""
+    def _copy(self, x, x_scale, token, thread, rows, a, a_scale):
+        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+        scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             column = (i * THREADS + thread) * VECTOR
             if column < self.hidden:
@@ -108,10 +98,6 @@ class Permute:
             block = i * THREADS + thread
             if block < self.blocks:
                 scales[i] = x_scale[block, token]
-
-    @cute.jit
-    def _store_token(self, values, scales, thread, rows, a, a_scale):
-        """To the rows of its local pairs."""
         for s in cutlass.range_constexpr(self.top_k):
             row = rows[s]
             if row >= 0:

@@ -10,7 +10,7 @@ import torch
 
 from ..numerics import BLOCK, FP8_MAX
 from ..problem import Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
-from ..quantise import quantise_rows
+from ..quantise import block_scale, quantise_rows
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
 
@@ -91,8 +91,7 @@ def swiglu_quant(
     rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
-    scale = c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1) / FP8_MAX
-    scale = torch.where(scale == 0, 1.0, scale)
+    scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1))
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)

@@ -23,14 +23,11 @@ class GemmConfig(TileConfig):
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four.
         slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
-        group_scales: a warpgroup has one copy of a tile's B scales, not one a warp: 4.5 KB less of
-            192 rows, for two barriers a tile.
     """
 
     overlap: bool = False
     unroll: bool = False
     slices: bool = False
-    group_scales: bool = False
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
@@ -72,5 +69,5 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2, quantises=terms)
 
     def __str__(self) -> str:
-        flags = self.set_flags("swap_ab", "overlap", "dynamic", "whole_waves")
-        return self.described(flags + self.set_flags("unroll", "slices", "group_scales"))
+        flags = ("swap_ab", "overlap", "dynamic", "whole_waves", "unroll", "slices")
+        return self.described(self.set_flags(*flags))
