@@ -40,7 +40,8 @@ def test_as_the_model(name, tokens, terms, emulator, monkeypatch):
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, SHAPE, terms=terms)
     second = GemmConfig(tile_m=config.tile_m, swap_ab=config.swap_ab, stages=3, terms=terms)
-    call = kernels.fused_call(tokens, out.device, SHAPE, terms, (config, second))
+    configs = config.with_swiglu(terms), second
+    call = kernels.fused_call(tokens, out.device, SHAPE, terms, configs)
     call(inputs, out)
     assert calc_diff(out, wanted) < {1: 1e-4, 2: 1e-7}[terms] and out.isfinite().all()
     assert emulator.reports and not any(report.hazards for report in emulator.reports)

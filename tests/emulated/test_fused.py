@@ -312,7 +312,7 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     wanted, out = (torch.full((tokens, h), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=2)
     function = kernels.compile_fused(
-        shape, first, dataclasses.replace(second, terms=2), 4, "sm_90a"
+        shape, first.with_swiglu(2), dataclasses.replace(second, terms=2), 4, "sm_90a"
     )
     key = emulator.register_tensor(workspace)
     logits, bias, *tensors = inputs[:8]

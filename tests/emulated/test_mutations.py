@@ -19,6 +19,7 @@ Edit = Callable[[str], str]
 HOPPER = HopperConfig(stages=2)
 BLACKWELL = BlackwellConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(BLACKWELL, cluster_m=2, mma_ctas=2)
+SWAPPED = BlackwellConfig(tile_m=16, swap_ab=True, stages=2, accumulators=2)
 
 
 def replace(pattern: str, replacement: str, which: int | None = None) -> Edit:
@@ -99,6 +100,8 @@ BULK_READ = r"cp\.async\.bulk\.wait_group\.read\s+0;"
 STAGING_BARRIER = r"bar\.sync\s+%r\d+, 128;"
 OF_BOTH: dict[str, Edit] = {
     "barriers are used before they are initialised": replace(r"bar\.sync\s+0;", "", 0),
+}
+OF_STAGING: dict[str, Edit] = {
     "staged rows are overwritten before TMA has read them": replace(BULK_READ, "", 0),
     "staged rows are stored before they are written": after(
         CONSUMERS, replace(STAGING_BARRIER, "", 1)
@@ -133,6 +136,7 @@ COMMIT = r"tcgen05\.commit\S+\s+\[([^\]]+)\];"
 ARRIVE = r"mbarrier.arrive.shared.b64 _, [\1];"
 MMA = r"tcgen05\.mma\."
 LOAD = r"tcgen05\.ld\."
+STAGED = r"st\.shared\.v4"
 FENCE_AFTER, FENCE_BEFORE = (
     rf"tcgen05\.fence::{when}_thread_sync;" for when in ("after", "before")
 )
@@ -144,8 +148,8 @@ def given_back_ahead_of(mark: str) -> Edit:
     def edited(ptx: str) -> str:
         loads = [match.start() for match in re.finditer(LOAD, ptx)]
         arrive = r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[[^\]]+\], %r\d+;"
-        arrival = re.compile(arrive).search(ptx, loads[-1])
         elect = re.compile(r"elect\.sync\s+%r\d+\|(%p\d+), -1;").search(ptx, loads[-1])
+        arrival = re.compile(arrive).search(ptx, elect.end())
         early = f"{elect.group()} @{elect[1]} {re.sub(r', %r[0-9]+;', ', 1;', arrival.group())}\n\t"
         at = [match.start() for match in re.finditer(mark, ptx[: elect.start()])][-1]
         return ptx[:at] + early + ptx[at : arrival.start()] + ptx[arrival.end() :]
@@ -197,12 +201,18 @@ OF_BLACKWELL: dict[str, Edit] = {
         COMMIT, replace(r"bar\.sync\s+0;", "", -1)
     ),
     "tensor memory is not given back": replace(r"tcgen05\.dealloc[^;]*;", ""),
+    "a warp's rows are stored before they are staged": after(
+        STAGED, replace(r"bar\.warp\.sync\s+-1;", "", 0)
+    ),
+    "a warp's rows are staged before those before them are stored": after(
+        STAGED, after(r"ld\.shared\.v4", replace(r"bar\.warp\.sync\s+-1;", "", 0))
+    ),
 }
 
 
 COMMIT_MASK = r"(tcgen05\.commit\S+\s+\[[^\]]+\]), %rs\d+;"
 AT_THE_FIRST = r"mapa\.shared::cluster\.u32\s+(%r\d+), (%r\d+), 0;"
-AT_WHO_ISSUES = r"shl\.b32\s+(%r\d+), %r\d+, 1;(\s*mapa)"
+AT_WHO_ISSUES = r"(mapa\.shared::cluster\.u32\s+%r\d+, %r\d+), %r\d+;"
 CLUSTER_BARRIER = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
 
 
@@ -218,7 +228,7 @@ def given_back_early_by_the_second(ptx: str) -> str:
     """One CTA of a pair frees the accumulator ahead of its last loads, the other as it should."""
     loads = [match.start() for match in re.finditer(LOAD, ptx)]
     mark = [match.start() for match in re.finditer(r"tcgen05\.fence::after_thread_sync", ptx)][-1]
-    address, arrive = r"add\.s32[^;]*;\s*shl\.b32[^;]*;\s*mapa[^;]*;", r"mbarrier\.arrive[^;]*;"
+    address, arrive = r"add\.s32[^;]*;\s*mapa[^;]*;", r"mbarrier\.arrive[^;]*;"
     found = re.compile(f"({address})[^@]*?({arrive})").search(ptx, loads[-1])
     arrival = re.sub(r", %r\d+;", ", 1;", found[2])
     rank = "mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %second, %rank, 1;"
@@ -243,7 +253,7 @@ OF_A_PAIR: dict[str, Edit] = {
     ),
     "the MMA wait for the accumulators of one CTA only": count(8, 4),
     "accumulators are given back to a CTA that issues no MMA": replace(
-        AT_WHO_ISSUES, r"mov.u32 \1, %cluster_ctarank;\2"
+        AT_WHO_ISSUES, r"{ .reg .b32 %own; mov.u32 %own, %cluster_ctarank; \1, %own; }"
     ),
     "the second CTA gives an accumulator back before it is read": given_back_early_by_the_second,
     "one CTA allocates before the other has started": replace(CLUSTER_BARRIER, "bar.sync 0;", 0),
@@ -265,7 +275,11 @@ OF_SLICES: dict[str, Edit] = {
 }
 HARMLESS = {"no fence after the allocation, where these two follow"}
 CASES = [  # config, rows of the experts, edit, seeds of the mode random
-    *((HOPPER, (130, 0, 65), name, edit, 40) for name, edit in (OF_BOTH | OF_HOPPER).items()),
+    *(
+        (HOPPER, (130, 0, 65), name, edit, 40)
+        for name, edit in (OF_BOTH | OF_STAGING | OF_HOPPER).items()
+    ),
+    *((SWAPPED, (65, 130, 128), name, edit, 1) for name, edit in OF_STAGING.items()),
     *(
         (BLACKWELL, (65, 130, 128), name, edit, 1)
         for name, edit in (OF_BOTH | OF_BLACKWELL).items()

@@ -151,7 +151,8 @@ def test_a_second_architecture(layout, emulator, monkeypatch):
         config=SimtConfig(),
         choose=lambda rows, n, k, **known: SimtConfig(),
         layer=None,
-        classes=lambda: (GroupedGemmSimt, object),
+        gemm=lambda: GroupedGemmSimt,
+        swiglu=lambda config: object,
     )
     monkeypatch.setattr(architectures, "ARCHITECTURES", {(1, 0): simt})
     monkeypatch.setattr(kernels, "target_of", lambda device: simt.target)
