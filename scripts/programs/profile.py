@@ -1,5 +1,4 @@
-"""Where the time of a call goes: kernel by kernel on a workload, by the stages of the layer, or as
-a whole over the number of tokens.
+"""Where the time of a call goes: by kernel, by stage of the layer, or over the number of tokens.
 
     python3 run.py profile --workloads 80      of fused, or of other --solutions
     python3 run.py profile --stages --tokens 1024 2048

@@ -424,7 +424,8 @@ def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = Non
 def sweep_tables(sweep: Mapping[str, Any]) -> list[Table]:
     """Of a sweep.json: times, the floor's share of the device's, and what failed."""
     ranking = sweep_ranking(sweep)
-    floors = {str(row["tokens"]): row["floor_ms"] for row in sweep["results"]}
+    rows = {str(row["tokens"]): row for row in sweep["results"]}
+    floors = {tokens: row["floor_ms"] for tokens, row in rows.items()}
     f = ranking.results
     shares = by_workload(ranking, (f.uuid.map(floors) / f.device).map(percent))
     found = [
@@ -432,6 +433,8 @@ def sweep_tables(sweep: Mapping[str, Any]) -> list[Table]:
         Table(shares, left=0, title="Floor over device time"),
         failures_table(ranking),
     ]
+    for name in ("active", "pairs"):
+        found[0].frame.insert(1, name, [str(rows[t][name]) for t in found[0].frame["T"]])
     twice = ["workload", "reference"]
     return [replace(t, frame=t.frame.drop(columns=twice, errors="ignore")) for t in found]
 
