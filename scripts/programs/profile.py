@@ -185,6 +185,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
     from scripts.measure import floors, gpu, plan, stages
     from scripts.measure import sweep as measure
     from scripts.measure.timing import timed
+    from scripts.pack.availability import say_skipped
     from scripts.table.tables import sweep_tables
 
     hardware = gpu.require_gpu()
@@ -208,7 +209,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
         from scripts.measure.as_engines import Engines
 
         calls = Engines(definition, [s for s in solutions if peers[s.name]])
-        skipped, peers = calls.skipped, calls.peers
+        skipped, peers = calls.skipped, calls.peers  # which the calls fill
         skipped |= chosen.skipped
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
     results: list[dict[str, Any]] = []
@@ -237,6 +238,11 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
         if table:
             show(args, table.title, table.frame)
             print()
+    if skipped:
+        print(f"not run: {say_skipped(skipped)}")
+    failed = [n for r in results for n, of in r["solutions"].items() if "error" in of]
+    if ours := sorted({name for name in failed if not peers[name]}):
+        raise Failure(f"failed: {', '.join(ours)}")
     return record
 
 

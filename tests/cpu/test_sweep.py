@@ -16,7 +16,7 @@ from moe_fp8.quantise import quantise_blocks, quantise_rows
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common import schemas
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Failure, UsageError
 from scripts.common.project import RESULTS_DIR, ROOT
 from scripts.data.workload_specs import load_specs
 from scripts.measure import as_engines, check, floors, gpu, plan, stages, sweep, timing
@@ -219,7 +219,14 @@ def test_the_program_keeps_and_prints_every_row(measured, capsys) -> None:
     assert "### Floor over device time" in printed and "| 80 % | 50 % |" in " ".join(
         printed.split()
     )
-    assert OUT_OF_MEMORY in printed
+    assert OUT_OF_MEMORY in printed and "not run: hpc_ops_moe: not installed" in printed
+
+
+def test_it_fails_where_one_of_ours_does(measured, monkeypatch) -> None:
+    wrong = row(1, **{OURS: {"error": "RuntimeError: calc_diff 0.1 to the reference"}})
+    monkeypatch.setattr(sweep, "measure", lambda *_: wrong)
+    with pytest.raises(Failure, match=f"failed: {OURS}"):
+        measured()
 
 
 def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
