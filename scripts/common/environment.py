@@ -22,6 +22,8 @@ PACKAGES = (
     "sgl-kernel",
     "sgl-deep-gemm",
     "hpc-ops",
+    "sglang",
+    "vllm",
 )
 
 

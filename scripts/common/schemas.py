@@ -186,6 +186,49 @@ class Gemm(TypedDict):
     solutions: NotRequired[dict[str, str]]
 
 
+class SweepTimes(TypedDict):
+    ms: Positive
+    p10: NotRequired[Positive]
+    p90: NotRequired[Positive]
+    calls: NotRequired[int]
+    method: NotRequired[str]
+
+
+class SweepOf(TypedDict, total=False):
+    """Of a call on a number of tokens: times by both clocks, or why there are none."""
+
+    calc_diff: FiniteFloat
+    device: SweepTimes
+    harness: SweepTimes
+    error: str
+
+
+class SweepResult(TypedDict):
+    tokens: int
+    hit: int
+    active: int
+    pairs: int
+    routing: str
+    floor_ms: Annotated[FiniteFloat, Field(ge=0)]
+    solutions: dict[str, SweepOf]
+
+
+class Sweep(TypedDict):
+    """sweep*.json."""
+
+    hardware: str
+    form: str
+    method: str
+    repeats: int
+    seed: int
+    environment: Captured
+    floors: Rates
+    solutions: dict[str, str]
+    peers: dict[str, bool]
+    skipped: dict[str, str]
+    results: list[SweepResult]
+
+
 class Times(TypedDict, total=False):
     method: str
 

@@ -170,6 +170,36 @@ def _timed(found: Mapping[str, Any] | None) -> Timed | None:
     )
 
 
+def sweep_records(sweep: Mapping[str, Any]) -> list[Record]:
+    """The rows of a sweep.json; a number of tokens stands for the workload's uuid."""
+
+    def record(row: Mapping[str, Any], name: str, of: Mapping[str, Any]) -> Record:
+        error = of.get("error", "")
+        harness = _timed(of.get(HARNESS))
+        return Record(
+            solution=name,
+            uuid=str(row["tokens"]),
+            tokens=row["tokens"],
+            status=error.split(":")[0] if error else PASSED,
+            hardware=sweep["hardware"],
+            timing=sweep["method"],
+            tolerance="",
+            timestamp="",
+            speedup=None,
+            latency_ms=harness.ms if harness else None,
+            reference_ms=None,
+            extra={"calc_diff": of.get("calc_diff")},
+            reason=error,
+            cpu=False,
+            source="",
+            run="",
+            device=_timed(of.get(DEVICE)),
+            harness=harness,
+        )
+
+    return [record(row, *of) for row in sweep["results"] for of in row["solutions"].items()]
+
+
 def parse_record(
     trace: dict[str, Any], source: str, hashes: Mapping[str, str] | None = None
 ) -> Record | None:

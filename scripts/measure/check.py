@@ -6,7 +6,7 @@ them harms no other; that it did is found by comparing the copies with what they
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -141,17 +141,13 @@ def device(plan: Plan, seed: int, repeats: int) -> Iterator[Figures]:
     """
     definition = definition_of(plan.trace_set)
     inputs_of = Inputs(plan.trace_set, "cuda", seed)
-
-    def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
-        return {DEVICE: on_device, HARNESS: harness_times(call, repeats), "timing_seed": seed}
+    drawn = {"timing_seed": seed}
 
     def times_of(workload: Any, solutions: Sequence[Any]) -> dict[str, Any]:
         inputs = inputs_of.of(workload)
-        found = {s.name: attempt(timed, definition, s, inputs) for s in solutions}
-        calls = {name: call for name, call in found.items() if isinstance(call, Timed)}
-        for name, times in device_times(calls, repeats).items():
-            found[name] = times if "error" in times else attempt(both, times, calls[name])
-        return found
+        calls = {s.name: attempt(timed, definition, s, inputs) for s in solutions}
+        found = both_times(calls, repeats)
+        return {name: of if "error" in of else of | drawn for name, of in found.items()}
 
     for workload, solutions in of_workloads(plan, "device time", 2000):
         with torch.no_grad():
@@ -159,6 +155,19 @@ def device(plan: Plan, seed: int, repeats: int) -> Iterator[Figures]:
         if "error" in found:  # not of one solution
             found = {s.name: found for s in solutions}
         yield {(workload.uuid, name): figures for name, figures in found.items()}
+
+
+def both_times(calls: Mapping[str, Any], repeats: int) -> dict[str, dict[str, Any]]:
+    """Times by both clocks of the calls that could be prepared, the `error` of the others."""
+    found = dict(calls)
+
+    def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
+        return {DEVICE: on_device, HARNESS: harness_times(call, repeats)}
+
+    prepared = {name: call for name, call in calls.items() if isinstance(call, Timed)}
+    for name, times in device_times(prepared, repeats).items():
+        found[name] = times if "error" in times else attempt(both, times, prepared[name])
+    return found
 
 
 def columns(figures: dict[str, Any]) -> dict[str, str]:

@@ -134,21 +134,27 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
 def histogram(trace_set: Any, workload: Any) -> Histogram:
     """Of one workload, whose tensors are there."""
     from flashinfer_bench.bench.utils import load_safetensors
-    from moe_fp8.layer.routing import choose_experts
-    from moe_fp8.problem import DEEPSEEK_V3
 
     definition = trace_set.definitions[DEFINITION]
     loaded = load_safetensors(definition, workload, trace_set.root)
     scalars = {n: s.value for n, s in workload.inputs.items() if s.type == "scalar"}
     factor = scalars.get("routed_scaling_factor", 1.0)
     logits, bias = loaded["routing_logits"], loaded["routing_bias"]
-    ids, _ = choose_experts(logits, bias, factor, DEEPSEEK_V3)
-    local = ids.long() - scalars["local_expert_offset"]
+    return counted(workload.uuid, logits, bias, scalars["local_expert_offset"], factor)
+
+
+def counted(uuid: str, logits: Any, bias: Any, offset: int, factor: float) -> Histogram:
+    """Of the routing of these logits."""
+    from moe_fp8.layer.routing import choose_experts
+    from moe_fp8.problem import DEEPSEEK_V3
+
+    ids, _ = choose_experts(logits.cpu(), bias.cpu(), factor, DEEPSEEK_V3)
+    local = ids.long() - offset
     experts = DEEPSEEK_V3.num_local_experts
     here = (local >= 0) & (local < experts)
     counts = local[here].bincount(minlength=experts).tolist()
     hit = int(here.any(dim=1).sum())
-    return Histogram(workload.uuid, workload.axes["seq_len"], tuple(counts), hit)
+    return Histogram(uuid, len(logits), tuple(counts), hit)
 
 
 def layer_problems(found: Iterable[Histogram]) -> list[Problem]:

@@ -189,7 +189,7 @@ def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
     """Timings of a call's kernels and of the whole, in us."""
     for _ in range(WARMUP):
         call()
-    replay = None if eager or waits(call) else captured(call, call.output)
+    replay = None if eager or waits(call) else captured(call)
     calls = traced_calls(replay or call, flush_buffer().zero_, repeats)
     return {
         "traced": "replays of a CUDA graph" if replay else "calls",

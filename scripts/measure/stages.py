@@ -3,9 +3,11 @@ cache is overwritten before every call, the solutions take turns, and medians ar
 
 import importlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from scripts.common.project import DEFINITION, PREFIX
 from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import number
 from scripts.data.dataset import Inputs, load, make_missing_workloads, tokens
-from scripts.data.synthetic_logits import MEAN, STD
+from scripts.data.workload_specs import load_specs
 from scripts.measure.timing import flush_buffer
 from scripts.pack.availability import own_hashes, say_skipped, split_available, this_machine
 from scripts.pack.pack import generations, pack, select
@@ -110,10 +112,11 @@ def compare_outputs(
 
 
 class Problems:
-    """Inputs for any token count: a workload's, or drawn, with the first local expert 0."""
+    """Inputs for any token count: a workload's, or with the routing drawn as that of the nearest
+    of ours is: the same popular experts and groups, as many requests, the same rank."""
 
     def __init__(self, root: Path, device: str, seed: int):
-        self.root, self.seed = root, seed
+        self.root = root
         trace_set, _ = load(root)
         self.workloads = {tokens(t.workload): t for t in trace_set.workloads[DEFINITION]}
         self.inputs = Inputs(trace_set, device, seed)
@@ -126,11 +129,14 @@ class Problems:
         workload = template.workload
         if trace is not None:
             return MoeInputs(*self.inputs.of(workload)), f"workload {workload.uuid[:8]}"
-        drawn = {"routing_logits": RandomInput(), "local_expert_offset": ScalarInput(value=0)}
+        spec = min(load_specs(), key=lambda spec: abs(math.log(spec.seq_len / length)))
+        offset = ScalarInput(value=spec.local_expert_offset)
+        drawn = {"routing_logits": RandomInput(), "local_expert_offset": offset}
         changed = {"axes": {"seq_len": length}, "inputs": {**workload.inputs, **drawn}}
-        logits, *others = self.inputs.of(workload.model_copy(update=changed))
-        logits = (logits * STD + MEAN).to(torch.bfloat16).to(torch.float32)
-        return MoeInputs(logits, *others), f"independent draws, seed {self.seed}"
+        _, *others = self.inputs.of(workload.model_copy(update=changed))
+        logits = torch.from_numpy(replace(spec, seq_len=length).draw().logits)
+        like = f"drawn as workload {spec.uuid[:8]} is (T={spec.seq_len})"
+        return MoeInputs(logits.to(self.inputs.device), *others), like
 
 
 def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callable[..., None]]:

@@ -90,19 +90,6 @@ def capture(call: Run, stream: torch.cuda.Stream | None = None) -> torch.cuda.CU
     return graph
 
 
-def captured(call: Run, output: torch.Tensor, stream: torch.cuda.Stream | None = None) -> Run:
-    """A replay of the call, checked against the call itself, which was made before; see `capture`.
-    Raises RuntimeError: the replay does not write what the call writes."""
-    expected = output.clone()
-    graph = capture(call, stream)
-    output.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    if not torch.equal(output, expected):
-        raise RuntimeError("a replay of the captured call gives another output than the call")
-    return graph.replay
-
-
 def elapsed(launch: Run) -> float:
     """Milliseconds on the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -222,6 +209,26 @@ class Timed:
         return self.arguments[-1]
 
 
+class Returning(Timed):
+    """A call that returns its output, in new memory; that of the last call is the last argument."""
+
+    def __call__(self) -> None:
+        self.arguments[-1] = self.runnable(*self.arguments)
+
+
+def captured(call: Timed, stream: torch.cuda.Stream | None = None) -> Run:
+    """A replay of the call, checked against the call itself, which was made before; see `capture`.
+    Raises RuntimeError: the replay does not write what the call writes."""
+    expected = call.output.clone()
+    graph = capture(call, stream)
+    call.output.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(call.output, expected):
+        raise RuntimeError("a replay of the captured call gives another output than the call")
+    return graph.replay
+
+
 def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> Timed:
     """A call of the solution with inputs of its own but for the weights, of which there is one set,
     and whatever else has one shape for all workloads. Raises UsageError: the solution returns its
@@ -253,7 +260,7 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
             waiting = waits(call)
         torch.cuda.synchronize()
         if not waiting:
-            replays[name] = [captured(call, call.output, stream)]
+            replays[name] = [captured(call, stream)]
             return {}
         samples = []
         for _ in range(min(repeats, TRACED_CALLS)):

@@ -1,7 +1,9 @@
-"""Where the time of a call goes: kernel by kernel on a workload, or by the stages of the layer.
+"""Where the time of a call goes: by kernel, by stage of the layer, or over the number of tokens.
 
     python3 run.py profile --workloads 80      of fused, or of other --solutions
     python3 run.py profile --stages --tokens 1024 2048
+    python3 run.py profile --sweep             T = 1, 2, 4 ... 16384
+    python3 run.py profile --sweep --as engines
 
 Kernels: a call of each solution is captured in a CUDA graph and replayed, the L2 cache overwritten
 before each replay, while torch's profiler (CUPTI) notes when every kernel begins and ends; with
@@ -21,7 +23,14 @@ cudaProfilerStart and Stop:
 Stages: routing, GEMM1, SwiGLU + requantisation, GEMM2 and combine of every solution that marks
 them, by CUDA events; gemm1 and gemm2 include the padding before and the unpadding after the kernel.
 Where the GPU waits for the host, that wait counts. End to end is measured by calls of their own.
-Routing is that of the workload with this token count, if there is one, else drawn from the seed.
+Routing is that of the workload with this token count, if there is one, else drawn as that of the
+nearest is.
+
+Sweep: the times of whole calls, on the device and by flashinfer-bench's loop, in turns and on a
+cold L2 cache, beside the floor; an output that is wrong has no time. Of fused, fused_hifi, flat
+and three peers unless --solutions names others. With --as engines tokens are bfloat16, and experts
+are chosen and tokens quantised within the call: `moe_fp8.experts` in all its forms, what vLLM and
+SGLang have in its place where they are installed, and the peers. --json is written after each T.
 """
 
 import argparse
@@ -38,6 +47,7 @@ from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
     import pandas as pd
+    from moe_fp8.problem import MoeInputs
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -48,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     what = arguments.add_mutually_exclusive_group(required=True)
     what.add_argument("--workloads", nargs="+", metavar="T|UUID", help="kernels of these")
     what.add_argument("--stages", action="store_true", help="the stages of the layer instead")
+    what.add_argument("--sweep", action="store_true", help="whole calls over the number of tokens")
     add_options(
         arguments, "solutions", "local", "run-foreign", "rates", "seed", "cpu", "markdown", "json",
         cpu={"help": "stages: time the torch model on the CPU"},
@@ -55,7 +66,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
     add("--only-call", action="store_true", help="kernels: one call for ncu or nsys, no figures")
-    add("--tokens", nargs="+", type=whole(1), default=[1024, 2048], metavar="T", help="stages")
+    said = "stages (1024 2048), sweep (1 2 4 ... 16384)"
+    add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
+    said = "sweep: what is called, the definition's solutions or what engines call"
+    add("--as", dest="form", choices=("definition", "engines"), default="definition", help=said)
     args = arguments.parse_args()
     args.repeats = args.repeats or (50 if args.stages else 20)
     return args
@@ -138,12 +152,13 @@ def layer_stages(args: argparse.Namespace) -> dict[str, Any]:
     device = "cpu" if args.cpu else "cuda:0"
     hardware = hardware_from_device(device)
     timing = "host clock" if args.cpu else "CUDA events between the stages, L2 overwritten"
+    lengths = args.tokens or (1024, 2048)
     layers = stages.load_layers(args.solutions, use_gpu=not args.cpu)
     hashes = sources.current()
     problems = stages.Problems(args.local, device, args.seed)
     names, results = ", ".join(layers), []
     where = f"CPU ({hardware}), torch model" if args.cpu else hardware
-    for length in steps(args.tokens, lambda t: f"T={t}: {names}", lambda t: 4000 + t):
+    for length in steps(lengths, lambda t: f"T={t}: {names}", lambda t: 4000 + t):
         result = stages.measure(layers, problems, length, args.repeats)
         results.append(result)
         how = f"median ms of {args.repeats} calls ({timing}; routing: {result['routing']})"
@@ -163,9 +178,78 @@ def layer_stages(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def sweep(args: argparse.Namespace) -> dict[str, Any]:
+    """The content of sweep.json, written after each number of tokens."""
+    import torch
+
+    from scripts.measure import floors, gpu, plan, stages
+    from scripts.measure import sweep as measure
+    from scripts.measure.timing import timed
+    from scripts.pack.availability import say_skipped
+    from scripts.table.tables import sweep_tables
+
+    hardware = gpu.require_gpu()
+    engines = args.form == "engines"
+    chosen = plan.choose(
+        args.local,
+        True,
+        solutions=args.solutions or ([FUSED, *measure.PEERS] if engines else measure.SOLUTIONS),
+        run_foreign=args.run_foreign,
+        max_tokens=1,  # the workloads are not run
+    )
+    definition, solutions = definition_of(chosen.trace_set), chosen.solutions
+    peers = {s.name: chosen.peers[s.name] for s in solutions}
+
+    def of_definition(inputs: "MoeInputs") -> Any:
+        return inputs, {s.name: functools.partial(timed, definition, s, inputs) for s in solutions}
+
+    calls: measure.Calls = of_definition
+    skipped = dict(chosen.skipped)
+    if engines:
+        from scripts.measure.as_engines import Engines
+
+        calls = Engines(definition, [s for s in solutions if peers[s.name]])
+        skipped, peers = calls.skipped, calls.peers  # which the calls fill
+        skipped |= chosen.skipped
+    rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
+    results: list[dict[str, Any]] = []
+    record = {
+        "hardware": hardware,
+        "form": args.form,
+        "method": "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians",
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "environment": environment.capture(),
+        "floors": rates,
+        "solutions": {s.name: s.hash() for s in solutions},
+        "peers": peers,
+        "skipped": skipped,
+        "results": results,
+    }
+    lengths = args.tokens or measure.TOKENS
+    problems = stages.Problems(args.local, "cuda", args.seed)
+    with torch.no_grad():
+        for length in steps(lengths, "T={}".format, lambda t: 4000 + t):
+            new = measure.measure(problems, calls, length, rates, args.rates is None, args.repeats)
+            results.append(new)
+            if args.json:
+                files.write_json(args.json, record)
+    for table in sweep_tables(record):
+        if table:
+            show(args, table.title, table.frame)
+            print()
+    if skipped:
+        print(f"not run: {say_skipped(skipped)}")
+    failed = [n for r in results for n, of in r["solutions"].items() if "error" in of]
+    if ours := sorted({name for name in failed if not peers[name]}):
+        raise Failure(f"failed: {', '.join(ours)}")
+    return record
+
+
 def main() -> int:
     args = parse_arguments()
-    record = layer_stages(args) if args.stages else kernels(args)
+    measure = sweep if args.sweep else layer_stages if args.stages else kernels
+    record = measure(args)
     if args.json and record:
         files.write_json(args.json, record)
     measured = (

@@ -7,7 +7,8 @@ Runs the project's own programs one after the other, each as `run.py` would: eve
 the model, each with a time limit; the GPU tests; probes of what the GEMM's model assumes; the
 configs timed against what ships; the ranking of all solutions that run here on the 19 workloads
 with its floors, accuracy and device times; the stages; the GEMM alone (the layer's two, the 81
-configurations of the study); a profile; the page. If one of the first three fails, nothing is
+configurations of the study); a profile; whole calls over the number of tokens, also as engines make
+them; the page. If one of the first three fails, nothing is
 timed: that is to be looked at first (--keep-going). Another step that fails or takes too long is
 noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
 and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
@@ -50,7 +51,8 @@ GATES = ("configs", "tests", "probes")
 """Steps without which the others would time what is wrong."""
 EMULATED = ("configs", "probes")
 """Of them those that the emulator can stand in for a GPU in."""
-TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", "gemm_study", "report")
+SWEEPS = ("sweep", "sweep_engines")
+TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", *SWEEPS, "gemm_study", "report")
 STEPS = (*GATES, *TIMED)
 """In order."""
 RUN = "bench"
@@ -73,6 +75,10 @@ def commands(directory: Path) -> dict[str, list[str]]:
         "stages": ("profile", "--stages", "--tokens", *TOKENS, "--json", d / "stages.json"),
         "gemm_layers": ("gemm_bench", "--layers", "--json", d / "gemm_layers.json"),
         "profile": ("profile", "--workloads", *workloads, "--json", d / "profile.json"),
+        "sweep": ("profile", "--sweep", "--json", d / "sweep.json"),
+        "sweep_engines": (
+            *("profile", "--sweep", "--as", "engines", "--json", d / "sweep_engines.json"),
+        ),
         "gemm_study": ("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
         "report": ("report", d),
     }

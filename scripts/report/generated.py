@@ -22,6 +22,7 @@ from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
+from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report.report import write_pictures
 from scripts.table import tables
@@ -259,6 +260,44 @@ def gemm_plot(recorded: Recorded) -> str:
     return picture(recorded, "gemm_layers.png", what)
 
 
+def _sweep(recorded: Recorded, name: str, title: str, text: str) -> str:
+    """A section with its heading, or nothing where the record has no such sweep."""
+    if name not in recorded.sweeps:
+        return ""
+    record = recorded.sweeps[name]
+    times, shares, failed = tables.sweep_tables(record)
+    where = f"{record['hardware']}, {record['environment']['time'][:10]}"
+    left = say_skipped(record["skipped"])
+    said = f"{where} (`{relative(recorded)}/{name}.json`). {text} {record['method']}."
+    said += f" Not run: {left}." if left else ""
+    named = times.title.replace("* the fastest", "the fastest in bold")
+    return parts(
+        f"## {title}",
+        paragraph(markdown(said), changed_since(record)),
+        picture(recorded, f"{name}.png", "Device time over the number of tokens, and the floor"),
+        paragraph(f"{named}:"),
+        table(times),
+        paragraph(f"{shares.title}:"),
+        table(shares),
+        *([paragraph(f"{failed.title}:"), table(failed)] if failed else []),
+    )
+
+
+@block
+def sweep(recorded: Recorded) -> str:
+    text = "Routing drawn as that of the workload with the nearest number of tokens."
+    return _sweep(recorded, "sweep", "Over the number of tokens", text)
+
+
+@block
+def sweep_engines(recorded: Recorded) -> str:
+    text = (
+        "As engines call the layer: bfloat16 tokens, their experts chosen and, but for what is "
+        "called fp8, their values quantised within the call."
+    )
+    return _sweep(recorded, "sweep_engines", "As engines call it", text)
+
+
 # --- the pages ---
 
 
@@ -340,7 +379,7 @@ def changes(recorded: Recorded) -> list[str]:
     found = {"traces.jsonl": sources_of(recorded)}
     if recorded.stages is not None:
         found["stages.json"] = changed_since(recorded.stages)
-    for name, record in recorded.gemm.items():
+    for name, record in (recorded.gemm | recorded.sweeps).items():
         found[f"{name}.json"] = changed_since(record)
     return [f"{relative(recorded)}/{name}: {text}" for name, text in found.items() if text]
 

@@ -14,7 +14,7 @@ from scripts.common.project import short_name
 from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import printable
 from scripts.data.records import Clock
-from scripts.table.rankings import Ranking
+from scripts.table.rankings import Ranking, sweep_ranking
 from scripts.table.tables import compute_bound, counts_of_calls
 
 if TYPE_CHECKING:
@@ -77,16 +77,23 @@ def styles(ranking: Ranking) -> dict[str, dict[str, Any]]:
     return found
 
 
+def sweep_figure(sweep: dict[str, Any], clock: Clock = "device") -> "Figure":
+    """Of a sweep.json, over the number of tokens."""
+    floors = {str(row["tokens"]): row["floor_ms"] for row in sweep["results"]}
+    return latency_figure(sweep_ranking(sweep), floors, clock, by_tokens=True)
+
+
 def latency_figure(
-    ranking: Ranking, floors: dict[str, float], clock: Clock = "harness"
+    ranking: Ranking, floors: dict[str, float], clock: Clock = "harness", by_tokens: bool = False
 ) -> "Figure":
-    """Latency of every solution over the workloads by T, and the floor where it is known."""
+    """Latency of every solution over the workloads by T, and the floor where it is known. The
+    workloads are evenly spaced, or stand at their T on a log scale."""
     from matplotlib.ticker import LogLocator
 
     figure, (ax,) = new_figure(1, f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}", 5.2)
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    ms = ms.set_axis(range(len(uuids)))
+    ms = ms.set_axis(tokens if by_tokens else range(len(uuids)))
     for solution, style in styles(ranking).items():
         if (known := ms[solution].dropna()).any():
             ax.plot(known, label=printable(short_name(solution)), **style)
@@ -98,9 +105,12 @@ def latency_figure(
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("")
     ax.set_ylabel("ms, log scale")
-    ax.set_xlabel("tokens of the workload")
+    ax.set_xlabel("tokens, log scale" if by_tokens else "tokens of the workload")
+    if by_tokens:
+        ax.set_xscale("log", base=2)
+    else:
+        ax.set_xlim(-0.4, len(uuids) - 0.6)
     ax.set_xticks(ms.index, list(map(str, tokens)), fontsize=9)
-    ax.set_xlim(-0.4, len(uuids) - 0.6)
     legend_below(figure, ax)
     return figure
 

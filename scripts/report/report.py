@@ -168,6 +168,16 @@ def gemm_section(recorded: Recorded) -> list[Section]:
     return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 
 
+def sweep_section(recorded: Recorded) -> list[Section]:
+    """Whole calls over the number of tokens."""
+    parts = []
+    for name, record in recorded.sweeps.items():
+        text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
+        parts.append(Part(f"Device time, {record['form']}", text, plots.sweep_figure(record)))
+        parts += [Part(of.title, table=of) for of in tables.sweep_tables(record) if of]
+    return [Section("sweep", "Over the number of tokens", parts=parts)] if parts else []
+
+
 def render(recorded: Recorded) -> str:
     """The page."""
     import jinja2
@@ -180,7 +190,7 @@ def render(recorded: Recorded) -> str:
     if len(timed) > 1:
         legend, table = tables.side_by_side(timed)
         sections.append(Section("machines", "Side by side", legend, [Part(table=table)]))
-    sections += stages_section(recorded) + gemm_section(recorded)
+    sections += sweep_section(recorded) + stages_section(recorded) + gemm_section(recorded)
     environment_part = Part(table=tables.environment_table(recorded))
     sections.append(Section("environment", "Environment", parts=[environment_part]))
 
@@ -228,6 +238,8 @@ def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
         figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
     for name, record in recorded.gemm.items():
         figures[f"{name}.png"] = partial(gemm_figure, record)
+    for name, record in recorded.sweeps.items():
+        figures[f"{name}.png"] = partial(plots.sweep_figure, record)
     return figures
 
 

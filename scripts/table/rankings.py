@@ -18,7 +18,7 @@ from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX
 from scripts.data.dataset import matches
-from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number
+from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number, sweep_records
 from scripts.data.traces import read_run
 
 TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
@@ -351,3 +351,13 @@ def rankings(
             )
         )
     return found
+
+
+def sweep_ranking(sweep: Mapping[str, Any]) -> Ranking:
+    """The rows of a sweep.json as a ranking by the device's clock; its speed-ups are empty."""
+    records = {(r.uuid, r.solution): r for r in sweep_records(sweep)}
+    results = results_of(records.values(), sweep["peers"], None)
+    summary = _in_order(summary_of(results), "device")
+    summary["checks"] = [{} for _ in summary.solution]
+    told = {"skipped": sweep["skipped"], "by": "device"}
+    return Ranking(sweep["hardware"], sweep["method"], "", False, records, results, summary, **told)

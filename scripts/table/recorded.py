@@ -1,7 +1,8 @@
 """What a run's directory holds.
 
 A run of `bench` or a recorded result: traces.jsonl with run.json, and, where they were measured,
-floors.json, invariance.json, stages.json and the gemm*.json of the grouped GEMM alone.
+floors.json, invariance.json, stages.json, the gemm*.json of the grouped GEMM alone and the
+sweep*.json over numbers of tokens.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Recorded:
     invariance: schemas.Invariance | None = None
     gemm: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By the file's stem."""
+    sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The same."""
 
     @property
     def definition(self) -> str:
@@ -85,6 +88,7 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
         stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,
         invariance=read_invariance(directory),
         gemm={p.stem: schemas.read(p, schemas.Gemm) for p in sorted(directory.glob("gemm*.json"))},
+        sweeps={p.stem: schemas.read(p, schemas.Sweep) for p in directory.glob("sweep*.json")},
     )
 
 

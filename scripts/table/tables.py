@@ -17,7 +17,7 @@ from scripts.common.project import short_name
 from scripts.common.schemas import TOTAL
 from scripts.common.text import markdown_table, number, percent, printable, text_table
 from scripts.data.records import LAUNCHES
-from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking
+from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking, sweep_ranking
 
 if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
@@ -419,6 +419,24 @@ def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = Non
         spread = by_workload(ranking, by_clock(ranking, f, "spread", percent))
         found.append(Table(spread, left=0, title="Spread of the calls"))
     return found
+
+
+def sweep_tables(sweep: Mapping[str, Any]) -> list[Table]:
+    """Of a sweep.json: times, the floor's share of the device's, and what failed."""
+    ranking = sweep_ranking(sweep)
+    rows = {str(row["tokens"]): row for row in sweep["results"]}
+    floors = {tokens: row["floor_ms"] for tokens, row in rows.items()}
+    f = ranking.results
+    shares = by_workload(ranking, (f.uuid.map(floors) / f.device).map(percent))
+    found = [
+        latency_table(ranking, floors, ".4f"),
+        Table(shares, left=0, title="Floor over device time"),
+        failures_table(ranking),
+    ]
+    for name in ("active", "pairs"):
+        found[0].frame.insert(1, name, [str(rows[t][name]) for t in found[0].frame["T"]])
+    twice = ["workload", "reference"]
+    return [replace(t, frame=t.frame.drop(columns=twice, errors="ignore")) for t in found]
 
 
 # --- stages, GEMMs, environment -------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_help(program: str) -> None:
         ("profile", ["--stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
         ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
-        ("profile", [], "one of the arguments --workloads --stages is required"),
+        ("profile", [], "--workloads --stages --sweep is required"),
         ("tune", [], "the following arguments are required: --what"),
     ],
 )

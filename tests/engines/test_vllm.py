@@ -272,3 +272,18 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
     monkeypatch.setenv(plugin.VARIABLE, "yes")
     with pytest.raises(ValueError, match="MOE_FP8_VLLM='yes': expected 1"):
         plugin.register()
+
+
+def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
+    """Without a GPU what vLLM says of the shapes alone."""
+    from scripts.measure import as_engines
+
+    meta = torch.device("meta")
+    sizes = [(4, 2 * WIDTH, H), (4, 2 * WIDTH // 128, H // 128), (4, H, WIDTH), (4, H // 128, 2)]
+    types = [torch.float8_e4m3fn, torch.float32] * 2
+    weights = tuple(torch.empty(n, dtype=t, device=meta) for n, t in zip(sizes, types, strict=True))
+    places = torch.zeros(as_engines.EXPERTS, dtype=torch.int32, device=meta)
+    run = as_engines.ENGINES["vllm fused_experts"](weights, places)
+    x = torch.empty(3, H, dtype=torch.bfloat16, device=meta)
+    ids = torch.empty(3, K, dtype=torch.int32, device=meta)
+    assert run(ids, ids.float(), x).shape == x.shape

@@ -1,0 +1,202 @@
+"""The layer as serving engines call it: bfloat16 tokens, whose experts are chosen and which are
+quantised within the call.
+
+What takes chosen experts, `moe_fp8.experts` and the engines' own functions, has the same routing
+before it: the one launch of the Triton peers. Solutions that take FP8 have a quantiser of one
+launch before them. The engines' weights have gate above up, and so have those of `experts` but for
+one form. The forms of ours that take FP8 tell what quantising costs, what that order does, and what
+scales that lie token by token do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from flashinfer_bench.compile import BuilderRegistry
+from flashinfer_bench.data import Definition, Solution
+from moe_fp8 import experts, fused_moe
+from moe_fp8.numerics import BLOCK
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.quantise import quantise_rows
+
+from scripts.measure.timing import FAILURES, Returning, Timed
+
+EXPERTS = DEEPSEEK_V3.num_experts
+FP8_MAX = tl.constexpr(448.0)
+Weights = tuple[torch.Tensor, ...]
+"""w13 and its scales, w2 and its scales."""
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""An engine's function of ids, weights and tokens."""
+
+
+# --- what stands before a call --------------------------------------------------------------------
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantise_rows`, in one launch."""
+    tokens, hidden = x.shape
+    q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((hidden // BLOCK, tokens), dtype=torch.float32, device=x.device)
+    blocks = hidden // BLOCK
+    places = triton.next_power_of_2(blocks)
+    _quantise[(tokens,)](x, q, scale, tokens, BLOCKS=blocks, PLACES=places, SIZE=BLOCK)
+    return q, scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _quantise(x, q, scales, tokens, BLOCKS: tl.constexpr, PLACES: tl.constexpr, SIZE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PLACES)
+    at = token * BLOCKS * SIZE + block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (block < BLOCKS)[:, None]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), 1) / FP8_MAX
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    scaled = tl.clamp(values / scale[:, None], -FP8_MAX, FP8_MAX)
+    tl.store(q + at, scaled.to(q.dtype.element_ty), mask=inside)
+    tl.store(scales + block.to(tl.int64) * tokens + token, scale, mask=block < BLOCKS)
+
+
+def choose(
+    logits: torch.Tensor, bias: torch.Tensor, offset: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of all the layer's experts, and weights."""
+    from moe_fp8.baselines.triton_stages import new_routed, route
+
+    routed = new_routed(len(logits), DEEPSEEK_V3, logits.device)
+    route(logits, bias, factor, offset, DEEPSEEK_V3, routed)
+    return routed.ids, routed.weights
+
+
+# --- the engines ----------------------------------------------------------------------------------
+
+
+def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    w13, w13_scale, w2, w2_scale = weights
+    how: dict[str, Any] = dict(
+        global_num_experts=EXPERTS,
+        expert_map=places,
+        quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, block_shape=[BLOCK, BLOCK]),
+    )
+    return lambda ids, given, x: fused_experts(x, w13, w2, given, ids, **how)
+
+
+def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.runtime_context import get_context, get_parallel
+    from sglang.srt.server_args import ServerArgs
+
+    # What a server sets before its first layer.
+    get_context().set_server_args(ServerArgs(model_path="dummy"))
+    get_parallel().override_permanently(tp_group=SimpleNamespace(world_size=1))
+    w13, w13_scale, w2, w2_scale = weights
+    config = MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=len(w13), inplace=False)
+    how: dict[str, Any] = dict(
+        use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
+    )
+
+    def run(ids: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        local = places.index_select(0, ids.view(-1)).view_as(ids)  # -1 elsewhere
+        return fused_experts(x, w13, w2, StandardTopKOutput(given, local, None), config, **how)
+
+    return run
+
+
+ENGINES = {"vllm fused_experts": vllm_experts, "sglang fused_experts": sglang_experts}
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+class Engines:
+    """The calls on any number of tokens.
+
+    Attributes:
+        skipped: why an engine's function cannot be called, by its name.
+        peers: whether a call is of someone else's kernels, by its name.
+    """
+
+    def __init__(self, definition: Definition, solutions: Sequence[Solution]):
+        build = BuilderRegistry.get_instance().build
+        self.runnables = {f"{s.name} + quantiser": build(definition, s) for s in solutions}
+        self.experts: dict[int, dict[str, Experts]] = {}
+        self.skipped: dict[str, str] = {}
+        self.peers: dict[str, bool] = {}
+        self.gate_first: Weights = ()
+
+    def experts_of(self, offset: int) -> dict[str, Experts]:
+        """The engines' functions on the experts from this one on."""
+        if offset not in self.experts:
+            places = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            local = len(self.gate_first[0])
+            places[offset : offset + local] = torch.arange(local, dtype=torch.int32)
+            places = places.to(self.gate_first[0].device)
+            self.experts[offset] = {}
+            for name, make in ENGINES.items():
+                try:
+                    self.experts[offset][name] = make(self.gate_first, places)
+                except FAILURES as error:
+                    self.skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return self.experts[offset]
+
+    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, Mapping[str, Callable[[], Timed]]]:
+        """See `sweep.Calls`."""
+        x = drawn.hidden_states.to(torch.bfloat16)
+        q, scale = quantise_rows(x)
+        inputs = drawn._replace(hidden_states=q, hidden_states_scale=scale)
+        logits, bias, _, _, *weights = inputs[:8]
+        assert bias is not None  # the definition has one
+        offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)
+        if not self.gate_first:
+            first = [torch.cat(w.view(torch.uint8).chunk(2, 1)[::-1], 1) for w in weights[:2]]
+            swapped = [b.view(w.dtype) for b, w in zip(first, weights[:2], strict=True)]
+            self.gate_first = (*swapped, *weights[2:])
+
+        # Each takes logits, tokens, their scales and the output.
+        def layer(logits: Any, x: Any, scale: Any, out: Any) -> None:
+            how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+            fused_moe(logits, bias, x, scale, *weights, **how, out=out)
+
+        def ours(gate_first: bool, logits: Any, x: Any, scale: Any, out: Any) -> None:
+            own = self.gate_first if gate_first else weights
+            how: dict[str, Any] = dict(local_expert_offset=offset, num_experts=EXPERTS, out=out)
+            routed = choose(logits, bias, offset, factor)
+            experts(*routed, x, *own, x_scale=scale, gate_first=gate_first, **how)
+
+        def of_solution(run: Any) -> Any:
+            rest = [*weights, drawn.local_expert_offset, drawn.routed_scaling_factor]
+            return lambda logits, x, scale, out: run(logits, bias, *quantise(x), *rest, out)
+
+        def of_engine(run: Experts) -> Any:
+            return lambda logits, x, *_: run(*choose(logits, bias, offset, factor), x)
+
+        token_major = scale.t().contiguous().t()
+        runs: dict[str, tuple[Any, Any, Any]] = {
+            "experts bf16": (partial(ours, True), x, None),
+            "fused_moe bf16": (layer, x, None),
+            "fused_moe fp8": (layer, q, scale),
+            "experts fp8": (partial(ours, True), q, scale),
+            "experts fp8 up first": (partial(ours, False), q, scale),
+            "experts fp8 token-major": (partial(ours, True), q, token_major),
+        }
+        self.peers |= dict.fromkeys(runs, False)
+        others = {name: (of_solution(run), x, None) for name, run in self.runnables.items()}
+        theirs = self.experts_of(offset)
+        others |= {name: (of_engine(run), x, None) for name, run in theirs.items()}
+        self.peers |= dict.fromkeys(others, True)
+
+        def prepare(name: str) -> Timed:
+            kind = Returning if name in theirs else Timed
+            run, *tokens = (runs | others)[name]
+            return kind(run, [logits, *tokens, torch.empty_like(x)])
+
+        return inputs, {name: partial(prepare, name) for name in runs | others}

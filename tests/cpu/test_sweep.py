@@ -1,0 +1,322 @@
+"""Calls over the number of tokens: rows, what fails, the record, its tables and its section."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda import Kernel
+from moe_fp8 import experts, fused_moe
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.quantise import quantise_blocks, quantise_rows
+from test_baselines_triton import DEVICE, interpreter_that_rounds
+
+from scripts.common import schemas
+from scripts.common.command_line import Failure, UsageError
+from scripts.common.project import RESULTS_DIR, ROOT
+from scripts.data.workload_specs import load_specs
+from scripts.measure import as_engines, check, floors, gpu, plan, stages, sweep, timing
+from scripts.programs import profile as program
+from scripts.report import generated, report
+from scripts.table import tables
+from scripts.table.recorded import read
+
+RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
+RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-24"
+__all__ = ["interpreter_that_rounds"]  # a fixture
+OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
+OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory"
+
+
+# --- the measurement ------------------------------------------------------------------------------
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture
+def calls(cuda, monkeypatch):
+    """Calls whose output should be 1."""
+    monkeypatch.setattr(sweep, "run_reference", lambda definition, inputs: (torch.ones(2), 0.1))
+    monkeypatch.setattr(check, "harness_times", lambda call, repeats: {"ms": 0.5})
+
+    def call(name: str, value: float = 1.0, kind=timing.Timed) -> timing.Timed:
+        kernel = Kernel(cuda, name, value=lambda n: value)
+        if kind is timing.Timed:
+            return kind(kernel, [kernel.out])
+
+        def returns(out: torch.Tensor) -> torch.Tensor:
+            kernel.out = torch.empty(2)
+            kernel()
+            return kernel.out
+
+        return kind(returns, [torch.empty(2)])
+
+    return {
+        "right": lambda: call("right"),
+        "returns": lambda: call("returns", kind=timing.Returning),
+        "wrong": lambda: call("wrong", 2.0),
+        "not finite": lambda: call("not finite", float("nan")),
+        "large": out_of_memory,
+    }
+
+
+def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_row(calls) -> None:
+    found = sweep.solutions_on(None, [], calls, 3)
+    for name in ("right", "returns"):
+        assert found[name]["device"]["method"] == "graph" and found[name]["device"]["calls"] == 3
+        assert found[name]["harness"] == {"ms": 0.5} and found[name]["calc_diff"] == 0
+    assert found["wrong"] == {"error": "RuntimeError: calc_diff 2.0e-01 to the reference"}
+    assert found["not finite"] == {"error": "RuntimeError: calc_diff nan to the reference"}
+    assert found["large"] == {"error": OUT_OF_MEMORY}
+
+
+def inputs(tokens: int, hidden: int = 256, width: int = 128, local: int = 32) -> MoeInputs:
+    g = torch.Generator().manual_seed(tokens)
+    w13, w13_scale = quantise_blocks(torch.randn(local, 2 * width, hidden, generator=g) / 8)
+    w2, w2_scale = quantise_blocks(torch.randn(local, hidden, width, generator=g) / 8)
+    x, scale = quantise_rows(torch.randn(tokens, hidden, generator=g))
+    logits = torch.randn(tokens, DEEPSEEK_V3.num_experts, generator=g)
+    bias = torch.rand(DEEPSEEK_V3.num_experts, generator=g).bfloat16()
+    return MoeInputs(logits, bias, x, scale, w13, w13_scale, w2, w2_scale, 32, 2.5)
+
+
+def test_a_row_has_the_routing_and_the_floor(monkeypatch) -> None:
+    problems = SimpleNamespace(
+        of=lambda length: (inputs(length), "drawn"), inputs=SimpleNamespace(definition=None)
+    )
+    monkeypatch.setattr(floors, "measure_reading", lambda found, repeats: {found[0].uuid: 0.04})
+    monkeypatch.setattr(sweep, "solutions_on", lambda *_: {"x": {"error": "no"}})
+    row = sweep.measure(problems, lambda drawn: (drawn, {"x": None}), 8, RATES, True, 3)
+    assert (row["tokens"], row["routing"], row["floor_ms"]) == (8, "drawn", 0.04)
+    assert 0 < row["active"] <= row["pairs"] and row["solutions"] == {"x": {"error": "no"}}
+    monkeypatch.setattr(sweep, "solutions_on", out_of_memory)
+    row = sweep.measure(problems, lambda drawn: (drawn, {"x": 0, "y": 0}), 8, RATES, False, 3)
+    assert row["solutions"] == dict.fromkeys("xy", {"error": OUT_OF_MEMORY})
+    assert 0 < row["floor_ms"] < 0.1 and "read_ms" not in row
+
+
+def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
+    monkeypatch.setattr(stages.Inputs, "of", lambda self, workload: [workload] * 10)
+    problems = stages.Problems(ROOT, "cpu", 1)
+    drawn, said = problems.of(8)
+    (spec,) = [s for s in load_specs() if s.seq_len == 7]
+    expected = replace(spec, seq_len=8).draw().logits
+    assert said == f"drawn as workload {spec.uuid[:8]} is (T=7)"
+    assert torch.equal(drawn.routing_logits, torch.from_numpy(expected))
+    changed = drawn.routing_bias
+    assert changed.axes == {"seq_len": 8}
+    assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
+
+
+# --- as engines -----------------------------------------------------------------------------------
+
+
+def test_the_quantiser_is_that_of_the_layer() -> None:
+    x = torch.randn(5, 7168).bfloat16().to(DEVICE)
+    x[2, :128] = 0
+    for got, wanted in zip(as_engines.quantise(x), quantise_rows(x), strict=True):
+        assert got.shape == wanted.shape and got.is_contiguous()
+        assert calc_diff(got.float(), wanted.float()) < 1e-8
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a sweep checks its outputs")
+def test_every_form_gives_the_layer(monkeypatch, reference) -> None:
+    def engine(weights, places):
+        return lambda ids, given, x: experts(ids, given, x, *weights, expert_map=places)
+
+    def absent(weights, places):
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    def solution(logits, bias, x, scale, *rest):
+        *weights, offset, factor, out = rest
+        how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+        fused_moe(logits, bias, x, scale, *weights, **how, out=out)
+
+    monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
+    engines = as_engines.Engines(None, [])
+    engines.runnables["a peer + quantiser"] = solution
+    given, prepare = engines(inputs(6))
+    wanted = reference(*given)
+    assert len(prepare) == 8 and list(prepare) == list(engines.peers)
+    assert [name for name, peer in engines.peers.items() if peer] == list(prepare)[-2:]
+    assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
+    for name, make in prepare.items():
+        call = make()
+        assert isinstance(call, timing.Returning) == (name == "an engine")
+        call.output.fill_(float("nan"))
+        call()
+        assert calc_diff(call.output, wanted) < sweep.LARGEST_DIFF, name
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def row(tokens: int, **solutions: dict) -> dict:
+    counts = {"tokens": tokens, "hit": 1, "active": 1, "pairs": 1, "max": 1, "uuid": f"T={tokens}"}
+    return {**counts, "routing": "drawn", "floor_ms": 0.04, "solutions": solutions}
+
+
+def both(ms: float) -> dict:
+    figures = {"ms": ms, "p10": ms, "p90": ms, "calls": 20}
+    harness = figures | {"ms": ms + 0.03}
+    return {"calc_diff": 3e-4, "device": {"method": "graph", **figures}, "harness": harness}
+
+
+ROWS = {
+    1: row(1, **{OURS: both(0.05), PEER: both(0.08)}),
+    2: row(2, **{OURS: both(0.06), PEER: {"error": OUT_OF_MEMORY}}),
+}
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The program's record of two numbers of tokens, and what it printed."""
+    solutions = [SimpleNamespace(name=n, hash=lambda n=n: f"hash of {n}") for n in (OURS, PEER)]
+    seen: dict = {}
+
+    def choose(local, use_gpu, **kind):
+        seen.update(kind)
+        return SimpleNamespace(
+            trace_set=SimpleNamespace(definitions={"d": None}),
+            solutions=solutions,
+            peers={OURS: False, PEER: True},
+            skipped={"hpc_ops_moe": "not installed"},
+        )
+
+    def run(*arguments: str) -> tuple[dict, dict]:
+        out = tmp_path / "sweep.json"
+        words = ["profile.py", "--sweep", "--tokens", "1", "2", *arguments, "--json", str(out)]
+        monkeypatch.setattr(sys, "argv", words)
+        assert program.main() == 0
+        return schemas.read(out, schemas.Sweep), seen
+
+    monkeypatch.setattr(plan, "choose", choose)
+    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(stages, "Problems", lambda *_: None)
+    monkeypatch.setattr(sweep, "measure", lambda problems, calls, length, *_: ROWS[length])
+    return run
+
+
+def test_the_program_keeps_and_prints_every_row(measured, capsys) -> None:
+    record, seen = measured("--markdown")
+    assert seen["solutions"] == sweep.SOLUTIONS
+    assert record["solutions"] == {name: f"hash of {name}" for name in (OURS, PEER)}
+    assert record["peers"] == {OURS: False, PEER: True}
+    assert record["skipped"] == {"hpc_ops_moe": "not installed"}
+    assert [r["tokens"] for r in record["results"]] == [1, 2] and record["seed"] == 2026
+    printed = capsys.readouterr().out
+    assert "### Harness/device time in ms, * the fastest" in printed
+    assert "| 1 | 1 | 1 | 0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x |" in [
+        " ".join(line.split()) for line in printed.splitlines()
+    ]
+    assert "### Floor over device time" in printed and "| 80 % | 50 % |" in " ".join(
+        printed.split()
+    )
+    assert OUT_OF_MEMORY in printed and "not run: hpc_ops_moe: not installed" in printed
+
+
+def test_it_fails_where_one_of_ours_does(measured, monkeypatch) -> None:
+    wrong = row(1, **{OURS: {"error": "RuntimeError: calc_diff 0.1 to the reference"}})
+    monkeypatch.setattr(sweep, "measure", lambda *_: wrong)
+    with pytest.raises(Failure, match=f"failed: {OURS}"):
+        measured()
+
+
+def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
+    engines = SimpleNamespace(skipped={"vllm fused_experts": "no vllm"}, peers={OURS: False})
+    engines.peers[PEER] = True
+    monkeypatch.setattr(
+        as_engines, "Engines", lambda definition, peers: setattr(engines, "of", peers) or engines
+    )
+    record, seen = measured("--as", "engines")
+    assert seen["solutions"][0] == OURS and [s.name for s in engines.of] == [PEER]
+    assert record["form"] == "engines" and set(record["skipped"]) == {
+        "vllm fused_experts",
+        "hpc_ops_moe",
+    }
+
+
+def test_rows_before_the_end_are_kept(measured, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sweep, "measure", lambda problems, calls, length, *_: ROWS.get(length, 1))
+    real = program.files.write_json
+
+    def until_the_first(path, content):
+        real(path, content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.files, "write_json", until_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        measured()
+    (kept,) = schemas.read(tmp_path / "sweep.json", schemas.Sweep)["results"]
+    assert kept["tokens"] == 1
+
+
+# --- a recorded sweep -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(measured, tmp_path):
+    """A record with a sweep."""
+    measured()
+    for path in RECORD.glob("*.json*"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+TEXT = "<!-- record: {} -->\n<!-- generated: sweep -->\n<!-- /generated -->\n"
+
+
+def test_a_record_with_a_sweep_has_its_section(copy) -> None:
+    recorded = read(copy)
+    text = generated.generate(TEXT.format(copy), recorded)
+    assert "## Over the number of tokens" in text and "hpc_ops_moe: not installed" in text
+    assert "**0.0800**/**0.0500**" in text and "OutOfMemoryError" in text
+    assert generated.shown(text, recorded) == ["sweep.png"]
+    assert generated.changes(recorded)[-1].startswith(f"{generated.relative(recorded)}/sweep.json")
+    engines = TEXT.replace("sweep", "sweep_engines").format(copy)
+    assert "##" not in generated.generate(engines, recorded)
+
+
+def test_without_a_sweep_nothing_is_said() -> None:
+    recorded = read(RESULTS_DIR / "nvidia-h200" / "2026-11-21")
+    assert recorded.sweeps == {}
+    text = generated.generate(TEXT.format(recorded.directory), recorded)
+    assert "".join(text.split()) == "".join(
+        f"<!-- record: {generated.relative(recorded)} -->{TEXT[20:]}".split()
+    )
+
+
+def test_a_sweep_is_drawn_over_the_tokens(copy) -> None:
+    pytest.importorskip("matplotlib")
+    recorded = read(copy)
+    (ax,) = report.plots.sweep_figure(recorded.sweeps["sweep"]).axes
+    lines = {line.get_label(): list(line.get_xdata()) for line in ax.lines}
+    assert lines == {"fused": [1, 2], PEER: [1], "floor": [1, 2]}
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    (path,) = generated.draw(recorded, ["sweep.png"])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "Over the number of tokens" in [s.title for s in report.sweep_section(recorded)]
+
+
+def test_a_sweep_of_another_shape_is_refused(copy) -> None:
+    path = copy / "sweep.json"
+    content = json.loads(path.read_text())
+    content["results"][0]["solutions"][OURS]["device"]["ms"] = -1
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="results.0.solutions.*device.ms"):
+        read(copy)
+
+
+def test_a_floor_alone_is_a_table_too() -> None:
+    record = {"hardware": "a GPU", "method": "m", "peers": {}, "skipped": {}, "results": []}
+    record["peers"], record["results"] = {OURS: False}, [row(1, **{OURS: {"error": "X: no"}})]
+    times, shares, failed = tables.sweep_tables(record)
+    assert times.frame[["T", "fused"]].values.tolist() == [["1", "X"]]
+    assert failed.rows == [[OURS, "1", "X", "X: no"]]
