@@ -231,8 +231,9 @@ def private_build_cache() -> Iterator[None]:
             os.environ.update(before)
 
 
-def validate(packed: bytes, of: Entry = DEFAULT) -> None:
-    """Load the JSON as flashinfer-bench does and build it, which imports its entry point."""
+def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
+    """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
+    imports its entry point."""
     import warnings
 
     with warnings.catch_warnings():
@@ -243,7 +244,7 @@ def validate(packed: bytes, of: Entry = DEFAULT) -> None:
         from flashinfer_bench.data import Definition, Solution, load_json_file
 
         solution = Solution.model_validate_json(packed)
-        definition = load_json_file(Definition, ROOT / of.path)
+        definition = load_json_file(Definition, of)
         registry = BuilderRegistry(
             [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
         )
@@ -320,7 +321,7 @@ def write_packed(
     for path, (_, content) in packed.items():
         if not path.is_file() or path.read_bytes() != content:
             if build:
-                validate(content, definition)
+                validate(content, ROOT / definition.path)
             files.write(path, content)
     for path in stale:
         path.unlink()
