@@ -619,10 +619,21 @@ def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
 
 
 def test_kernels_own_parser_takes_the_build_file(tmp_path: Path) -> None:
-    rust = pytest.importorskip("kernels._rust")
+    kernels = pytest.importorskip("kernels")
+    allowed = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text())
+    known = {
+        **{name: ("general", name) for name in allowed["general"]},
+        **{name: ("general.cuda", name) for name in allowed["backends"]["cuda"]},
+    }
+    assert all(known[name] == (table, name) for table, name in forms.DEPENDENCIES.values() if name)
     for name in (FLAT.name, "triton_moe"):
         write_all(tmp_path / name, forms.kernels_files(export_of(GENERATIONS[name])))
-        rust.Build.open(tmp_path / name)
+        build = kernels._rust.Build.open(tmp_path / name)
+        assert build.general.backends == [kernels._rust.Backend.CUDA]
+        text = (tmp_path / name / "build.toml").read_text()
+        (tmp_path / name / "build.toml").write_text(text.replace("edition = 5", "edition = 999"))
+        with pytest.raises(ValueError, match="999"):
+            kernels._rust.Build.open(tmp_path / name)
 
 
 # --- the contest's settings -----------------------------------------------------------------------
