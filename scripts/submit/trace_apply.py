@@ -20,6 +20,12 @@ FACTORS = dict.fromkeys(
 )
 GIVEN = {"shape": None, "description": "Must be that of the definition."}
 SIZES = dict.fromkeys(("top_k", "n_group", "topk_group"), {**GIVEN, "dtype": "int32"})
+ALL_LOCAL = {
+    "routing_bias": {**ABSENT, "dtype": "bfloat16"},
+    "local_expert_offset": SIZES["top_k"],
+    "routed_scaling_factor": {**GIVEN, "dtype": "float32"},
+}
+"""What the calls of a routing by renormalisation have besides."""
 INPUTS = (
     *("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale"),
     *("gemm1_weights", "gemm1_weights_scale", *FACTORS, "gemm2_weights", "gemm2_weights_scale"),
@@ -56,23 +62,18 @@ def files(
     solution: Mapping[str, Any], of: Entry, definition: "Definition"
 ) -> dict[str, dict[str, Any]]:
     """By path, the JSON of a definition and of a solution for every name that FlashInfer asks for.
-
-    Raises PackError: FlashInfer has no such definition."""
+    Raises PackError: it has no such definition."""
     if not isinstance(of, MoeDefinition):
         raise PackError(f"FlashInfer's Trace Apply has no {of.name}")
     ours = definition.model_dump(mode="json")
-    fixed: dict[str, Any] = {**dict.fromkeys(FACTORS), "top_k": of.top_k}
-    specs = {**ours["inputs"], **FACTORS, **SIZES}
-    names = {"": of.name}
+    names, specs = {"": of.name}, {**FACTORS, **SIZES}
+    fixed = {**dict.fromkeys(FACTORS), **{name: getattr(of, name) for name in SIZES}}
     if of.routing == RENORMALIZE:
         names = {f"_{m}": of.name.replace("_renorm_", f"_{m}_routing_") for m in METHODS}
-        fixed |= {"routing_bias": None, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
-        specs["routing_bias"] = {**ABSENT, "dtype": "bfloat16"}
-        specs["local_expert_offset"] = SIZES["top_k"]
-        specs["routed_scaling_factor"] = {**GIVEN, "dtype": "float32"}
-        del specs["n_group"], specs["topk_group"]
-    else:
-        fixed |= {"n_group": of.n_group, "topk_group": of.topk_group}
+        specs = {**FACTORS, **ALL_LOCAL, "top_k": SIZES["top_k"]}
+        fixed = {**dict.fromkeys(FACTORS), "routing_bias": None, "top_k": of.top_k}
+        fixed |= {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    specs |= ours["inputs"]
     inputs = {name: specs[name] for name in INPUTS if name in specs}
 
     def entry(call: str) -> str:
@@ -87,21 +88,11 @@ def files(
         for s in solution["sources"]
     ]
     spec = {**solution["spec"], "destination_passing_style": False}
-    reference = ours["reference"] + entry("return layer({inputs})")
+    changed = {"inputs": inputs, "reference": ours["reference"] + entry("return layer({inputs})")}
     made: dict[str, dict[str, Any]] = {}
     for end, theirs in names.items():
-        name = f"{solution['name']}{end}"
-        made[f"definitions/{of.op_type}/{theirs}.json"] = {
-            **ours,
-            "name": theirs,
-            "inputs": inputs,
-            "reference": reference,
-        }
-        made[f"solutions/{solution['author']}/{of.op_type}/{theirs}/{name}.json"] = {
-            **solution,
-            "name": name,
-            "definition": theirs,
-            "spec": spec,
-            "sources": sources,
-        }
+        name, below = solution["name"] + end, f"{solution['author']}/{of.op_type}/{theirs}"
+        made[f"definitions/{of.op_type}/{theirs}.json"] = {**ours, "name": theirs, **changed}
+        own = {"name": name, "definition": theirs, "spec": spec, "sources": sources}
+        made[f"solutions/{below}/{name}.json"] = {**solution, **own}
     return made
