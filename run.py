@@ -4,7 +4,7 @@
     python3 run.py bench [args]     check and rank the solutions on this machine
     python3 run.py test             lint, type check and tests: what a change needs, in minutes
     python3 run.py test --all       the same with every test that this machine can run
-    python3 run.py test --engines   the plugins of vLLM and SGLang in those that are installed
+    python3 run.py test --engines   the plugins of vLLM and SGLang, and exports at their receivers
     python3 run.py test [args]      only pytest, with these arguments
     python3 run.py setup            only the set-up, with the tools for development
     python3 run.py NAME [args]      any program of the list below; each has --help

@@ -21,7 +21,7 @@ from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 from scripts.common import files
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
-from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
+from scripts.common.project import OLD_PACKED_DIR, PACKAGE_DIR, PACKED_DIR, ROOT
 
 HOPPER = ["NVIDIA H100", "NVIDIA H200"]
 BLACKWELL = ["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA GB300"]
@@ -231,8 +231,9 @@ def private_build_cache() -> Iterator[None]:
             os.environ.update(before)
 
 
-def validate(packed: bytes, of: Entry = DEFAULT) -> None:
-    """Load the JSON as flashinfer-bench does and build it, which imports its entry point."""
+def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
+    """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
+    imports its entry point."""
     import warnings
 
     with warnings.catch_warnings():
@@ -243,7 +244,7 @@ def validate(packed: bytes, of: Entry = DEFAULT) -> None:
         from flashinfer_bench.data import Definition, Solution, load_json_file
 
         solution = Solution.model_validate_json(packed)
-        definition = load_json_file(Definition, ROOT / of.path)
+        definition = load_json_file(Definition, of)
         registry = BuilderRegistry(
             [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
         )
@@ -266,9 +267,10 @@ def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation
     return [g for g in found if not names or called[g.name] & set(names)]
 
 
-def packed_dir(definition: Entry) -> Path:
-    """Where the packed solutions of a definition lie."""
-    return PACKED_DIR / definition.short
+def place(generation: Generation) -> str:
+    """Where its packed solution lies among the solutions of a data set."""
+    author, of = generation.metadata["author"], generation.definition
+    return f"{author}/{of.op_type}/{of.name}/{generation.name}.json"
 
 
 def is_ours(path: Path) -> bool:
@@ -277,16 +279,21 @@ def is_ours(path: Path) -> bool:
 
 
 def plan(
-    names: Sequence[str], output: Path, root: Path, definition: Entry
+    names: Sequence[str], output: Path | None, root: Path, definition: Entry
 ) -> tuple[dict[Path, tuple[Generation, bytes]], list[Path]]:
-    """What the files of the named generations are to hold, and the files in `output` that were
-    packed of generations that are no more. Raises PackError, UsageError."""
+    """What the files of the named generations are to hold, and the files beside them that were
+    packed of generations that are no more, or where ours lay before. Raises PackError, UsageError.
+    """
     every = every_generation(root)
     chosen = select([g for g in every if g.definition == definition], names)
-    packed = {output / f"{g.name}.json": (g, pack(g)) for g in chosen}
+    packed = {
+        output / f"{g.name}.json" if output else PACKED_DIR / place(g): (g, pack(g)) for g in chosen
+    }
     known = {g.name for g in every}
-    there = [] if names else sorted(output.glob("*.json"))
-    return packed, [path for path in there if path.stem not in known and is_ours(path)]
+    beside = {path for folder in {path.parent for path in packed} for path in folder.glob("*.json")}
+    gone = [path for path in beside if path.stem not in known]
+    gone += [] if output else OLD_PACKED_DIR.rglob("*.json")
+    return packed, [] if names else [path for path in sorted(gone) if is_ours(path)]
 
 
 def write_packed(
@@ -298,23 +305,23 @@ def write_packed(
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`; the paths of their JSON files.
 
-    Without an output they go where the definition's lie. Packing all removes what was packed there
-    of generations that are no more, which flashinfer-bench would otherwise still run. A file that
-    is current is not touched, and no file that was not packed is removed or replaced.
+    Without an output they go where flashinfer-bench looks for them. Packing all removes what was
+    packed there of generations that are no more, which flashinfer-bench would otherwise still run.
+    A file that is current is not touched, and no file that was not packed is removed or replaced.
 
     Raises:
         PackError: a generation cannot be packed.
         UsageError: there is no generation of a name, or another file has a solution's place.
         OSError: the output cannot be written.
     """
-    packed, stale = plan(names, output or packed_dir(definition), root, definition)
+    packed, stale = plan(names, output, root, definition)
     for path in packed:
         if path.is_file() and not is_ours(path):
             raise UsageError(f"{path} is no solution of ours: move it, or name another --output")
     for path, (_, content) in packed.items():
         if not path.is_file() or path.read_bytes() != content:
             if build:
-                validate(content, definition)
+                validate(content, ROOT / definition.path)
             files.write(path, content)
     for path in stale:
         path.unlink()
@@ -322,8 +329,8 @@ def write_packed(
 
 
 def stale_files(
-    names: Sequence[str],
-    output: Path,
+    names: Sequence[str] = (),
+    output: Path | None = None,
     root: Path = PACKAGE_DIR,
     definition: Entry = DEFAULT,
 ) -> list[str]:

@@ -1,13 +1,13 @@
 """Pack each generation into one self-contained flashinfer-bench Solution JSON.
 
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
-form is solutions/packed/<name>.json: the closure of its relative imports and an entry file that
-loads them, the same bytes on every machine. The JSON is generated: edit the sources and pack again.
-What is no packed solution there is left alone.
+form is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports
+and an entry file that loads them, the same bytes on every machine. The JSON is generated: edit the
+sources and pack again. What is no packed solution there is left alone.
 
 A generation whose SOLUTION names "routings" is packed once more for every further definition with
-one of them, as solutions/packed/<definition>/<name>_<definition>.json: its LAYER at that shape. One
-whose SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
+one of them, under <name>_<short name of the definition>: its LAYER at that shape. One whose
+SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
 """
 
 from pathlib import Path
@@ -30,17 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     from scripts.pack import pack
 
     definition = args.definition
-    output = args.output or pack.packed_dir(definition)
     if args.list:
         for generation in pack.generations(definition=definition):
             print(f"{generation.name}  {generation.path.name}")
     elif args.check:
-        problems = pack.stale_files(args.names, output, definition=definition)
+        problems = pack.stale_files(args.names, args.output, definition=definition)
         print("\n".join(problems) if problems else "packed solutions are current")
         return EXIT_FAILED if problems else EXIT_OK
     else:
         build = not args.no_build
-        for path in pack.write_packed(args.names, output, build=build, definition=definition):
+        for path in pack.write_packed(args.names, args.output, build=build, definition=definition):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     return EXIT_OK
 

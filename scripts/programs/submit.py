@@ -2,30 +2,33 @@
 
     trace       the tree of a pull request to the flashinfer-trace data set: solutions and traces
     kit         config.toml and sources for a copy of the flashinfer-bench starter kit
-    sol         solution.json for NVIDIA's SOL-ExecBench
+    sol         a problem with its solution for NVIDIA's SOL-ExecBench
     kernels     the source of a package for Hugging Face's kernels
-    apply       a data set for flashinfer_bench.apply, which calls the fastest solution for a T
+    apply       a data set for flashinfer_bench.apply: one solution, or the fastest of each T
     flashinfer  a folder for FlashInfer's Trace Apply: a solution in place of FlashInfer's function
 
 A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
 every workload of the data set, on the GPU that is named, measured with the sources that are
 exported. Otherwise it is refused, and the workloads that lack are listed. For `apply` any workloads
-will do, and without a name all solutions are taken that have some.
+will do, and of several solutions, or without a name of all that have some, the fastest is taken.
 """
 
 from pathlib import Path
 
 from scripts.common.command_line import EXIT_OK, UsageError, parser, run_main, say
-from scripts.common.project import DEFINITION, ROOT, TRACES_DIR
+from scripts.common.definitions import DEFAULT
+from scripts.common.project import ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
-from scripts.submit.forms import APPLY, FORMS, collect, fastest, write
+from scripts.programs.options import add_options
+from scripts.submit.forms import APPLY, FLASHINFER, FORMS, TRACE, collect, one_for_all, write
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     forms = arguments.add_subparsers(dest="form", required=True, metavar="FORM")
     for name, form in FORMS.items():
-        add = forms.add_parser(name, help=form.help, description=form.help).add_argument
+        options = forms.add_parser(name, help=form.help, description=form.help)
+        add = options.add_argument
         which = "name of a solution or of its file" if form.several is None else "names"
         which += "; all" if form.several == "*" else ""
         add("solutions", nargs=form.several or 1, metavar="SOLUTION", help=which)
@@ -38,25 +41,38 @@ def main(argv: list[str] | None = None) -> int:
         add("--local", type=Path, default=ROOT, metavar="PATH", help=said)
         said = "take traces that were measured with other sources than are exported"
         add("--other-sources", action="store_true", help=said)
+        if name == TRACE:
+            said = "the solution that gets the author baseline, which report summary compares with"
+            add("--baseline", metavar="SOLUTION", help=said)
+        if name == APPLY:
+            add("--mix", action="store_true", help="for each T the fastest; bits depend on T then")
+        if name == FLASHINFER:
+            add_options(options, "definition")
     args = arguments.parse_args(argv)
-    data_set = load(args.local)[0]
-    if not data_set.workloads[DEFINITION]:
-        raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
+    of = args.definition if args.form == FLASHINFER else DEFAULT
+    data_set = load(args.local, of)[0]
+    workloads = data_set.workloads[of.name]
+    if not workloads:
+        raise UsageError(f"{args.local} has no workloads of {of.name}")
     exports = collect(
         args.solutions,
         args.author,
         args.results,
-        workloads=data_set.workloads[DEFINITION],
+        definition=of,
+        baseline=args.baseline if args.form == TRACE else None,
+        workloads=workloads,
         gpu=args.gpu,
         other_sources=args.other_sources,
         synthetic=ours(args.local),
         every=args.form != APPLY,
     )
-    definition = data_set.definitions[DEFINITION]
-    for name in write(FORMS[args.form], args.output, exports, definition):
+    if args.form == APPLY and not args.mix:
+        exports = one_for_all(exports)
+    form = FORMS[args.form]
+    for name in write(form, args.output, exports, data_set.definitions[of.name]):
         print(args.output / name)
-    if args.form == APPLY:
-        say(", ".join(f"T={length}: {name}" for length, name in fastest(exports).items()))
+    if said := form.said(exports):
+        say(said)
     return EXIT_OK
 
 

@@ -2,12 +2,11 @@
 
 trace: what a pull request to the flashinfer-trace data set adds.
 apply: that and the definition, for flashinfer_bench.apply.
-flashinfer: a definition and a solution for FlashInfer's Trace Apply, which calls by keyword, with
-top_k, n_group and topk_group besides the definition's inputs, and gives no output to write: the
-solution gets another entry, which returns its output.
+flashinfer: definitions and solutions for FlashInfer's Trace Apply (`trace_apply`).
 kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit, which
 packs the files of the one folder that belongs to the language, none below it.
-sol: the Solution JSON of NVIDIA's SOL-ExecBench, whose `spec` differs from flashinfer-bench's.
+sol: a problem of NVIDIA's SOL-ExecBench with a solution, whose `spec` differs from
+flashinfer-bench's.
 kernels: the source of a kernel without compiled parts for Hugging Face's kernels.
 """
 
@@ -25,6 +24,7 @@ from moe_fp8.closure import PACKAGE
 from packaging.utils import canonicalize_name
 
 from scripts.common.command_line import UsageError, say
+from scripts.common.definitions import DEFAULT, Entry
 from scripts.common.project import DEFINITION, OP_TYPE
 from scripts.data.traces import finite, read_evaluations
 from scripts.pack.availability import capability_of, requirements
@@ -39,12 +39,14 @@ from scripts.pack.pack import (
     select,
     validate,
 )
-from scripts.submit import evidence
+from scripts.submit import evidence, trace_apply
 from scripts.submit.flatten import FlattenError, flat_name, flatten
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Definition, Solution
 
+BASELINE = "baseline"
+"""The author whose solution of a definition all others are compared with by `report summary`."""
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names that are folders' and files' names too."""
 
@@ -146,6 +148,17 @@ def apply_files(exports: Sequence[Export], definition: "Definition") -> dict[str
     return {**definition_files(definition), **trace_files(exports)}
 
 
+def one_for_all(exports: Sequence[Export]) -> list[Export]:
+    """Of those with the most token counts the fastest in the mean of all: what a token gets must
+    not depend on which solution happened to be faster at a batch's size."""
+
+    def score(export: Export) -> tuple[int, float]:
+        speedups = [t["evaluation"]["performance"]["speedup_factor"] for t in export.traces]
+        return len(speedups), sum(math.log(speedup) for speedup in speedups)
+
+    return [max(exports, key=score)]
+
+
 def fastest(exports: Sequence[Export]) -> dict[int, str]:
     """Of each token count the solution that apply is to take."""
     best: dict[int, tuple[str, float]] = {}
@@ -177,47 +190,18 @@ def check_apply(root: Path, exports: Sequence[Export]) -> None:
             raise PackError(f"apply would take {found} at T={length}, the fastest is {name}")
 
 
-RETURNING = '''
-
-write = run
-
-
-def run(
-    routing_logits, routing_bias, hidden_states, hidden_states_scale,
-    gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-    local_expert_offset, routed_scaling_factor, **more,
-):
-    """As FlashInfer's Trace Apply calls: top_k, n_group and topk_group are those of the definition,
-    by whose name this was found; of what else it may pass nothing is computed here."""
-    import torch
-
-    if unknown := more.keys() - {"top_k", "n_group", "topk_group"}:
-        raise TypeError(f"{', '.join(sorted(unknown))}: not part of the definition")
-    output = torch.empty_like(hidden_states, dtype=torch.bfloat16)
-    write(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
-        local_expert_offset, routed_scaling_factor, output,
-    )
-    return output
-'''
-
-
 def flashinfer_files(export: Export, definition: "Definition") -> dict[str, str]:
-    """With the entry that returns its output. FlashInfer takes one solution of a definition."""
-    sources = [
-        {**s, "content": s["content"] + RETURNING} if s["path"] == ENTRY_FILE else s
-        for s in export.content["sources"]
-    ]
-    spec = {**export.content["spec"], "destination_passing_style": False}
-    solution = to_json({**export.content, "spec": spec, "sources": sources})
-    return {**definition_files(definition), f"solutions/{export.name}.json": solution}
+    made = trace_apply.files(export.content, export.generation.definition, definition)
+    return {path: to_json(content) for path, content in made.items()}
 
 
 def check_flashinfer(root: Path, exports: Sequence[Export]) -> None:
-    """Build the solution as flashinfer-bench does, to which FlashInfer's way is alike. Raises
+    """Build the solutions as flashinfer-bench does, to which FlashInfer's way is alike. Raises
     PackError."""
-    validate((root / f"solutions/{exports[0].name}.json").read_bytes())
+    for path in root.glob("solutions/**/*.json"):
+        content = path.read_bytes()
+        (of,) = root.glob(f"definitions/*/{json.loads(content)['definition']}.json")
+        validate(content, of)
 
 
 # --- the starter kit ------------------------------------------------------------------------------
@@ -297,6 +281,35 @@ LIBRARIES: dict[str, tuple[str, str]] = {
 }
 
 
+SOL_DEFINITION = f"020_{DEFINITION}"
+"""The definition's name in its data set, part FlashInfer-Bench."""
+
+
+def sol_files(export: Export, definition: "Definition") -> dict[str, str]:
+    """A folder that it evaluates; its workloads are bare lines. Raises PackError for libraries that
+    it has not."""
+    problem = definition.model_dump(mode="json", exclude={"tags", "constraints"})
+    lines = (json.dumps(trace["workload"]) + "\n" for trace in export.traces)
+    return {
+        "definition.json": to_json({**problem, "name": SOL_DEFINITION}),
+        "workload.jsonl": "".join(lines),
+        "solution.json": to_json(sol_solution(export)),
+    }
+
+
+def within(exports: Sequence[Export]) -> str:
+    """How near to the reference the measured outputs were, for tolerances that are asked for."""
+    (export,) = exports
+    correctness = [trace["evaluation"]["correctness"] for trace in export.traces]
+    ratios = [(c.get("extra") or {}).get("matched_ratios") or {} for c in correctness]
+    worst = {name: min(r.get(name, 0.0) for r in ratios) for name in ratios[0]}
+    said = ", ".join(f"{ratio:.4f} within {name}" for name, ratio in worst.items())
+    return (
+        f"{export.name}: matched at worst {said or 'unknown'} (rtol/atol); SOL-ExecBench asks for "
+        "0.99, within 0.01/0.01 where a workload has no tolerance of its own"
+    )
+
+
 def sol_solution(export: Export) -> dict[str, Any]:
     """The Solution as SOL-ExecBench has it. Raises PackError for libraries that it has not."""
     libraries = translated(export, LIBRARIES, "SOL-ExecBench")
@@ -304,7 +317,8 @@ def sol_solution(export: Export) -> dict[str, Any]:
     spec = export.content["spec"]
     on_b200 = capability_of(B200) in [capability_of(name) for name in spec["target_hardware"]]
     return {
-        **{key: export.content[key] for key in ("name", "definition", "author", "description")},
+        **{key: export.content[key] for key in ("name", "author", "description")},
+        "definition": SOL_DEFINITION,
         "spec": {
             "languages": languages or ["pytorch"],
             "target_hardware": [B200, LOCAL] if on_b200 else [LOCAL],
@@ -422,11 +436,12 @@ class Form:
     # Whether what was written to a directory is right; raises PackError.
     check: Callable[[Path, Sequence[Export]], None] = lambda root, exports: None
     several: str | None = None  # how many solutions it takes, as argparse says it; None: one
+    said: Callable[[Sequence[Export]], str] = lambda exports: ""  # at the end, of what was written
 
 
-APPLY = "apply"
+TRACE, APPLY, FLASHINFER = "trace", "apply", "flashinfer"
 FORMS = {
-    "trace": Form(
+    TRACE: Form(
         "solutions and traces for the flashinfer-trace data set",
         lambda exports, _: trace_files(exports),
         check_trace,
@@ -438,15 +453,22 @@ FORMS = {
         check_kit,
     ),
     "sol": Form(
-        "solution.json for NVIDIA's SOL-ExecBench",
-        lambda exports, _: {"solution.json": to_json(sol_solution(*exports))},
+        "a problem with its solution for NVIDIA's SOL-ExecBench",
+        lambda exports, definition: sol_files(exports[0], definition),
+        said=within,
     ),
     "kernels": Form(
         "the source of a package for Hugging Face's kernels",
         lambda exports, _: kernels_files(*exports),
     ),
-    APPLY: Form("a data set for flashinfer_bench.apply", apply_files, check_apply, several="*"),
-    "flashinfer": Form(
+    APPLY: Form(
+        "a data set for flashinfer_bench.apply",
+        apply_files,
+        check_apply,
+        several="*",
+        said=lambda exports: ", ".join(f"T={t}: {name}" for t, name in fastest(exports).items()),
+    ),
+    FLASHINFER: Form(
         "a folder for FlashInfer's Trace Apply",
         lambda exports, definition: flashinfer_files(exports[0], definition),
         check_flashinfer,
@@ -455,15 +477,22 @@ FORMS = {
 
 
 def collect(
-    names: Sequence[str], author: str | None, results: Sequence[Path], **options: Any
+    names: Sequence[str],
+    author: str | None,
+    results: Sequence[Path],
+    definition: Entry = DEFAULT,
+    baseline: str | None = None,
+    **options: Any,
 ) -> list[Export]:
     """The solutions with their evidence among the results; where none was named, those that have
-    some. `options` are those of `evidence.back`. Raises Refused, PackError, UsageError."""
-    chosen = select(generations(), [Path(name).name for name in names])
-    found = read_evaluations(results)
+    some. One of them is the data set's baseline, on request. `options` are those of
+    `evidence.back`. Raises Refused, PackError, UsageError."""
+    chosen = select(generations(definition=definition), [Path(name).name for name in names])
+    first = [g.name for g in select(chosen, [Path(baseline).name])] if baseline else []
+    found = read_evaluations(results, definition.name)
     exports, refused = [], []
     for generation in chosen:
-        export = export_of(generation, author)
+        export = export_of(generation, BASELINE if generation.name in first else author)
         try:
             traces, said = evidence.back(export.solution, found, **options)
         except evidence.Refused as error:

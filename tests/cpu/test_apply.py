@@ -21,10 +21,11 @@ from test_pack import GENERATIONS, by_its_path, unpack
 from test_submit import WORKLOADS, submit, traces_of, write
 
 import run
+from scripts.common.definitions import find
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
 from scripts.data.traces import read_evaluations
-from scripts.pack.pack import PackError
+from scripts.pack.pack import PackError, generations
 from scripts.submit import evidence, forms
 from scripts.submit.forms import export_of, write_all
 
@@ -51,15 +52,20 @@ def measured(directory: Path, speedups: dict[str, dict[int, float]]) -> Path:
 
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory) -> Path:
-    """What `run.py submit apply` makes of a run: fused is the fastest at T=1, v1 at 7 and 80."""
+    """What `run.py submit apply --mix` makes of a run: fused is the fastest at T=1, v1 at 7, 80."""
     place = tmp_path_factory.mktemp("apply")
     speedups = {FUSED: {1: 9.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
     results = measured(place / "run", speedups)
-    done = submit("apply", "--gpu", "H200", "--results", results, "--output", place / "made")
+    common = ["--gpu", "H200", "--results", results, "--output"]
+    done = submit("apply", "--mix", *common, place / "made")
     assert done.returncode == 0, done.stderr
     assert "3 of 19 workloads passed on NVIDIA H200" in done.stderr
     assert f"T=1: {FUSED}, T=7: {V1}, T=80: {V1}" in done.stderr
     assert "triton_moe is not exported: no traces on a GPU named H200" in done.stderr
+    # Unless it is asked for, a token's bits do not depend on the batch's size.
+    alone = submit("apply", *common, place / "alone")
+    assert f"T=1: {V1}, T=7: {V1}, T=80: {V1}\n" in alone.stderr
+    assert [p.stem for p in (place / "alone/solutions").rglob("*.json")] == [V1]
     return place / "made"
 
 
@@ -210,6 +216,9 @@ def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkey
 # --- FlashInfer's Trace Apply ---------------------------------------------------------------------
 
 GEOMETRY = {"top_k": 8, "n_group": 8, "topk_group": 4}
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +234,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path: Path) -> None:
-    (path,) = (folder / "solutions").iterdir()
+    (path,) = (folder / "solutions").rglob("*.json")
     content = json.loads(path.read_text())
     assert content["spec"]["destination_passing_style"] is False
     values, expected = arguments()
@@ -234,8 +243,10 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     returned = solution(**values, **GEOMETRY)
     torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
     assert returned.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="gemm1_alpha: not part of the definition"):
+    with pytest.raises(TypeError, match="gemm1_alpha: None is expected"):
         solution(**values, **GEOMETRY, gemm1_alpha=torch.ones(32))
+    with pytest.raises(TypeError, match="topk_group: 4 is expected"):
+        solution(**values, **GEOMETRY | {"topk_group": 8})
     with pytest.raises(ValueError, match="gemm1_weights: expected shape"):
         solution(**values | {"gemm1_weights": values["gemm1_weights"][:, :2048]}, **GEOMETRY)
     # Otherwise it is the solution that was measured.
@@ -247,6 +258,112 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     ]
     assert changed == [("main.py", True)]
     forms.check_flashinfer(folder, [measured_one])
+
+
+QWEN = find("qwen3_235b")
+WAYS = {1: "renormalize", 4: "renormalize_naive"}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """Exported for both names that FlashInfer has for the routing."""
+    place = tmp_path_factory.mktemp("qwen")
+    (generation,) = (g for g in generations(definition=QWEN) if g.name.startswith(f"{FUSED}_qwen"))
+    workloads = load(run.ROOT, QWEN)[0].workloads[QWEN.name]
+    write(place / "run", traces_of(export_of(generation), workloads=workloads))
+    common = ["--definition", "qwen3_235b", "--gpu", "H200", "--results", place / "run"]
+    done = submit("flashinfer", "v5_fused", *common, "--output", place / "made")
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 workloads passed" in done.stderr
+    return place / "made"
+
+
+def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> None:
+    names = [f"moe_fp8_block_scale_{way}_routing_topk8_e128_h4096_i1536" for way in WAYS.values()]
+    assert sorted(p.stem for p in qwen.glob("definitions/moe/*")) == sorted(names)
+    paths = sorted(qwen.glob("solutions/**/*.json"), key=lambda path: path.stem)
+    assert [json.loads(p.read_text())["definition"] for p in paths] == names
+    assert [p.stem for p in paths] == [f"{FUSED}_{QWEN.short}_{way}" for way in WAYS.values()]
+    values, expected = arguments(run.ROOT / QWEN.path)
+    del values["output"]
+    solution = by_its_path(unpack(paths[0].read_bytes(), tmp_path / "sources")).run
+    reference: dict[str, Any] = {}
+    text = json.loads((qwen / f"definitions/moe/{names[0]}.json").read_text())["reference"]
+    exec(text, reference)
+    for called in solution, reference["run"]:
+        given = {"top_k": 8, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
+        torch.testing.assert_close(called(**values, **given).float(), expected, rtol=0.05, atol=0)
+        for name, other in ("local_expert_offset", 1), ("routed_scaling_factor", 2.5):
+            with pytest.raises(TypeError, match=f"{name}: .* is expected"):
+                called(**values, **given | {name: other})
+        with pytest.raises(TypeError, match="routing_bias: None is expected"):
+            called(**values, **given, routing_bias=torch.zeros(128))
+
+
+def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
+    gemm = find("gemm1")
+    generation = generations(definition=gemm)[0]
+    with pytest.raises(PackError, match="Trace Apply has no grouped_gemm_fp8"):
+        forms.flashinfer_files(
+            export_of(generation), load(run.ROOT, gemm)[0].definitions[gemm.name]
+        )
+
+
+def test_the_inputs_are_those_of_flashinfers_own_traces(folder: Path, qwen: Path) -> None:
+    """By name and in its order: what calls a solution of its definition by position calls ours."""
+    templates = pytest.importorskip("flashinfer.trace.templates.moe")
+    for place, way in (folder, "ds"), *((qwen, way) for way in WAYS.values()):
+        template = getattr(templates, f"trtllm_fp8_block_scale_moe_{way}_routing_trace")
+        (path,) = place.glob(f"definitions/moe/{template.name_prefix}_*.json")
+        inputs = json.loads(path.read_text())["inputs"]
+        assert list(inputs) == list(template.inputs)
+        absent = {name for name, spec in template.inputs.items() if getattr(spec, "optional", 0)}
+        assert {name for name, spec in inputs.items() if spec.get("optional")} == absent
+
+
+CALL_QWEN = """
+import sys
+from pathlib import Path
+import torch
+sys.path[:0] = {paths!r}
+torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
+import flashinfer
+from one_token import arguments
+
+values, expected = arguments(Path({definition!r}))
+del values["output"]
+for method in (1, 4):
+    got = flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
+        **values, routing_bias=None, num_experts=128, top_k=8, n_group=None, topk_group=None,
+        intermediate_size=1536, local_expert_offset=0, local_num_experts=128,
+        routed_scaling_factor=None, routing_method_type=method,
+    )
+    print(bool(abs(got.float() - expected).max() < 0.05))
+from flashinfer import trace_apply
+print(trace_apply.stats())
+"""
+
+
+def called(text: str, folder: Path, home: Path, **values: object) -> list[str]:
+    """What a program prints in which FlashInfer applies a folder."""
+    text = text.format(paths=[str(Path(__file__).parent)], **values)
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env=run.environment()
+        | {"FLASHINFER_TRACE_APPLY": "1", "FLASHINFER_TRACE_APPLY_PATH": str(folder)}
+        | {"HOME": str(home), "FLASHINFER_WORKSPACE_BASE": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_flashinfer
+@pytest.mark.all
+def test_flashinfers_function_at_qwen_s_geometry_is_ours(qwen: Path, tmp_path: Path) -> None:
+    *right, stats = called(CALL_QWEN, qwen, tmp_path, definition=str(run.ROOT / QWEN.path))
+    assert right[-2:] == ["True", "True"] and "'hit': 2" in stats
 
 
 CALL = """
@@ -283,23 +400,12 @@ print(trace_apply.stats())
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
-)
+@needs_flashinfer
 @pytest.mark.all
 def test_flashinfers_function_is_ours_before_it_looks_for_a_gpu(folder: Path, tmp_path) -> None:
     """On the CPU, where FlashInfer's own function has nothing to run: what Trace Apply hands over,
     what it does not, and what stays FlashInfer's."""
-    done = subprocess.run(
-        [sys.executable, "-c", CALL.format(paths=[str(Path(__file__).parent)])],
-        env=run.environment()
-        | {"FLASHINFER_TRACE_APPLY": "1", "FLASHINFER_TRACE_APPLY_PATH": str(folder)}
-        | {"HOME": str(tmp_path), "FLASHINFER_WORKSPACE_BASE": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    right, buffer, shuffled, alpha, other, stats = done.stdout.splitlines()[-6:]
+    right, buffer, shuffled, alpha, other, stats = called(CALL, folder, tmp_path)[-6:]
     assert right == "True"
     assert buffer == "True True", "the caller's output is not written, the result is returned"
     assert shuffled == "True", "what is no input of the definition is not passed on"

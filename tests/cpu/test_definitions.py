@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
-from flashinfer_bench.data import Definition, load_json_file
+from flashinfer_bench.data import Definition, TraceSet, load_json_file
 from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
@@ -398,7 +399,8 @@ def test_packed_solutions(definition, unpacked) -> None:
 
 def test_packing_a_definition(tmp_path, monkeypatch) -> None:
     """Into a directory of its own, from which packing another definition removes nothing."""
-    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "packed")
+    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "data/solutions")
+    monkeypatch.setattr(pack, "OLD_PACKED_DIR", tmp_path / "data/solutions/packed")
     definition, root = OTHERS[0], tmp_path / "package"
     (root / "layer").mkdir(parents=True)
     for name in ("__init__.py", "layer/__init__.py", "layer/calls.py"):
@@ -407,14 +409,33 @@ def test_packing_a_definition(tmp_path, monkeypatch) -> None:
     for name in ("it", "gone"):
         (root / f"{name}.py").write_text(text.replace("NAME", name))
     paths = pack.write_packed(root=root, build=False, definition=definition)
-    folder = tmp_path / "packed" / "kimi_k2"
+    below = tmp_path / "data/solutions/moe-fp8-cutedsl/moe"
+    folder = below / definition.name
     assert paths == [folder / "gone_kimi_k2.json", folder / "it_kimi_k2.json"]
     assert pack.stale_files([], folder, root, definition) == []
     (root / "gone.py").unlink()
-    assert pack.write_packed(root=root, build=False) == [tmp_path / "packed" / "it.json"]
+    assert pack.write_packed(root=root, build=False) == [below / DEFAULT.name / "it.json"]
     assert paths[0].is_file(), "of another definition"
     pack.write_packed(root=root, build=False, definition=definition)
     assert not paths[0].is_file()
+    # What lies where ours once lay would be a second one of its name.
+    old = tmp_path / "data/solutions/packed/kimi_k2/it_kimi_k2.json"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(paths[1].read_bytes())
+    old.with_name("theirs.json").write_bytes(paths[1].read_bytes())
+    said = pack.stale_files(root=root, definition=definition)
+    assert said == ["it_kimi_k2.json: no generation of that name"]
+    pack.write_packed(root=root, build=False, definition=definition)
+    assert not old.exists() and old.with_name("theirs.json").exists() and paths[1].is_file()
+    old.with_name("theirs.json").unlink()
+    for path in (DEFAULT.path, definition.path):
+        (tmp_path / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / "data" / path)
+    found = TraceSet.from_path(str(tmp_path / "data")).solutions
+    assert {name: [s.name for s in of] for name, of in found.items()} == {
+        DEFAULT.name: ["it"],
+        definition.name: ["it_kimi_k2"],
+    }
     # Those of two definitions can lie in one directory.
     pack.write_packed(output=folder, root=root, build=False)
     for of in (DEFAULT, definition):

@@ -38,12 +38,14 @@ FLAT, V2 = (
 Trace = dict[str, Any]
 
 
-def traces_of(export: Export, hardware: str = "NVIDIA H200", time: str = "01") -> list[Trace]:
+def traces_of(
+    export: Export, hardware: str = "NVIDIA H200", time: str = "01", workloads: Any = WORKLOADS
+) -> list[Trace]:
     """A passed trace for each workload, as `bench` keeps them."""
     libs = {"solution_hash": export.solution.hash(), "tolerance": "rtol 0.2", "timing": "a clock"}
     return [
         {
-            "definition": DEFINITION,
+            "definition": export.content["definition"],
             "workload": t.workload.model_dump(mode="json"),
             "solution": export.name,
             "evaluation": {
@@ -59,7 +61,7 @@ def traces_of(export: Export, hardware: str = "NVIDIA H200", time: str = "01") -
                 },
             },
         }
-        for t in WORKLOADS
+        for t in workloads
     ]
 
 
@@ -530,6 +532,7 @@ def test_sol_execbenchs_form_is_that_of_its_documentation(flat: Export) -> None:
         "dependencies": ["torch", "cutlass"],
         "destination_passing_style": True,
     }
+    assert made["definition"] == f"020_{DEFINITION}", "its own name of it"
     assert made["sources"] == flat.content["sources"] and made["author"] == flat.content["author"]
     assert set(made) == {"name", "definition", "author", "description", "spec", "sources"}
 
@@ -549,11 +552,14 @@ def test_sol_execbench_gets_what_it_has_libraries_for(flat: Export) -> None:
     assert forms.sol_solution(blackwell)["spec"]["languages"] == ["pytorch"]
 
 
-def test_sol_execbenchs_own_models_take_it() -> None:
-    data = pytest.importorskip("sol_execbench.core.data.solution")
-    for name in (FLAT.name, "triton_moe"):
-        made = forms.sol_solution(export_of(GENERATIONS[name]))
-        assert data.Solution(**made).get_entry_source().path == "main.py"
+def test_what_was_matched_is_said_for_sol_execbench(flat: Export) -> None:
+    made = traces_of(flat)
+    assert "matched at worst unknown" in forms.within([replace(flat, traces=tuple(made))])
+    for i, trace in enumerate(made):
+        ratios = {"0.01/0.01": 0.99 - i / 100, "0.2/0.1": 1.0}
+        trace["evaluation"]["correctness"]["extra"] = {"matched_ratios": ratios}
+    said = forms.within([replace(flat, traces=tuple(made))])
+    assert "matched at worst 0.8100 within 0.01/0.01, 1.0000 within 0.2/0.1" in said
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -613,10 +619,21 @@ def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(
 
 
 def test_kernels_own_parser_takes_the_build_file(tmp_path: Path) -> None:
-    rust = pytest.importorskip("kernels._rust")
+    kernels = pytest.importorskip("kernels")
+    allowed = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text())
+    known = {
+        **{name: ("general", name) for name in allowed["general"]},
+        **{name: ("general.cuda", name) for name in allowed["backends"]["cuda"]},
+    }
+    assert all(known[name] == (table, name) for table, name in forms.DEPENDENCIES.values() if name)
     for name in (FLAT.name, "triton_moe"):
         write_all(tmp_path / name, forms.kernels_files(export_of(GENERATIONS[name])))
-        rust.Build.open(tmp_path / name)
+        build = kernels._rust.Build.open(tmp_path / name)
+        assert build.general.backends == [kernels._rust.Backend.CUDA]
+        text = (tmp_path / name / "build.toml").read_text()
+        (tmp_path / name / "build.toml").write_text(text.replace("edition = 5", "edition = 999"))
+        with pytest.raises(ValueError, match="999"):
+            kernels._rust.Build.open(tmp_path / name)
 
 
 # --- the contest's settings -----------------------------------------------------------------------
@@ -700,6 +717,39 @@ def test_for_another_data_set_its_own_tensors_must_have_been_measured(
         made = submit(*common, "--output", tmp_path / "made")
         assert made.returncode == status, made.stderr
         assert ("not on those of the data set" in made.stderr) == bool(status)
+
+
+def test_one_of_the_solutions_can_be_the_baseline(tmp_path: Path, flat: Export) -> None:
+    made = [*traces_of(flat), *traces_of(export_of(V2))]
+    common = ["--gpu", "H200", "--results", write(tmp_path / "run", made), "--output"]
+    done = submit(
+        "trace", "v4_flat", "v2_vectorised", "--baseline", "v2_vectorised", *common, tmp_path / "a"
+    )
+    assert done.returncode == 0, done.stderr
+    ours = FLAT.metadata["author"]
+    for author, name in ("baseline", V2.name), (ours, FLAT.name):
+        (path,) = (tmp_path / "a/solutions" / author).rglob("*.json")
+        assert path.stem == name and json.loads(path.read_text())["author"] == author
+        text = (tmp_path / f"a/traces/{author}/moe/{DEFINITION}.jsonl").read_text()
+        assert {json.loads(line)["solution"] for line in text.splitlines()} == {name}
+    refused = submit("trace", "v4_flat", "--baseline", "v2_vectorised", *common, tmp_path / "b")
+    assert refused.returncode == 2 and "no generation named v2_vectorised" in refused.stderr
+
+
+def test_the_problem_for_sol_execbench_is_whole(tmp_path: Path, flat: Export) -> None:
+    results = write(tmp_path / "run", traces_of(flat))
+    common = ["--gpu", "H200", "--results", results, "--output", tmp_path / "made"]
+    done = submit("sol", "v4_flat", *common)
+    assert done.returncode == 0 and "SOL-ExecBench asks for 0.99" in done.stderr
+    problem, solution = (
+        json.loads((tmp_path / "made" / f"{name}.json").read_text())
+        for name in ("definition", "solution")
+    )
+    assert problem["name"] == solution["definition"]
+    ours = json.loads(DEFINITION_FILE.read_text("utf-8"))
+    assert (problem["inputs"], problem["reference"]) == (ours["inputs"], ours["reference"])
+    lines = (tmp_path / "made/workload.jsonl").read_text().splitlines()
+    assert [json.loads(line)["uuid"] for line in lines] == [t.workload.uuid for t in WORKLOADS]
 
 
 @pytest.mark.parametrize(

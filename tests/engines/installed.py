@@ -8,9 +8,8 @@ from types import ModuleType
 
 import pytest
 
-if "MOE_FP8_ENGINES" in os.environ:
-    directory = Path(os.environ["MOE_FP8_ENGINES"])
-    sys.path.extend(str(directory / name) for name in ("vllm", "sglang", "deps"))
+directory = Path(os.environ.get("MOE_FP8_ENGINES", "/nowhere"))
+sys.path.extend(str(directory / name) for name in ("vllm", "sglang", "sol-execbench/src", "deps"))
 
 
 def engine(name: str) -> ModuleType:

@@ -1,0 +1,98 @@
+"""What FlashInfer's Trace Apply calls: definitions as FlashInfer's traces have them, and a solution
+of ours with another entry.
+
+A call is known by its routing and its shapes. It comes by keyword, without what is None, with more
+inputs than our definitions have, and wants the output returned.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from scripts.common.definitions import RENORMALIZE, Entry, MoeDefinition
+from scripts.pack.pack import ENTRY_FILE, PackError
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Definition
+
+ABSENT = {"shape": ["num_local_experts"], "optional": True, "description": "Must be None."}
+FACTORS = dict.fromkeys(
+    ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), {**ABSENT, "dtype": "float32"}
+)
+GIVEN = {"shape": None, "description": "Must be that of the definition."}
+SIZES = dict.fromkeys(("top_k", "n_group", "topk_group"), {**GIVEN, "dtype": "int32"})
+ALL_LOCAL = {
+    "routing_bias": {**ABSENT, "dtype": "bfloat16"},
+    "local_expert_offset": SIZES["top_k"],
+    "routed_scaling_factor": {**GIVEN, "dtype": "float32"},
+}
+"""What the calls of a routing by renormalisation have besides."""
+INPUTS = (
+    *("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale"),
+    *("gemm1_weights", "gemm1_weights_scale", *FACTORS, "gemm2_weights", "gemm2_weights_scale"),
+    *(*SIZES, "local_expert_offset", "routed_scaling_factor"),
+)
+METHODS = ("renormalize", "renormalize_naive")
+"""Of `routing_method_type` 1 and 4: one function, but for roundings."""
+
+RUN = '''
+
+layer = run
+
+
+def run(
+    {parameters},
+):
+    """As FlashInfer calls it: what is no input of the layer must be as the layer has it."""
+    for name, (given, expected) in {{
+        {fixed},
+    }}.items():
+        if given is not None and (expected is None or given != expected):
+            raise TypeError(f"{{name}}: {{expected}} is expected")
+    {call}
+'''
+WRITING = """\
+import torch
+
+    output = torch.empty_like(hidden_states, dtype=torch.bfloat16)
+    layer({inputs}, output)
+    return output"""
+
+
+def files(
+    solution: Mapping[str, Any], of: Entry, definition: "Definition"
+) -> dict[str, dict[str, Any]]:
+    """By path, the JSON of a definition and of a solution for every name that FlashInfer asks for.
+    Raises PackError: it has no such definition."""
+    if not isinstance(of, MoeDefinition):
+        raise PackError(f"FlashInfer's Trace Apply has no {of.name}")
+    ours = definition.model_dump(mode="json")
+    names, specs = {"": of.name}, {**FACTORS, **SIZES}
+    fixed = {**dict.fromkeys(FACTORS), **{name: getattr(of, name) for name in SIZES}}
+    if of.routing == RENORMALIZE:
+        names = {f"_{m}": of.name.replace("_renorm_", f"_{m}_routing_") for m in METHODS}
+        specs = {**FACTORS, **ALL_LOCAL, "top_k": SIZES["top_k"]}
+        fixed = {**dict.fromkeys(FACTORS), "routing_bias": None, "top_k": of.top_k}
+        fixed |= {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    specs |= ours["inputs"]
+    inputs = {name: specs[name] for name in INPUTS if name in specs}
+
+    def entry(call: str) -> str:
+        return RUN.format(
+            parameters=",\n    ".join(f"{name}=None" for name in inputs),
+            fixed=",\n        ".join(f'"{n}": ({n}, {only!r})' for n, only in fixed.items()),
+            call=call.format(inputs=", ".join(ours["inputs"])),
+        )
+
+    sources = [
+        {**s, "content": s["content"] + entry(WRITING)} if s["path"] == ENTRY_FILE else s
+        for s in solution["sources"]
+    ]
+    spec = {**solution["spec"], "destination_passing_style": False}
+    changed = {"inputs": inputs, "reference": ours["reference"] + entry("return layer({inputs})")}
+    made: dict[str, dict[str, Any]] = {}
+    for end, theirs in names.items():
+        name, below = solution["name"] + end, f"{solution['author']}/{of.op_type}/{theirs}"
+        made[f"definitions/{of.op_type}/{theirs}.json"] = {**ours, "name": theirs, **changed}
+        own = {"name": name, "definition": theirs, "spec": spec, "sources": sources}
+        made[f"solutions/{below}/{name}.json"] = {**solution, **own}
+    return made

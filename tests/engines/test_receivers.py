@@ -1,0 +1,114 @@
+"""Other projects' own code on what is packed and exported: flashinfer-bench's development version
+and SOL-ExecBench, of which neither is a package."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import installed
+import pytest
+
+from scripts.common.definitions import DEFAULT, TABLE
+from scripts.common.project import ROOT
+from scripts.pack import pack
+
+RECORD = ROOT / "results/nvidia-h200/2026-11-24"
+BENCH = installed.directory / "flashinfer-bench"
+needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
+
+
+def submit(*arguments: object) -> None:
+    """From the record, whatever the sources were then."""
+    command = [sys.executable, ROOT / "run.py", "submit", *arguments, "--gpu", "H200"]
+    done = subprocess.run(
+        [*map(str, command), "--other-sources", "--results", str(RECORD)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def bench(*arguments: object) -> str:
+    """What the development version says."""
+    paths = os.pathsep.join(map(str, (BENCH, installed.directory / "deps")))
+    done = subprocess.run(
+        [sys.executable, "-m", "flashinfer_bench", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def validate(root: Path, checks: str) -> dict[str, dict[str, tuple[str, list[str]]]]:
+    """Of each definition by check what is said of it that is no mere number of files."""
+    bench("validate", "--dataset", root, "--checks", checks, "--outputs", "json", "--disable-gpu")
+    (path,) = (root / "reports").glob("*.json")
+    return {
+        name: {
+            check: (report[check]["status"], [m["message"] for m in report[check]["messages"]])
+            for check in checks.split(",")
+        }
+        for name, report in json.loads(path.read_text())["definitions"].items()
+    }
+
+
+@needs_bench
+def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "solutions")
+    shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
+    for definition in TABLE:
+        pack.write_packed(build=False, definition=definition)
+    found = validate(tmp_path, "layout,definition,solution")
+    assert found == {
+        of.name: {
+            "layout": ("ok", []),
+            "definition": ("ok", []),
+            "solution": ("ok", [f"{len(pack.generations(definition=of))} solutions"]),
+        }
+        for of in TABLE
+    }
+
+
+@needs_bench
+def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
+    tree, peer = tmp_path / "tree", "triton_moe"
+    submit("trace", "v5_fused", peer, "--baseline", peer, "--output", tree)
+    for folder in ("definitions", "workloads"):
+        shutil.copytree(ROOT / folder, tree / folder)
+    found = validate(tree, "solution,trace,baseline")[DEFAULT.name]
+    assert {status for status, _ in found.values()} == {"ok"}
+    assert found["baseline"][1] == [
+        f"solution: {peer}",
+        "trace: all passed",
+        "trace: 19/19 workloads",
+    ]
+    assert "1     moe-fp8-cutedsl" in bench("report", "summary", "--local", tree)
+
+
+@needs_bench
+def test_the_folder_for_flashinfer_is_a_data_set(tmp_path: Path) -> None:
+    submit("flashinfer", "v5_fused", "--output", tmp_path / "made")
+    found = validate(tmp_path / "made", "layout,definition,solution")[DEFAULT.name]
+    assert found["solution"] == ("ok", ["1 solutions"])
+    assert {status for status, _ in found.values()} == {"ok"}
+
+
+def test_sol_execbenchs_models_take_the_problem(tmp_path: Path) -> None:
+    data = pytest.importorskip("sol_execbench.core.data")
+    for name in ("v5_fused", "triton_moe"):
+        place = tmp_path / name
+        submit("sol", name, "--output", place)
+        problem = data.Definition(**json.loads((place / "definition.json").read_text()))
+        solution = data.Solution(**json.loads((place / "solution.json").read_text()))
+        assert problem.name == solution.definition
+        assert solution.get_entry_source().path == "main.py"
+        lines = (place / "workload.jsonl").read_text().splitlines()
+        workloads = [data.Workload(**json.loads(line)) for line in lines]
+        assert len(workloads) == 19
+        shapes = problem.get_input_shapes(workloads[0].axes)
+        assert len(shapes) == len(problem.inputs)
