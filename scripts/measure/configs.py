@@ -15,7 +15,7 @@ from moe_fp8.kernels.architectures import of_target
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
-from moe_fp8.numerics import BLOCK
+from moe_fp8.numerics import BLOCK, TMA_ROWS, round_up
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 from scripts.measure.alone import Row, WrongError, emulate
@@ -170,7 +170,8 @@ def run_gemm(grouped_gemm: Callable[..., None], config: Any, at: Place) -> str:
     """On small integers and powers of two, whose sums are exact in any order; what lies beside the
     experts' rows is NaN, or must stay as it is."""
     torch.manual_seed(at.n)
-    experts, total, device = len(at.rows), -(-sum(at.rows) // 4) * 4 + 4, at.device
+    total = round_up(sum(at.rows), TMA_ROWS) + TMA_ROWS
+    experts, device = len(at.rows), at.device
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, device=device).float()

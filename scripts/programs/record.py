@@ -8,11 +8,11 @@ the model, each with a time limit; the GPU tests; probes of what the GEMM's mode
 configs timed against what ships; the ranking of all solutions that run here on the 19 workloads
 with its floors, accuracy and device times; the stages; the GEMM alone (the layer's two, the 81
 configurations of the study); a profile; whole calls over the number of tokens, also as engines make
-them; the page. If one of the first three fails, nothing is
-timed: that is to be looked at first (--keep-going). Another step that fails or takes too long is
-noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
-and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
-packages' versions and the steps' output, no variables of the environment.
+them; the page. If one of the first three fails, nothing is timed: that is to be looked at first
+(--keep-going). Another step that fails or takes too long is noted, and the next one begins.
+Everything goes into one directory, laid out as those in results/, and into an archive beside it:
+that file is all there is to send back. It holds the GPU's and the packages' versions and the steps'
+output, no variables of the environment.
 
 Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """

@@ -5,6 +5,7 @@ from typing import Any
 
 import bruteforce
 import pytest
+import test_misuse
 import torch
 from moe_fp8 import expert_parallel, v5_fused
 from moe_fp8.functional import experts, fused_moe
@@ -14,7 +15,6 @@ from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 from test_functional import ROUTING, SHAPE, tensors_of
-from test_problem import misaligned
 
 E, L, K, OFFSET = SHAPE.num_experts, SHAPE.num_local_experts, SHAPE.top_k, 4
 NAMES = RoutedInputs._fields[:8]
@@ -327,18 +327,9 @@ def test_chunks_of_tokens_change_nothing(kind, name, monkeypatch):
 
 # --- refused --------------------------------------------------------------------------------------
 
-FAULTS: dict[str, Callable[[torch.Tensor], object]] = {
-    "dtype": lambda x: x.to(torch.float16),
-    "shape": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] + 16)),
+FAULTS = {
+    **test_misuse.FAULTS,
     "tokens": lambda x: x.new_empty((x.shape[0] + 1, *x.shape[1:])),
-    "rank": lambda x: x.unsqueeze(0),
-    "stride": lambda x: x.new_empty((*x.shape, 2))[..., 0],
-    "stride of 0": lambda x: x.as_strided(x.shape, x.dim() * (0,)),
-    "device": lambda x: x.to("meta"),
-    "address": misaligned,
-    "sparse": lambda x: x.float().to_sparse(),
-    "no tensor": lambda x: [[1.0]],
-    "nothing": lambda x: None,
 }
 OTHERS = {  # where the next argument is what disagrees
     ("topk_ids", "shape"): "top_k",

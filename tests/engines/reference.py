@@ -34,3 +34,24 @@ def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, of: Weights
                 gate, up = (w13[expert] @ tokens[token]).chunk(2)
                 out[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
+
+
+def peer_of_a_sweep(
+    name: str, hidden: int, intermediate: int, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and what an engine's function, as a sweep calls it, makes of them: shapes alone."""
+    from scripts.measure import as_engines
+
+    def shaped(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    weights = (
+        shaped(fp8, 4, 2 * intermediate, hidden),
+        shaped(f32, 4, 2 * intermediate // BLOCK, hidden // BLOCK),
+        shaped(fp8, 4, hidden, intermediate),
+        shaped(f32, 4, hidden // BLOCK, intermediate // BLOCK),
+    )
+    run = as_engines.ENGINES[name](weights, shaped(i32, as_engines.EXPERTS))
+    x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
+    return x, run(ids, ids.float(), x)

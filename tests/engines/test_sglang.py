@@ -9,7 +9,7 @@ import torch
 from installed import engine
 from moe_fp8.integrations import sglang as plugin
 from moe_fp8.layer.metrics import calc_diff
-from reference import Weights, layer
+from reference import Weights, layer, peer_of_a_sweep
 
 engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
@@ -183,14 +183,5 @@ def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
     """Without a GPU what SGLang says of the shapes alone."""
-    from scripts.measure import as_engines
-
-    meta = torch.device("meta")
-    sizes = [(4, 2 * WIDTH, H), (4, 2 * WIDTH // 128, H // 128), (4, H, WIDTH), (4, H // 128, 2)]
-    types = [torch.float8_e4m3fn, torch.float32] * 2
-    weights = tuple(torch.empty(n, dtype=t, device=meta) for n, t in zip(sizes, types, strict=True))
-    places = torch.zeros(as_engines.EXPERTS, dtype=torch.int32, device=meta)
-    run = as_engines.ENGINES["sglang fused_experts"](weights, places)
-    x = torch.empty(3, H, dtype=torch.bfloat16, device=meta)
-    ids = torch.empty(3, K, dtype=torch.int32, device=meta)
-    assert run(ids, ids.float(), x).shape == x.shape
+    x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
+    assert output.shape == x.shape

@@ -10,7 +10,7 @@ from installed import engine
 from moe_fp8.integrations import served
 from moe_fp8.integrations import vllm as plugin
 from moe_fp8.layer.metrics import calc_diff
-from reference import Weights, layer
+from reference import Weights, layer, peer_of_a_sweep
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.integrations import vllm_experts  # noqa: E402
@@ -276,14 +276,5 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
     """Without a GPU what vLLM says of the shapes alone."""
-    from scripts.measure import as_engines
-
-    meta = torch.device("meta")
-    sizes = [(4, 2 * WIDTH, H), (4, 2 * WIDTH // 128, H // 128), (4, H, WIDTH), (4, H // 128, 2)]
-    types = [torch.float8_e4m3fn, torch.float32] * 2
-    weights = tuple(torch.empty(n, dtype=t, device=meta) for n, t in zip(sizes, types, strict=True))
-    places = torch.zeros(as_engines.EXPERTS, dtype=torch.int32, device=meta)
-    run = as_engines.ENGINES["vllm fused_experts"](weights, places)
-    x = torch.empty(3, H, dtype=torch.bfloat16, device=meta)
-    ids = torch.empty(3, K, dtype=torch.int32, device=meta)
-    assert run(ids, ids.float(), x).shape == x.shape
+    x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
+    assert output.shape == x.shape
