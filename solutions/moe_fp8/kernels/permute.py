@@ -36,9 +36,7 @@ class Permute:
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
         self.hidden, self.top_k = hidden, top_k
-        self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
-        self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
     def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
@@ -80,40 +78,30 @@ class Permute:
                 for s in cutlass.range_constexpr(self.top_k):
                     last = cutlass.max(last, rows[s])
         if last >= 0:
+            values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+            scales = cute.make_rmem_tensor(self.vectors_per_thread, Float32)
             if cutlass.const_expr(x.element_type is BFloat16):
-                self._quantise(x, token, thread, rows, a, a_scale)
+                self._quantise(x, token, thread, values, scales)
             else:
-                self._copy(x, x_scale, token, thread, rows, a, a_scale)
+                self._load(x, x_scale, token, thread, values, scales)
+            for s in cutlass.range_constexpr(self.top_k):
+                if rows[s] >= 0:
+                    self._store(values, scales, rows[s], thread, a, a_scale)
 
     @cute.jit
-    def _copy(self, x, x_scale, token, thread, rows, a, a_scale):
-        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-        scales = cute.make_rmem_tensor(self.blocks_per_thread, Float32)
+    def _load(self, x, x_scale, token, thread, values, scales):
+        """A thread's vectors; the first of those that share a scale has that, too."""
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             column = (i * THREADS + thread) * VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 cute.autovec_copy(vector(at, VECTOR), values[None, i])
-        for i in cutlass.range_constexpr(self.blocks_per_thread):
-            block = i * THREADS + thread
-            if block < self.blocks:
-                scales[i] = x_scale[block, token]
-        for s in cutlass.range_constexpr(self.top_k):
-            row = rows[s]
-            if row >= 0:
-                for i in cutlass.range_constexpr(self.vectors_per_thread):
-                    column = (i * THREADS + thread) * VECTOR
-                    if column < self.hidden:
-                        at = a.iterator + Int64(row) * self.hidden + column
-                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
-                for i in cutlass.range_constexpr(self.blocks_per_thread):
-                    block = i * THREADS + thread
-                    if block < self.blocks:
-                        a_scale[block, row] = scales[i]
+                if column % BLOCK == 0:
+                    scales[i] = x_scale[column // BLOCK, token]
 
     @cute.jit
-    def _quantise(self, x, token, thread, rows, a, a_scale):
-        """The same of bfloat16: a thread has VECTOR values of as many scale blocks as vectors."""
+    def _quantise(self, x, token, thread, values, scales):
+        """The same of bfloat16."""
         raw = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), BFloat16)
         raw.fill(0.0)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
@@ -125,17 +113,15 @@ class Permute:
                         raw[None, i].iterator + half * HALF, cute.make_layout(HALF)
                     )
                     cute.autovec_copy(vector(at + half * HALF, HALF), to)
-        values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-        scales = cute.make_rmem_tensor(self.vectors_per_thread, Float32)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             scales[i] = quantise(raw[None, i], values[None, i])
-        for s in cutlass.range_constexpr(self.top_k):
-            row = rows[s]
-            if row >= 0:
-                for i in cutlass.range_constexpr(self.vectors_per_thread):
-                    column = (i * THREADS + thread) * VECTOR
-                    if column < self.hidden:
-                        at = a.iterator + Int64(row) * self.hidden + column
-                        cute.autovec_copy(values[None, i], vector(at, VECTOR))
-                        if column % BLOCK == 0:
-                            a_scale[column // BLOCK, row] = scales[i]
+
+    @cute.jit
+    def _store(self, values, scales, row, thread, a, a_scale):
+        for i in cutlass.range_constexpr(self.vectors_per_thread):
+            column = (i * THREADS + thread) * VECTOR
+            if column < self.hidden:
+                at = a.iterator + Int64(row) * self.hidden + column
+                cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                if column % BLOCK == 0:
+                    a_scale[column // BLOCK, row] = scales[i]
