@@ -795,6 +795,8 @@ PAIR = {"mma_ctas": 2, "cluster_m": 2}
         (GemmConfig, {"tile_m": 8}, "tile_m=8: .* without swap_ab"),
         (GemmConfig, {"tile_m": 24, "swap_ab": True}, "tile_m=24: .* with swap_ab"),
         (GemmConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128\)"),
+        (GemmConfig, {"quantises": 1, "tile_n": 64}, r"tile_n=64: .*\(128,\) .* quantises=1"),
+        (GemmConfig, {"quantises": 1}, r"cluster 1x1, .*: expected clusters \(1, 2\)"),
         (GemmConfig, {"tile_m": 192, "overlap": True}, "192 accumulator registers"),
         (GemmConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
         (GemmConfig, {"cluster_m": 2, "cluster_n": 2}, r"cluster \(2, 2\)"),
