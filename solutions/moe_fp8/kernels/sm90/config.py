@@ -21,7 +21,8 @@ class GemmConfig(TileConfig):
         tile_n: 64 or 128. With `quantises` 128, in clusters of (1, 2).
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         unroll: an iteration of the main loop covers all stages, so that their addresses are
-            constants; where their number does not divide the K blocks, up to four.
+            constants; where their number does not divide the K blocks, up to four; one where that
+            would be all of them.
         slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
     """
 
