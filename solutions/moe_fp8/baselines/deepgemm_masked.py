@@ -17,7 +17,7 @@ from .supported import HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_masked",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "rows": "masked",
 }

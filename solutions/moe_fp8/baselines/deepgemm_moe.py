@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "deepgemm_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
     "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
     "routings": ["deepseek_v3", "renormalize"],
 }

@@ -34,7 +34,7 @@ from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "sglang_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200", "NVIDIA_B200"],
     "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
 }
 
