@@ -25,6 +25,8 @@ CONTIGUOUS = "contiguous"
 MASKED = "masked"
 """Rows of a grouped GEMM: `[experts, max_rows, K]`, as many of an expert's as a count says."""
 
+FLASHINFER_API = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
+
 LARGE = 8 * 2**30
 """Bytes of weights above which a definition is: with 2 GB three trials fit an H200, with 17 one."""
 
@@ -34,11 +36,16 @@ class Entry:
     """What all definitions have."""
 
     model: str  # whose layer it is, in words
-    tags: tuple[str, ...]  # of flashinfer-bench
+    tags: tuple[str, ...]  # the models, as flashinfer-bench tags them
     short: str  # what names of packed solutions end with; empty for the default definition
 
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
+
+    @property
+    def all_tags(self) -> tuple[str, ...]:
+        """With those that follow from the rest."""
+        return self.tags
 
     @property
     def large(self) -> bool:
@@ -96,6 +103,18 @@ class MoeDefinition(Entry):
             routing = f"renorm_topk{self.top_k}"
         sizes = f"e{self.num_local_experts}_h{self.hidden_size}_i{self.intermediate_size}"
         return f"moe_fp8_block_scale_{routing}_{sizes}"
+
+    @property
+    def all_tags(self) -> tuple[str, ...]:
+        """As in the public data set: the ranks, the function of FlashInfer that takes these inputs,
+        and that the reference is verified, where the public one of the same name gives the same."""
+        ranks = self.num_experts // self.num_local_experts
+        return (
+            *self.tags,
+            *([f"ep:{ranks}"] if ranks > 1 else []),
+            *([FLASHINFER_API] if self.routing == DEEPSEEK_V3 else []),
+            *([] if self.short else ["status:verified"]),
+        )
 
     @property
     def large(self) -> bool:

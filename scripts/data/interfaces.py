@@ -248,7 +248,7 @@ def build_definition(definition: Entry = DEFAULT) -> Json:
         "name": definition.name,
         "description": of.pop("description"),
         "op_type": definition.op_type,
-        "tags": [*definition.tags, f"quantization:{FP8}"],
+        "tags": [*definition.all_tags, f"quantization:{FP8}"],
         **of,
     }
 

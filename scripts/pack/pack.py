@@ -23,8 +23,8 @@ from scripts.common.command_line import Failure, UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import OLD_PACKED_DIR, PACKAGE_DIR, PACKED_DIR, ROOT
 
-HOPPER = ["NVIDIA H100", "NVIDIA H200"]
-BLACKWELL = ["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA GB300"]
+HOPPER = ["NVIDIA_H100", "NVIDIA_H200"]
+BLACKWELL = ["NVIDIA_B200", "NVIDIA_GB200", "NVIDIA_B300", "NVIDIA_GB300"]
 DEFAULTS = {
     "author": "moe-fp8-cutedsl",
     "language": "python",

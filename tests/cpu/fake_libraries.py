@@ -19,7 +19,9 @@ def one_expert(a, a_scale, b, b_scale, out) -> None:
     model.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
 
 
-def sgl_kernel(shape: MoeShape) -> ModuleType:
+def sgl_kernel(shape: MoeShape, newest: bool = False) -> ModuleType:
+    """sglang-kernel 0.4.3, or 0.4.10."""
+
     def moe_fused_gate(logits, bias, groups, kept, top_k, shared, scaling, scale_weights):
         assert logits.dtype == bias.dtype == torch.float32
         assert (groups, kept, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
@@ -77,10 +79,14 @@ def sgl_kernel(shape: MoeShape) -> ModuleType:
         rows = x[row_of_pair.long()].float().unflatten(0, (len(out), -1))
         out.copy_((rows * factors.float().unsqueeze(-1)).sum(1))
 
+    if newest:
+        del moe_fused_gate
     return module("sgl_kernel", locals())
 
 
-def deep_gemm(shape: MoeShape) -> ModuleType:
+def deep_gemm(shape: MoeShape, newest: bool = False) -> ModuleType:
+    """sgl-deep-gemm 0.1.5, or 0.2.5."""
+
     def check_scale(scale) -> None:
         assert scale.dtype == torch.float32 and scale.stride(-2) == 1
         assert scale.stride(-1) % 4 == 0  # TMA
@@ -105,10 +111,10 @@ def deep_gemm(shape: MoeShape) -> ModuleType:
             if expert >= 0:
                 one_expert(a[tile], a_scale[tile], b[expert], b_scale[expert], d[tile])
 
-    def get_token_alignment_for_mega_moe():
+    def alignment():
         return 48
 
-    def get_symm_buffer_size_for_sm90_mega_moe(ranks, experts, room, top_k, h, i, fp8, activation):
+    def buffer_size(ranks, experts, room, top_k, h, i, fp8, activation):
         assert (ranks, experts, top_k, fp8, activation) == (
             1, shape.num_local_experts, shape.top_k, True, "swiglu",
         )  # fmt: skip
@@ -127,13 +133,13 @@ def deep_gemm(shape: MoeShape) -> ModuleType:
 
         return sum(sizes), parts
 
-    def fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer):
+    def mega_moe(y, l1_weights, l2_weights, sym_buffer):
         """In terms of the package's own order of the first projection's rows."""
         (w13, w13_scale), (w2, w2_scale) = l1_weights, l2_weights
         assert sym_buffer.group.rank() == 0
         assert sym_buffer.handle.buffer_ptrs == [sym_buffer.buffer.data_ptr()]
         room, top_k = sym_buffer.num_max_tokens_per_rank, sym_buffer.num_topk
-        _, parts = get_symm_buffer_size_for_sm90_mega_moe(
+        _, parts = buffer_size(
             1, sym_buffer.num_experts, room, top_k, *shape_of(w2), True, "swiglu"
         )
         x, scale, ids, weights = (part[: len(y)] for part in parts(sym_buffer.buffer)[:4])
@@ -155,7 +161,26 @@ def deep_gemm(shape: MoeShape) -> ModuleType:
     def shape_of(w2) -> tuple[int, int]:
         return w2.shape[1], w2.shape[2]
 
-    found = module("deep_gemm", locals())
+    def bounded_mega_moe(*args, num_tokens_bound=None):
+        assert num_tokens_bound == len(args[0]), "else the schedule is that of a full buffer"
+        mega_moe(*args)
+
+    of_version = {
+        "get_token_alignment_for_mega_moe": alignment,
+        "get_symm_buffer_size_for_sm90_mega_moe": buffer_size,
+        "fp8_mega_moe": mega_moe,
+    }
+    if newest:
+        of_version = {
+            "get_token_alignment_for_mega_moe": None,  # of Blackwell's kernel alone
+            "get_token_alignment_for_sm90_mega_moe": alignment,
+            "get_symm_buffer_size_for_sm90_mega_moe": lambda *layout: buffer_size(*layout)[0],
+            "slice_symm_buffer_for_sm90_mega_moe": lambda buffer, *layout: list(
+                buffer_size(*layout)[1](buffer)
+            ),
+            "fp8_mega_moe": bounded_mega_moe,
+        }
+    found = module("deep_gemm", locals() | of_version)
     found._C = found
     return found
 

@@ -205,6 +205,8 @@ def test_what_runs_on_which_gpu() -> None:
         "unsupported on sm_100 (needs sm_90)",  # its CUTLASS path
     ]
     assert len(ours) == 6 and ours < hopper and ours < blackwell
+    targets = {gpu for solution in every.values() for gpu in solution.spec.target_hardware}
+    assert all(gpu.startswith("NVIDIA_") for gpu in targets), "upstream's viewer filters by these"
     for name in ours:
         named = {capability_of(gpu) for gpu in every[name].spec.target_hardware}
         assert named == {(9, 0), (10, 0), (10, 3)} == set(ARCHITECTURES)

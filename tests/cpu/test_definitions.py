@@ -108,6 +108,14 @@ def test_the_table_has_the_public_names() -> None:
     assert len({d.short for d in TABLE}) == len(TABLE) and TABLE[0] is DEFAULT
 
 
+def test_tags_say_ranks_where_there_are_several() -> None:
+    tags = {d.short: d.all_tags for d in MOE}
+    api = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
+    assert tags[""][2:] == ("ep:8", api, "status:verified")
+    assert tags["kimi_k2_e384"] == ("model:kimi-k2", api)
+    assert tags["qwen3_235b"] == ("model:qwen3-235b-a22b",), "no bias, which FlashInfer's has"
+
+
 def test_committed_files_are_what_the_program_writes(tmp_path: Path) -> None:
     assert make_definition.main(["--check"]) == 0
     assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1

@@ -546,7 +546,7 @@ def test_sol_execbench_gets_what_it_has_libraries_for(flat: Export) -> None:
     }
     with pytest.raises(PackError, match="needs sgl-deep-gemm, which SOL-ExecBench does not have"):
         forms.sol_solution(export_of(GENERATIONS["deepgemm_moe"]))
-    spec = {**flat.content["spec"], "target_hardware": ["NVIDIA B200"], "dependencies": ["torch"]}
+    spec = {**flat.content["spec"], "target_hardware": ["NVIDIA_B200"], "dependencies": ["torch"]}
     blackwell = replace(flat, content={**flat.content, "spec": spec})
     assert forms.sol_solution(blackwell)["spec"]["target_hardware"] == ["B200", "LOCAL"]
     assert forms.sol_solution(blackwell)["spec"]["languages"] == ["pytorch"]

@@ -20,8 +20,8 @@ from .supported import HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_contiguous",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
-    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm>=0.1.5"],
     "rows": "contiguous",
 }
 
@@ -44,7 +44,7 @@ def run(a, a_scale, b, b_scale, m_indptr, out):
     validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
     device, (total, k), (experts, n, _) = out.device, a.shape, b.shape
     require_gpu(device, HOPPER)
-    deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+    deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
     require("triton", "triton")
     if total == 0:
         return

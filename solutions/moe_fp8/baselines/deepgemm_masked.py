@@ -17,8 +17,8 @@ from .supported import HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_masked",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
-    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm>=0.1.5"],
     "rows": "masked",
 }
 
@@ -35,7 +35,7 @@ def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
     """
     validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
     require_gpu(out.device, HOPPER)
-    deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+    deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
     require("triton", "triton")
     if a.shape[1] == 0:
         return

@@ -13,6 +13,7 @@ anew in every call, so here it is part of every call: 0.94 GB read and written, 
 Whoever compares kernels must take that off.
 """
 
+import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "deepgemm_mega_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
-    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm>=0.1.5"],
 }
 
-REQUIREMENT = "sgl-deep-gemm==0.1.5"
+REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 SHAPE = DEEPSEEK_V3
 TURN = 8
 """Rows of the gate, then of the up projection, that follow each other in the kernel's weights."""
@@ -78,15 +79,19 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     deep_gemm = require("deep_gemm", REQUIREMENT)
     library = deep_gemm._C  # its class for Hopper knows symmetric memory only
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    alignment = library.get_token_alignment_for_mega_moe()
+    sm90 = "sm90_" if hasattr(library, "get_token_alignment_for_sm90_mega_moe") else ""
+    alignment = getattr(library, f"get_token_alignment_for_{sm90}mega_moe")()
     room = -(-room // alignment) * alignment
-    size, parts = library.get_symm_buffer_size_for_sm90_mega_moe(
-        1, experts, room, shape.top_k, h, i, True, "swiglu"
-    )
+    layout = 1, experts, room, shape.top_k, h, i, True, "swiglu"
+    found = library.get_symm_buffer_size_for_sm90_mega_moe(*layout)
+    size, parts_of = (found, None) if isinstance(found, int) else found  # 0.2.5, 0.1.5
     buffer = torch.zeros(size, dtype=torch.int8, device=device)
+    if parts_of is None:
+        parts = library.slice_symm_buffer_for_sm90_mega_moe(buffer, *layout)
+    else:
+        parts = parts_of(buffer)
     x, x_scale, ids, weights = (
-        part if isinstance(part, torch.Tensor) else torch.from_dlpack(part)
-        for part in parts(buffer)[:4]
+        part if isinstance(part, torch.Tensor) else torch.from_dlpack(part) for part in parts[:4]
     )
     symmetric = OneRank(
         buffer,
@@ -164,7 +169,11 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
 
     take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, w13, w13_scale)
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-    deep_gemm.fp8_mega_moe(output, (w13, w13_scale), (w2, w2_scale), symmetric)
+    mega_moe = deep_gemm.fp8_mega_moe
+    # Without a bound it chooses its schedule by the room; 0.1.5 always does.
+    bounded = "num_tokens_bound" in inspect.signature(mega_moe).parameters
+    bound = {"num_tokens_bound": tokens} if bounded else {}
+    mega_moe(output, (w13, w13_scale), (w2, w2_scale), symmetric, **bound)
 
 
 run = run_of(call)

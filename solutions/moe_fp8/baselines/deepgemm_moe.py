@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "deepgemm_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
-    "dependencies": ["torch", "triton", "sgl-deep-gemm==0.1.5"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
+    "dependencies": ["torch", "triton", "sgl-deep-gemm>=0.1.5"],
     "routings": ["deepseek_v3", "renormalize"],
 }
 
@@ -116,7 +116,7 @@ class DeepGemmLayer:
         shape, device = self.shape, output.device
         tokens = validate(inputs, output, shape)
         require_gpu(device, HOPPER)
-        deep_gemm = require("deep_gemm", "sgl-deep-gemm==0.1.5")
+        deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
         require("triton", "triton")
         if tokens == 0:
             return

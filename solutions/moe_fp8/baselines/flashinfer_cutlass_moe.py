@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "flashinfer_cutlass_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
     "dependencies": ["torch", "triton", "flashinfer-python==0.7.2.post1"],
 }
 

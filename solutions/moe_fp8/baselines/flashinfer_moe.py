@@ -26,7 +26,7 @@ from .supported import BLACKWELL, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_moe",
-    "target_hardware": ["NVIDIA B200", "NVIDIA B300"],
+    "target_hardware": ["NVIDIA_B200", "NVIDIA_B300"],
     "dependencies": ["torch", "flashinfer-python>=0.5"],
 }
 

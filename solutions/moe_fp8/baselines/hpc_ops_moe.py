@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "hpc_ops_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
     "dependencies": [
         "torch",
         "triton",

@@ -1,6 +1,7 @@
 """Packages that a baseline needs and that a machine may lack: imported when first called."""
 
 import importlib
+import shlex
 from types import ModuleType
 
 
@@ -15,4 +16,5 @@ def require(module: str, requirement: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
             raise  # installed, but something that it needs is not
-        raise RuntimeError(f"not installed: pip install {requirement}") from None
+        wanted = shlex.quote(requirement)  # a shell takes > for a redirection
+        raise RuntimeError(f"not installed: pip install {wanted}") from None

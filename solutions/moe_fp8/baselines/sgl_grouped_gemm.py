@@ -8,7 +8,7 @@ from ..problem import MoeShape
 from .held import HeldPerStream
 from .requirement import require
 
-REQUIREMENT = "sglang-kernel==0.4.3"
+REQUIREMENT = "sglang-kernel>=0.4.3"
 WORKSPACE_BYTES = 32 * 2**20
 
 

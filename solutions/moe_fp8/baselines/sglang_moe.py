@@ -6,6 +6,9 @@ the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` 
 and the arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of
 the input, which is FP8 here. No host sync; pointer arrays and the like are kept between calls.
 
+sglang-kernel 0.4.10 has no `moe_fused_gate`, whose place a Triton kernel of the package sglang has
+taken: there the Triton kernel of `triton_stages` routes.
+
 Expert parallelism: ids become local ones and pairs of other ranks get ids that no local expert
 has, which `prepare_moe_input` skips. What it then leaves unset in its two maps is set beforehand:
 token 0 where rows are gathered, a row of zeros where outputs are combined. As in SGLang, buffers
@@ -19,6 +22,7 @@ to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -26,7 +30,7 @@ import torch
 from ..layer.calls import run_of
 from ..layer.validate import validate
 from ..numerics import BLOCK
-from ..problem import DEEPSEEK_V3, MoeInputs, bounded_offset
+from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
 from .held import HeldPerStream
 from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
@@ -34,8 +38,8 @@ from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "sglang_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
-    "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200", "NVIDIA_B200"],
+    "dependencies": ["torch", "triton", "sglang-kernel>=0.4.3"],
 }
 
 FP8_MAX = 448.0
@@ -55,6 +59,28 @@ class Tables(NamedTuple):
 def tables(device: torch.device, experts: int) -> Tables:
     dims = ((experts + 1,), (experts, 3), (experts, 3))
     return Tables(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
+
+
+def choose(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
+    """(weights, ids) of every token's experts, `[T, top_k]` float32 and int32."""
+    scaling = float(inputs.routed_scaling_factor)
+    if hasattr(sgl, "moe_fused_gate"):
+        assert inputs.routing_bias is not None  # as the shape has it
+        return sgl.moe_fused_gate(
+            inputs.routing_logits,
+            inputs.routing_bias.float(),
+            shape.n_group,
+            shape.topk_group,
+            shape.top_k,
+            0,  # shared experts
+            scaling,
+            True,  # scale the weights
+        )
+    from .triton_stages import new_routed, route
+
+    routed = new_routed(len(inputs.routing_logits), shape, inputs.routing_logits.device)
+    route(inputs.routing_logits, inputs.routing_bias, scaling, 0, shape, routed)
+    return routed.weights, routed.ids
 
 
 class SglangLayer:
@@ -92,17 +118,7 @@ class SglangLayer:
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32
 
-        assert inputs.routing_bias is not None  # as the shape has it
-        weights, ids = sgl.moe_fused_gate(
-            inputs.routing_logits,
-            inputs.routing_bias.float(),
-            shape.n_group,
-            shape.topk_group,
-            shape.top_k,
-            0,  # shared experts
-            float(inputs.routed_scaling_factor),
-            True,  # scale the weights
-        )
+        weights, ids = choose(sgl, inputs, shape)
         ids.sub_(bounded_offset(int(inputs.local_expert_offset), experts))
         token_of_row = output.new_zeros(rows, dtype=torch.int32)
         row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)

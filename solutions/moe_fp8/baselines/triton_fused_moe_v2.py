@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "triton_fused_moe_v2",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
-    "dependencies": ["torch", "triton", "sglang-kernel==0.4.3"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200", "NVIDIA_B200"],
+    "dependencies": ["torch", "triton", "sglang-kernel>=0.4.3"],
 }
 
 

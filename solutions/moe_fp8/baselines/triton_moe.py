@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SOLUTION = {
     "name": "triton_moe",
-    "target_hardware": ["NVIDIA H100", "NVIDIA H200", "NVIDIA B200"],
+    "target_hardware": ["NVIDIA_H100", "NVIDIA_H200", "NVIDIA_B200"],
     "dependencies": ["torch", "triton"],
     "routings": ["deepseek_v3", "renormalize"],
 }

@@ -96,8 +96,7 @@ class Route:
         self.passes = passes
         self.word = RouteWord(shape, names_tokens)
         self.choose = ChooseExperts(shape)
-        number = NumberRows if passes == 1 else NumberRanges
-        self.number = number(
+        self.number = NumberRows(
             shape.num_local_experts, shape.top_k, names_tokens, shape.hidden_size, self.choose.given
         )
 
@@ -492,6 +491,10 @@ class NumberRows:
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
     words before its own. `grid = ceil(words / WORDS)`, and one more for each of the `tokens` to
     quantise; CTA 0 writes `m_indptr`.
+
+    Where tokens come in passes, whose rows begin anew, it counts those of its own range of tokens,
+    too, and knows whether all pairs fit in one pass. CTA 0 writes the ranges, and `m_indptr` of all
+    where the first CTA of a range does not write its own.
     """
 
     def __init__(self, local: int, top_k: int, names_tokens: bool, hidden: int, given: bool):
@@ -525,14 +528,21 @@ class NumberRows:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        words = cute.size(marks, mode=[0])
+        words, ranges = cute.size(marks, mode=[0]), numbered.ranges
         tokens = cute.size(expert, mode=[0])
         memory = SmemAllocator()
         layout = cute.make_layout(self.local)
-        before = memory.allocate_tensor(Int32, layout)  # rows of an expert in earlier blocks
-        total = memory.allocate_tensor(Int32, layout)  # in all
+        # Rows of an expert in earlier blocks and in all; then the same within the range.
+        sums = 2 if cutlass.const_expr(ranges is None) else 4
+        counts = [memory.allocate_tensor(Int32, layout) for _ in range(sums)]
+        if cutlass.const_expr(ranges is not None):
+            all_fit = memory.allocate_tensor(Int32, cute.make_layout(1))
+            words_of_range = ranges.share // WORD
+            of = block * WORDS // words_of_range
+            first = of * words_of_range
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            before[e], total[e] = Int32(0), Int32(0)
+            for count in counts:
+                count[e] = Int32(0)
         cute.arch.barrier()
         wait_for_previous()
         if block == 0:
@@ -541,19 +551,31 @@ class NumberRows:
         readers = THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
-            earlier, every = Int32(0), Int32(0)
+            found = cute.make_rmem_tensor(sums, Int32)
+            found.fill(0)
             for w in cutlass.range(thread // self.local, words, readers, unroll=4):
                 count = cute.arch.popc(marks[w, e])
-                every += count
-                earlier += cutlass.select_(w < block * WORDS, count, Int32(0))
-            cute.arch.atomic_add(before.iterator + e, earlier, sem="relaxed", scope="cta")
-            cute.arch.atomic_add(total.iterator + e, every, sem="relaxed", scope="cta")
+                earlier = cutlass.select_(w < block * WORDS, count, Int32(0))
+                found[0] += earlier
+                found[1] += count
+                if cutlass.const_expr(ranges is not None):
+                    if w >= first and w < first + words_of_range:
+                        found[2] += earlier
+                        found[3] += count
+            for i in cutlass.range_constexpr(sums):
+                place = counts[i].iterator + e
+                cute.arch.atomic_add(place, found[i], sem="relaxed", scope="cta")
         cute.arch.barrier()
-
         if warp == 0:
-            add_begins(before, total, numbered.m_indptr, block == 0)
+            if cutlass.const_expr(ranges is None):
+                add_begins(counts[0], counts[1], numbered.m_indptr, block == 0)
+            else:
+                self._begin(numbered, counts, all_fit, block, of)
         cute.arch.barrier()
-        self._rows_of_pairs(expert, marks, numbered, before, block, thread, tokens)
+        if cutlass.const_expr(ranges is not None):
+            if block == 0:
+                self._write_ranges(numbered, all_fit[0], Int32(tokens), thread)
+        self._rows_of_pairs(expert, marks, numbered, counts[0], block, thread, tokens)
 
     @cute.jit
     def _rows_of_pairs(self, expert, marks, numbered: RowNumbers, before, block, thread, tokens):
@@ -579,61 +601,6 @@ class NumberRows:
                     elif cutlass.const_expr(self.names_tokens):
                         numbered.token_of_row[row] = token
                 numbered.pair_row[token, i % self.top_k] = row
-
-
-class NumberRanges(NumberRows):
-    """The same for tokens in passes, whose rows begin anew.
-
-    Every CTA counts, besides, the marks of its own range of tokens, and so knows whether all pairs
-    fit in one pass. CTA 0 writes the ranges, and `m_indptr` of all where the first CTA of a range
-    does not write its own.
-    """
-
-    @cute.jit
-    def _number(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        words, ranges = cute.size(marks, mode=[0]), numbered.ranges
-        words_of_range = ranges.share // WORD
-        of = block * WORDS // words_of_range
-        first = of * words_of_range
-        memory = SmemAllocator()
-        layout = cute.make_layout(self.local)
-        # Rows of an expert in earlier blocks and in all; then the same within the range.
-        counts = [memory.allocate_tensor(Int32, layout) for _ in range(4)]
-        all_fit = memory.allocate_tensor(Int32, cute.make_layout(1))
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            for count in counts:
-                count[e] = Int32(0)
-        cute.arch.barrier()
-        wait_for_previous()
-        if block == 0:
-            zero(numbered.counters, thread)
-        readers = THREADS // self.local
-        if thread < readers * self.local:
-            e = thread % self.local
-            found = cute.make_rmem_tensor(4, Int32)
-            found.fill(0)
-            for w in cutlass.range(thread // self.local, words, readers, unroll=4):
-                count = cute.arch.popc(marks[w, e])
-                earlier = cutlass.select_(w < block * WORDS, count, Int32(0))
-                found[0] += earlier
-                found[1] += count
-                if w >= first and w < first + words_of_range:
-                    found[2] += earlier
-                    found[3] += count
-            for i in cutlass.range_constexpr(4):
-                place = counts[i].iterator + e
-                cute.arch.atomic_add(place, found[i], sem="relaxed", scope="cta")
-        cute.arch.barrier()
-        if warp == 0:
-            self._begin(numbered, counts, all_fit, block, of)
-        cute.arch.barrier()
-        tokens = Int32(cute.size(expert, mode=[0]))
-        if block == 0:
-            self._write_ranges(numbered, all_fit[0], tokens, thread)
-        self._rows_of_pairs(expert, marks, numbered, counts[0], block, thread, tokens)
 
     @cute.jit
     def _begin(self, numbered: RowNumbers, counts, all_fit, block: Int32, of: Int32):

@@ -42,26 +42,33 @@ class SwigluEpilogue(Epilogue):
     The arithmetic is that of `SwigluQuant`, but up and gate are not rounded: a row's bits depend
     neither on the other rows nor on the config or the architecture. What derives from it, for an
     architecture, names its staging buffer, `rows` (tile_m, columns, terms) e4m3, and stores a tile.
+    `terms`: FP8 values of a result; `gate_first`: the first half of the weights' rows are those of
+    gate.
     """
 
     n_halves = 2
     staging_type = Float8E4M3FN
+    columns = BLOCK
+    """Of the result that a tile makes."""
 
     def __init__(
-        self, config: Any, operands: Any, n: int, columns: int, terms: int, gate_first: bool
+        self, config: Any, operands: Any, n: int, terms: int = 1, gate_first: bool = False
     ):
-        """`columns`: of the result that a tile makes; `terms`: FP8 values of each; `gate_first`:
-        the first half of the weights' rows are those of gate."""
+        if config.quantises != terms or n % (2 * BLOCK):
+            raise ValueError(
+                f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
+            )
         super().__init__(config, operands, n)
         self.terms = terms
         self.gate_first = gate_first
         self.intermediate = n // 2
         self.warps = config.consumer_warps
-        self.column_groups = self.warps  # that have maxima of their own, of a token
-        self.columns, self.rows = columns, config.tile_m  # that a tile makes
-        self.parts = columns // VECTOR  # accesses of a row
+        # That have maxima of their own, of a token: a warp's columns, or a warpgroup's.
+        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
+        self.rows = config.tile_m  # that a tile makes
+        self.parts = self.columns // VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
-        self.pitch = columns + VECTOR
+        self.pitch = self.columns + VECTOR
 
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32
 
-from ...numerics import BLOCK
 from ..barriers import Barriers
 from ..epilogue import TileShare
 from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
@@ -15,8 +14,7 @@ from ..swiglu_epilogue import VECTOR, SwigluEpilogue
 from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP, Tile
 from ..vectors import load
-from .config import MMA_ROWS, GemmConfig
-from .operands import Operands
+from .config import MMA_ROWS
 
 
 class Staging(NamedTuple):
@@ -33,22 +31,6 @@ class SwigluQuantise(SwigluEpilogue):
     the other warpgroup the others. Under swap_ab a thread has one column of all tokens. The maxima
     meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
     """
-
-    def __init__(
-        self,
-        config: GemmConfig,
-        operands: Operands,
-        n: int,
-        terms: int = 1,
-        gate_first: bool = False,
-    ):
-        if config.quantises != terms or n % (2 * BLOCK):
-            raise ValueError(
-                f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
-            )
-        super().__init__(config, operands, n, BLOCK, terms, gate_first)
-        if not config.swap_ab:
-            self.column_groups = config.consumer_warpgroups
 
     def staging_elements(self) -> int:
         return self.staged_bytes() + 4 * self.column_groups * self.config.tile_m

@@ -18,10 +18,11 @@ class GemmConfig(TileConfig):
 
     Attributes:
         tile_m: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
-        tile_n: 64 or 128.
+        tile_n: 64 or 128. With `quantises` 128, in clusters of (1, 2).
         overlap: a second accumulator, so that one K block is promoted while the next one runs.
         unroll: an iteration of the main loop covers all stages, so that their addresses are
-            constants; where their number does not divide the K blocks, up to four.
+            constants; where their number does not divide the K blocks, up to four; one where that
+            would be all of them.
         slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
     """
 
@@ -31,7 +32,10 @@ class GemmConfig(TileConfig):
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
-        self.check(tile_m=rows, tile_n=(64, 128))
+        columns = (BLOCK,) if self.quantises else (64, BLOCK)
+        self.check(f" and quantises={self.quantises}", tile_m=rows, tile_n=columns)
+        if self.quantises and self.cluster_n != 2:
+            raise ValueError(f"{self}: expected clusters (1, 2), which share the scales")
         if self.slices and (self.swap_ab or self.tile_m == WGMMA_M):
             raise ValueError(f"slices: expected several warpgroups of tokens, got {self}")
         most = self.consumer_registers - OTHER_REGISTERS

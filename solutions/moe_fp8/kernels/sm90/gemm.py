@@ -55,6 +55,9 @@ class GroupedGemmSm90(GroupedGemm):
             self.unroll = config.num_stages
         else:
             self.unroll = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
+        if config.unroll and self.unroll == self.k_blocks:
+            # A single iteration: ptxas would give a stage back without a wait for its scales.
+            self.unroll = 1
         # In a cluster with several row tiles each has a fixed share of the cluster's rows.
         if config.cluster_m == 1 and not config.swap_ab:
             self.row_step = WGMMA_M

@@ -1,6 +1,6 @@
 """SwiGLU and FP8 requantisation of a tile's sums on Hopper: a strategy of the GEMM."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,10 +16,6 @@ from ..swiglu_epilogue import SwigluEpilogue
 from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP
 from .config import GemmConfig
-from .operands import Operands
-
-COLUMNS = BLOCK // 2
-"""Of the result that a tile makes: half of those that share a scale."""
 
 
 class Staging(NamedTuple):
@@ -41,23 +37,13 @@ class SwigluQuantise(SwigluEpilogue):
     warps exchange maxima and quantised values through shared memory first.
     """
 
-    def __init__(
-        self,
-        config: GemmConfig,
-        operands: Operands,
-        n: int,
-        terms: int = 1,
-        gate_first: bool = False,
-    ):
-        tiles = config.tile_n == BLOCK and config.cluster_n == 2 and config.quantises == terms
-        if not tiles or n % (2 * BLOCK):
-            raise ValueError(
-                f"{config}, n={n}: expected quantises={terms}, tiles of {BLOCK} columns in "
-                f"clusters of two side by side, and n a multiple of {2 * BLOCK}"
-            )
-        super().__init__(config, operands, n, COLUMNS, terms, gate_first)
-        # Without swap_ab a warp has all of a row's columns.
-        self.column_groups = self.warps if config.swap_ab else 0
+    columns = BLOCK // 2
+    """Half of those that share a scale."""
+
+    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        if not config.swap_ab:
+            self.column_groups = 0  # a warp has all of a row's columns
         # Every warpgroup waits for its own rows, with swap_ab all together.
         waits, arrivals = (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPS)
         self.buffers = PairBuffers(waits, arrivals)
@@ -95,7 +81,7 @@ class SwigluQuantise(SwigluEpilogue):
         tile, warpgroup, thread, stored = share
         lane = thread % WARP
         first = thread // WARP * 16
-        pairs = COLUMNS // 8  # of neighbouring columns that a thread holds of a row
+        pairs = self.columns // 8  # of neighbouring columns that a thread holds of a row
         c = cute.make_rmem_tensor((2, pairs, 2), Float32)
         amax = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
