@@ -148,9 +148,13 @@ class GemmDefinition(Entry):
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
+MODEL_TOKENS = (1, 8, 64, 512, 4096)
+"""The same, of the models that are measured against the peers."""
 
 
-def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
+def kimi_k2(
+    model: str, short: str, num_local_experts: int, tokens: tuple[int, ...] = OWN_TOKENS
+) -> MoeDefinition:
     """384 experts, of which so many are here."""
     return MoeDefinition(
         model=model,
@@ -162,7 +166,22 @@ def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
         intermediate_size=2048,
         top_k=8,
         routed_scaling_factor=2.827,
-        tokens=OWN_TOKENS,
+        tokens=tokens,
+    )
+
+
+def minimax_m2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
+    """256 experts, of which so many are here. The model has no factor."""
+    return MoeDefinition(
+        model=model,
+        tags=("model:minimax-m2",),
+        short=short,
+        num_experts=256,
+        num_local_experts=num_local_experts,
+        hidden_size=3072,
+        intermediate_size=1536,
+        top_k=8,
+        tokens=MODEL_TOKENS,
     )
 
 
@@ -205,6 +224,35 @@ MOE = (
     qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
+    MoeDefinition(
+        model="DeepSeek-V3/R1 on one rank of eight-way tensor parallelism",
+        tags=("model:deepseek-v3", "model:deepseek-r1"),
+        short="dsv3_tp8",
+        num_experts=256,
+        num_local_experts=256,
+        hidden_size=7168,
+        intermediate_size=256,
+        top_k=8,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        tokens=MODEL_TOKENS,
+    ),
+    MoeDefinition(
+        model="GLM-5 on one rank of eight-way expert parallelism",
+        tags=("model:glm-5",),
+        short="glm5",
+        num_experts=256,
+        num_local_experts=32,
+        hidden_size=6144,
+        intermediate_size=2048,
+        top_k=8,
+        routed_scaling_factor=2.5,
+        tokens=MODEL_TOKENS,
+    ),
+    minimax_m2("MiniMax-M2 with all experts on one GPU", "minimax_m2", 256),
+    minimax_m2("MiniMax-M2 on one rank of eight-way expert parallelism", "minimax_m2_ep8", 32),
+    kimi_k2("Kimi-K2 on one rank of four-way expert parallelism", "kimi_k2_ep4", 96, MODEL_TOKENS),
 )
 DEFAULT = MOE[0]
 """The one that programs take without --definition."""
