@@ -8,7 +8,7 @@ contiguous GEMMs are as proposed for it, the rest of theirs is our own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -257,6 +257,21 @@ MOE = (
 DEFAULT = MOE[0]
 """The one that programs take without --definition."""
 assert DEFAULT.name == DEFINITION
+DSV3_TP8 = next(d for d in MOE if d.short == "dsv3_tp8")
+SHARED = replace(
+    DSV3_TP8,
+    model=f"{DSV3_TP8.model}, the shared expert fused",
+    short="dsv3_tp8_shared",
+    num_experts=DSV3_TP8.num_experts + 1,
+    num_local_experts=DSV3_TP8.num_local_experts + 1,
+    top_k=DSV3_TP8.top_k + 1,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=DSV3_TP8.routed_scaling_factor + 1.0,
+)
+"""What engines call where they fuse the shared expert: it is the last one, of every token, with a
+weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
+(`measure.sweep.SharedProblems`)."""
 
 GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
 MASKED_TOKENS = 901
@@ -294,6 +309,14 @@ def size_of(axes: Mapping[str, Any]) -> int:
 def full_name(name: str) -> str:
     """The name of the definition that is called so in short; another name as it is."""
     return next((d.name for d in TABLE if name and name == d.short), name)
+
+
+def find_layer(name: str) -> MoeDefinition:
+    """A layer, as `find` does; also the one that is in no data set."""
+    found = SHARED if name in (SHARED.short, SHARED.name) else find(name)
+    if isinstance(found, MoeDefinition):
+        return found
+    raise UsageError(f"{found.name} is a grouped GEMM; expected a layer")
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:
