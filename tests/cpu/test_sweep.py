@@ -393,6 +393,18 @@ def test_a_record_with_a_sweep_has_its_section(copy) -> None:
     assert "##" not in generated.generate(engines, recorded)
 
 
+def test_layers_of_a_record_are_a_table_in_few_words(copy) -> None:
+    text = TEXT.replace("sweep", "models").format(copy)
+    assert "|" not in generated.generate(text, read(copy))
+    record = json.loads((copy / "sweep.json").read_text())
+    for row in record["results"]:
+        row["definition"] = "glm5"
+    (copy / "models.json").write_text(json.dumps(record))
+    made = " ".join(generated.generate(text, read(copy)).split())
+    assert "(floor over it, best peer's time over it)" in made
+    assert "| glm5 | 50.0 (80%, 1.60x) | 60.0 (67%, -) |" in made
+
+
 def test_without_a_sweep_nothing_is_said() -> None:
     recorded = read(RESULTS_DIR / "nvidia-h200" / "2026-11-21")
     assert recorded.sweeps == {}
