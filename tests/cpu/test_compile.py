@@ -727,7 +727,7 @@ ROWS = {  # of an expert
     "qwen3_235b": (128, 8),
     "qwen3_30b": (8, 128),
     "qwen3_next": (8, 8),
-    "dsv3_tp8": (8, 128),
+    "dsv3_tp8": (128, 8),
     "glm5": (128, 8),
     "minimax_m2": (8, 128),
     "minimax_m2_ep8": (128, 8),
