@@ -8,7 +8,7 @@ contiguous GEMMs are as proposed for it, the rest of theirs is our own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -167,9 +167,13 @@ class GemmDefinition(Entry):
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
+MODEL_TOKENS = (1, 8, 64, 512, 4096)
+"""The same, of the models that are measured against the peers."""
 
 
-def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
+def kimi_k2(
+    model: str, short: str, num_local_experts: int, tokens: tuple[int, ...] = OWN_TOKENS
+) -> MoeDefinition:
     """384 experts, of which so many are here."""
     return MoeDefinition(
         model=model,
@@ -181,7 +185,22 @@ def kimi_k2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
         intermediate_size=2048,
         top_k=8,
         routed_scaling_factor=2.827,
-        tokens=OWN_TOKENS,
+        tokens=tokens,
+    )
+
+
+def minimax_m2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
+    """256 experts, of which so many are here. The model has no factor."""
+    return MoeDefinition(
+        model=model,
+        tags=("model:minimax-m2",),
+        short=short,
+        num_experts=256,
+        num_local_experts=num_local_experts,
+        hidden_size=3072,
+        intermediate_size=1536,
+        top_k=8,
+        tokens=MODEL_TOKENS,
     )
 
 
@@ -224,10 +243,54 @@ MOE = (
     qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
     qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
     qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
+    MoeDefinition(
+        model="DeepSeek-V3/R1 on one rank of eight-way tensor parallelism",
+        tags=("model:deepseek-v3", "model:deepseek-r1"),
+        short="dsv3_tp8",
+        num_experts=256,
+        num_local_experts=256,
+        hidden_size=7168,
+        intermediate_size=256,
+        top_k=8,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        tokens=MODEL_TOKENS,
+    ),
+    MoeDefinition(
+        model="GLM-5 on one rank of eight-way expert parallelism",
+        tags=("model:glm-5",),
+        short="glm5",
+        num_experts=256,
+        num_local_experts=32,
+        hidden_size=6144,
+        intermediate_size=2048,
+        top_k=8,
+        routed_scaling_factor=2.5,
+        tokens=MODEL_TOKENS,
+    ),
+    minimax_m2("MiniMax-M2 with all experts on one GPU", "minimax_m2", 256),
+    minimax_m2("MiniMax-M2 on one rank of eight-way expert parallelism", "minimax_m2_ep8", 32),
+    kimi_k2("Kimi-K2 on one rank of four-way expert parallelism", "kimi_k2_ep4", 96, MODEL_TOKENS),
 )
 DEFAULT = MOE[0]
 """The one that programs take without --definition."""
 assert DEFAULT.name == DEFINITION
+DSV3_TP8 = next(d for d in MOE if d.short == "dsv3_tp8")
+SHARED = replace(
+    DSV3_TP8,
+    model=f"{DSV3_TP8.model}, the shared expert fused",
+    short="dsv3_tp8_shared",
+    num_experts=DSV3_TP8.num_experts + 1,
+    num_local_experts=DSV3_TP8.num_local_experts + 1,
+    top_k=DSV3_TP8.top_k + 1,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=DSV3_TP8.routed_scaling_factor + 1.0,
+)
+"""What engines call where they fuse the shared expert: it is the last one, of every token, with a
+weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
+(`measure.sweep.SharedProblems`)."""
 
 GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
 MASKED_TOKENS = 901
@@ -265,6 +328,14 @@ def size_of(axes: Mapping[str, Any]) -> int:
 def full_name(name: str) -> str:
     """The name of the definition that is called so in short; another name as it is."""
     return next((d.name for d in TABLE if name and name == d.short), name)
+
+
+def find_layer(name: str) -> MoeDefinition:
+    """A layer, as `find` does; also the one that is in no data set."""
+    found = SHARED if name in (SHARED.short, SHARED.name) else find(name)
+    if isinstance(found, MoeDefinition):
+        return found
+    raise UsageError(f"{found.name} is a grouped GEMM; expected a layer")
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:

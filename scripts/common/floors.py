@@ -1,9 +1,10 @@
-"""The least time that a call of the default layer can take on a GPU, from rates measured there."""
+"""The least time that a call of a layer can take on a GPU, from rates measured there. Constants
+are the default layer's."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.common.definitions import DEFAULT
+from scripts.common.definitions import DEFAULT, MoeDefinition
 
 BLOCK = 128
 _H, _I = DEFAULT.hidden_size, DEFAULT.intermediate_size
@@ -23,15 +24,19 @@ def bandwidth(rates: Mapping[str, float]) -> float:
     return max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
 
 
-def floor_ms(workload: Mapping[str, Any], rates: Mapping[str, float]) -> tuple[float, float]:
+def floor_ms(
+    workload: Mapping[str, Any], rates: Mapping[str, float], layer: MoeDefinition = DEFAULT
+) -> tuple[float, float]:
     """Milliseconds that reading takes, and that a workload's FLOPs take; the floor is the larger.
 
     The workload has `tokens`, `hit` (tokens with a local expert), `active` (experts with rows) and
     `pairs`, and `read_ms` where reading the weights was measured.
     """
-    flops_ms = 1e3 * workload["pairs"] * PAIR_FLOPS / rates["fp8_flops_per_s"]
+    h, weights = layer.hidden_size, 3 * layer.hidden_size * layer.intermediate_size
+    flops_ms = 1e3 * workload["pairs"] * 2 * weights / rates["fp8_flops_per_s"]
     if "read_ms" in workload:
         return workload["read_ms"], flops_ms
-    size = workload["active"] * WEIGHT_BYTES + workload["hit"] * TOKEN_BYTES
-    size += workload["tokens"] * (LOGIT_BYTES + OUTPUT_BYTES)
+    size = workload["active"] * (weights + 4 * weights // BLOCK**2)
+    size += workload["hit"] * (h + 4 * h // BLOCK)
+    size += workload["tokens"] * (4 * layer.num_experts + 2 * h)
     return 1e3 * size / bandwidth(rates), flops_ms

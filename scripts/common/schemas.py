@@ -204,6 +204,7 @@ class SweepOf(TypedDict, total=False):
 
 
 class SweepResult(TypedDict):
+    definition: NotRequired[str]
     tokens: int
     hit: int
     active: int

@@ -8,7 +8,7 @@ one form. The forms of ours that take FP8 tell what quantising costs, what that 
 scales that lie token by token do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +20,11 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from moe_fp8 import experts, fused_moe
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_rows
 
 from scripts.measure.timing import FAILURES, Returning, Timed
 
-EXPERTS = DEEPSEEK_V3.num_experts
 FP8_MAX = tl.constexpr(448.0)
 Weights = tuple[torch.Tensor, ...]
 """w13 and its scales, w2 and its scales."""
@@ -62,13 +61,13 @@ def _quantise(x, q, scales, tokens, BLOCKS: tl.constexpr, PLACES: tl.constexpr, 
 
 
 def choose(
-    logits: torch.Tensor, bias: torch.Tensor, offset: int, factor: float
+    logits: torch.Tensor, bias: torch.Tensor, offset: int, factor: float, shape: MoeShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of all the layer's experts, and weights."""
     from moe_fp8.baselines.triton_stages import new_routed, route
 
-    routed = new_routed(len(logits), DEEPSEEK_V3, logits.device)
-    route(logits, bias, factor, offset, DEEPSEEK_V3, routed)
+    routed = new_routed(len(logits), shape, logits.device)
+    route(logits, bias, factor, offset, shape, routed)
     return routed.ids, routed.weights
 
 
@@ -81,7 +80,7 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
 
     w13, w13_scale, w2, w2_scale = weights
     how: dict[str, Any] = dict(
-        global_num_experts=EXPERTS,
+        global_num_experts=len(places),
         expert_map=places,
         quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, block_shape=[BLOCK, BLOCK]),
     )
@@ -99,7 +98,7 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
     get_context().set_server_args(ServerArgs(model_path="dummy"))
     get_parallel().override_permanently(tp_group=SimpleNamespace(world_size=1))
     w13, w13_scale, w2, w2_scale = weights
-    config = MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=len(w13), inplace=False)
+    config = MoeRunnerConfig(num_experts=len(places), num_local_experts=len(w13), inplace=False)
     how: dict[str, Any] = dict(
         use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
     )
@@ -125,9 +124,15 @@ class Engines:
         peers: whether a call is of someone else's kernels, by its name.
     """
 
-    def __init__(self, definition: Definition, solutions: Sequence[Solution]):
+    def __init__(
+        self,
+        definition: Definition,
+        solutions: Mapping[str, Solution],
+        shape: MoeShape = DEEPSEEK_V3,
+    ):
         build = BuilderRegistry.get_instance().build
-        self.runnables = {f"{s.name} + quantiser": build(definition, s) for s in solutions}
+        self.runnables = {f"{n} + quantiser": build(definition, s) for n, s in solutions.items()}
+        self.shape = shape
         self.experts: dict[int, dict[str, Experts]] = {}
         self.skipped: dict[str, str] = {}
         self.peers: dict[str, bool] = {}
@@ -136,7 +141,7 @@ class Engines:
     def experts_of(self, offset: int) -> dict[str, Experts]:
         """The engines' functions on the experts from this one on."""
         if offset not in self.experts:
-            places = torch.full((EXPERTS,), -1, dtype=torch.int32)
+            places = torch.full((self.shape.num_experts,), -1, dtype=torch.int32)
             local = len(self.gate_first[0])
             places[offset : offset + local] = torch.arange(local, dtype=torch.int32)
             places = places.to(self.gate_first[0].device)
@@ -156,6 +161,7 @@ class Engines:
         logits, bias, _, _, *weights = inputs[:8]
         assert bias is not None  # the definition has one
         offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)
+        shape, chosen_by = self.shape, (bias, offset, factor, self.shape)
         if not self.gate_first:
             first = [torch.cat(w.view(torch.uint8).chunk(2, 1)[::-1], 1) for w in weights[:2]]
             swapped = [b.view(w.dtype) for b, w in zip(first, weights[:2], strict=True)]
@@ -163,13 +169,16 @@ class Engines:
 
         # Each takes logits, tokens, their scales and the output.
         def layer(logits: Any, x: Any, scale: Any, out: Any) -> None:
-            how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+            how: dict[str, Any] = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+            how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
             fused_moe(logits, bias, x, scale, *weights, **how, out=out)
 
         def ours(gate_first: bool, logits: Any, x: Any, scale: Any, out: Any) -> None:
             own = self.gate_first if gate_first else weights
-            how: dict[str, Any] = dict(local_expert_offset=offset, num_experts=EXPERTS, out=out)
-            routed = choose(logits, bias, offset, factor)
+            how: dict[str, Any] = dict(
+                local_expert_offset=offset, num_experts=shape.num_experts, out=out
+            )
+            routed = choose(logits, *chosen_by)
             experts(*routed, x, *own, x_scale=scale, gate_first=gate_first, **how)
 
         def of_solution(run: Any) -> Any:
@@ -177,7 +186,7 @@ class Engines:
             return lambda logits, x, scale, out: run(logits, bias, *quantise(x), *rest, out)
 
         def of_engine(run: Experts) -> Any:
-            return lambda logits, x, *_: run(*choose(logits, bias, offset, factor), x)
+            return lambda logits, x, *_: run(*choose(logits, *chosen_by), x)
 
         token_major = scale.t().contiguous().t()
         runs: dict[str, tuple[Any, Any, Any]] = {

@@ -27,18 +27,21 @@ from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gp
 from scripts.measure.timing import Reading, time_variants
 
 
-def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float]:
+def measure_reading(
+    found: Sequence[Histogram], repeats: int, shapes: Sequence[tuple[int, int]] = ()
+) -> dict[str, float]:
     """Milliseconds of reading both GEMMs' weights of a workload's active experts once, by uuid.
 
     A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
-    faster of the orders that a tensor can be read in, median of the replays.
+    faster of the orders that a tensor can be read in, median of the replays. `shapes` are the (N,
+    K) of another layer than the default one.
     """
     experts = len(found[0].rows)
     tensors = [
         torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
             torch.float8_e4m3fn
         )
-        for n, k in LAYER_SHAPES.values()
+        for n, k in shapes or LAYER_SHAPES.values()
     ]
     calls: dict[str, list[Reading]] = {}
     for h in found:

@@ -143,14 +143,18 @@ def histogram(trace_set: Any, workload: Any) -> Histogram:
     return counted(workload.uuid, logits, bias, scalars["local_expert_offset"], factor)
 
 
-def counted(uuid: str, logits: Any, bias: Any, offset: int, factor: float) -> Histogram:
-    """Of the routing of these logits."""
+def counted(
+    uuid: str, logits: Any, bias: Any, offset: int, factor: float, shape: Any = None
+) -> Histogram:
+    """Of the routing of these logits; `shape`: of another layer than the default one."""
     from moe_fp8.layer.routing import choose_experts
     from moe_fp8.problem import DEEPSEEK_V3
 
-    ids, _ = choose_experts(logits.cpu(), bias.cpu(), factor, DEEPSEEK_V3)
+    shape = shape or DEEPSEEK_V3
+    bias = None if bias is None else bias.cpu()
+    ids, _ = choose_experts(logits.cpu(), bias, factor, shape)
     local = ids.long() - offset
-    experts = DEEPSEEK_V3.num_local_experts
+    experts = shape.num_local_experts
     here = (local >= 0) & (local < experts)
     counts = local[here].bincount(minlength=experts).tolist()
     hit = int(here.any(dim=1).sum())

@@ -15,14 +15,15 @@ import pandas as pd
 import torch
 from flashinfer_bench.data import RandomInput, ScalarInput, Solution
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeInputs
+from moe_fp8.problem import MoeInputs, MoeShape
 
 from scripts.common.command_line import UsageError, say
-from scripts.common.project import DEFINITION, PREFIX
+from scripts.common.definitions import DEFAULT, MoeDefinition
+from scripts.common.project import PREFIX
 from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import number
 from scripts.data.dataset import Inputs, load, make_missing_workloads, tokens
-from scripts.data.workload_specs import load_specs
+from scripts.data.workload_specs import WorkloadSpec, load_specs
 from scripts.measure.timing import flush_buffer
 from scripts.pack.availability import own_hashes, say_skipped, split_available, this_machine
 from scripts.pack.pack import generations, pack, select
@@ -115,11 +116,21 @@ class Problems:
     """Inputs for any token count: a workload's, or with the routing drawn as that of the nearest
     of ours is: the same popular experts and groups, as many requests, the same rank."""
 
-    def __init__(self, root: Path, device: str, seed: int):
-        self.root = root
-        trace_set, _ = load(root)
-        self.workloads = {tokens(t.workload): t for t in trace_set.workloads[DEFINITION]}
+    def __init__(self, root: Path, device: str, seed: int, layer: MoeDefinition = DEFAULT):
+        self.root, self.layer = root, layer
+        trace_set, _ = load(root, layer)
+        self.workloads = {tokens(t.workload): t for t in trace_set.workloads[layer.name]}
         self.inputs = Inputs(trace_set, device, seed)
+
+    def by_name(self, values: Sequence[Any]) -> MoeInputs:
+        """The definition's inputs, of which some routings have fewer."""
+        absent: dict[str, Any] = {
+            "routing_bias": None,
+            "local_expert_offset": 0,
+            "routed_scaling_factor": 1.0,
+        }
+        named = dict(zip(self.inputs.definition.inputs, values, strict=True))
+        return MoeInputs(**(absent | named))
 
     def of(self, length: int) -> tuple[MoeInputs, str]:
         """The inputs and where their routing comes from."""
@@ -128,15 +139,22 @@ class Problems:
         make_missing_workloads(self.root, [template])
         workload = template.workload
         if trace is not None:
-            return MoeInputs(*self.inputs.of(workload)), f"workload {workload.uuid[:8]}"
-        spec = min(load_specs(), key=lambda spec: abs(math.log(spec.seq_len / length)))
-        offset = ScalarInput(value=spec.local_expert_offset)
-        drawn = {"routing_logits": RandomInput(), "local_expert_offset": offset}
+            return self.by_name(self.inputs.of(workload)), f"workload {workload.uuid[:8]}"
+        spec = nearest_spec(self.layer, length)
+        drawn: dict[str, Any] = {"routing_logits": RandomInput()}
+        if "local_expert_offset" in workload.inputs:
+            drawn["local_expert_offset"] = ScalarInput(value=spec.local_expert_offset)
         changed = {"axes": {"seq_len": length}, "inputs": {**workload.inputs, **drawn}}
-        _, *others = self.inputs.of(workload.model_copy(update=changed))
+        inputs = self.by_name(self.inputs.of(workload.model_copy(update=changed)))
         logits = torch.from_numpy(replace(spec, seq_len=length).draw().logits)
+        logits = logits.to(self.inputs.device, MoeShape(**self.layer.shape).logits_dtype)
         like = f"drawn as workload {spec.uuid[:8]} is (T={spec.seq_len})"
-        return MoeInputs(logits.to(self.inputs.device), *others), like
+        return inputs._replace(routing_logits=logits), like
+
+
+def nearest_spec(layer: MoeDefinition, length: int) -> WorkloadSpec:
+    """Of the layer's workloads the one with the nearest number of tokens."""
+    return min(load_specs(layer), key=lambda spec: abs(math.log(spec.seq_len / length)))
 
 
 def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callable[..., None]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.problem import MoeShape
 
 from scripts.common.command_line import steps
 from scripts.measure import configs, gpu
@@ -149,12 +149,13 @@ def tune_layer(
     an error. The best config of a GEMM alone need not be the layer's: the second GEMM begins while
     the first one ends."""
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    shape = MoeShape(**problems.layer.shape)
     for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
         inputs, routing = problems.of(t)
         calls = {}
-        for pair in pairs(picked(t, DEEPSEEK_V3, terms), ladders):
+        for pair in pairs(picked(t, shape, terms), ladders):
             output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
-            layer = FusedLayer(DEEPSEEK_V3, terms, with_pair(pair))
+            layer = FusedLayer(shape, terms, with_pair(pair))
             calls[" + ".join(map(str, pair))] = Timed(layer, [inputs, output])
         times, shipped, rows = device_times(calls, repeats), next(iter(calls)), []
         for name, call in calls.items():

@@ -4,6 +4,7 @@
     python3 run.py profile --stages --tokens 1024 2048
     python3 run.py profile --sweep             T = 1, 2, 4 ... 16384
     python3 run.py profile --sweep --as engines
+    python3 run.py profile --sweep --definition dsv3_tp8 glm5    T = 1, 8, 64, 512, 4096
 
 Kernels: a call of each solution is captured in a CUDA graph and replayed, the L2 cache overwritten
 before each replay, while torch's profiler (CUPTI) notes when every kernel begins and ends; with
@@ -31,6 +32,8 @@ cold L2 cache, beside the floor; an output that is wrong has no time. Of fused, 
 and three peers unless --solutions names others. With --as engines tokens are bfloat16, and experts
 are chosen and tokens quantised within the call: `moe_fp8.experts` in all its forms, what vLLM and
 SGLang have in its place where they are installed, and the peers. --json is written after each T.
+--definition names other layers, each with its own floor; dsv3_tp8_shared, which is in no data set,
+is DeepSeek-V3 TP8 with the shared expert fused, and has `moe_fp8.experts` beside its solutions.
 """
 
 import argparse
@@ -39,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, steps, whole
+from scripts.common.definitions import DEFAULT, MODEL_TOKENS, RENORMALIZE, find_layer
 from scripts.common.floors import floor_ms
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
@@ -47,7 +51,6 @@ from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
     import pandas as pd
-    from moe_fp8.problem import MoeInputs
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -60,8 +63,9 @@ def parse_arguments() -> argparse.Namespace:
     what.add_argument("--stages", action="store_true", help="the stages of the layer instead")
     what.add_argument("--sweep", action="store_true", help="whole calls over the number of tokens")
     add_options(
-        arguments, "solutions", "local", "run-foreign", "rates", "seed", "cpu", "markdown", "json",
-        cpu={"help": "stages: time the torch model on the CPU"},
+        arguments, "definition", "solutions", "local", "run-foreign", "rates", "seed", "cpu",
+        "markdown", "json", cpu={"help": "stages: time the torch model on the CPU"},
+        definition={"nargs": "+", "type": find_layer, "default": [], "help": "sweep: other layers"},
     )  # fmt: skip
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
@@ -71,6 +75,9 @@ def parse_arguments() -> argparse.Namespace:
     said = "sweep: what is called, the definition's solutions or what engines call"
     add("--as", dest="form", choices=("definition", "engines"), default="definition", help=said)
     args = arguments.parse_args()
+    if args.definition and not args.sweep:
+        raise UsageError("--definition: only with --sweep")
+    args.definition = args.definition or [DEFAULT]
     args.repeats = args.repeats or (50 if args.stages else 20)
     return args
 
@@ -182,38 +189,19 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
     """The content of sweep.json, written after each number of tokens."""
     import torch
 
-    from scripts.measure import floors, gpu, plan, stages
+    from scripts.measure import floors, gpu
     from scripts.measure import sweep as measure
-    from scripts.measure.timing import timed
     from scripts.pack.availability import say_skipped
+    from scripts.table.models import models_table
     from scripts.table.tables import sweep_tables
 
     hardware = gpu.require_gpu()
-    engines = args.form == "engines"
-    chosen = plan.choose(
-        args.local,
-        True,
-        solutions=args.solutions or ([FUSED, *measure.PEERS] if engines else measure.SOLUTIONS),
-        run_foreign=args.run_foreign,
-        max_tokens=1,  # the workloads are not run
-    )
-    definition, solutions = definition_of(chosen.trace_set), chosen.solutions
-    peers = {s.name: chosen.peers[s.name] for s in solutions}
-
-    def of_definition(inputs: "MoeInputs") -> Any:
-        return inputs, {s.name: functools.partial(timed, definition, s, inputs) for s in solutions}
-
-    calls: measure.Calls = of_definition
-    skipped = dict(chosen.skipped)
-    if engines:
-        from scripts.measure.as_engines import Engines
-
-        calls = Engines(definition, [s for s in solutions if peers[s.name]])
-        skipped, peers = calls.skipped, calls.peers  # which the calls fill
-        skipped |= chosen.skipped
+    engines, layers = args.form == "engines", args.definition
+    if engines and any(layer.routing == RENORMALIZE for layer in layers):
+        raise UsageError("--as engines: not of a layer that routes by renormalisation")
+    wanted = args.solutions or ([FUSED, *measure.PEERS] if engines else measure.SOLUTIONS)
     rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
-    results: list[dict[str, Any]] = []
-    record = {
+    record: dict[str, Any] = {
         "hardware": hardware,
         "form": args.form,
         "method": "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians",
@@ -221,25 +209,43 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "environment": environment.capture(),
         "floors": rates,
-        "solutions": {s.name: s.hash() for s in solutions},
-        "peers": peers,
-        "skipped": skipped,
-        "results": results,
+        "solutions": {},
+        "peers": {},
+        "skipped": {},
+        "results": [],
     }
-    lengths = args.tokens or measure.TOKENS
-    problems = stages.Problems(args.local, "cuda", args.seed)
-    with torch.no_grad():
-        for length in steps(lengths, "T={}".format, lambda t: 4000 + t):
-            new = measure.measure(problems, calls, length, rates, args.rates is None, args.repeats)
-            results.append(new)
-            if args.json:
-                files.write_json(args.json, record)
-    for table in sweep_tables(record):
+    peers, results = record["peers"], record["results"]
+    lengths = args.tokens or (measure.TOKENS if len(layers) == 1 else MODEL_TOKENS)
+    for layer in layers:
+        chosen = measure.choose(layer, wanted, args.local, args.run_foreign)
+        calls, skipped, found = measure.of_definition(layer, chosen), chosen.skipped, chosen.peers
+        if engines:
+            from moe_fp8.problem import MoeShape
+
+            from scripts.measure.as_engines import Engines
+
+            others = {n: s for n, s in chosen.solutions.items() if chosen.peers[n]}
+            calls = Engines(chosen.definition, others, MoeShape(**layer.shape))
+            skipped, found = calls.skipped, calls.peers  # which the calls fill
+            skipped |= chosen.skipped
+        record["solutions"] |= chosen.hashes
+        problems = measure.problems_of(layer, args.local, "cuda", args.seed)
+        text = f"{layer.short} T={{}}".strip()
+        with torch.no_grad():
+            for length in steps(lengths, text.format, lambda t: 4000 + t):
+                args_of = (problems, calls, length, rates, args.rates is None, args.repeats)
+                results.append(measure.measure(*args_of))
+                peers |= found
+                record["skipped"] |= skipped
+                if args.json:
+                    files.write_json(args.json, record)
+        del problems, calls  # with the layer's weights
+    for table in sweep_tables(record) if len(layers) == 1 else models_table(record):
         if table:
             show(args, table.title, table.frame)
             print()
-    if skipped:
-        print(f"not run: {say_skipped(skipped)}")
+    if record["skipped"]:
+        print(f"not run: {say_skipped(record['skipped'])}")
     failed = [n for r in results for n, of in r["solutions"].items() if "error" in of]
     if ours := sorted({name for name in failed if not peers[name]}):
         raise Failure(f"failed: {', '.join(ours)}")

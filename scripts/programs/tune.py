@@ -2,6 +2,7 @@
 
     python3 run.py tune --what gemm      our grouped GEMM alone, by rows per expert
     python3 run.py tune --what layer     the two GEMMs in the fused layer, by tokens
+    python3 run.py tune --what layer --definition glm5      of another one
     python3 run.py tune --what triton    the tiles of the baseline triton_moe, by tokens
 
 gemm: every legal candidate of the GPU's architecture, Hopper or Blackwell, against the heuristic's
@@ -26,9 +27,10 @@ from scripts.common.command_line import (
     say,
     whole,
 )
+from scripts.common.definitions import DEFAULT, find_layer
 from scripts.common.text import markdown_table, text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, ROWS
-from scripts.programs.options import add_gemm_options
+from scripts.programs.options import add_gemm_options, add_options
 
 if TYPE_CHECKING:
     from scripts.measure.tune import Found
@@ -36,7 +38,13 @@ if TYPE_CHECKING:
 LAYER_TOKENS = (80, 320, 901, 2048)
 TRITON_TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
-OF = {"rows": ["gemm"], "uneven": ["gemm"], "tokens": ["layer", "triton"], "accurate": ["layer"]}
+OF = {
+    "rows": ["gemm"],
+    "uneven": ["gemm"],
+    "tokens": ["layer", "triton"],
+    "accurate": ["layer"],
+    "definition": ["layer"],
+}
 """The searches that an option belongs to."""
 
 
@@ -49,11 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="layer, triton")
     add("--accurate", action="store_true", help="layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
+    add_options(arguments, "definition", definition={"type": find_layer, "default": None})
     add_gemm_options(arguments, repeats=10)
     args = arguments.parse_args()
     for option, searches in OF.items():
         if getattr(args, option) and args.what not in searches:
             raise UsageError(f"--{option}: not with --what {args.what}")
+    args.definition = args.definition or DEFAULT
     args.max_loss = args.max_loss or MAX_LOSS[args.what]
     return args
 
@@ -62,11 +72,11 @@ def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found
     """What is found, problem by problem."""
     from scripts.measure import tune
     from scripts.measure.gemm_bench import Timing
-    from scripts.measure.stages import Problems
+    from scripts.measure.sweep import problems_of
 
     timing = Timing(rates, args.repeats, args.seed)
     if args.what == "layer":
-        problems = Problems(args.local, "cuda:0", args.seed)
+        problems = problems_of(args.definition, args.local, "cuda:0", args.seed)
         terms = 2 if args.accurate else 1
         return tune.tune_layer(problems, args.tokens or LAYER_TOKENS, terms, args.repeats)
     if args.what == "triton":

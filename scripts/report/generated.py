@@ -1,4 +1,4 @@
-"""The pages with generated blocks: README.md, docs/results.md and docs/determinism.md.
+"""The pages with generated blocks: README.md and those of docs/ in `PAGES`.
 
 `<!-- record: DIRECTORY -->` names the record of what follows it in a page; what stands between
 `<!-- generated: NAME -->` and `<!-- /generated -->` is what the function NAME below makes of it:
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from scripts.common import files
+from scripts.common import files, schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
@@ -26,12 +26,13 @@ from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report.report import write_pictures
 from scripts.table import tables
+from scripts.table.models import models_summary
 from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded, read
 from scripts.table.tables import Table, compute_bound
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "determinism.md")
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("results", "determinism", "models")))
 RECORD = re.compile(r"<!-- record: (\S+) -->")
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
@@ -296,6 +297,20 @@ def sweep_engines(recorded: Recorded) -> str:
         "called fp8, their values quantised within the call."
     )
     return _sweep(recorded, "sweep_engines", "As engines call it", text)
+
+
+@block
+def models(recorded: Recorded) -> str:
+    """Several layers of one sweep, or nothing where the record has none."""
+    path = recorded.directory / "models.json"
+    if not path.is_file():
+        return ""
+    record = schemas.read(path, schemas.Sweep)
+    where = f"{record['hardware']}, {record['environment']['time'][:10]}"
+    made, left = models_summary(record), say_skipped(record["skipped"])
+    said = f"{where} (`{relative(recorded)}/models.json`). {made.title}."
+    said += f" Not run: {left}." if left else ""
+    return parts(paragraph(markdown(said), changed_since(record)), table(made))
 
 
 # --- the pages ---

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-(DEFAULT,) = (ROOT / "definitions" / "moe").glob("*ng8_kg4*.json")
+(DEFAULT,) = (ROOT / "definitions" / "moe").glob("*ng8_kg4_e32*.json")
 SCALARS = {"local_expert_offset": 0, "routed_scaling_factor": 8.0}
 
 

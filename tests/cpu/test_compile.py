@@ -724,6 +724,11 @@ ROWS = {  # of an expert
     "qwen3_235b": (128, 8),
     "qwen3_30b": (8, 128),
     "qwen3_next": (8, 8),
+    "dsv3_tp8": (128, 8),
+    "glm5": (128, 8),
+    "minimax_m2": (8, 128),
+    "minimax_m2_ep8": (128, 8),
+    "kimi_k2_ep4": (128, 8),
 }
 CASES = [
     (definition, architecture, rows, terms)

@@ -36,6 +36,9 @@ FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
 OTHERS = MOE[1:]
 every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 every_layer = pytest.mark.parametrize("definition", MOE, ids=lambda d: d.short or "default")
+KINDS = list({(d.routing, d.n_group, d.top_k): d for d in reversed(OTHERS)}.values())
+"""Of those whose code is the same but for sizes the first."""
+one_of_a_kind = pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short)
 SMALL = 1024
 """Tokens of the largest workload whose draw is looked at here."""
 
@@ -98,6 +101,26 @@ PUBLIC = {
     "moe_fp8_block_scale_renorm_topk10_e128_h2048_i512": (
         {"num_local_experts": 128, "top_k": 10},
         renormalize(5, 128, 2048, 512),
+    ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e256_h7168_i256": (
+        {"num_experts": 256, "num_local_experts": 256, "top_k": 8},
+        deepseek_v3(5, 256, 256, 7168, 256),
+    ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h6144_i2048": (
+        {"num_experts": 256, "num_local_experts": 32, "top_k": 8},
+        deepseek_v3(5, 256, 32, 6144, 2048),
+    ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e256_h3072_i1536": (
+        {"num_experts": 256, "num_local_experts": 256, "top_k": 8},
+        deepseek_v3(5, 256, 256, 3072, 1536),
+    ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h3072_i1536": (
+        {"num_experts": 256, "num_local_experts": 32, "top_k": 8},
+        deepseek_v3(5, 256, 32, 3072, 1536),
+    ),
+    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e96_h7168_i2048": (
+        {"num_experts": 384, "num_local_experts": 96, "top_k": 8},
+        deepseek_v3(5, 384, 96, 7168, 2048),
     ),
 }
 """Axes that are not sizes of a tensor's blocks, and inputs, as the public data set has them."""
@@ -226,7 +249,7 @@ def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
     return out
 
 
-CASES = [(d, offset) for d in OTHERS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
+CASES = [(d, offset) for d in KINDS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
 EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 56, 60, -3, -8, 64, -100, 1000)), *CASES]
 
 
@@ -266,7 +289,7 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
         assert torch.equal(output, torch.zeros_like(output))
 
 
-@every_layer
+@pytest.mark.parametrize("definition", [DEFAULT, *KINDS], ids=lambda d: d.short or "default")
 def test_reference_without_tokens(definition) -> None:
     inputs = small_inputs(small_shape(definition), 0, 0)
     got = reference(definition)(*arguments_of(definition, inputs))
@@ -308,7 +331,7 @@ def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None
     assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
         definition.tokens
     )
-    assert program.main([*arguments, "--max-tokens", "7"]) == 0
+    assert program.main([*arguments, "--max-tokens", str(definition.tokens[1])]) == 0
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
@@ -324,6 +347,13 @@ def test_no_choice_hangs_on_a_small_margin(definition) -> None:
         scores = logits
         if definition.routing == "deepseek_v3":
             scores = logits.sigmoid() + torch.from_numpy(routing_bias(definition))
+        if definition.topk_group < definition.n_group:
+            grouped = scores.view(len(scores), definition.n_group, -1)
+            ranked, order = grouped.topk(2).values.sum(-1).sort(descending=True)
+            k = definition.topk_group
+            assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
+            dropped = torch.zeros_like(ranked).scatter_(1, order[:, k:], 1).bool()
+            scores = grouped.masked_fill(dropped[..., None], 0).flatten(1)
         ranked, order = scores.sort(descending=True)
         k = definition.top_k
         assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
@@ -339,7 +369,8 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
 
     trace_set, _ = dataset.load(ROOT, definition)
     assert dataset.definition_of(trace_set).name == definition.name
-    (trace,) = dataset.select_workloads(trace_set.workloads[definition.name], ["7"])
+    traces = trace_set.workloads[definition.name]
+    trace = sorted(traces, key=lambda t: t.workload.axes["seq_len"])[1]
     uuid = trace.workload.uuid
     workload_specs.make_workloads(tmp_path, [uuid], definition=definition)
     loaded = load_safetensors(load(definition), trace.workload, tmp_path)
@@ -380,7 +411,7 @@ def unpacked(tmp_path, monkeypatch):
 
 
 @pytest.mark.all
-@every
+@one_of_a_kind
 def test_packed_solutions(definition, unpacked) -> None:
     """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
     found = pack.generations(definition=definition)
@@ -481,7 +512,7 @@ def listing(monkeypatch, capsys):
 
 
 @pytest.mark.all
-@every
+@one_of_a_kind
 def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> None:
     listed = listing(definition)
     names = [g.name for g in pack.generations(definition=definition)]

@@ -9,20 +9,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import Kernel
+from flashinfer_bench.data import Definition
 from moe_fp8 import experts, fused_moe
+from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.layer.routing import choose_experts
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
+from programs import packed_once
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common import schemas
 from scripts.common.command_line import Failure, UsageError
+from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, find
 from scripts.common.project import RESULTS_DIR, ROOT
+from scripts.data.interfaces import build_definition
 from scripts.data.workload_specs import load_specs
 from scripts.measure import as_engines, check, floors, gpu, plan, stages, sweep, timing
+from scripts.pack import pack
 from scripts.programs import profile as program
 from scripts.report import generated, report
 from scripts.table import tables
+from scripts.table.models import models_table
 from scripts.table.recorded import read
 
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
@@ -67,7 +75,7 @@ def calls(cuda, monkeypatch):
 
 
 def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_row(calls) -> None:
-    found = sweep.solutions_on(None, [], calls, 3)
+    found = sweep.solutions_on(SimpleNamespace(inputs={}), None, calls, 3)
     for name in ("right", "returns"):
         assert found[name]["device"]["method"] == "graph" and found[name]["device"]["calls"] == 3
         assert found[name]["harness"] == {"ms": 0.5} and found[name]["calc_diff"] == 0
@@ -76,24 +84,36 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_row(calls) -> 
     assert found["large"] == {"error": OUT_OF_MEMORY}
 
 
-def inputs(tokens: int, hidden: int = 256, width: int = 128, local: int = 32) -> MoeInputs:
+OTHER = MoeShape(num_experts=48, n_group=1, topk_group=1, top_k=3)
+
+
+def inputs(tokens: int, hidden=256, width=128, local=32, experts=256) -> MoeInputs:
     g = torch.Generator().manual_seed(tokens)
     w13, w13_scale = quantise_blocks(torch.randn(local, 2 * width, hidden, generator=g) / 8)
     w2, w2_scale = quantise_blocks(torch.randn(local, hidden, width, generator=g) / 8)
     x, scale = quantise_rows(torch.randn(tokens, hidden, generator=g))
-    logits = torch.randn(tokens, DEEPSEEK_V3.num_experts, generator=g)
-    bias = torch.rand(DEEPSEEK_V3.num_experts, generator=g).bfloat16()
-    return MoeInputs(logits, bias, x, scale, w13, w13_scale, w2, w2_scale, 32, 2.5)
+    logits = torch.randn(tokens, experts, generator=g)
+    bias = torch.rand(experts, generator=g).bfloat16()
+    offset = min(32, experts - local)
+    return MoeInputs(logits, bias, x, scale, w13, w13_scale, w2, w2_scale, offset, 2.5)
 
 
 def test_a_row_has_the_routing_and_the_floor(monkeypatch) -> None:
     problems = SimpleNamespace(
-        of=lambda length: (inputs(length), "drawn"), inputs=SimpleNamespace(definition=None)
+        of=lambda length: (inputs(length), "drawn"),
+        inputs=SimpleNamespace(definition=None),
+        layer=DEFAULT,
     )
-    monkeypatch.setattr(floors, "measure_reading", lambda found, repeats: {found[0].uuid: 0.04})
+
+    def reading(found, repeats, shapes):
+        assert shapes == ((4096, 7168), (7168, 2048))
+        return {found[0].uuid: 0.04}
+
+    monkeypatch.setattr(floors, "measure_reading", reading)
     monkeypatch.setattr(sweep, "solutions_on", lambda *_: {"x": {"error": "no"}})
     row = sweep.measure(problems, lambda drawn: (drawn, {"x": None}), 8, RATES, True, 3)
     assert (row["tokens"], row["routing"], row["floor_ms"]) == (8, "drawn", 0.04)
+    assert row["definition"] == DEFAULT.name
     assert 0 < row["active"] <= row["pairs"] and row["solutions"] == {"x": {"error": "no"}}
     monkeypatch.setattr(sweep, "solutions_on", out_of_memory)
     row = sweep.measure(problems, lambda drawn: (drawn, {"x": 0, "y": 0}), 8, RATES, False, 3)
@@ -114,6 +134,52 @@ def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
     assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
 
 
+def test_two_small_layers_are_measured_one_after_the_other(monkeypatch) -> None:
+    """The layer that no definition has too, by its true routing, reference and call of given
+    experts."""
+
+    def times(calls, repeats):
+        return {n: c if isinstance(c, dict) else {"device": {"ms": 1.0}} for n, c in calls.items()}
+
+    sizes = {"hidden_size": 256, "intermediate_size": 128}
+    few, shared = replace(DSV3_TP8, **sizes, num_local_experts=64), replace(SHARED, **sizes)
+    monkeypatch.setattr(sweep, "SHARED", shared)
+    monkeypatch.setattr(sweep, "both_times", times)
+    drawn = inputs(8, local=64)
+    problems = {
+        few: SimpleNamespace(
+            of=lambda length: (drawn, "drawn"),
+            layer=few,
+            inputs=SimpleNamespace(definition=Definition(**build_definition(few))),
+        ),
+        shared: sweep.problems_of(shared, ROOT, "cpu", 1),
+    }
+    calls = {
+        few: lambda inputs: (inputs, {"experts": lambda: sweep.given_experts(few, inputs)}),
+        shared: sweep.of_definition(shared, sweep.Chosen(None, {}, {}, {}, {})),
+    }
+    rows = [sweep.measure(problems[of], calls[of], 8, RATES, False, 3) for of in (few, shared)]
+    assert [row["definition"] for row in rows] == [few.short, shared.short]
+    for row in rows:
+        assert 0 < row["solutions"]["experts"]["calc_diff"] < 1e-3
+        weights = row["active"] * 3 * 256 * 128 * (1 + 4 / 128**2)
+        assert 1e-3 * row["floor_ms"] > weights / RATES["copy_bytes_per_s"]
+    assert rows[1]["pairs"] == 8 * 9 and rows[1]["max"] >= 8
+
+
+def test_the_shared_expert_is_every_tokens_with_a_weight_of_one(monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "SHARED", replace(SHARED, hidden_size=128, intermediate_size=128))
+    problems = sweep.problems_of(sweep.SHARED, ROOT, "cpu", 1)
+    drawn, _ = problems.of(64)
+    shape = MoeShape(**problems.layer.shape)
+    factor = drawn.routed_scaling_factor
+    ids, weights = choose_experts(drawn.routing_logits, drawn.routing_bias, factor, shape)
+    (spec,) = [s for s in load_specs(DSV3_TP8) if s.seq_len == 64]
+    assert ids[:, :8].tolist() == spec.draw().ids.tolist() and (ids[:, 8] == 256).all()
+    assert torch.allclose(weights[:, 8], torch.ones(64), atol=1e-5)
+    assert torch.allclose(weights[:, :8].sum(1), torch.full((64,), 2.5), atol=1e-5)
+
+
 # --- as engines -----------------------------------------------------------------------------------
 
 
@@ -126,7 +192,8 @@ def test_the_quantiser_is_that_of_the_layer() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a sweep checks its outputs")
-def test_every_form_gives_the_layer(monkeypatch, reference) -> None:
+@pytest.mark.parametrize("shape", [DEEPSEEK_V3, OTHER], ids=["deepseek_v3", "another"])
+def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     def engine(weights, places):
         return lambda ids, given, x: experts(ids, given, x, *weights, expert_map=places)
 
@@ -136,13 +203,16 @@ def test_every_form_gives_the_layer(monkeypatch, reference) -> None:
     def solution(logits, bias, x, scale, *rest):
         *weights, offset, factor, out = rest
         how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+        how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
         fused_moe(logits, bias, x, scale, *weights, **how, out=out)
 
     monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
-    engines = as_engines.Engines(None, [])
+    engines = as_engines.Engines(None, {})
+    engines.shape = shape
     engines.runnables["a peer + quantiser"] = solution
-    given, prepare = engines(inputs(6))
-    wanted = reference(*given)
+    given, prepare = engines(inputs(6, experts=shape.num_experts))
+    wanted = torch.empty(6, 256, dtype=torch.bfloat16)
+    model.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
     assert len(prepare) == 8 and list(prepare) == list(engines.peers)
     assert [name for name, peer in engines.peers.items() if peer] == list(prepare)[-2:]
     assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
@@ -180,13 +250,14 @@ def measured(monkeypatch, tmp_path):
     solutions = [SimpleNamespace(name=n, hash=lambda n=n: f"hash of {n}") for n in (OURS, PEER)]
     seen: dict = {}
 
-    def choose(local, use_gpu, **kind):
+    def choose(local, use_gpu, definition, **kind):
         seen.update(kind)
+        name = definition.packed_name
         return SimpleNamespace(
             trace_set=SimpleNamespace(definitions={"d": None}),
-            solutions=solutions,
-            peers={OURS: False, PEER: True},
-            skipped={"hpc_ops_moe": "not installed"},
+            solutions=[SimpleNamespace(name=name(s.name), hash=s.hash) for s in solutions],
+            peers={name(OURS): False, name(PEER): True},
+            skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
         )
 
     def run(*arguments: str) -> tuple[dict, dict]:
@@ -199,14 +270,14 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "choose", choose)
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
-    monkeypatch.setattr(stages, "Problems", lambda *_: None)
+    monkeypatch.setattr(sweep, "problems_of", lambda layer, *_: layer)
     monkeypatch.setattr(sweep, "measure", lambda problems, calls, length, *_: ROWS[length])
     return run
 
 
 def test_the_program_keeps_and_prints_every_row(measured, capsys) -> None:
     record, seen = measured("--markdown")
-    assert seen["solutions"] == sweep.SOLUTIONS
+    assert seen["solutions"] == [*sweep.SOLUTIONS]
     assert record["solutions"] == {name: f"hash of {name}" for name in (OURS, PEER)}
     assert record["peers"] == {OURS: False, PEER: True}
     assert record["skipped"] == {"hpc_ops_moe": "not installed"}
@@ -233,14 +304,52 @@ def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
     engines = SimpleNamespace(skipped={"vllm fused_experts": "no vllm"}, peers={OURS: False})
     engines.peers[PEER] = True
     monkeypatch.setattr(
-        as_engines, "Engines", lambda definition, peers: setattr(engines, "of", peers) or engines
+        as_engines, "Engines", lambda definition, peers, _: setattr(engines, "of", peers) or engines
     )
     record, seen = measured("--as", "engines")
-    assert seen["solutions"][0] == OURS and [s.name for s in engines.of] == [PEER]
+    assert seen["solutions"][0] == OURS and [*engines.of] == [PEER]
     assert record["form"] == "engines" and set(record["skipped"]) == {
         "vllm fused_experts",
         "hpc_ops_moe",
     }
+
+
+def test_layers_have_their_own_rows_in_one_table(measured, monkeypatch, capsys) -> None:
+    def measure(layer, calls, length, *_):
+        return ROWS[length] | {"definition": layer.short}
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(pack, "pack", packed_once)
+    record, seen = measured("--definition", "glm5", SHARED.short, "--markdown")
+    assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 5
+    assert "one shape" in record["skipped"]["hpc_ops_moe"]
+    assert {*record["solutions"]} == {
+        layer.packed_name(name) for layer in (find("glm5"), DSV3_TP8) for name in (OURS, PEER)
+    }
+    of = [(r["definition"], r["tokens"]) for r in record["results"]]
+    assert of == [(short, t) for short in ("glm5", SHARED.short) for t in (1, 2)]
+    (made, failed) = models_table(record)
+    assert made.header[4:6] == ["fused", PEER]
+    assert made.rows[0] == ["glm5", "1", "1", "40.0", "50.0*", "80.0", "80 %", "1.60x"]
+    assert made.rows[3] == [SHARED.short, "2", "1", "40.0", "60.0*", "-", "67 %", "-"]
+    assert failed.rows == [[s, "2", PEER, OUT_OF_MEMORY] for s in ("glm5", SHARED.short)]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| glm5 | 1 | 1 | 40.0 | 50.0* | 80.0 | 80 % | 1.60x |" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sweep", "--definition", "gemm1"], "expected a layer"),
+        (["--stages", "--definition", "glm5"], "only with --sweep"),
+        (["--sweep", "--as", "engines", "--definition", "qwen3_next"], "renormalisation"),
+        (["--sweep", "--solutions", "hpc_ops_moe", "--definition", "glm5"], "none of hpc_ops_moe"),
+    ],
+)
+def test_what_no_layer_has_is_refused(measured, arguments, said, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments])
+    with pytest.raises(UsageError, match=said):
+        program.main()
 
 
 def test_rows_before_the_end_are_kept(measured, monkeypatch, tmp_path) -> None:
@@ -282,6 +391,18 @@ def test_a_record_with_a_sweep_has_its_section(copy) -> None:
     assert generated.changes(recorded)[-1].startswith(f"{generated.relative(recorded)}/sweep.json")
     engines = TEXT.replace("sweep", "sweep_engines").format(copy)
     assert "##" not in generated.generate(engines, recorded)
+
+
+def test_layers_of_a_record_are_a_table_in_few_words(copy) -> None:
+    text = TEXT.replace("sweep", "models").format(copy)
+    assert "|" not in generated.generate(text, read(copy))
+    record = json.loads((copy / "sweep.json").read_text())
+    for row in record["results"]:
+        row["definition"] = "glm5"
+    (copy / "models.json").write_text(json.dumps(record))
+    made = " ".join(generated.generate(text, read(copy)).split())
+    assert "(floor over it, best peer's time over it)" in made
+    assert "| glm5 | 50.0 (80%, 1.60x) | 60.0 (67%, -) |" in made
 
 
 def test_without_a_sweep_nothing_is_said() -> None:

@@ -17,7 +17,7 @@ from test_gemm_bench import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.common.project import ROOT
-from scripts.measure import configs, gemm_bench, gemm_variants, gpu, stages, tune
+from scripts.measure import configs, gemm_bench, gemm_variants, gpu, sweep, tune
 from scripts.measure.gemm_bench import Timing
 from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
 from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder
@@ -203,6 +203,7 @@ def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsy
     [
         (["--what", "layer", "--rows", "3"], "--rows: not with --what layer"),
         (["--what", "gemm", "--tokens", "3"], "--tokens: not with --what gemm"),
+        (["--what", "gemm", "--definition", "glm5"], "--definition: not with --what gemm"),
         (["--what", "triton", "--accurate"], "--accurate: not with --what triton"),
     ],
 )
@@ -247,7 +248,8 @@ def test_pairs_are_those_beside() -> None:
 
 
 class Problems:
-    def __init__(self, *arguments) -> None: ...
+    def __init__(self, layer, *_) -> None:
+        self.layer = layer
 
     def of(self, tokens: int):
         nothing = torch.zeros(tokens, 8)
@@ -268,9 +270,10 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
         figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
         return dict(zip(calls, figures, strict=True))
 
-    monkeypatch.setattr(stages, "Problems", Problems)
+    monkeypatch.setattr(sweep, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
-    found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901")
+    definition = ["--definition", "dsv3_tp8"] if wrong else []
+    found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901", *definition)
     assert found == (1 if wrong else status)
     out, err = capsys.readouterr()
     assert "T=901" in out and ("T=901, layer: " in err) == (status == 1)

@@ -2,6 +2,7 @@
 
 import torch
 from moe_fp8.numerics import BLOCK
+from moe_fp8.problem import DEEPSEEK_V3
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 
@@ -52,6 +53,6 @@ def peer_of_a_sweep(
         shaped(fp8, 4, hidden, intermediate),
         shaped(f32, 4, hidden // BLOCK, intermediate // BLOCK),
     )
-    run = as_engines.ENGINES[name](weights, shaped(i32, as_engines.EXPERTS))
+    run = as_engines.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
     x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
     return x, run(ids, ids.float(), x)
