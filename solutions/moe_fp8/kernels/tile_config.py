@@ -201,16 +201,19 @@ class LayerRules(NamedTuple):
     The second GEMM takes tiles on demand where it begins while the first one runs, because its CTAs
     begin at different times. There, if the first GEMM's tiles are small, those of its CTAs are left
     out that would have a tile less than others, and the second GEMM begins on their
-    multiprocessors.
+    multiprocessors. Where its tiles are of few K blocks, asking for each costs more than beginning
+    early gains: they are taken in order, after the first GEMM.
 
-    The last two are off where they have not been measured.
+    The last three are off where they have not been measured.
     """
 
     stages: int  # of both GEMMs with few rows
     one_wave: float  # rows on this rank up to which the first GEMM's tiles make one wave
     whole_waves: int  # largest tile_m of the first GEMM that leaves CTAs out
-    evict_first: float = 0  # rows on this rank up to which the weights leave L2 first
+    evict_first: float = 0  # bytes of weights that rows of as many experts read, up to which they
+    # leave L2 first
     slices: int = 0  # tile_m of which only the slices that have rows are loaded
+    in_order: int = 0  # K blocks of the second GEMM up to which it takes its tiles in order
 
     def configs(
         self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
@@ -221,6 +224,7 @@ class LayerRules(NamedTuple):
         first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
         local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
         overlap = not second.swap_ab or local > self.one_wave
+        overlap = overlap and i // BLOCK > self.in_order
         stages = self.stages if second.swap_ab else second.stages
         second = replace(second, stages=stages, dynamic=overlap)
         if first.swap_ab:
@@ -229,10 +233,11 @@ class LayerRules(NamedTuple):
         else:
             first = replace(first, dynamic=True)
         first = first.with_swiglu(terms, few=local <= self.one_wave)
-        return self._loading(first, local), self._loading(second, local)
+        weights = local * 3 * h * i
+        return self._loading(first, weights), self._loading(second, weights)
 
-    def _loading(self, config: Any, local: float) -> Any:
-        """With how it loads its operands, for so many rows on this rank."""
+    def _loading(self, config: Any, weights: float) -> Any:
+        """With how it loads its operands, where the rows' experts have so many bytes of weights."""
         if config.tile_m == self.slices and not config.swap_ab:
             config = replace(config, slices=True)
-        return replace(config, evict_first=local <= self.evict_first)
+        return replace(config, evict_first=weights <= self.evict_first)
