@@ -18,6 +18,7 @@ written on the device, for which it is given room.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ SOLUTION = {
         "triton",
         "hpc-ops@git+https://github.com/Tencent/hpc-ops@6e2ecede9d6d47b2e680e839cc7ad7422bc8d88b",
     ],
+    "routings": ["deepseek_v3", "renormalize"],
 }
 
 REQUIREMENT = SOLUTION["dependencies"][-1]
@@ -111,10 +113,11 @@ def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
     )
 
 
+@dataclass(eq=False)
 class HpcOpsLayer:
     """The MoE layer on hpc-ops' grouped GEMM."""
 
-    shape = DEEPSEEK_V3
+    shape: MoeShape = DEEPSEEK_V3
 
     @torch.inference_mode()
     @on_its_device
