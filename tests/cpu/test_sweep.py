@@ -314,6 +314,12 @@ def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
     }
 
 
+def test_what_takes_one_shape_is_left_out(measured, monkeypatch) -> None:
+    monkeypatch.setattr(pack, "pack", packed_once)
+    record, _ = measured("--definition", "glm5", "--solutions", OURS, PEER, "sglang_moe")
+    assert "one shape" in record["skipped"]["sglang_moe"]
+
+
 def test_layers_have_their_own_rows_in_one_table(measured, monkeypatch, capsys) -> None:
     def measure(layer, calls, length, *_):
         return ROWS[length] | {"definition": layer.short}
@@ -321,8 +327,8 @@ def test_layers_have_their_own_rows_in_one_table(measured, monkeypatch, capsys) 
     monkeypatch.setattr(sweep, "measure", measure)
     monkeypatch.setattr(pack, "pack", packed_once)
     record, seen = measured("--definition", "glm5", SHARED.short, "--markdown")
-    assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 5
-    assert "one shape" in record["skipped"]["hpc_ops_moe"]
+    assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 6
+    assert record["skipped"] == {}
     assert {*record["solutions"]} == {
         layer.packed_name(name) for layer in (find("glm5"), DSV3_TP8) for name in (OURS, PEER)
     }
@@ -343,7 +349,7 @@ def test_layers_have_their_own_rows_in_one_table(measured, monkeypatch, capsys) 
         (["--sweep", "--definition", "gemm1"], "expected a layer"),
         (["--stages", "--definition", "glm5"], "only with --sweep"),
         (["--sweep", "--as", "engines", "--definition", "qwen3_next"], "renormalisation"),
-        (["--sweep", "--solutions", "hpc_ops_moe", "--definition", "glm5"], "none of hpc_ops_moe"),
+        (["--sweep", "--solutions", "sglang_moe", "--definition", "glm5"], "none of sglang_moe"),
     ],
 )
 def test_what_no_layer_has_is_refused(measured, arguments, said, monkeypatch) -> None:
