@@ -24,7 +24,8 @@ from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
 from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
-from scripts.report.report import write_pictures
+from scripts.report.plots import image
+from scripts.report.report import run_figures
 from scripts.table import tables
 from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded, read
@@ -351,8 +352,14 @@ def shown(text: str, recorded: Recorded) -> list[str]:
 
 def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
     """Write these pictures of the record."""
-    source = data_hash(recorded.directory)
-    return write_pictures(recorded, pictures_of(recorded), names, source)
+    figures, source = run_figures(recorded), data_hash(recorded.directory)
+    paths = [pictures_of(recorded) / name for name in names]
+    for path in paths:
+        figure = figures[path.name]() if path.name in figures else None
+        if figure is None:
+            raise UsageError(f"{recorded.directory} holds nothing to draw {path.name} from")
+        files.write(path, image(figure, "png", source))
+    return paths
 
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
@@ -372,16 +379,6 @@ def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
         elif source not in picture.read_bytes():
             problems.append(f"{picture.name} of {relative(recorded)}: drawn from other data")
     return problems
-
-
-def changes(recorded: Recorded) -> list[str]:
-    """What of the record is no longer of the present sources, one line each."""
-    found = {"traces.jsonl": sources_of(recorded)}
-    if recorded.stages is not None:
-        found["stages.json"] = changed_since(recorded.stages)
-    for name, record in (recorded.gemm | recorded.sweeps).items():
-        found[f"{name}.json"] = changed_since(record)
-    return [f"{relative(recorded)}/{name}: {text}" for name, text in found.items() if text]
 
 
 class Passage(NamedTuple):

@@ -6,7 +6,7 @@ Needs jinja2 and matplotlib: the extra `report`.
 
 import base64
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,19 +68,6 @@ def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
     return [*parts, Part(table.title, table=table)]
 
 
-def counts_parts(ranking: Ranking, known: Sequence[Recorded]) -> list[Part]:
-    """What emulation counted, where something was emulated."""
-    table, launches = tables.counts_table(ranking, known), tables.launches_table(ranking)
-    if not table:
-        return []
-    gpus = ", ".join(of.main.hardware for of in known)
-    caption = f"The black line is the least that the work needs. Times: recorded on {gpus}."
-    return [
-        Part(table.title, [table.note], plots.counts_figure(ranking, known), caption, table),
-        Part(table=launches, folded=launches.title),
-    ]
-
-
 def ranking_section(
     recorded: Recorded, ranking: Ranking, number: int, known: Sequence[Recorded] = ()
 ) -> Section:
@@ -89,9 +76,9 @@ def ranking_section(
     head, *text = rank_text.headline(ranking)
     failures = tables.failures_table(ranking)
     if ranking.cpu:
-        right = tables.correctness_table(ranking)
-        parts = [Part("", [right.note], table=right), *counts_parts(ranking, known)]
-        parts.append(Part(failures.title, table=failures))
+        counted = tables.counts_table(ranking, known), tables.counts_table(ranking, by_launch=True)
+        shown = [tables.correctness_table(ranking), *counted, failures]
+        parts = [Part(table.title, [table.note], table=table) for table in shown]
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
     text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
     summary = tables.short_names(tables.summary_table(ranking))
@@ -99,9 +86,6 @@ def ranking_section(
         Part(table=tables.short_table(ranking, recorded.limits(ranking))),
         Part("Speed-ups", table=summary),
     ]
-    if ranking.summary["mean"].notna().any():
-        caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
-        parts.append(Part(figure=plots.speedup_figure(ranking), caption=caption))
     parts += latency_parts(ranking, recorded.floor_ms(ranking))
     for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
@@ -226,13 +210,11 @@ def write(
 
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """By the name of its file, what draws a figure of the run: latency and speed-up, the device
-    times where the record has them, and the GEMMs."""
+    """By the name of its file, what draws a figure of the run."""
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {
         "latency.png": lambda: plots.latency_figure(ranking, floor_ms),
-        "speedup.png": lambda: plots.speedup_figure(ranking),
     }
     if "device" in ranking.clocks:
         figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
@@ -241,19 +223,3 @@ def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
     for name, record in recorded.sweeps.items():
         figures[f"{name}.png"] = partial(plots.sweep_figure, record)
     return figures
-
-
-def write_pictures(
-    recorded: Recorded, directory: Path, names: Iterable[str] | None = None, source: str = ""
-) -> list[Path]:
-    """The named figures of the run as PNGs, or all; `source` is kept in the files."""
-    figures = run_figures(recorded)
-    written = []
-    for name in figures if names is None else names:
-        figure = figures[name]() if name in figures else None
-        if figure is not None:
-            files.write(directory / name, plots.image(figure, "png", source))
-            written.append(directory / name)
-        elif names is not None:
-            raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
-    return written

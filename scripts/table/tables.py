@@ -220,81 +220,47 @@ COUNTS_NOTE = (
 )
 
 
-def counts_frame(ranking: Ranking) -> pd.DataFrame:
-    """What emulation counted, a row for each launch; empty where nothing was emulated."""
-    rows = [
-        {"tokens": r.tokens, "uuid": uuid, "solution": solution, **launch}
+def counts_table(
+    ranking: Ranking, records: "Sequence[Recorded]" = (), by_launch: bool = False
+) -> Table:
+    """What emulation counted in each call, with its recorded times on GPUs, or in each launch; no
+    rows where nothing was emulated."""
+    pair = ["tokens", "uuid", "solution"]
+    f = pd.DataFrame(
+        {"tokens": r.tokens, "uuid": uuid, "solution": solution, "launches": 1, **launch}
         for (uuid, solution), r in ranking.records.items()
         for launch in r.extra.get(LAUNCHES, [])
-    ]
-    f = pd.DataFrame(rows)
+    )
     if f.empty:
-        return f
+        return Table(f)
     f = f.reindex(columns=list(dict.fromkeys([*f.columns, "least_bytes", "least_flops"])))
-    moved = f[["tma_loaded", "tma_stored", "loaded", "stored"]].sum(axis=1)
-    return f.assign(bytes=moved).sort_values(["tokens", "uuid", "solution"], kind="stable")
-
-
-def _counts(f: pd.DataFrame) -> dict[str, Any]:
-    """Columns of counts, beside the least of each."""
-    mb, gflop = (functools.partial(numbers, form=form) for form in (",.2f", ",.3f"))
-    return {
-        "TMA MB": mb((f.tma_loaded + f.tma_stored) / 1e6),
-        "read MB": mb(f.loaded / 1e6),
-        "written MB": mb(f.stored / 1e6),
-        "least MB": mb(f.least_bytes / 1e6),
-        "bytes": (f.bytes / f.least_bytes).map(ratio),
-        "GFLOP": gflop(f.mma_flops / 1e9),
-        "least GFLOP": gflop(f.least_flops / 1e9),
-        "shared MB": mb(f.shared / 1e6),
+    f = f.sort_values(pair, kind="stable")
+    if not by_launch:
+        f = f.groupby(pair).sum(numeric_only=True, min_count=1).reset_index()
+    moved = f.tma_loaded + f.tma_stored + f.loaded + f.stored
+    columns = {
+        "T": f.tokens.astype(str),
+        "solution": f.solution.map(short_name),
+        **({"kernel": f.kernel} if by_launch else {"launches": f.launches.astype(str)}),
+        "TMA MB": numbers((f.tma_loaded + f.tma_stored) / 1e6, ",.2f"),
+        "read MB": numbers(f.loaded / 1e6, ",.2f"),
+        "written MB": numbers(f.stored / 1e6, ",.2f"),
+        "least MB": numbers(f.least_bytes / 1e6, ",.2f"),
+        "bytes": (moved / f.least_bytes).map(ratio),
+        "GFLOP": numbers(f.mma_flops / 1e9, ",.3f"),
+        "least GFLOP": numbers(f.least_flops / 1e9, ",.3f"),
+        "shared MB": numbers(f.shared / 1e6, ",.2f"),
         "instr. a warp": numbers(f.instructions / f.warps, ",.0f"),
         "hazards": f.hazards.astype(int).astype(str),
     }
-
-
-def counts_of_calls(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> pd.DataFrame:
-    """What emulation counted in all launches of a call; beside it the recorded times on GPUs, in
-    us, in a column named by the GPU."""
-    f = counts_frame(ranking)
-    if f.empty:
-        return f
-    g = f.groupby(["tokens", "uuid", "solution"])
-    summed = g[f.select_dtypes("number").columns.difference(["tokens"])].sum(min_count=1)
-    summed = summed.assign(launches=g.size()).reset_index()
-    for recorded in records:
-        us = {pair: 1e3 * r.device.ms for pair, r in recorded.main.records.items() if r.device}
-        pairs = zip(summed.uuid, summed.solution, strict=True)
-        summed[recorded.main.hardware] = [us.get(pair, float("nan")) for pair in pairs]
-    return summed
-
-
-def counts_table(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> Table:
-    """The same as a table; without rows where nothing was emulated."""
-    f = counts_of_calls(ranking, records)
-    if f.empty:
-        return Table(f)
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        "launches": f.launches.astype(str),
-        **_counts(f),
-        **{f"{gpu} us": numbers(f[gpu], ".1f") for gpu in (r.main.hardware for r in records)},
-    }
-    return Table(pd.DataFrame(columns), left=2, title="Counted in emulation", note=COUNTS_NOTE)
-
-
-def launches_table(ranking: Ranking) -> Table:
-    """The same, launch by launch."""
-    f = counts_frame(ranking)
-    if f.empty:
-        return Table(f)
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        "kernel": f.kernel,
-        **_counts(f),
-    }
-    return Table(pd.DataFrame(columns), left=3, title="Counted in emulation, kernel by kernel")
+    for main in (recorded.main for recorded in records):
+        us = {pair: 1e3 * r.device.ms for pair, r in main.records.items() if r.device}
+        times = [us.get(of) for of in zip(f.uuid, f.solution, strict=True)]
+        columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
+    title, note = "Counted in emulation", COUNTS_NOTE
+    if by_launch:
+        title, note = f"{title}, kernel by kernel", ""
+    return Table(pd.DataFrame(columns), 2 + by_launch, title, note)
 
 
 def batch_invariant(checks: Checks) -> str:

@@ -313,7 +313,7 @@ def test_counts_stand_beside_the_least_and_the_recorded_time(tmp_path: Path) -> 
     assert (a["GFLOP"], a["least GFLOP"], a["instr. a warp"]) == ("18.000", "3.000", "2,000")
     b = rows["80", "b"]
     assert b["least MB"] == b["bytes"] == b["least GFLOP"] == b["GPU A us"] == "-"
-    assert list(tables.launches_table(ranking).frame.kernel) == [
+    assert list(tables.counts_table(ranking, by_launch=True).frame.kernel) == [
         "route", "gemm1", "gemm1", "elsewhere",
     ]  # fmt: skip
     text = rank_text.checked(ranking, [recorded])
