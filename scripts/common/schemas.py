@@ -21,21 +21,14 @@ TOTAL = "end to end"
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
-class Source(TypedDict, total=False):
-    commit: str
-    modified: bool | None
-    hash: str
-
-
 class Captured(TypedDict, total=False):
-    """environment.capture()."""
+    """What is read of environment.capture()."""
 
     time: str
-    platform: str
     gpus: list[dict[str, str | None]]
     cuda: str | None
     versions: dict[str, str]
-    source: Source
+    source: dict[str, str | bool | None]
 
 
 class RunInfo(TypedDict, total=False):
@@ -43,20 +36,11 @@ class RunInfo(TypedDict, total=False):
 
     definition: str
     command: list[str]
-    hardware: str
     environment: Captured
-    configuration: dict[str, Any]
     timing: str
-    dataset: str
-    seed: int
     solutions: dict[str, str]
     peers: dict[str, bool]
     skipped: dict[str, str]
-    finished: bool
-    errors: list[str]
-    seconds: float
-    ended: str
-    gpus_after: list[dict[str, str | None]]
     earlier: list[dict[str, Any]]
 
 
@@ -115,7 +99,6 @@ class TimedRow(GemmProblem):
     percent_of_floor: FiniteFloat
     read_us: NotRequired[Positive]
     vs_best_peer: NotRequired[Positive]
-    vs_base: NotRequired[Positive]
 
 
 class Check(TypedDict, total=False):
@@ -269,9 +252,7 @@ class Trace(TypedDict):
     evaluation: NotRequired[Evaluation | None]
 
 
-@functools.cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
+_adapter = functools.cache(TypeAdapter)
 
 
 def fault(content: Any, shape: Any) -> str:
