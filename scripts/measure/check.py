@@ -170,31 +170,13 @@ def both_times(calls: Mapping[str, Any], repeats: int) -> dict[str, dict[str, An
     return found
 
 
-def columns(figures: dict[str, Any]) -> dict[str, str]:
-    """The cells of a pair by the names of their columns."""
-    if "error" in figures:
-        return {"error": figures["error"][:60]}
-    cells = {}
-    if "cosine" in figures:
-        cells = {"cosine": f"{figures['cosine']:.6f}", "calc_diff": f"{figures['calc_diff']:.2e}"}
-        for tolerance, ratio in figures["matched_ratios"].items():
-            cells[f"matched {tolerance}"] = f"{ratio:.4f}"
-    if INPUTS_CHANGED in figures:
-        cells["changes its inputs"] = ", ".join(figures[INPUTS_CHANGED])
-    for clock in (DEVICE, HARNESS):
-        if times := figures.get(clock):
-            cells[f"{clock} ms"] = f"{times['ms']:.4f}"
-            cells[f"{clock} p10-p90"] = f"{times['p10']:.4f}-{times['p90']:.4f}"
-            if "method" in times:
-                cells["by"] = times["method"]
-    return cells
-
-
-def table(entries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A line for each pair; columns for what is known, errors last."""
-    lines = pd.DataFrame(
-        {"T": str(e["tokens"]), "uuid": e["uuid"][:8], "solution": e["solution"]} | columns(e)
-        for e in entries
-    ).fillna("")
-    lines = lines[sorted(lines, key=lambda name: name == "error")]
-    return list(lines), lines.to_numpy().tolist()
+def table(entries: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A line for each pair; columns for what is known, the error last."""
+    f = pd.json_normalize(list(entries)).rename(columns={"tokens": "T"})
+    hidden = ["seed", "timing_seed", f"{DEVICE}.calls", f"{HARNESS}.calls", "error"]
+    names = ["T", "uuid", "solution"]
+    names += [name for name in f if name not in (*names, *hidden)] + ["error"] * ("error" in f)
+    f = f.reindex(columns=names)
+    f["uuid"] = f.uuid.astype(str).str[:8]
+    shown = f.astype(object).where(f.notna(), "")
+    return shown.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value)[:60])

@@ -113,7 +113,8 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
         {"uuid": uuid, "solution": name, "tokens": lengths[uuid], **figures}
         for (uuid, name), figures in sorted(found.items(), key=lambda i: (lengths[i[0][0]], i[0]))
     ]
-    print(text_table(*check.table(entries), left=3))
+    table = check.table(entries)
+    print(text_table(list(table), table.values.tolist(), left=3))
     if merged:
         say(f"{merged} figures added to {chosen.traces}")
     for entry in entries:
