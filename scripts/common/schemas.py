@@ -212,46 +212,6 @@ class Sweep(TypedDict):
     results: list[SweepResult]
 
 
-class Times(TypedDict, total=False):
-    method: str
-
-
-class Extra(TypedDict, total=False):
-    device: Times | None
-    harness: Times | None
-
-
-class Correctness(TypedDict, total=False):
-    extra: Extra | None
-
-
-class TraceEnvironment(TypedDict, total=False):
-    hardware: str | None
-    libs: dict[str, str | None] | None
-
-
-class Evaluation(TypedDict, total=False):
-    status: str | None
-    log: str | None
-    timestamp: str | None
-    environment: TraceEnvironment | None
-    performance: dict[str, Any] | None
-    correctness: Correctness | None
-
-
-class Workload(TypedDict):
-    axes: dict[str, int]
-    uuid: str
-
-
-class Trace(TypedDict):
-    """A line of a trace file, as flashinfer-bench writes it. Its figures may be no numbers."""
-
-    workload: Workload
-    solution: NotRequired[str | None]
-    evaluation: NotRequired[Evaluation | None]
-
-
 _adapter = functools.cache(TypeAdapter)
 
 

@@ -410,7 +410,7 @@ def test_files_without_a_run_are_a_run_each(tmp_path: Path) -> None:
 
 def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
     fast = trace("fast", 7, 0.1)
-    fast["evaluation"] |= {"status": "INCORRECT_NUMERICAL"}  # with the figures of a pass
+    fast["evaluation"] |= {"status": "INCORRECT_NUMERICAL", "performance": None}
     zero = trace("zero", 7, 1.0)
     zero["evaluation"]["performance"] |= {"latency_ms": 0.0, "speedup_factor": 1e9}
     (ranking,) = ranked(tmp_path, [fast, zero, trace("slow", 7, 5.0)])
