@@ -24,7 +24,7 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 
 from scripts.common.command_line import steps
-from scripts.measure.check import fresh, refuse_changed, run_solution
+from scripts.measure.check import bits, fresh, refuse_changed, run_solution
 from scripts.measure.timing import attempt, capture, waits
 
 MAX_TOKENS = 1024
@@ -52,11 +52,7 @@ def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> 
 
 def compare(got: torch.Tensor, wanted: torch.Tensor) -> Figures:
     """Figures of two outputs, token by token."""
-
-    def bits(x: torch.Tensor) -> torch.Tensor:  # NaN equals itself, and 0 does not equal -0
-        return x.contiguous().view(torch.uint8).flatten(1)
-
-    same = bits(got).eq(bits(wanted)).all(dim=1)
+    same = bits(got).eq(bits(wanted)).view(len(got), -1).all(dim=1)
     a, b = (x[~same].float().flatten(1) for x in (got, wanted))
     errors = (a - b).norm(dim=1) / b.norm(dim=1)
     largest = float(errors.nan_to_num(nan=float("inf")).max()) if len(errors) else 0.0
