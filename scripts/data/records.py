@@ -63,16 +63,16 @@ class Record:
     status: str
     hardware: str
     timing: str
-    tolerance: str
-    timestamp: str
-    speedup: float | None  # reference over solution, both of this trace
-    latency_ms: float | None
-    reference_ms: float | None
     extra: dict[str, Any]
-    reason: str
-    cpu: bool
-    source: str  # the file
-    run: str  # what was measured together: latencies of different runs differ by the hosts, too
+    reason: str = ""
+    tolerance: str = ""
+    timestamp: str = ""
+    speedup: float | None = None  # reference over solution, both of this trace
+    latency_ms: float | None = None
+    reference_ms: float | None = None
+    cpu: bool = False
+    source: str = ""  # the file
+    run: str = ""  # what was measured together: latencies of different runs differ by the hosts
     hash: str = ""  # of the solution's source; empty where nothing says it
     settings: str = ""
     device: Timed | None = None
@@ -174,16 +174,9 @@ def sweep_records(sweep: Mapping[str, Any]) -> list[Record]:
             status=error.split(":")[0] if error else PASSED,
             hardware=sweep["hardware"],
             timing=sweep["method"],
-            tolerance="",
-            timestamp="",
-            speedup=None,
-            latency_ms=harness.ms if harness else None,
-            reference_ms=None,
             extra={"calc_diff": of.get("calc_diff")},
             reason=error,
-            cpu=False,
-            source="",
-            run="",
+            latency_ms=harness.ms if harness else None,
             device=_timed(of.get(DEVICE)),
             harness=harness,
         )

@@ -36,8 +36,7 @@ class Constants:
     less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
     other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
     against the records: handoff_clocks (of 60, 120 and 200; an H200's probe says 69), writes (of 1
-    and 0; the probe says 0). Assumed: latency_us, and tmem_clocks, of which no figure was found;
-    `latency_table` has what 20 to 400 would cost.
+    and 0; the probe says 0). Assumed: latency_us, and tmem_clocks, of which no figure was found.
     """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
@@ -377,10 +376,6 @@ def shapes_sm100() -> list[Any]:
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
 
 
-LATENCIES = (20, 50, 100, 200, 400)
-"""Of tensor memory, in clocks."""
-
-
 def block_table(gpu: Gpu = B200) -> Table:
     """Clocks of every resource for a K block, and what share of them the tensor cores work: if
     everything is as assumed, and if TMA's writes cost nothing and L2 gives twice as much."""
@@ -400,21 +395,6 @@ def block_table(gpu: Gpu = B200) -> Table:
     header = ["tile", "stages", "accumulators", "MMA", "operand reads", "TMA writes", "L2"]
     header += ["tensor memory", "promotion", "accumulator", "tensor cores", "at best"]
     return "B200: clocks of a K block, and how busy the tensor cores can be", header, rows
-
-
-def latency_table(gpu: Gpu = B200) -> Table:
-    """What a load from tensor memory costs, by its latency: clocks of a K block, and the share of
-    them that the tensor cores work."""
-    rows = []
-    for config in PICKED_SM100:
-        cells = []
-        for tmem_clocks in LATENCIES:
-            of = replace(gpu, constants=replace(gpu.constants, tmem_clocks=tmem_clocks))
-            block = replace(block_sm100(of, config), latency=0.0)
-            cells.append(f"{block.clocks:.0f} ({100 * block.mma / block.clocks:.0f}%)")
-        rows.append([short(config).removesuffix(" dynamic"), *cells])
-    header = ["tile", *(f"L={clocks}" for clocks in LATENCIES)]
-    return "B200: what a latency of L clocks of tensor memory costs", header, rows
 
 
 def chosen_sm100(problem: Problem) -> Any:
@@ -500,7 +480,6 @@ def tables(rows_of: Rows, problems: Sequence[Problem], gpus: Gpus = GPUS) -> Ite
     yield gpu_table(gpus)
     yield from hopper_tables(rows_of, gpus.h200_measured)
     yield block_table(gpus.b200)
-    yield latency_table(gpus.b200)
     yield workload_table(problems, gpus)
     yield study_table(gpus.b200_as_h200)
     yield heuristic_table(gpus.b200_as_h200)

@@ -109,7 +109,7 @@ def main() -> int:
     import pandas as pd
     import torch
 
-    from scripts.measure import gemm_bench, gemm_variants, gpu
+    from scripts.measure import gemm_bench, gpu
 
     hardware = gpu.require_gpu()
     problems = grid_problems(args.grid)
@@ -122,21 +122,13 @@ def main() -> int:
         f"graphs of {gemm_bench.LAUNCHES} launches over rotating operands, {args.repeats} replays "
         "in turns, L2 overwritten before each; median"
     )
-    verdicts = []
     with torch.no_grad():
         rates = gpu.measure_rates()
         record = gemm_bench.new_record(hardware, rates, method=method)
         timing, rows = gemm_bench.Timing(rates, args.repeats, args.seed), record["results"]
         for problem in steps(problems):
-            found = gemm_bench.run_problem(problem, collect(problem), timing)
-            rows += found
+            rows += gemm_bench.run_problem(problem, collect(problem), timing)
             gemm_bench.save(args.json, record)
-            of_flat = [r for r in found if r["variant"].startswith("flat") and "us" in r]
-            if of_flat:
-                us = {r["config"]: r["us"] for r in of_flat}
-                where, shipped = f"T={problem.tokens}", gemm_variants.shipped("flat", problem)
-                what = f"{problem.n}x{problem.k}"
-                verdicts.append(gemm_bench.verdict(where, what, us, str(shipped)))
     gemm_bench.save(args.json, record | {"finished": True})
 
     def show(title: str, frame: pd.DataFrame) -> None:
@@ -146,7 +138,6 @@ def main() -> int:
 
     print(f"{'### ' if args.markdown else ''}{hardware}: grouped FP8 GEMM, kernel only\n")
     show(f"{method}. Floors: {gpu.describe_rates(rates)}.", pd.DataFrame(map(line, rows)))
-    show("What flat ships, and the best known:", gemm_bench.verdict_table(verdicts))
     show("Ratio to the best peer:", ratios(rows))
     failed = [row for row in rows if "error" in row]
     for row in failed:

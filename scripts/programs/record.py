@@ -51,10 +51,6 @@ GATES = ("configs", "tests", "probes")
 """Steps without which the others would time what is wrong."""
 EMULATED = ("configs", "probes")
 """Of them those that the emulator can stand in for a GPU in."""
-SWEEPS = ("sweep", "sweep_engines")
-TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", *SWEEPS, "gemm_study", "report")
-STEPS = (*GATES, *TIMED)
-"""In order."""
 RUN = "bench"
 """Folder that `bench` makes its run's directory in; its files move up beside the others."""
 PATIENCE_S = 30.0
@@ -62,10 +58,10 @@ PATIENCE_S = 30.0
 
 
 def commands(directory: Path) -> dict[str, list[str]]:
-    """The command of every step, by name."""
+    """The command of every step, by name, in order."""
     d = directory
     tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
-    workloads = [f"T={t}" for t in TOKENS]
+    workloads, sweep = [f"T={t}" for t in TOKENS], ("profile", "--sweep")
     arguments: dict[str, Sequence[object]] = {
         "configs": ("check", "--only", "configs", "--json", d / "configs.json"),
         "tests": ("test", *tests),
@@ -75,15 +71,16 @@ def commands(directory: Path) -> dict[str, list[str]]:
         "stages": ("profile", "--stages", "--tokens", *TOKENS, "--json", d / "stages.json"),
         "gemm_layers": ("gemm_bench", "--layers", "--json", d / "gemm_layers.json"),
         "profile": ("profile", "--workloads", *workloads, "--json", d / "profile.json"),
-        "sweep": ("profile", "--sweep", "--json", d / "sweep.json"),
-        "sweep_engines": (
-            *("profile", "--sweep", "--as", "engines", "--json", d / "sweep_engines.json"),
-        ),
+        "sweep": (*sweep, "--json", d / "sweep.json"),
+        "sweep_engines": (*sweep, "--as", "engines", "--json", d / "sweep_engines.json"),
         "gemm_study": ("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
         "report": ("report", d),
     }
     start = [sys.executable, str(ROOT / "run.py")]  # in the environment that it needs
-    return {name: [*start, *map(str, arguments[name])] for name in STEPS}
+    return {name: [*start, *map(str, of)] for name, of in arguments.items()}
+
+
+STEPS = tuple(commands(Path()))
 
 
 def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:

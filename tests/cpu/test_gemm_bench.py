@@ -499,6 +499,4 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
     assert {row["variant"] for row in record["results"]} >= {"flat", "v3", "flat, next larger"}
     said = capsys.readouterr()
     assert "a GPU: grouped FP8 GEMM" in said.out
-    assert ("What flat ships, and the best known" in said.out) != wrong
-    assert ("11.1 %" in said.out) != wrong, "flat takes 10 us, the larger config 9"
     assert ("error: flat, " in said.err) == wrong
