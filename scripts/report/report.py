@@ -170,10 +170,6 @@ def render(recorded: Recorded) -> str:
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
     sections = [ranking_section(recorded, r, i, known) for i, r in enumerate(recorded.rankings)]
     sections += [recorded_section(found, i) for i, found in enumerate(known, len(sections))]
-    timed = [r for r in recorded.rankings if not r.emulated]
-    if len(timed) > 1:
-        legend, table = tables.side_by_side(timed)
-        sections.append(Section("machines", "Side by side", legend, [Part(table=table)]))
     sections += sweep_section(recorded) + stages_section(recorded) + gemm_section(recorded)
     environment_part = Part(table=tables.environment_table(recorded))
     sections.append(Section("environment", "Environment", parts=[environment_part]))

@@ -295,28 +295,6 @@ def checks_table(ranking: Ranking) -> Table:
     return bits_table(dict(zip(s.solution, s.checks, strict=True)))
 
 
-def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], Table]:
-    """The legend and the table: the solutions down; machines, timing methods and tolerances across.
-
-    Figures are of all the workloads that a solution passed on that machine; only where these are
-    the same do the columns compare.
-    """
-    several = len({r.tolerance for r in ranked}) > 1
-    names = list(dict.fromkeys(name for r in ranked for name in r.summary.solution))
-    frame, legend = pd.DataFrame({"solution": names}), []
-    for place, r in enumerate(ranked):
-        label = chr(ord("A") + place) if place < 26 else str(place)
-        where = f"CPU ({r.hardware})" if r.cpu else r.hardware
-        said = [where, r.timing, r.tolerance if several else ""]
-        legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
-        s = r.summary.set_index("solution")
-        partly = (" (" + s.passed.astype(str) + ")").where(s.passed < len(r.workloads), "")
-        speeds = s.geomean.map(ratio) + partly
-        frame[f"{label} geomean"] = speeds.reindex(names).fillna("not run").to_list()
-        frame[f"{label} ms"] = numbers(s.harness_mean_ms.reindex(names), ".4f").to_list()
-    return legend, Table(frame)
-
-
 # --- the workloads down ---------------------------------------------------------------------------
 
 

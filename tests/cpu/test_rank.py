@@ -300,27 +300,6 @@ def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
     assert rows[0][3:] == ["1.0000*", "2.0000"]
 
 
-def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) -> None:
-    traces = [
-        trace("x", 7, 1.0),
-        trace("y", 7, 2.0),
-        trace("x", 7, 4.0, hardware="GPU B"),
-        trace("x", 80, 4.0, hardware="GPU B"),
-        trace("x", 80, None, hardware="GPU B", status="TIMEOUT", timestamp="2026-02-01"),
-    ]
-    found = ranked(tmp_path, traces)
-    legend, table = tables.side_by_side(found)
-    header, rows = cells_of(table)
-    assert legend == ["A: GPU A, 1 workloads", "B: GPU B, 2 workloads"]
-    assert header == ["solution", "A geomean", "A ms", "B geomean", "B ms"]
-    assert rows == [
-        ["x", "10.00x", "1.0000", "2.50x (1)", "4.0000"],
-        ["y", "5.00x", "2.0000", "not run", "-"],
-    ]
-    assert "Side by side" in rank_text.print_rankings(found)
-    assert "Side by side" not in rank_text.print_rankings(found[:1])
-
-
 def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
     traces = [
         trace("x", 7, 1.0, libs={"torch": "2.11.0", "triton": "3.6.0"}),
@@ -345,9 +324,6 @@ def test_a_pass_at_another_tolerance_replaces_no_failure(tmp_path: Path) -> None
         strict["tolerance"]: 1,
         loose["tolerance"]: 0,
     }
-    legend, table = tables.side_by_side(found)
-    assert legend[0] == "A: GPU A, rtol 0.2, atol 0.1, matched ratio 0.85, 1 workloads"
-    assert table.rows == [["x", "- (0)", "-", "10.00x", "1.0000"]]
 
 
 def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_path: Path) -> None:
