@@ -168,7 +168,6 @@ class Progress:
         say(line)
 
     def note(self, text: str) -> None:
-        """A line about the step under way."""
         say(" " * (2 * len(str(self.total)) + 4) + text)
 
     def finish(self, weight: float = 1.0) -> None:

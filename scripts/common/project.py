@@ -24,5 +24,4 @@ ACCURACY_TOLERANCES = ((0.2, 0.1), (0.3, 1.0), (0.01, 0.01))
 
 
 def short_name(solution: str) -> str:
-    """A name for a narrow column."""
     return solution.removeprefix(PREFIX)

@@ -213,7 +213,6 @@ class Inputs:
         self._fixed: dict[str, torch.Tensor] = {}
 
     def of(self, workload: "Workload") -> list[Any]:
-        """The inputs in the definition's order."""
         import torch
 
         loaded, shapes = load_tensors(self.trace_set, workload)

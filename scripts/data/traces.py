@@ -1,8 +1,7 @@
 """Trace files, flashinfer-bench's JSON lines: reading records, appending, adding figures.
 
 A file is always written beside and renamed, so that a crash or a full disk costs at most the
-results that were to be added. A last line that was cut short all the same (by another program, or
-by a copy) is left out with a remark.
+results that were to be added. A last line that was cut short is left out with a remark.
 """
 
 import itertools

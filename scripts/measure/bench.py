@@ -168,7 +168,6 @@ def find_run(parent: Path, wanted: Path | None) -> Run:
 
 
 def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
-    """The options as flashinfer-bench takes them."""
     trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
     return BenchmarkConfig(
         warmup_runs=args.warmup,
@@ -401,7 +400,6 @@ def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Tr
 
 
 def said_of(result: Trace) -> str:
-    """A line of progress."""
     evaluation = result.evaluation
     assert evaluation is not None
     if performance := evaluation.performance:

@@ -1,10 +1,9 @@
 """The packed solutions on CPU tensors against the definition's reference: their torch model, and on
 small workloads the kernels themselves, emulated.
 
-For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
-the times say nothing about a GPU, and what is emulated has none. The workloads share their weights
-(see dataset.Inputs), every solution gets copies of the inputs, and one trial is run instead of
-three.
+Trace records, error statistics and status are flashinfer-bench's own; no time says anything about a
+GPU. The workloads share their weights (dataset.Inputs), every solution gets copies of the inputs,
+and one trial is run instead of three.
 """
 
 import functools
@@ -37,7 +36,6 @@ from scripts.measure.gemm_problems import histogram
 from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the torch model on the CPU, no GPU kernel ran"
-"""The timing method."""
 SECONDS_PER_SOLUTION = 5.0
 """Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30

@@ -34,7 +34,6 @@ from scripts.measure.timing import Call, Reading, percentile, time_variants
 
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
-"""In a graph."""
 READING = "reading"
 """Beginning of the names under which the readings of the weights are timed with the variants."""
 
@@ -43,7 +42,6 @@ READING = "reading"
 
 
 def new_record(hardware: str, rates: Rates, **more: Any) -> dict[str, Any]:
-    """A run's figures before there are any."""
     return {
         "hardware": hardware,
         **more,

@@ -55,12 +55,10 @@ class Problem:
 
     @property
     def mean_rows(self) -> float:
-        """Rows per active expert."""
         return self.pairs / max(1, self.active)
 
     @property
     def even(self) -> bool:
-        """All active experts have the same number of rows."""
         return len({r for r in self.rows if r}) <= 1
 
     @property
@@ -79,7 +77,6 @@ class Problem:
         return self.active * weights + self.pairs * tokens
 
     def describe(self) -> dict[str, Any]:
-        """What a row of figures says about its problem."""
         return {
             "experts": self.experts,
             "active": self.active,
@@ -143,7 +140,6 @@ def histogram(trace_set: Any, workload: Any) -> Histogram:
 
 
 def counted(uuid: str, logits: Any, bias: Any, offset: int, factor: float) -> Histogram:
-    """Of the routing of these logits."""
     from moe_fp8.layer.routing import choose_experts
     from moe_fp8.problem import DEEPSEEK_V3
 

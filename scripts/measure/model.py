@@ -69,7 +69,6 @@ class Gpu:
 
     @property
     def flops_per_s(self) -> float:
-        """FP8 FLOPs a second of all tensor cores."""
         return self.multiprocessors * self.mma_per_clock * self.clock_hz
 
 
@@ -178,8 +177,6 @@ def row_tiles(config: Any, count: int) -> Iterator[int]:
 
 
 class Prediction(NamedTuple):
-    """What the model says of a GEMM."""
-
     us: float  # from launch to launch
     schedule_us: float  # of the busiest cluster, if DRAM gave everything at once
     limit: str  # `DRAM`, or the slowest resource of the schedule
@@ -252,12 +249,9 @@ B200_AS_H200 = replace(
     dram_per_s=B200.dram_per_s * H200_MEASURED.dram_per_s / H200.dram_per_s,
 )
 Table = tuple[str, list[str], list[list[Any]]]
-"""Title, header, rows."""
 
 
 class Gpus(NamedTuple):
-    """Those that the tables are about."""
-
     h200: Gpu = H200
     h200_measured: Gpu = H200_MEASURED
     b200: Gpu = B200
@@ -370,7 +364,6 @@ def hopper_tables(rows_of: Rows, gpu: Gpu) -> list[Table]:
 
 
 def shapes_sm100() -> list[Any]:
-    """Configs of every tile, from few rows to many."""
     swapped = [GemmConfigSm100(tile_m=rows, swap_ab=True) for rows in (16, 32, 64)]
     plain = [GemmConfigSm100(tile_n=columns) for columns in (64, 128, 256)]
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
@@ -398,7 +391,6 @@ def block_table(gpu: Gpu = B200) -> Table:
 
 
 def chosen_sm100(problem: Problem) -> Any:
-    """The config that sm100's heuristic picks."""
     return choose_sm100(problem.mean_rows, problem.n, problem.k, problem.even, problem.active)
 
 
@@ -416,7 +408,6 @@ def short(config: Any) -> str:
 
 
 def workload_table(problems: Sequence[Problem], gpus: Gpus) -> Table:
-    """Both GEMMs of every workload as predicted."""
     rows = []
     for tokens in sorted({p.tokens for p in problems if p.tokens is not None}):
         pair = [p for p in problems if p.tokens == tokens]
@@ -440,7 +431,6 @@ def workload_table(problems: Sequence[Problem], gpus: Gpus) -> Table:
 
 
 def study_table(gpu: Gpu) -> Table:
-    """The 81 configurations as predicted."""
     rows = []
     for p in sorted(grid_problems("study"), key=lambda p: (p.experts, p.rows[0], p.n, p.k)):
         made, (config, best) = predict(gpu, chosen_sm100(p), p), best_sm100(gpu, p)

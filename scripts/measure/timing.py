@@ -36,7 +36,6 @@ Run = Callable[[], Any]
 
 @functools.cache
 def flush_buffer() -> torch.Tensor:
-    """What is overwritten before a timing."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
@@ -46,7 +45,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
-    """What is kept of samples in ms."""
     spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
     return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 

@@ -55,7 +55,6 @@ def candidates(rows: float) -> list[Any]:
 
 
 def configs_of(problem: Problem) -> list[Any]:
-    """The heuristic's choice first, then the candidates."""
     found = [heuristic(problem), *candidates(problem.mean_rows)]
     return list({str(config): config for config in found}.values())
 

@@ -2,17 +2,13 @@
 
     python3 run.py record
 
-For any GPU that there are kernels for; meant above all for those that nobody has measured here yet.
-Runs the project's own programs one after the other, each as `run.py` would: every config against
-the model, each with a time limit; the GPU tests; probes of what the GEMM's model assumes; the
-configs timed against what ships; the ranking of all solutions that run here on the 19 workloads
-with its floors, accuracy and device times; the stages; the GEMM alone (the layer's two, the 81
-configurations of the study); a profile; whole calls over the number of tokens, also as engines make
-them; the page. If one of the first three fails, nothing is timed: that is to be looked at first
-(--keep-going). Another step that fails or takes too long is noted, and the next one begins.
-Everything goes into one directory, laid out as those in results/, and into an archive beside it:
-that file is all there is to send back. It holds the GPU's and the packages' versions and the steps'
-output, no variables of the environment.
+For any GPU that there are kernels for, above all one that nobody has measured here yet. Runs the
+project's own programs one after the other: every config against the model, the GPU tests, probes;
+if one of these fails, nothing is timed (--keep-going). Then tune, the ranking, stages, the GEMM
+alone, a profile, sweeps over the number of tokens, the page; a step that fails or takes too long is
+noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
+and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
+packages' versions and the steps' output, no variables of the environment.
 
 Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """

@@ -1,10 +1,7 @@
 """One self-contained HTML page of a run: ranking, latency against the floor, stages, GEMMs.
 
-    python3 run.py report                                  # the latest run of bench
-    python3 run.py report results/nvidia-h200/2026-11-21   # a recorded one
-
-Reads what the directory holds (traces.jsonl with run.json; floors.json, stages.json and gemm*.json
-where they are) and writes report.html there.
+python3 run.py report                                  # the latest run of bench
+python3 run.py report results/nvidia-h200/2026-11-21   # a recorded one
 """
 
 from pathlib import Path

@@ -142,7 +142,6 @@ def latency(recorded: Recorded) -> str:
 
 @block
 def latency_plot(recorded: Recorded) -> str:
-    """By the harness's clock."""
     return picture(recorded, "latency.png", "Latency of all solutions and the floor")
 
 
@@ -311,7 +310,6 @@ def passages(text: str) -> list[str]:
 
 
 def record_of(text: str) -> Path:
-    """The directory of the record that a passage names."""
     found = RECORD.findall(text)
     if len(found) != 1:
         raise UsageError("a passage must name one record: <!-- record: DIRECTORY -->")
@@ -336,7 +334,6 @@ def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
 
 
 def data_hash(directory: Path) -> str:
-    """A hash of the data that pictures are drawn from."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("[!.]*.json*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -344,14 +341,12 @@ def data_hash(directory: Path) -> str:
 
 
 def shown(text: str, recorded: Recorded) -> list[str]:
-    """The names of the record's pictures that a passage shows."""
     folder = pictures_of(recorded).name
     paths = map(Path, PICTURE.findall(text))
     return list(dict.fromkeys(p.name for p in paths if p.parent.name == folder))
 
 
 def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
-    """Write these pictures of the record."""
     figures, source = run_figures(recorded), data_hash(recorded.directory)
     paths = [pictures_of(recorded) / name for name in names]
     for path in paths:
@@ -382,8 +377,6 @@ def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
 
 
 class Passage(NamedTuple):
-    """What a page says of one record."""
-
     page: Path
     text: str
     recorded: Recorded

@@ -49,7 +49,6 @@ class Section:
 
 
 def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
-    """A figure of each clock's latencies, and the table of both."""
     caption, text = "Workloads by their number of tokens; dashed lines and open markers: peers.", ""
     if floor_ms:
         caption += (
@@ -129,7 +128,6 @@ def gemm_figure(record: dict[str, Any]) -> Any:
 
 
 def gemm_part(name: str, record: dict[str, Any]) -> Part:
-    """The figure and the table of one gemm*.json."""
     text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
     if tables.gemm_frame(record["results"]).tokens.any():
         title = "On the rows of the workloads"
@@ -142,7 +140,6 @@ def gemm_part(name: str, record: dict[str, Any]) -> Part:
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
-    """The grouped GEMM alone."""
     parts = [
         gemm_part(name, record)
         for name, record in recorded.gemm.items()
@@ -153,7 +150,6 @@ def gemm_section(recorded: Recorded) -> list[Section]:
 
 
 def sweep_section(recorded: Recorded) -> list[Section]:
-    """Whole calls over the number of tokens."""
     parts = []
     for name, record in recorded.sweeps.items():
         text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
@@ -163,7 +159,6 @@ def sweep_section(recorded: Recorded) -> list[Section]:
 
 
 def render(recorded: Recorded) -> str:
-    """The page."""
     import jinja2
 
     on_cpu = all(r.cpu for r in recorded.rankings)
@@ -206,7 +201,6 @@ def write(
 
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """By the name of its file, what draws a figure of the run."""
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {

@@ -46,7 +46,6 @@ def headline(ranking: Ranking) -> list[str]:
 
 
 def notes(ranking: Ranking) -> str:
-    """What the columns of the summary are."""
     said = ["Speed-ups are over the definition's reference, averaged over the passed workloads."]
     said.append("wins: workloads on which the solution is the fastest.")
     if ranking.compares_peers:
@@ -137,7 +136,6 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
 
 
 def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
-    """All rankings in one of the styles text, markdown, json."""
     if style == "json":
         return json.dumps([to_json(r) for r in ranked], indent=1)
     return "\n\n\n".join(print_ranking(r, style == "markdown") for r in ranked)

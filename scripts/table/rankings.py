@@ -44,7 +44,6 @@ class Ranking:
     tolerance: str
     cpu: bool
     records: dict[tuple[str, str], Record]
-    """By (workload's uuid, solution)."""
     results: pd.DataFrame
     summary: pd.DataFrame
     by: Clock = "harness"
@@ -76,12 +75,10 @@ class Ranking:
 
     @property
     def sources(self) -> list[str]:
-        """The files."""
         return sorted({r.source for r in self.records.values()})
 
     @property
     def clocks(self) -> tuple[Clock, ...]:
-        """Those that have figures."""
         return CLOCKS if self.summary.device_count.any() else CLOCKS[:1]
 
     @property
@@ -119,7 +116,6 @@ class Ranking:
 def results_of(
     records: Iterable[Record], peers: Mapping[str, bool], against: str | None
 ) -> pd.DataFrame:
-    """The frame `results` of a ranking."""
 
     def row(r: Record) -> dict[str, Any]:
         ratios = r.extra.get("matched_ratios")

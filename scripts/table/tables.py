@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
 
 BATCH_INVARIANT = "batch invariant"
-"""The column's name."""
 ACCURACY_NOTE = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 BITS_NOTE = (
     "Whether the same tokens give the same bits (run.py check --only bits); where not, the tokens "
@@ -55,7 +54,6 @@ class Table:
         return self.frame.to_numpy().tolist()
 
     def __bool__(self) -> bool:
-        """Whether there is a row."""
         return not self.frame.empty
 
     def text(self) -> str:
@@ -72,7 +70,6 @@ class Table:
 
 
 def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.Series[str]":
-    """A column of them."""
     return values.map(lambda value: number(value, form, unit))
 
 
@@ -107,7 +104,6 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
 
 
 def summary_table(ranking: Ranking) -> Table:
-    """The solutions in their order."""
     s = ranking.summary
     columns: dict[str, Any] = {
         "#": [str(place) for place in range(1, len(s) + 1)],
@@ -184,7 +180,6 @@ def short_names(table: Table) -> Table:
 
 
 def accuracy_table(ranking: Ranking) -> Table:
-    """The solutions of which something is known."""
     s = ranking.summary
     s = s[s.matched_ratio.notna() | s.cosine.notna()]
     columns = {
