@@ -11,12 +11,13 @@ import pandas as pd
 import pytest
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION
+from scripts.common.project import BASELINES, DEFINITION, OURS
 from scripts.common.text import markdown_table, percent
 from scripts.data.traces import read_records
+from scripts.pack.pack import every_generation
 from scripts.programs import rank
 from scripts.table import rank_text, tables
-from scripts.table.rankings import TOLERANCES, Ranking, is_ours, rankings
+from scripts.table.rankings import TOLERANCES, Ranking, rankings
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 
@@ -273,7 +274,13 @@ def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     }
 
 
-def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> None:
+def test_our_names_begin_as_no_peers_does() -> None:
+    for generation in every_generation():
+        is_peer = BASELINES in generation.path.relative_to(generation.root).parts
+        assert generation.name.startswith(OURS) != is_peer
+
+
+def test_peers_are_known_from_the_run_or_by_their_names(tmp_path: Path) -> None:
     (by_name,) = ranked(tmp_path, [trace("cutedsl_moe_fp8_v2", 7, 1.0), trace("other", 7, 2.0)])
     assert {s.solution: s.peer for s in by_name.summaries} == {
         "cutedsl_moe_fp8_v2": False,
@@ -285,12 +292,6 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
     assert {s.solution: s.peer for s in by_run.summaries} == peers
     (alone,) = ranked(tmp_path, [trace("ours", 7, 1.0)])
     assert not alone.compares_peers and "best peer" not in to_text(alone)
-
-
-def test_our_earlier_versions_are_ours_too() -> None:
-    assert is_ours("renamed", {"renamed"})
-    assert is_ours("cutedsl_moe_fp8_v0", set())
-    assert not is_ours("triton_moe", {"renamed"})
 
 
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
