@@ -329,10 +329,7 @@ def triton_variants() -> list[Variant]:
 
     require("triton", "triton")
 
-    def prepare(x: Operands) -> Call:
-        return triton_call(x, shipped_tile(x.problem))
-
-    return [Variant("triton_moe", prepare, peer=True)]
+    return [Variant("triton_moe", lambda x: triton_call(x, shipped_tile(x.problem)), peer=True)]
 
 
 def shipped_tile(problem: Problem) -> "Tile":
