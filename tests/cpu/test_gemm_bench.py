@@ -167,7 +167,6 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
     x = operands(UNEVEN)
     checker = Checker(x)
-    assert [rows for rows, _ in checker.expected] == [slice(0, 5), slice(5, 135), slice(135, 136)]
     good = ours("good", None)
     assert checker.calc_diff(good) < 1e-6
 
