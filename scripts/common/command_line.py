@@ -42,6 +42,11 @@ def say(text: str) -> None:
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
 
 
+def note(text: str) -> None:
+    """A line about the step under way."""
+    say(f"        {text}")
+
+
 def run_main(main: Callable[[], int]) -> None:
     """Call `main` and exit with its status; a Failure becomes one line and status 1, a UsageError
     or a file that cannot be read or written one line and status 2."""
@@ -140,42 +145,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class Progress:
-    """Progress of long work as lines on stderr, which a terminal and a log both show well.
-
-    The remaining time is extrapolated by weight of the steps, not by their number: a workload of
-    14107 tokens takes far longer than one of 7.
-    """
-
-    def __init__(self, total: int, weight: float = 0.0):
-        self.total = total
-        self.weight = weight or float(total)
-        self.done = 0
-        self.done_weight = 0.0
-        self.start = time.monotonic()
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def step(self, text: str) -> None:
-        """Announce the step that begins now."""
-        elapsed = self.elapsed()
-        number = f"{self.done + 1:>{len(str(self.total))}}/{self.total}"
-        line = f"[{number}] {text}   elapsed {duration(elapsed)}"
-        if self.done_weight > 0:
-            remaining = elapsed * (self.weight - self.done_weight) / self.done_weight
-            line += f", remaining about {duration(remaining)}"
-        say(line)
-
-    def note(self, text: str) -> None:
-        say(" " * (2 * len(str(self.total)) + 4) + text)
-
-    def finish(self, weight: float = 1.0) -> None:
-        """The step announced last is over."""
-        self.done += 1
-        self.done_weight += weight
-
-
 T = TypeVar("T")
 
 
@@ -184,9 +153,16 @@ def steps(
     text: Callable[[T], str] = str,
     weight: Callable[[T], float] = lambda item: 1.0,
 ) -> Iterator[T]:
-    """The items one after the other, each announced as a step of its weight."""
-    progress = Progress(len(items), sum(map(weight, items)))
-    for item in items:
-        progress.step(text(item))
+    """The items one after the other, each announced as a line on stderr, which a terminal and a log
+    both show well. What remains is extrapolated by weight, not by number: a workload of 14107
+    tokens takes far longer than one of 7."""
+    whole, done, start = sum(map(weight, items)), 0.0, time.monotonic()
+    for number, item in enumerate(items, 1):
+        elapsed = time.monotonic() - start
+        line = f"[{number:>{len(str(len(items)))}}/{len(items)}] {text(item)}"
+        line += f"   elapsed {duration(elapsed)}"
+        if done:
+            line += f", remaining about {duration(elapsed * (whole - done) / done)}"
+        say(line)
         yield item
-        progress.finish(weight(item))
+        done += weight(item)

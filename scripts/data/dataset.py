@@ -92,6 +92,11 @@ def tokens(workload: "Workload") -> int:
     return size_of(workload.axes)
 
 
+def named(workload: "Workload") -> str:
+    """As lines of progress name it."""
+    return f"T={tokens(workload)} ({workload.uuid[:8]})"
+
+
 def select_workloads(
     workloads: "Sequence[Trace]", selectors: Sequence[str], max_tokens: int | None = None
 ) -> "list[Trace]":

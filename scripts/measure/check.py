@@ -18,7 +18,7 @@ from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import steps
 from scripts.common.project import ACCURACY_TOLERANCES
-from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
 from scripts.measure.plan import Plan
 from scripts.measure.timing import FAILURES, Timed, attempt, device_times, harness_times, timed
@@ -99,7 +99,7 @@ def of_workloads(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list
     unit a token."""
     for workload in steps(
         [trace.workload for trace in plan.workloads],
-        lambda w: f"{what} of T={tokens(w)} ({w.uuid[:8]})",
+        lambda w: f"{what} of {named(w)}",
         lambda w: base + tokens(w),
     ):
         yield workload, [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]

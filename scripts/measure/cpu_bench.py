@@ -26,9 +26,9 @@ from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
-from scripts.common.command_line import Progress, UsageError
+from scripts.common.command_line import UsageError, note, steps
 from scripts.common.definitions import DEFAULT
-from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
 from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
@@ -147,7 +147,6 @@ def run(
     config: BenchmarkConfig,
     seed: int,
     store: Callable[[list[Trace]], None],
-    progress: Progress,
     emulation: Emulation | None = None,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done. What is
@@ -166,16 +165,17 @@ def run(
 
     def traced(trace: Trace, solution: Solution, fields: dict[str, Any], **more: str) -> Trace:
         """The fields of an Evaluation as a trace; `more` is what its environment says besides."""
-        progress.note(f"{solution.name}: {fields['status']}")
+        note(f"{solution.name}: {fields['status']}")
         environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
         stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
         evaluation = Evaluation.model_validate(fields | stamp)
         return trace.model_copy(update={"solution": solution.name, "evaluation": evaluation})
 
-    for trace, solutions in pairs:
+    def announced(pair: tuple[Trace, list[Solution]]) -> str:
+        return f"{named(pair[0].workload)}: {', '.join(s.name for s in pair[1])}"
+
+    for trace, solutions in steps(pairs, announced):
         workload = trace.workload
-        names = ", ".join(s.name for s in solutions)
-        progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
         results: dict[str, Trace] = {}
         try:
             try:
@@ -183,7 +183,7 @@ def run(
                 expected, seconds = run_reference(definition, inputs)
             except (UsageError, RuntimeError) as error:  # of this workload: the others go on
                 failed = {"status": "RUNTIME_ERROR", "log": str(error)}
-                progress.note(str(error))
+                note(str(error))
                 results = {s.name: traced(trace, s, failed) for s in solutions}
                 continue
             case = Case(definition, inputs, expected, 1e3 * seconds, seed)
@@ -195,7 +195,7 @@ def run(
             right = [s for s in chosen if results[s.name].is_successful()]
             if emulation and right:
                 target = emulation.target
-                progress.note(f"the kernels for {target}, emulated:")
+                note(f"the kernels for {target}, emulated:")
                 known = definition.name == DEFAULT.name
                 rows = histogram(trace_set, workload) if known else None
                 judge = functools.partial(evaluate, case, replace(config, iterations=1))
@@ -205,4 +205,3 @@ def run(
         finally:  # also what an interrupted workload has so far
             if results:
                 store(list(results.values()))
-        progress.finish()

@@ -22,7 +22,6 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace
 
 from run import environment
-from scripts.common.command_line import Progress
 from scripts.data.records import failure_reason
 from scripts.data.traces import read_records
 from scripts.measure import bench, cpu_bench, emulated
@@ -66,7 +65,7 @@ def run(solutions: list[Solution], own: set[str], lengths=(3,), most=8) -> list[
     stored: list[list[Trace]] = []
     emulation = cpu_bench.Emulation("sm_100a", own, most)
     pairs = [(w, solutions) for w in workloads]
-    cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(len(pairs)), emulation)
+    cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, emulation)
     return stored
 
 
@@ -104,9 +103,7 @@ def test_what_was_judged_before_an_interrupt_is_kept(by_kernels, monkeypatch) ->
     solutions = [small.solution("a"), small.solution("b")]
     emulation = cpu_bench.Emulation("sm_90a", {"a", "b"}, 8)
     with pytest.raises(KeyboardInterrupt):
-        cpu_bench.run(
-            trace_set, [(workload, solutions)], CONFIG, 5, stored.append, Progress(1), emulation
-        )
+        cpu_bench.run(trace_set, [(workload, solutions)], CONFIG, 5, stored.append, emulation)
     ((a, b),) = stored
     assert a.evaluation.environment.libs["emulated"] == "sm_90a"
     assert "emulated" not in b.evaluation.environment.libs
@@ -374,7 +371,6 @@ import json, sys
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Solution
 from run import environment
-from scripts.common.command_line import Progress
 from scripts.common.project import ROOT
 from scripts.data.dataset import make_missing_workloads, select_workloads
 from scripts.data.records import failure_reason
@@ -400,7 +396,7 @@ names = {s.name for s in solutions}
 cpu_bench.run(
     trace_set, [(t, solutions) for t in workloads], config, 5,
     lambda traces: [print(t.model_dump_json()) for t in traces],
-    Progress(1), cpu_bench.Emulation("sm_90a", names, 1),
+    cpu_bench.Emulation("sm_90a", names, 1),
 )
 """
 
