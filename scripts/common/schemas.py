@@ -215,14 +215,15 @@ class Sweep(TypedDict):
 _adapter = functools.cache(TypeAdapter)
 
 
-def fault(content: Any, shape: Any) -> str:
-    """The first place where the JSON has not this shape, and why; empty where it has."""
+def checked(content: Any, shape: Any) -> Any:
+    """What pydantic makes of the content; ValueError with the first place where it has not this
+    shape, and why, in one line."""
     try:
-        _adapter(shape).validate_python(content)
+        return _adapter(shape).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
-    return ""
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{where}: {first['msg']}") from None
 
 
 def read(path: Path, shape: Any) -> Any:
@@ -231,6 +232,8 @@ def read(path: Path, shape: Any) -> Any:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
-    if said := fault(content, shape):
-        raise UsageError(f"{path}: {said}")
+    try:
+        checked(content, shape)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     return content

@@ -401,7 +401,7 @@ def said_of(result: Trace) -> str:
     if performance := evaluation.performance:
         figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
         return f"{result.solution}: {evaluation.status.value} {figures}"
-    reason = records.failure_reason(evaluation.model_dump(mode="json"))
+    reason = records.failure_reason(evaluation)
     return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 

@@ -413,9 +413,10 @@ def test_what_is_broken_in_a_kernel_is_found_at_the_true_geometry(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = {t["solution"]: t["evaluation"] for t in map(json.loads, lines)}
+    traces = map(Trace.model_validate_json, lines)
+    found = {t.solution: t.evaluation for t in traces}
     assert found.keys() == BREAKAGES.keys()
     for name, evaluation in found.items():
-        assert evaluation["environment"]["libs"]["emulated"] == "sm_90a", "the model is right"
+        assert evaluation.environment.libs["emulated"] == "sm_90a", "the model is right"
         reason = failure_reason(evaluation)
-        assert evaluation["status"] != "PASSED" and BREAKAGES[name][3] in reason, reason
+        assert evaluation.status.value != "PASSED" and BREAKAGES[name][3] in reason, reason

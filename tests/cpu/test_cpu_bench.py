@@ -53,7 +53,7 @@ def outcome(content: str, **options) -> tuple[str, str]:
     assert status["right"] == "PASSED"
     (it,) = [e for (_, name), e in found.items() if name == "it"]
     passed = status["it"] == "PASSED"
-    return status["it"], "" if passed else failure_reason(it.model_dump(mode="json"))
+    return status["it"], "" if passed else failure_reason(it)
 
 
 def test_a_right_solution_passes_with_its_figures() -> None:
@@ -300,7 +300,7 @@ def test_a_reference_that_exits_or_fails_is_said_of_every_result(reference, reas
     found = run(solutions, lengths=(1, 3), reference=reference)
     assert len(found) == 4
     for e in found.values():
-        said = failure_reason(e.model_dump(mode="json"))
+        said = failure_reason(e)
         assert e.status.value == "RUNTIME_ERROR"
         assert said.startswith(f"the reference of {DEFINITION} fails: {reason}")
 
@@ -334,8 +334,8 @@ def test_a_workload_that_cannot_be_read_costs_no_other(tmp_path: Path, capsys) -
     pairs = [(w, [small.solution("it")]) for w in (first, *(w for _, w in broken), last)]
     stored: list[list[Trace]] = []
     cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append)
-    results = {t.workload.uuid: t.evaluation.model_dump(mode="json") for (t,) in stored}
-    assert [r["status"] for r in results.values()] == [
+    results = {t.workload.uuid: t.evaluation for (t,) in stored}
+    assert [r.status.value for r in results.values()] == [
         "PASSED", *["RUNTIME_ERROR"] * len(broken), "PASSED",
     ]  # fmt: skip
     said = capsys.readouterr().err
