@@ -109,8 +109,7 @@ def ranking(recorded: Recorded) -> str:
     main = recorded.main
     title, *said = map(markdown, [*headline(main), notes(main)])
     text = paragraph(f"{recorded.day}, {title} (`{relative(recorded)}/`).", *said)
-    ranked = tables.short_names(tables.summary_table(main))
-    return parts(text, paragraph(sources_of(recorded)), table(ranked))
+    return parts(text, paragraph(sources_of(recorded)), table(tables.summary_table(main)))
 
 
 @block
@@ -184,7 +183,7 @@ def invariance(recorded: Recorded) -> str:
             f"those compared; the largest relative difference of any token is {largest:.1e}.",
             sources_of(recorded),
         ),
-        table(tables.short_names(checks)),
+        table(checks),
     )
 
 

@@ -80,10 +80,9 @@ def ranking_section(
         parts = [Part(table.title, [table.note], table=table) for table in shown]
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
     text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
-    summary = tables.short_names(tables.summary_table(ranking))
     parts = [
         Part(table=tables.short_table(ranking, recorded.limits(ranking))),
-        Part("Speed-ups", table=summary),
+        Part("Speed-ups", table=tables.summary_table(ranking)),
     ]
     parts += latency_parts(ranking, recorded.floor_ms(ranking))
     for table in tables.workload_tables(ranking)[1:]:

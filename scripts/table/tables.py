@@ -107,7 +107,7 @@ def summary_table(ranking: Ranking) -> Table:
     s = ranking.summary
     columns: dict[str, Any] = {
         "#": [str(place) for place in range(1, len(s) + 1)],
-        "solution": s.solution,
+        "solution": s.solution.map(short_name),
         "passed": _passed(s),
         **{name: s[name].map(ratio) for name in ("mean", "geomean", "median")},
         "min": s.lowest.map(ratio),
@@ -172,11 +172,6 @@ def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
             "of the limit": share.map(percent),
         }
     )
-
-
-def short_names(table: Table) -> Table:
-    """The same table, without the beginning of our names."""
-    return replace(table, frame=table.frame.assign(solution=table.frame.solution.map(short_name)))
 
 
 def accuracy_table(ranking: Ranking) -> Table:
@@ -276,7 +271,11 @@ def bits_table(of: Mapping[str, Checks]) -> Table:
     is none."""
     names = list(dict.fromkeys(name for checks in of.values() for name in checks))
     rows = [
-        [solution, *(_check(checks.get(name)) for name in names), batch_invariant(checks)]
+        [
+            short_name(solution),
+            *(_check(checks.get(name)) for name in names),
+            batch_invariant(checks),
+        ]
         for solution, checks in sorted(of.items())
         if checks
     ]
