@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, FiniteFloat, Tag, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
@@ -77,8 +77,8 @@ class Probes(TypedDict):
     probes: Probed
 
 
-class GemmProblem(TypedDict):
-    """What every row of a gemm*.json says of its problem."""
+class GemmRow(TypedDict):
+    """A problem and, where a variant ran, its figures."""
 
     variant: str
     peer: bool
@@ -89,14 +89,11 @@ class GemmProblem(TypedDict):
     pairs: int
     rows: FiniteFloat
     tokens: int | None
-
-
-class TimedRow(GemmProblem):
-    us: Positive
-    tflops: FiniteFloat
-    gbytes: FiniteFloat
-    floor_us: Positive
-    percent_of_floor: FiniteFloat
+    us: NotRequired[Positive]
+    tflops: NotRequired[FiniteFloat]
+    gbytes: NotRequired[FiniteFloat]
+    floor_us: NotRequired[Positive]
+    percent_of_floor: NotRequired[FiniteFloat]
     read_us: NotRequired[Positive]
     vs_best_peer: NotRequired[Positive]
 
@@ -122,15 +119,6 @@ class Invariance(TypedDict):
     tokens: int
     solutions: dict[str, str]
     results: dict[str, InvarianceOf]
-
-
-def _kind(row: Any) -> str:
-    return "timed" if isinstance(row, dict) and "us" in row else "failed"
-
-
-GemmRow = Annotated[
-    Annotated[TimedRow, Tag("timed")] | Annotated[GemmProblem, Tag("failed")], Discriminator(_kind)
-]
 
 
 class Rates(TypedDict):

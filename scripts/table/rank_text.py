@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 METHODS = {
     "graph": "replay of a CUDA graph",
     "kernel sum": "sum of its kernels' times, pauses left out",
-    "kernels": "first kernel to last, host waits included",  # in records up to 2026-11-22
 }
 
 
