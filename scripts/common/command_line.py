@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scripts.common.project import ROOT
 from scripts.common.text import printable
@@ -105,31 +105,26 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number of at least `least`."""
+def number(
+    kind: Callable[[str], Any], what: str, fits: Callable[[Any], bool]
+) -> Callable[[str], Any]:
+    """The type of an option: what `kind` makes of its text, if it fits."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= int(text) < 2**63:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
     return parse
 
 
-def positive(text: str) -> float:
-    """The type of an option: a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+def whole(least: int) -> Callable[[str], int]:
+    return number(int, f"whole number of at least {least}", lambda n: least <= n < 2**63)
 
 
-def share(text: str) -> float:
-    """The type of an option: a number above 0 and at most 1."""
-    if (value := positive(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: at most 1")
-    return value
+positive = number(float, "finite number above 0", lambda x: 0 < x < math.inf)
+share = number(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
 # --- progress -----------------------------------------------------------------------------------
