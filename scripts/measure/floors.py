@@ -22,7 +22,7 @@ from scripts.common.text import text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, Histogram, histograms
 from scripts.measure.gemm_variants import readings
 from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gpu
-from scripts.measure.timing import Reading, time_variants
+from scripts.measure.timing import Call, time_variants
 
 
 def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float]:
@@ -38,7 +38,7 @@ def measure_reading(found: Sequence[Histogram], repeats: int) -> dict[str, float
         )
         for n, k in LAYER_SHAPES.values()
     ]
-    calls: dict[str, list[Reading]] = {}
+    calls: dict[str, list[Call]] = {}
     for h in found:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)

@@ -30,7 +30,7 @@ from scripts.measure.gemm_variants import (
     weights,
 )
 from scripts.measure.gpu import Rates
-from scripts.measure.timing import Call, Reading, percentile, time_variants
+from scripts.measure.timing import Call, percentile, time_variants
 
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
@@ -134,7 +134,7 @@ def run_problem(
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
     rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Sequence[Call | Reading]] = {}
+    calls: dict[str, Sequence[Call]] = {}
     for variant in variants:
         row: dict[str, Any] = {"variant": variant.name, "peer": variant.peer}
         row |= {**problem.describe(), "config": variant.config}

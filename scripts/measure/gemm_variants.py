@@ -20,7 +20,7 @@ from scripts.common.command_line import say
 from scripts.common.project import short_name
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
-from scripts.measure.timing import Call, Reading
+from scripts.measure.timing import Call
 from scripts.measure.weight_stream import readers
 from scripts.pack import sources
 
@@ -138,7 +138,7 @@ class Operands:
 # --- variants -------------------------------------------------------------------------------------
 
 
-def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
+def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Call]:
     """Launches that only read the weights [E, N, K] of the experts that have rows, each in another
     order."""
     device = weights.device
@@ -146,7 +146,7 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
     experts = torch.tensor(active, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     read = torch.empty(processors, dtype=torch.int64, device=device)
-    return [Reading(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
+    return [Call(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
 
 
 @dataclass(frozen=True)

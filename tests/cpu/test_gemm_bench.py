@@ -38,7 +38,7 @@ from scripts.measure.gemm_variants import (
     ours,
     weights,
 )
-from scripts.measure.timing import Call, Reading
+from scripts.measure.timing import Call
 from scripts.programs import gemm_bench as program
 
 CPU = torch.device("cpu")
@@ -315,7 +315,7 @@ def no_gpu(monkeypatch):
     )
 
     def readings(*_):
-        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
+        return [Call(lambda: None, torch.zeros(1)) for _ in range(2)]
 
     monkeypatch.setattr(gemm_bench, "readings", readings)
 
