@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scripts.common.project import ROOT
 from scripts.common.text import printable
@@ -40,6 +40,11 @@ class Failure(Exception):
 def say(text: str) -> None:
     """Print lines that are no results to stderr, unprintable characters escaped."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """A line about the step under way."""
+    say(f"        {text}")
 
 
 def run_main(main: Callable[[], int]) -> None:
@@ -100,31 +105,26 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number of at least `least`."""
+def number(
+    kind: Callable[[str], Any], what: str, fits: Callable[[Any], bool]
+) -> Callable[[str], Any]:
+    """The type of an option: what `kind` makes of its text, if it fits."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= int(text) < 2**63:
-                return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
     return parse
 
 
-def positive(text: str) -> float:
-    """The type of an option: a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+def whole(least: int) -> Callable[[str], int]:
+    return number(int, f"whole number of at least {least}", lambda n: least <= n < 2**63)
 
 
-def share(text: str) -> float:
-    """The type of an option: a number above 0 and at most 1."""
-    if (value := positive(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: at most 1")
-    return value
+positive = number(float, "finite number above 0", lambda x: 0 < x < math.inf)
+share = number(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -140,43 +140,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class Progress:
-    """Progress of long work as lines on stderr, which a terminal and a log both show well.
-
-    The remaining time is extrapolated by weight of the steps, not by their number: a workload of
-    14107 tokens takes far longer than one of 7.
-    """
-
-    def __init__(self, total: int, weight: float = 0.0):
-        self.total = total
-        self.weight = weight or float(total)
-        self.done = 0
-        self.done_weight = 0.0
-        self.start = time.monotonic()
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def step(self, text: str) -> None:
-        """Announce the step that begins now."""
-        elapsed = self.elapsed()
-        number = f"{self.done + 1:>{len(str(self.total))}}/{self.total}"
-        line = f"[{number}] {text}   elapsed {duration(elapsed)}"
-        if self.done_weight > 0:
-            remaining = elapsed * (self.weight - self.done_weight) / self.done_weight
-            line += f", remaining about {duration(remaining)}"
-        say(line)
-
-    def note(self, text: str) -> None:
-        """A line about the step under way."""
-        say(" " * (2 * len(str(self.total)) + 4) + text)
-
-    def finish(self, weight: float = 1.0) -> None:
-        """The step announced last is over."""
-        self.done += 1
-        self.done_weight += weight
-
-
 T = TypeVar("T")
 
 
@@ -185,9 +148,16 @@ def steps(
     text: Callable[[T], str] = str,
     weight: Callable[[T], float] = lambda item: 1.0,
 ) -> Iterator[T]:
-    """The items one after the other, each announced as a step of its weight."""
-    progress = Progress(len(items), sum(map(weight, items)))
-    for item in items:
-        progress.step(text(item))
+    """The items one after the other, each announced as a line on stderr, which a terminal and a log
+    both show well. What remains is extrapolated by weight, not by number: a workload of 14107
+    tokens takes far longer than one of 7."""
+    whole, done, start = sum(map(weight, items)), 0.0, time.monotonic()
+    for number, item in enumerate(items, 1):
+        elapsed = time.monotonic() - start
+        line = f"[{number:>{len(str(len(items)))}}/{len(items)}] {text(item)}"
+        line += f"   elapsed {duration(elapsed)}"
+        if done:
+            line += f", remaining about {duration(elapsed * (whole - done) / done)}"
+        say(line)
         yield item
-        progress.finish(weight(item))
+        done += weight(item)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, FiniteFloat, Tag, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
@@ -21,21 +21,14 @@ TOTAL = "end to end"
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
-class Source(TypedDict, total=False):
-    commit: str
-    modified: bool | None
-    hash: str
-
-
 class Captured(TypedDict, total=False):
-    """environment.capture()."""
+    """What is read of environment.capture()."""
 
     time: str
-    platform: str
     gpus: list[dict[str, str | None]]
     cuda: str | None
     versions: dict[str, str]
-    source: Source
+    source: dict[str, str | bool | None]
 
 
 class RunInfo(TypedDict, total=False):
@@ -43,20 +36,11 @@ class RunInfo(TypedDict, total=False):
 
     definition: str
     command: list[str]
-    hardware: str
     environment: Captured
-    configuration: dict[str, Any]
     timing: str
-    dataset: str
-    seed: int
     solutions: dict[str, str]
     peers: dict[str, bool]
     skipped: dict[str, str]
-    finished: bool
-    errors: list[str]
-    seconds: float
-    ended: str
-    gpus_after: list[dict[str, str | None]]
     earlier: list[dict[str, Any]]
 
 
@@ -93,8 +77,8 @@ class Probes(TypedDict):
     probes: Probed
 
 
-class GemmProblem(TypedDict):
-    """What every row of a gemm*.json says of its problem."""
+class GemmRow(TypedDict):
+    """A problem and, where a variant ran, its figures."""
 
     variant: str
     peer: bool
@@ -105,17 +89,13 @@ class GemmProblem(TypedDict):
     pairs: int
     rows: FiniteFloat
     tokens: int | None
-
-
-class TimedRow(GemmProblem):
-    us: Positive
-    tflops: FiniteFloat
-    gbytes: FiniteFloat
-    floor_us: Positive
-    percent_of_floor: FiniteFloat
+    us: NotRequired[Positive]
+    tflops: NotRequired[FiniteFloat]
+    gbytes: NotRequired[FiniteFloat]
+    floor_us: NotRequired[Positive]
+    percent_of_floor: NotRequired[FiniteFloat]
     read_us: NotRequired[Positive]
     vs_best_peer: NotRequired[Positive]
-    vs_base: NotRequired[Positive]
 
 
 class Check(TypedDict, total=False):
@@ -139,15 +119,6 @@ class Invariance(TypedDict):
     tokens: int
     solutions: dict[str, str]
     results: dict[str, InvarianceOf]
-
-
-def _kind(row: Any) -> str:
-    return "timed" if isinstance(row, dict) and "us" in row else "failed"
-
-
-GemmRow = Annotated[
-    Annotated[TimedRow, Tag("timed")] | Annotated[GemmProblem, Tag("failed")], Discriminator(_kind)
-]
 
 
 class Rates(TypedDict):
@@ -230,59 +201,18 @@ class Sweep(TypedDict):
     results: list[SweepResult]
 
 
-class Times(TypedDict, total=False):
-    method: str
+_adapter = functools.cache(TypeAdapter)
 
 
-class Extra(TypedDict, total=False):
-    device: Times | None
-    harness: Times | None
-
-
-class Correctness(TypedDict, total=False):
-    extra: Extra | None
-
-
-class TraceEnvironment(TypedDict, total=False):
-    hardware: str | None
-    libs: dict[str, str | None] | None
-
-
-class Evaluation(TypedDict, total=False):
-    status: str | None
-    log: str | None
-    timestamp: str | None
-    environment: TraceEnvironment | None
-    performance: dict[str, Any] | None
-    correctness: Correctness | None
-
-
-class Workload(TypedDict):
-    axes: dict[str, int]
-    uuid: str
-
-
-class Trace(TypedDict):
-    """A line of a trace file, as flashinfer-bench writes it. Its figures may be no numbers."""
-
-    workload: Workload
-    solution: NotRequired[str | None]
-    evaluation: NotRequired[Evaluation | None]
-
-
-@functools.cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
-
-
-def fault(content: Any, shape: Any) -> str:
-    """The first place where the JSON has not this shape, and why; empty where it has."""
+def checked(content: Any, shape: Any) -> Any:
+    """What pydantic makes of the content; ValueError with the first place where it has not this
+    shape, and why, in one line."""
     try:
-        _adapter(shape).validate_python(content)
+        return _adapter(shape).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
-    return ""
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{where}: {first['msg']}") from None
 
 
 def read(path: Path, shape: Any) -> Any:
@@ -291,6 +221,8 @@ def read(path: Path, shape: Any) -> Any:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
-    if said := fault(content, shape):
-        raise UsageError(f"{path}: {said}")
+    try:
+        checked(content, shape)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     return content

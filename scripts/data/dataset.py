@@ -92,6 +92,11 @@ def tokens(workload: "Workload") -> int:
     return size_of(workload.axes)
 
 
+def named(workload: "Workload") -> str:
+    """As lines of progress name it."""
+    return f"T={tokens(workload)} ({workload.uuid[:8]})"
+
+
 def select_workloads(
     workloads: "Sequence[Trace]", selectors: Sequence[str], max_tokens: int | None = None
 ) -> "list[Trace]":
@@ -213,7 +218,6 @@ class Inputs:
         self._fixed: dict[str, torch.Tensor] = {}
 
     def of(self, workload: "Workload") -> list[Any]:
-        """The inputs in the definition's order."""
         import torch
 
         loaded, shapes = load_tensors(self.trace_set, workload)

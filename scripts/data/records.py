@@ -9,10 +9,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Evaluation
 
 PASSED = "PASSED"
 # What flashinfer-bench has no status for; records of these are failures here.
@@ -63,16 +66,16 @@ class Record:
     status: str
     hardware: str
     timing: str
-    tolerance: str
-    timestamp: str
-    speedup: float | None  # reference over solution, both of this trace
-    latency_ms: float | None
-    reference_ms: float | None
     extra: dict[str, Any]
-    reason: str
-    cpu: bool
-    source: str  # the file
-    run: str  # what was measured together: latencies of different runs differ by the hosts, too
+    reason: str = ""
+    tolerance: str = ""
+    timestamp: str = ""
+    speedup: float | None = None  # reference over solution, both of this trace
+    latency_ms: float | None = None
+    reference_ms: float | None = None
+    cpu: bool = False
+    source: str = ""  # the file
+    run: str = ""  # what was measured together: latencies of different runs differ by the hosts
     hash: str = ""  # of the solution's source; empty where nothing says it
     settings: str = ""
     device: Timed | None = None
@@ -86,22 +89,27 @@ class Record:
         return self.status == PASSED
 
 
-def failure_reason(evaluation: Mapping[str, Any]) -> str:
-    """Why an evaluation failed, in one line: from the log, whose last exception says it best."""
+def failure_reason(evaluation: "Evaluation") -> str:
+    """Why an evaluation failed, in one line: from the log, whose last exception says it best. Why
+    one that says PASSED cannot be counted as that; empty where it can."""
     reason = _reason(evaluation)
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
 
 
-def _reason(evaluation: Mapping[str, Any]) -> str:
-    status, log = evaluation.get("status"), evaluation.get("log") or ""
-    correctness = evaluation.get("correctness") or {}
-    extra = correctness.get("extra") or {}
-    if status == PASSED:
-        libs = (evaluation.get("environment") or {}).get("libs") or {}
-        return _why_invalid(evaluation.get("performance") or {}, extra, EMULATED in libs)
-    if status == "INCORRECT_NUMERICAL":
-        matched = finite_number(extra.get("matched_ratio"))
-        error = correctness.get("max_absolute_error")
+def _reason(evaluation: "Evaluation") -> str:
+    status, log, correctness = evaluation.status.value, evaluation.log, evaluation.correctness
+    extra = (correctness and correctness.extra) or {}
+    if performance := evaluation.performance:
+        if changed := extra.get(INPUTS_CHANGED):
+            said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
+            return f"the solution changes its inputs: {said}"
+        if EMULATED in evaluation.environment.libs:
+            timed = any(performance.model_dump().values())
+            return "a time of the emulator is no measurement" if timed else ""
+        latency = performance.latency_ms
+        return "" if _positive(latency) else f"a latency of {latency} ms is no measurement"
+    if correctness:
+        matched, error = finite_number(extra.get("matched_ratio")), correctness.max_absolute_error
         if matched is not None:
             return f"matched ratio {matched:.4f} is too low (largest error {error})"
         if finite_number(error) is None:
@@ -119,26 +127,6 @@ def _reason(evaluation: Mapping[str, Any]) -> str:
         # The wrapper's own name says less than what it wraps.
         return re.sub(r"^(?:BuildError|RuntimeError|ValueError): ", "", exceptions[-1].strip())
     return lines[-1] if lines else "no reason recorded"
-
-
-def _why_invalid(performance: Mapping[str, Any], extra: Mapping[str, Any], emulated: bool) -> str:
-    """Why a trace that says PASSED cannot be counted as that; empty where it can."""
-    if changed := extra.get(INPUTS_CHANGED):
-        said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
-        return f"the solution changes its inputs: {said}"
-    if emulated:
-        return "a time of the emulator is no measurement" if any(performance.values()) else ""
-    if _positive(performance.get("latency_ms")) is None:
-        return f"a latency of {performance.get('latency_ms')} ms is no measurement"
-    for key, what in (
-        ("reference_latency_ms", "reference's latency"),
-        ("speedup_factor", "speed-up"),
-    ):
-        value = performance.get(key, 0.0)  # 0: the reference was not timed
-        number = finite_number(value)
-        if number is None or number < 0:
-            return f"a {what} of {value} is no measurement"
-    return ""
 
 
 def finite_number(value: Any) -> float | None:
@@ -162,7 +150,7 @@ def _timed(found: Mapping[str, Any] | None) -> Timed | None:
         return None
     calls = found.get("calls")
     return Timed(
-        method=found.get("method") or "",
+        method=str(found.get("method") or ""),
         ms=ms,
         p10=_positive(found.get("p10")),
         p90=_positive(found.get("p90")),
@@ -183,16 +171,9 @@ def sweep_records(sweep: Mapping[str, Any]) -> list[Record]:
             status=error.split(":")[0] if error else PASSED,
             hardware=sweep["hardware"],
             timing=sweep["method"],
-            tolerance="",
-            timestamp="",
-            speedup=None,
-            latency_ms=harness.ms if harness else None,
-            reference_ms=None,
             extra={"calc_diff": of.get("calc_diff")},
             reason=error,
-            cpu=False,
-            source="",
-            run="",
+            latency_ms=harness.ms if harness else None,
             device=_timed(of.get(DEVICE)),
             harness=harness,
         )
@@ -208,32 +189,30 @@ def parse_record(
     `hashes` are those of run.json, for traces that do not hold their solution's. Raises ValueError
     for what is no trace.
     """
-    from scripts.common import schemas  # pydantic, which a program's --help does without
+    from flashinfer_bench.data import Trace  # which a program's --help does without
 
-    if fault := schemas.fault(trace, schemas.Trace):
-        raise ValueError(fault)
-    evaluation, solution = trace.get("evaluation"), trace.get("solution")
+    from scripts.common import schemas
+
+    of = schemas.checked(trace, Trace)
+    evaluation, solution = of.evaluation, of.solution
     if not solution or not evaluation:
         return None
-    environment = evaluation.get("environment") or {}
-    libs = environment.get("libs") or {}
-    performance = evaluation.get("performance") or {}
-    extra = (evaluation.get("correctness") or {}).get("extra") or {}
-    status = evaluation.get("status") or "UNKNOWN"
-    reason = failure_reason(evaluation)
+    libs, performance = evaluation.environment.libs, evaluation.performance
+    extra = (evaluation.correctness and evaluation.correctness.extra) or {}
+    status, reason = evaluation.status.value, failure_reason(evaluation)
     if status == PASSED and reason:
         status = CHANGED_INPUTS if extra.get(INPUTS_CHANGED) else INVALID
-    latency = _positive(performance.get("latency_ms"))
-    reference = _positive(performance.get("reference_latency_ms"))
+    latency = _positive(performance.latency_ms) if performance else None
+    reference = _positive(performance.reference_latency_ms) if performance else None
     return Record(
         solution=solution,
-        uuid=trace["workload"]["uuid"],
-        tokens=size_of(trace["workload"]["axes"]),
+        uuid=of.workload.uuid,
+        tokens=size_of(of.workload.axes),
         status=status,
-        hardware=environment.get("hardware") or "unknown hardware",
-        timing=libs.get(TIMING) or "",
-        tolerance=libs.get(TOLERANCE) or "",
-        timestamp=evaluation.get("timestamp") or "",
+        hardware=evaluation.environment.hardware,
+        timing=libs.get(TIMING, ""),
+        tolerance=libs.get(TOLERANCE, ""),
+        timestamp=evaluation.timestamp,
         speedup=reference / latency if reference and latency else None,
         latency_ms=latency,
         reference_ms=reference,
@@ -241,12 +220,12 @@ def parse_record(
         reason=reason,
         cpu=libs.get("device") == "cpu",
         source=source,
-        run=libs.get(RUN) or source,
+        run=libs.get(RUN, source),
         hash=libs.get(HASH) or (hashes or {}).get(solution, ""),
-        settings=libs.get(SETTINGS) or "",
+        settings=libs.get(SETTINGS, ""),
         device=_timed(extra.get(DEVICE)),
         harness=_timed(extra.get(HARNESS)),
-        has_output=bool(evaluation.get("correctness")),
-        emulated=libs.get(EMULATED) or "",
-        software=tuple((name, str(libs[name])) for name in SOFTWARE if name in libs),
+        has_output=evaluation.correctness is not None,
+        emulated=libs.get(EMULATED, ""),
+        software=tuple((name, libs[name]) for name in SOFTWARE if name in libs),
     )

@@ -1,18 +1,17 @@
 """Trace files, flashinfer-bench's JSON lines: reading records, appending, adding figures.
 
 A file is always written beside and renamed, so that a crash or a full disk costs at most the
-results that were to be added. A last line that was cut short all the same (by another program, or
-by a copy) is left out with a remark.
+results that were to be added. A last line that was cut short is left out with a remark.
 """
 
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
+from pydantic import ConfigDict, TypeAdapter
 
 from scripts.common import files, schemas
 from scripts.common.command_line import UsageError, say
@@ -21,6 +20,9 @@ from scripts.data.records import Record, parse_record
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
+
+
+JSON: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="strings"))
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
@@ -155,8 +157,4 @@ def merge_into_traces(
 def finite(value: Any) -> Any:
     """The same JSON with "NaN", "Infinity" or "-Infinity" for what no JSON number is, as
     flashinfer-bench writes it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
+    return json.loads(JSON.dump_json(value))

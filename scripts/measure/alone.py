@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scripts.common.command_line import Progress
+from scripts.common.command_line import say
 
 COMPILE_LIMIT_S = 300.0
 MOST_PROCESSES = 12
@@ -110,7 +110,7 @@ def outcomes(
     context: Any = multiprocessing.get_context("fork" if emulated else "spawn")
     workers = min(os.cpu_count() or 1, MOST_PROCESSES)
     compile_it = partial(prepare, target=target, emulated=emulated)
-    left, children, progress = list(reversed(todo)), list[_Child](), Progress(len(todo))
+    left, children, ended = list(reversed(todo)), list[_Child](), 0
 
     def begin(job: Any) -> _Child:
         ours, its = context.Pipe()
@@ -140,8 +140,8 @@ def outcomes(
                 if said is not None:
                     children.remove(child)
                     child.end()
-                    progress.step(f"{said['status']}: {child.job}")
-                    progress.finish()
+                    ended += 1
+                    say(f"[{ended}/{len(todo)}] {said['status']}: {child.job}")
                     yield {"job": str(child.job), **said}
     finally:
         for child in children:

@@ -8,6 +8,7 @@ what has been measured, none that is only going to be.
 """
 
 import hashlib
+import itertools
 import json
 import logging.handlers
 import multiprocessing
@@ -17,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,11 +33,11 @@ from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, files, schemas
-from scripts.common.command_line import EXIT_INTERRUPTED, Progress, UsageError, say
+from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, note, say, steps
 from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import records, traces
-from scripts.data.dataset import load_tensors, ours, tokens
+from scripts.data.dataset import load_tensors, named, ours, tokens
 from scripts.measure import cpu_bench, emulated
 from scripts.measure.plan import Plan
 from scripts.pack.availability import NEEDS_GPU
@@ -168,7 +170,6 @@ def find_run(parent: Path, wanted: Path | None) -> Run:
 
 
 def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
-    """The options as flashinfer-bench takes them."""
     trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
     return BenchmarkConfig(
         warmup_runs=args.warmup,
@@ -250,22 +251,21 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
         if args.store_in_dataset and not ours(args.local):
             plan.trace_set.add_traces(stamped)
 
-    progress = Progress(len(pairs), sum(weight(t) for t, _ in pairs))
-    interrupted = False
+    interrupted, start = False, time.monotonic()
     try:
         if on_gpu:
             large = args.definition.large
-            errors = run_on_gpu(plan.trace_set, pairs, config, store, progress, large)
+            errors = run_on_gpu(plan.trace_set, pairs, config, store, large)
             run.save_info(finished=True, errors=errors)
             add_measurements(run, args, plan.foreign)
         else:
-            cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, progress, emulation)
+            cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, emulation)
             run.save_info(finished=True)
     except KeyboardInterrupt:
         interrupted = True
         say("interrupted; what was measured is kept")
     ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    run.save_info(seconds=progress.elapsed(), ended=ended, gpus_after=environment.gpus())
+    run.save_info(seconds=time.monotonic() - start, ended=ended, gpus_after=environment.gpus())
     return interrupted
 
 
@@ -282,11 +282,6 @@ def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:
     names = {s.name for s in plan.solutions if s.hash() in own}
     say(f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction")
     return cpu_bench.Emulation(args.emulate, names, most)
-
-
-def weight(trace: Trace) -> float:
-    """Roughly how long a workload takes: the reference's fixed cost, then its tokens."""
-    return 1 + tokens(trace.workload) / 4000
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
@@ -321,7 +316,6 @@ def run_on_gpu(
     pairs: Sequence[tuple[Trace, list[Solution]]],
     config: BenchmarkConfig,
     store: Callable[[list[Trace]], None],
-    progress: Progress,
     large: bool = False,
 ) -> list[str]:
     """flashinfer-bench's Benchmark, one workload at a time on one set of worker processes, so that
@@ -345,16 +339,18 @@ def run_on_gpu(
         say("finishing this workload; Ctrl-C again stops at once")
 
     errors = []
+    announced = steps(
+        pairs,
+        lambda pair: f"{named(pair[0].workload)}: {len(pair[1])} solutions",
+        lambda pair: 1 + tokens(pair[0].workload) / 4000,  # the reference's fixed cost, then tokens
+    )
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
-    for group in [[pair] for pair in pairs] if large else [pairs]:
+    for size in [1] * len(pairs) if large else [len(pairs)]:
         # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
         with on_ctrl_c(signal.SIG_IGN):
             benchmark = Benchmark(one, config)
         try:
-            for trace, solutions in group:
-                workload = trace.workload
-                of = f"T={tokens(workload)} ({workload.uuid[:8]})"
-                progress.step(f"{of}: {len(solutions)} solutions")
+            for trace, solutions in itertools.islice(announced, size):
                 one.workloads = {trace.definition: [trace]}
                 one.solutions = {trace.definition: solutions}
                 with on_ctrl_c(interrupt):
@@ -363,13 +359,12 @@ def run_on_gpu(
                     results = [t for t in results if t.is_successful()]
                 store(results)
                 for result in results:
-                    progress.note(said_of(result))
+                    note(said_of(result))
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
-                    errors.append(f"{of}: {', '.join(missing)}: {why}")
-                    progress.note(errors[-1])
-                progress.finish(weight(trace))
+                    errors.append(f"{named(trace.workload)}: {', '.join(missing)}: {why}")
+                    note(errors[-1])
         finally:
             benchmark.close()
             if torch.cuda.is_initialized():  # what this process still holds for the workers
@@ -401,13 +396,12 @@ def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Tr
 
 
 def said_of(result: Trace) -> str:
-    """A line of progress."""
     evaluation = result.evaluation
     assert evaluation is not None
     if performance := evaluation.performance:
         figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
         return f"{result.solution}: {evaluation.status.value} {figures}"
-    reason = records.failure_reason(evaluation.model_dump(mode="json"))
+    reason = records.failure_reason(evaluation)
     return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 

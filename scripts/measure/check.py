@@ -18,7 +18,7 @@ from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import steps
 from scripts.common.project import ACCURACY_TOLERANCES
-from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
 from scripts.measure.plan import Plan
 from scripts.measure.timing import FAILURES, Timed, attempt, device_times, harness_times, timed
@@ -99,7 +99,7 @@ def of_workloads(plan: Plan, what: str, base: float) -> Iterator[tuple[Any, list
     unit a token."""
     for workload in steps(
         [trace.workload for trace in plan.workloads],
-        lambda w: f"{what} of T={tokens(w)} ({w.uuid[:8]})",
+        lambda w: f"{what} of {named(w)}",
         lambda w: base + tokens(w),
     ):
         yield workload, [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
@@ -170,31 +170,13 @@ def both_times(calls: Mapping[str, Any], repeats: int) -> dict[str, dict[str, An
     return found
 
 
-def columns(figures: dict[str, Any]) -> dict[str, str]:
-    """The cells of a pair by the names of their columns."""
-    if "error" in figures:
-        return {"error": figures["error"][:60]}
-    cells = {}
-    if "cosine" in figures:
-        cells = {"cosine": f"{figures['cosine']:.6f}", "calc_diff": f"{figures['calc_diff']:.2e}"}
-        for tolerance, ratio in figures["matched_ratios"].items():
-            cells[f"matched {tolerance}"] = f"{ratio:.4f}"
-    if INPUTS_CHANGED in figures:
-        cells["changes its inputs"] = ", ".join(figures[INPUTS_CHANGED])
-    for clock in (DEVICE, HARNESS):
-        if times := figures.get(clock):
-            cells[f"{clock} ms"] = f"{times['ms']:.4f}"
-            cells[f"{clock} p10-p90"] = f"{times['p10']:.4f}-{times['p90']:.4f}"
-            if "method" in times:
-                cells["by"] = times["method"]
-    return cells
-
-
-def table(entries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A line for each pair; columns for what is known, errors last."""
-    lines = pd.DataFrame(
-        {"T": str(e["tokens"]), "uuid": e["uuid"][:8], "solution": e["solution"]} | columns(e)
-        for e in entries
-    ).fillna("")
-    lines = lines[sorted(lines, key=lambda name: name == "error")]
-    return list(lines), lines.to_numpy().tolist()
+def table(entries: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A line for each pair; columns for what is known, the error last."""
+    f = pd.json_normalize(list(entries)).rename(columns={"tokens": "T"})
+    hidden = ["seed", "timing_seed", f"{DEVICE}.calls", f"{HARNESS}.calls", "error"]
+    names = ["T", "uuid", "solution"]
+    names += [name for name in f if name not in (*names, *hidden)] + ["error"] * ("error" in f)
+    f = f.reindex(columns=names)
+    f["uuid"] = f.uuid.astype(str).str[:8]
+    shown = f.astype(object).where(f.notna(), "")
+    return shown.map(lambda value: f"{value:.6g}" if isinstance(value, float) else str(value)[:60])

@@ -1,10 +1,9 @@
 """The packed solutions on CPU tensors against the definition's reference: their torch model, and on
 small workloads the kernels themselves, emulated.
 
-For a machine without a GPU. Trace records, error statistics and status are flashinfer-bench's own;
-the times say nothing about a GPU, and what is emulated has none. The workloads share their weights
-(see dataset.Inputs), every solution gets copies of the inputs, and one trial is run instead of
-three.
+Trace records, error statistics and status are flashinfer-bench's own; no time says anything about a
+GPU. The workloads share their weights (dataset.Inputs), every solution gets copies of the inputs,
+and one trial is run instead of three.
 """
 
 import functools
@@ -14,7 +13,7 @@ import re
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,17 +26,16 @@ from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
-from scripts.common.command_line import Progress, UsageError
+from scripts.common.command_line import UsageError, note, steps
 from scripts.common.definitions import DEFAULT
-from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
 from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
-from scripts.measure.gemm_problems import Histogram, histogram
+from scripts.measure.gemm_problems import histogram
 from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the torch model on the CPU, no GPU kernel ran"
-"""The timing method."""
 SECONDS_PER_SOLUTION = 5.0
 """Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30
@@ -137,40 +135,10 @@ class Emulation:
         return [s for s in solutions if small and s.name in self.solutions]
 
 
-Result = tuple[Solution, dict[str, Any], dict[str, str]]
-"""A solution with the fields of its Evaluation and what its environment's `libs` say besides."""
-
-
-def by_model(
-    case: Case,
-    config: BenchmarkConfig,
-    solutions: Sequence[Solution],
-    outputs: dict[str, torch.Tensor],
-) -> Iterator[Result]:
-    """The torch models; `outputs` gets what they give, by the solution's name."""
-    for solution in solutions:
-
-        def call(*arguments: Any, name: str = solution.name) -> torch.Tensor:
-            outputs[name] = run_solution(*arguments)
-            return outputs[name]
-
-        yield solution, evaluate(case, config, solution, call), {}
-
-
-def by_kernels(
-    case: Case,
-    config: BenchmarkConfig,
-    solutions: Sequence[Solution],
-    models: Mapping[str, torch.Tensor],
-    target: str,
-    rows: Histogram | None,
-) -> Iterator[Result]:
-    """The kernels for `target`, emulated, compared with the outputs of the models as well; as the
-    solutions end."""
-    said = {TIMING: emulated.said(target), EMULATED: target}
-    judge = functools.partial(evaluate, case, replace(config, iterations=1))
-    for solution, fields in emulated.evaluations(target, solutions, models, judge, rows):
-        yield solution, fields, said
+def keep_output(outputs: dict[str, torch.Tensor], name: str, *arguments: Any) -> torch.Tensor:
+    """`run_solution`, whose output is kept as well."""
+    outputs[name] = run_solution(*arguments)
+    return outputs[name]
 
 
 def run(
@@ -179,7 +147,6 @@ def run(
     config: BenchmarkConfig,
     seed: int,
     store: Callable[[list[Trace]], None],
-    progress: Progress,
     emulation: Emulation | None = None,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done. What is
@@ -196,18 +163,19 @@ def run(
     libs = {**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())}
     inputs_of = Inputs(trace_set, "cpu", seed)
 
-    def traced(trace: Trace, result: Result) -> Trace:
-        solution, fields, more = result
-        progress.note(f"{solution.name}: {fields['status']}")
+    def traced(trace: Trace, solution: Solution, fields: dict[str, Any], **more: str) -> Trace:
+        """The fields of an Evaluation as a trace; `more` is what its environment says besides."""
+        note(f"{solution.name}: {fields['status']}")
         environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
         stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
         evaluation = Evaluation.model_validate(fields | stamp)
         return trace.model_copy(update={"solution": solution.name, "evaluation": evaluation})
 
-    for trace, solutions in pairs:
+    def announced(pair: tuple[Trace, list[Solution]]) -> str:
+        return f"{named(pair[0].workload)}: {', '.join(s.name for s in pair[1])}"
+
+    for trace, solutions in steps(pairs, announced):
         workload = trace.workload
-        names = ", ".join(s.name for s in solutions)
-        progress.step(f"T={tokens(workload)} ({workload.uuid[:8]}): {names}")
         results: dict[str, Trace] = {}
         try:
             try:
@@ -215,22 +183,25 @@ def run(
                 expected, seconds = run_reference(definition, inputs)
             except (UsageError, RuntimeError) as error:  # of this workload: the others go on
                 failed = {"status": "RUNTIME_ERROR", "log": str(error)}
-                progress.note(str(error))
-                results = {s.name: traced(trace, (s, failed, {})) for s in solutions}
+                note(str(error))
+                results = {s.name: traced(trace, s, failed) for s in solutions}
                 continue
             case = Case(definition, inputs, expected, 1e3 * seconds, seed)
             models: dict[str, torch.Tensor] = {}
-            for result in by_model(case, config, solutions, models):
-                results[result[0].name] = traced(trace, result)
+            for s in solutions:
+                call = functools.partial(keep_output, models, s.name)
+                results[s.name] = traced(trace, s, evaluate(case, config, s, call))
             chosen = emulation.chosen(trace, solutions) if emulation else []
             right = [s for s in chosen if results[s.name].is_successful()]
             if emulation and right:
-                progress.note(f"the kernels for {emulation.target}, emulated:")
+                target = emulation.target
+                note(f"the kernels for {target}, emulated:")
                 known = definition.name == DEFAULT.name
                 rows = histogram(trace_set, workload) if known else None
-                for result in by_kernels(case, config, right, models, emulation.target, rows):
-                    results[result[0].name] = traced(trace, result)
+                judge = functools.partial(evaluate, case, replace(config, iterations=1))
+                said = {TIMING: emulated.said(target), EMULATED: target}
+                for s, fields in emulated.evaluations(target, right, models, judge, rows):
+                    results[s.name] = traced(trace, s, fields, **said)
         finally:  # also what an interrupted workload has so far
             if results:
                 store(list(results.values()))
-        progress.finish()

@@ -80,7 +80,6 @@ def _use_kernels(package: str, target: str) -> None:
 
 
 def _run(target: str, runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
-    """`run_solution` with the kernels."""
     import ptxemu
 
     bundle = runnable.metadata.misc["module_name"].rpartition(".")[0]

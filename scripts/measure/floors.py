@@ -1,12 +1,10 @@
 """The least time that a call of the whole layer can take on this GPU, for every workload.
 
 Floor = the larger of the time that a kernel takes which only reads the weights of the experts that
-have rows, and FLOPs over FP8 rate. Both are measured: the reading for every workload by itself,
-with a cold L2 cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits and
-output are left out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide.
-
-With the rates of another record of the same GPU nothing is measured; the reading then is bytes over
-the bandwidth of a large read or copy, which some kernels exceed.
+have rows, and FLOPs over FP8 rate. The reading is measured for every workload by itself, with a
+cold L2 cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits and output are
+left out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide. With the rates of
+another record of the same GPU nothing is measured; the reading is then bytes over bandwidth.
 """
 
 import json
@@ -24,7 +22,7 @@ from scripts.common.text import text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, Histogram, histograms
 from scripts.measure.gemm_variants import readings
 from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gpu
-from scripts.measure.timing import Reading, time_variants
+from scripts.measure.timing import Call, time_variants
 
 
 def measure_reading(
@@ -43,7 +41,7 @@ def measure_reading(
         )
         for n, k in shapes or LAYER_SHAPES.values()
     ]
-    calls: dict[str, list[Reading]] = {}
+    calls: dict[str, list[Call]] = {}
     for h in found:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)
@@ -99,7 +97,6 @@ def measure(local: Path, rates_of: Path | None, repeats: int) -> dict[str, Any]:
 
 
 def describe(content: dict[str, Any]) -> str:
-    """A table of floors.json."""
     rows = []
     for w in content["workloads"]:
         memory, compute = floor_ms(w, content["floors"])

@@ -1,7 +1,6 @@
 """Timing the variants of a GEMM problem: compiled ahead, checked, then timed in turns; and what a
 shipped config loses to the best of them."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +12,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from moe_fp8.kernels.operations import compile_grouped_gemm
-from pydantic import TypeAdapter, ValidationError
 
 from scripts.common import environment, files
-from scripts.common.command_line import UsageError, duration, say
+from scripts.common.command_line import duration, say
 from scripts.common.text import number
-from scripts.measure import gpu
 from scripts.measure.gemm_problems import SOLUTIONS, Problem
 from scripts.measure.gemm_variants import (
     Checker,
@@ -33,11 +30,10 @@ from scripts.measure.gemm_variants import (
     weights,
 )
 from scripts.measure.gpu import Rates
-from scripts.measure.timing import Call, Reading, percentile, time_variants
+from scripts.measure.timing import Call, percentile, time_variants
 
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
-"""In a graph."""
 READING = "reading"
 """Beginning of the names under which the readings of the weights are timed with the variants."""
 
@@ -46,7 +42,6 @@ READING = "reading"
 
 
 def new_record(hardware: str, rates: Rates, **more: Any) -> dict[str, Any]:
-    """A run's figures before there are any."""
     return {
         "hardware": hardware,
         **more,
@@ -139,7 +134,7 @@ def run_problem(
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
     rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Sequence[Call | Reading]] = {}
+    calls: dict[str, Sequence[Call]] = {}
     for variant in variants:
         row: dict[str, Any] = {"variant": variant.name, "peer": variant.peer}
         row |= {**problem.describe(), "config": variant.config}
@@ -194,35 +189,10 @@ def verdict_table(verdicts: Sequence[dict[str, Any]]) -> pd.DataFrame:
     )
 
 
-# --- what gemm_bench is asked for -----------------------------------------------------------------
-
-
-def parse_config(text: str) -> Any:
-    """A config of this GPU's class from `field=value,...`; the class says of what type a value
-    is."""
-    cls = type(gpu.architecture().config)
-    values = dict(item.strip().partition("=")[::2] for item in text.split(",") if item.strip())
-    fields = [field.name for field in dataclasses.fields(cls)]
-    if not values.keys() <= set(fields):
-        expected = f"FIELD=VALUE with a field of {', '.join(fields)}"
-        raise UsageError(f"--config {text}: expected {expected}")
-    try:
-        return TypeAdapter(cls).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{name}: " for name in first["loc"])
-        raise UsageError(f"--config {text}: {where}{first['msg']}") from None
-
-
-def collect_variants(
-    configs: Sequence[str], peers: tuple[str, ...], layout: str, problem: Problem
-) -> list[Variant]:
-    """Our kernel with these configs, or as the solutions ship it, and the peers."""
-    variants = []
-    for text in configs:
-        if text in SOLUTIONS:
-            variants += solution_variants(text, problem)
-        else:
-            config = heuristic(problem) if text == "default" else parse_config(text)
-            variants.append(ours(f"ours {text}", config, layout))
-    return variants + peer_variants(peers)
+def collect_variants(layers: bool, peers: tuple[str, ...], problem: Problem) -> list[Variant]:
+    """Our kernel, on the layer's problems as the solutions ship it, and the peers."""
+    if layers:
+        own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
+    else:
+        own = [ours("ours default", heuristic(problem), "batched")]
+    return own + peer_variants(peers)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.data import dataset
 
@@ -56,12 +55,10 @@ class Problem:
 
     @property
     def mean_rows(self) -> float:
-        """Rows per active expert."""
         return self.pairs / max(1, self.active)
 
     @property
     def even(self) -> bool:
-        """All active experts have the same number of rows."""
         return len({r for r in self.rows if r}) <= 1
 
     @property
@@ -80,7 +77,6 @@ class Problem:
         return self.active * weights + self.pairs * tokens
 
     def describe(self) -> dict[str, Any]:
-        """What a row of figures says about its problem."""
         return {
             "experts": self.experts,
             "active": self.active,
@@ -167,25 +163,12 @@ def layer_problems(found: Iterable[Histogram]) -> list[Problem]:
     return [Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values() for h in found]
 
 
-def shape(text: str) -> tuple[int, int]:
-    """`4096x7168` as (N, K)."""
-    n, _, k = text.partition("x")
-    if not (n.isdigit() and k.isdigit()) or int(n) % BLOCK or int(k) % BLOCK or not int(n) * int(k):
-        raise UsageError(f"--shapes {text}: expected NxK, both multiples of {BLOCK}")
-    return int(n), int(k)
-
-
-def grid_problems(
-    grid: str,
-    experts: Sequence[int] | None = None,
-    rows: Sequence[int] | None = None,
-    shapes: Sequence[tuple[int, int]] | None = None,
-) -> list[Problem]:
-    """A grid's problems, or a part; those with the same weights side by side."""
+def grid_problems(grid: str) -> list[Problem]:
+    """A grid's problems; those with the same weights side by side."""
     axes = GRIDS[grid]
     return [
         Problem((m,) * e, n, k)
-        for n, k in shapes or axes["shapes"]
-        for e in experts or axes["experts"]
-        for m in rows or axes["rows"]
+        for n, k in axes["shapes"]
+        for e in axes["experts"]
+        for m in axes["rows"]
     ]

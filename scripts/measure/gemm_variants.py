@@ -20,7 +20,7 @@ from scripts.common.command_line import say
 from scripts.common.project import short_name
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
-from scripts.measure.timing import Call, Reading
+from scripts.measure.timing import Call
 from scripts.measure.weight_stream import readers
 from scripts.pack import sources
 
@@ -138,7 +138,7 @@ class Operands:
 # --- variants -------------------------------------------------------------------------------------
 
 
-def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
+def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Call]:
     """Launches that only read the weights [E, N, K] of the experts that have rows, each in another
     order."""
     device = weights.device
@@ -146,7 +146,7 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Reading]:
     experts = torch.tensor(active, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     read = torch.empty(processors, dtype=torch.int64, device=device)
-    return [Reading(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
+    return [Call(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
 
 
 @dataclass(frozen=True)
@@ -183,32 +183,24 @@ def ours(name: str, config: Any, layout: str = "flat") -> Variant:
 
 
 class Checker:
-    """Outputs against the torch model's, on the fullest, the first and the last active expert."""
+    """Outputs against the torch model's."""
 
     def __init__(self, operands: Operands):
-        x, p = operands, operands.problem
-        active = [e for e, rows in enumerate(p.rows) if rows]
-        experts = sorted({active[0], active[-1], max(active, key=lambda e: p.rows[e])})
-        self.operands = x
-        self.expected: list[tuple[slice, torch.Tensor]] = []
-        for e in experts:
-            begin = sum(p.rows[:e])
-            rows = slice(begin, begin + p.rows[e])
-            out = x.out.new_empty((p.rows[e], p.n))
-            alone = torch.tensor([[0], [p.rows[e]]], dtype=torch.int32, device=out.device)
-            b, b_scale = x.b[e : e + 1], x.b_scale[e : e + 1]
-            model.grouped_gemm(x.a[rows], x.a_scale[:, rows], b, b_scale, out, alone, None)
-            self.expected.append((rows, out))
+        x = self.operands = operands
+        self.expected = torch.empty_like(x.out)
+        rows = flat_rows(x.m_indptr)
+        model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, self.expected, rows, None)
 
     def calc_diff(self, variant: Variant) -> float:
-        """The largest over these experts; infinite where any row was not written."""
+        """The largest of an expert's rows; infinite where any row was not written."""
         call = variant.prepare(self.operands)
         call.poison()
         call.launch()
-        result = call.result()
+        result, rows = call.result(), self.operands.problem.rows
         if not bool(torch.isfinite(result).all()):
             return float("inf")
-        return max(calc_diff(result[rows], expected) for rows, expected in self.expected)
+        experts = zip(result.split(rows), self.expected[: len(result)].split(rows), strict=True)
+        return max(calc_diff(out, expected) for out, expected in experts if len(out))
 
 
 # --- as the solutions ship it ---------------------------------------------------------------------
@@ -329,10 +321,7 @@ def triton_variants() -> list[Variant]:
 
     require("triton", "triton")
 
-    def prepare(x: Operands) -> Call:
-        return triton_call(x, shipped_tile(x.problem))
-
-    return [Variant("triton_moe", prepare, peer=True)]
+    return [Variant("triton_moe", lambda x: triton_call(x, shipped_tile(x.problem)), peer=True)]
 
 
 def shipped_tile(problem: Problem) -> "Tile":

@@ -16,7 +16,6 @@ Rates = dict[str, float]
 
 
 def require_gpu() -> str:
-    """The GPU's name, or a usage error."""
     if not torch.cuda.is_available():
         raise UsageError("no GPU is visible")
     return torch.cuda.get_device_name(0)
@@ -28,7 +27,6 @@ def architecture() -> Any:
 
 
 def gpu_arch() -> str:
-    """The compilation target of this GPU."""
     capability = torch.cuda.get_device_capability()
     if capability not in ARCHITECTURES:
         names = ", ".join(architecture.target for architecture in ARCHITECTURES.values())

@@ -36,8 +36,7 @@ class Constants:
     less 4.2 MB over the bandwidth), tile_end_us (DeepGEMM's, docs/notes/gemm_sm90.md). Counted:
     other_instructions (the same page: 100, of which 64 are multiply-adds). Chosen for the check
     against the records: handoff_clocks (of 60, 120 and 200; an H200's probe says 69), writes (of 1
-    and 0; the probe says 0). Assumed: latency_us, and tmem_clocks, of which no figure was found;
-    `latency_table` has what 20 to 400 would cost.
+    and 0; the probe says 0). Assumed: latency_us, and tmem_clocks, of which no figure was found.
     """
 
     launch_us: float = 3.2  # from launch to launch in a graph, without the work
@@ -70,7 +69,6 @@ class Gpu:
 
     @property
     def flops_per_s(self) -> float:
-        """FP8 FLOPs a second of all tensor cores."""
         return self.multiprocessors * self.mma_per_clock * self.clock_hz
 
 
@@ -179,8 +177,6 @@ def row_tiles(config: Any, count: int) -> Iterator[int]:
 
 
 class Prediction(NamedTuple):
-    """What the model says of a GEMM."""
-
     us: float  # from launch to launch
     schedule_us: float  # of the busiest cluster, if DRAM gave everything at once
     limit: str  # `DRAM`, or the slowest resource of the schedule
@@ -253,12 +249,9 @@ B200_AS_H200 = replace(
     dram_per_s=B200.dram_per_s * H200_MEASURED.dram_per_s / H200.dram_per_s,
 )
 Table = tuple[str, list[str], list[list[Any]]]
-"""Title, header, rows."""
 
 
 class Gpus(NamedTuple):
-    """Those that the tables are about."""
-
     h200: Gpu = H200
     h200_measured: Gpu = H200_MEASURED
     b200: Gpu = B200
@@ -371,14 +364,9 @@ def hopper_tables(rows_of: Rows, gpu: Gpu) -> list[Table]:
 
 
 def shapes_sm100() -> list[Any]:
-    """Configs of every tile, from few rows to many."""
     swapped = [GemmConfigSm100(tile_m=rows, swap_ab=True) for rows in (16, 32, 64)]
     plain = [GemmConfigSm100(tile_n=columns) for columns in (64, 128, 256)]
     return swapped + plain + [replace(c, cluster_m=2, mma_ctas=2) for c in plain[1:]]
-
-
-LATENCIES = (20, 50, 100, 200, 400)
-"""Of tensor memory, in clocks."""
 
 
 def block_table(gpu: Gpu = B200) -> Table:
@@ -402,23 +390,7 @@ def block_table(gpu: Gpu = B200) -> Table:
     return "B200: clocks of a K block, and how busy the tensor cores can be", header, rows
 
 
-def latency_table(gpu: Gpu = B200) -> Table:
-    """What a load from tensor memory costs, by its latency: clocks of a K block, and the share of
-    them that the tensor cores work."""
-    rows = []
-    for config in PICKED_SM100:
-        cells = []
-        for tmem_clocks in LATENCIES:
-            of = replace(gpu, constants=replace(gpu.constants, tmem_clocks=tmem_clocks))
-            block = replace(block_sm100(of, config), latency=0.0)
-            cells.append(f"{block.clocks:.0f} ({100 * block.mma / block.clocks:.0f}%)")
-        rows.append([short(config).removesuffix(" dynamic"), *cells])
-    header = ["tile", *(f"L={clocks}" for clocks in LATENCIES)]
-    return "B200: what a latency of L clocks of tensor memory costs", header, rows
-
-
 def chosen_sm100(problem: Problem) -> Any:
-    """The config that sm100's heuristic picks."""
     return choose_sm100(problem.mean_rows, problem.n, problem.k, problem.even, problem.active)
 
 
@@ -436,7 +408,6 @@ def short(config: Any) -> str:
 
 
 def workload_table(problems: Sequence[Problem], gpus: Gpus) -> Table:
-    """Both GEMMs of every workload as predicted."""
     rows = []
     for tokens in sorted({p.tokens for p in problems if p.tokens is not None}):
         pair = [p for p in problems if p.tokens == tokens]
@@ -460,7 +431,6 @@ def workload_table(problems: Sequence[Problem], gpus: Gpus) -> Table:
 
 
 def study_table(gpu: Gpu) -> Table:
-    """The 81 configurations as predicted."""
     rows = []
     for p in sorted(grid_problems("study"), key=lambda p: (p.experts, p.rows[0], p.n, p.k)):
         made, (config, best) = predict(gpu, chosen_sm100(p), p), best_sm100(gpu, p)
@@ -500,7 +470,6 @@ def tables(rows_of: Rows, problems: Sequence[Problem], gpus: Gpus = GPUS) -> Ite
     yield gpu_table(gpus)
     yield from hopper_tables(rows_of, gpus.h200_measured)
     yield block_table(gpus.b200)
-    yield latency_table(gpus.b200)
     yield workload_table(problems, gpus)
     yield study_table(gpus.b200_as_h200)
     yield heuristic_table(gpus.b200_as_h200)

@@ -146,7 +146,6 @@ class Engine:
         """Nobody goes as long as others may still need what is its own."""
 
     def _multiply(self, clocks, rounds, storage, warp) -> None:
-        """The architecture's."""
         raise NotImplementedError
 
     @cute.jit
@@ -315,7 +314,6 @@ class TensorMemory:
 
 
 def compile_engine(target: str, **how: Any) -> Any:
-    """An `Engine` of the target."""
     engine = EngineSm90 if target == "sm_90a" else EngineSm100
     lines = Tensor(Float8E4M3FN, (Extent("lines"), LINE))
     clocks = Tensor(Int64, (2, Extent("ctas")), align=8)

@@ -1,9 +1,8 @@
 """Small kernels that measure what the model of the GEMM assumes of a GPU, in clocks of its
 multiprocessors: how long hand-offs take, and what shared memory, L2 and tensor memory give.
 
-Results are named after the fields of `model.Gpu` and `model.Constants` that they replace; the
-others are what there is no field for. Imports no DSL before it compiles: the emulator must be in
-place first. What the emulator counts is no time.
+Results are named after the fields of `model.Gpu` and `model.Constants` that they replace. Imports
+no DSL before it compiles: the emulator must be in place first, and what that counts is no time.
 """
 
 import functools
@@ -17,7 +16,6 @@ from scripts.measure.alone import emulate
 
 BLOCK = 128
 CHUNK = BLOCK * BLOCK
-"""Bytes of a TMA load."""
 
 
 class Mma(NamedTuple):
@@ -60,8 +58,6 @@ Run = Callable[[], dict[str, float]]
 
 
 class Probes:
-    """Each compiles its kernels."""
-
     def __init__(self, target: str, emulated: bool):
         self.target, self.mma = target, mma_of(target)
         self.device = torch.device("cpu" if emulated else "cuda:0")
@@ -170,5 +166,4 @@ def prepare(name: str, target: str, emulated: bool) -> Run:
 
 
 def measured(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What all probes that passed have found, by name."""
     return {k: v for row in rows if row["status"] == "passed" for k, v in row["output"].items()}

@@ -186,7 +186,6 @@ def timings(calls: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 
 def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
-    """Timings of a call's kernels and of the whole, in us."""
     for _ in range(WARMUP):
         call()
     replay = None if eager or waits(call) else captured(call)
@@ -246,7 +245,6 @@ def title(result: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The whole call in a line."""
     device, floor = result["device"], result["floor_us"]
     without = device.get("error") or f"{1e3 * device['ms']:.2f} ({device['method']})"
     return (

@@ -58,7 +58,6 @@ class Clock:
         self.marks.append((stage, now))
 
     def milliseconds(self) -> dict[str, float]:
-        """Of every stage."""
         if self.on_gpu:
             torch.cuda.synchronize()
         times: dict[str, float] = {}
@@ -197,7 +196,6 @@ def measure(
     length: int,
     iterations: int,
 ) -> dict[str, Any]:
-    """What is recorded of one token count."""
     inputs, routing = problems.of(length)
     shape = (length, inputs.hidden_states.shape[1])
     output = torch.empty(shape, dtype=torch.bfloat16, device=inputs.hidden_states.device)

@@ -36,7 +36,6 @@ Run = Callable[[], Any]
 
 @functools.cache
 def flush_buffer() -> torch.Tensor:
-    """What is overwritten before a timing."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
@@ -46,7 +45,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
-    """What is kept of samples in ms."""
     spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
     return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 
@@ -124,38 +122,26 @@ def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[
 
 @dataclass(frozen=True)
 class Call:
-    """A launch that is ready to be made, its output and the rows there, in the flat order."""
+    """A launch that is ready to be made, what it writes, and its rows in the flat order (all)."""
 
     launch: Run
     out: torch.Tensor
-    rows: torch.Tensor
+    rows: Any = ...
 
     def poison(self) -> None:
-        self.out.fill_(float("nan"))
+        """With what no launch writes: NaN, or where it counts -1."""
+        self.out.fill_(float("nan") if self.out.is_floating_point() else -1)
 
     def result(self) -> torch.Tensor:
         return self.out[self.rows]
 
     def written(self) -> bool:
         """Whether the launch has written its result, poisoned before."""
-        return bool(torch.isfinite(self.result()).all())
+        result = self.result()
+        return bool((result.isfinite() if result.is_floating_point() else result >= 0).all())
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A launch that only reads, and says how much."""
-
-    launch: Run
-    read: torch.Tensor  # [CTAs] int64
-
-    def poison(self) -> None:
-        self.read.fill_(-1)
-
-    def written(self) -> bool:
-        return int(self.read.min()) >= 0
-
-
-def capture_launches(calls: Sequence[Call | Reading]) -> torch.cuda.CUDAGraph | None:
+def capture_launches(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
     """A graph of the launches, or None where one cannot be captured or was not recorded."""
 
     def launch_all() -> None:
@@ -176,7 +162,7 @@ def capture_launches(calls: Sequence[Call | Reading]) -> torch.cuda.CUDAGraph | 
 
 
 def time_variants(
-    calls: Mapping[str, Sequence[Call | Reading]], repeats: int
+    calls: Mapping[str, Sequence[Call]], repeats: int
 ) -> dict[str, tuple[list[float], str]]:
     """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
     graphs = {name: capture_launches(prepared) for name, prepared in calls.items()}

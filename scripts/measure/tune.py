@@ -48,15 +48,8 @@ MANY_ROWS = 128
 CONFIRM_REPEATS = 40
 
 
-def candidates(rows: float) -> list[Any]:
-    """This GPU's legal configs worth timing for experts with about so many rows, each once; without
-    a GPU, Hopper's."""
-    return configs.candidates(rows, gpu.architecture())
-
-
 def configs_of(problem: Problem) -> list[Any]:
-    """The heuristic's choice first, then the candidates."""
-    found = [heuristic(problem), *candidates(problem.mean_rows)]
+    found = [heuristic(problem), *configs.candidates(problem.mean_rows, gpu.architecture())]
     return list({str(config): config for config in found}.values())
 
 

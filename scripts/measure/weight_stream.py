@@ -143,7 +143,6 @@ def compile_for(arch: str, kernel: Any, arguments: Sequence[Argument]) -> Any:
 
 @functools.cache
 def compile_stream(chunks: int, side_by_side: bool, arch: str, add_up: bool = False) -> Any:
-    """The kernel for any number of experts."""
     arguments = (
         Tensor(Float8E4M3FN, (Extent("lines"), LINE)),
         Tensor(Int32, (Extent("active"),), align=4),

@@ -1,18 +1,14 @@
 """Check the solutions against the reference and rank them by speed-up.
 
 Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
-of this machine and prints the ranking. Every run keeps its traces, in flashinfer-bench's format, in
-a directory of its own under traces/, with run.json beside them: environment, settings, hashes of
-the solutions; every trace says itself of which source and settings it is. Ctrl-C keeps and ranks
-what was measured; --resume goes on, on the same machine with the same settings. A solution that
-cannot run here (another GPU, a package that is not installed) is left out, and the ranking says
-why.
+of this machine and prints the ranking. Every run keeps its traces in a directory of its own under
+traces/, with environment, settings and hashes of the solutions in run.json. Ctrl-C keeps and ranks
+what was measured; --resume goes on, on the same machine with the same settings. What cannot run
+here is left out, and the ranking says why.
 
-Without a GPU the same packed solutions run on the small workloads: as their torch model on the CPU,
-and on the smallest by the kernels that a Hopper GPU would run, instruction by instruction in the
-emulator of PTX. Their outputs are checked; beside that stand the recorded rankings of GPUs
-(results/), with whether the sources have changed since. The times of the model are kept in the
-traces alone, and what is emulated has none.
+Without a GPU the solutions run on the small workloads: as their torch model, and on the smallest by
+the kernels that a Hopper GPU would run, in the emulator of PTX. Their outputs are checked; beside
+that stand the recorded rankings of GPUs (results/). No time is reported.
 """
 
 import argparse

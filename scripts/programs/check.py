@@ -7,21 +7,19 @@ And of a GPU that is new to the kernels, whether every config is right, and what
 
 accuracy: cosine, calc_diff and matched ratios at three tolerances against the reference; each
 solution runs once a workload, and fails in the ranking if it changes its inputs. device: what a
-call takes on the GPU with the host left out, and by the harness's loop, median and spread. bits:
-whether outputs repeat, and whether a token's are its own whatever else is in the batch; of one
-workload, the largest of up to 1024 tokens unless --workloads names one. floors: the least time of
-every workload, from the weights that must be read and the FLOPs, at rates that are measured here.
+call takes on the GPU alone, and by the harness's loop, median and spread. bits: whether outputs
+repeat, and whether a token's are its own whatever else is in the batch; of one workload, the
+largest of up to 1024 tokens unless --workloads names one. floors: the least time of every workload,
+from the weights that must be read and the FLOPs, at rates that are measured here.
 
-configs: every config of this architecture that ships, in the GEMM and the layer, and every one that
-`tune` tries, on experts with no rows to many against the torch model; all must give the same bits.
-probes: how long hand-offs take and what shared memory, L2 and tensor memory give, for `model
---probes`. Either compiles and runs each in a process of its own with a time limit, and names those
-that hang.
+configs: every config of this architecture that ships or that `tune` tries, against the torch model;
+all must give the same bits. probes: how long hand-offs take and what shared memory, L2 and tensor
+memory give, for `model --probes`. Each runs in a process of its own; those that hang are named.
 
 With --run, the solutions and workloads of that run are taken, as far as their sources and the
-hardware are the same as then; figures go into its traces (correctness.extra), bits into its
-invariance.json, floors into its floors.json. `bench` starts this for every run on a GPU. On the CPU
-it is the torch model that is looked at.
+hardware are the same as then; figures go into its traces, bits into its invariance.json, floors
+into its floors.json. `bench` does so after every run on a GPU. On the CPU it is the torch model
+that is looked at.
 """
 
 import argparse
@@ -113,7 +111,8 @@ def figures_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, list[dict
         {"uuid": uuid, "solution": name, "tokens": lengths[uuid], **figures}
         for (uuid, name), figures in sorted(found.items(), key=lambda i: (lengths[i[0][0]], i[0]))
     ]
-    print(text_table(*check.table(entries), left=3))
+    table = check.table(entries)
+    print(text_table(list(table), table.values.tolist(), left=3))
     if merged:
         say(f"{merged} figures added to {chosen.traces}")
     for entry in entries:

@@ -3,24 +3,20 @@
     python3 run.py gemm_bench --grid study --json study.json    81 configurations, even rows
     python3 run.py gemm_bench --layers --json layers.json       the layer's GEMMs, 19 workloads
 
-For each shape every variant is checked against the torch model first, then timed: CUDA graphs of
-eight launches that rotate over copies of the operands (together at least four times the L2 cache,
-so no launch finds its weights there), replayed in turns, L2 overwritten before each replay; a
-figure is the replay's time over its launches, as median and 10th to 90th percentile. A variant that
-cannot be captured is timed by events around single launches and marked so.
+Every variant is checked against the torch model, then timed: CUDA graphs of eight launches that
+rotate over copies of the operands (together at least four times the L2 cache, so no launch finds
+its weights there), replayed in turns, L2 overwritten before each replay. A variant that cannot be
+captured is timed by events around single launches and marked so. sgl_kernel's own pointer set-up
+kernel is part of its call.
 
-us are of kernel time as a caller pays it: sgl_kernel's own pointer set-up kernel is part of its
-call. The floor is the larger of the time that a kernel takes which only reads the active experts'
+The floor is the larger of the time that a kernel takes which only reads the active experts'
 weights, timed in turns with the others, and FLOPs over the rate of torch._scaled_mm of 8192^3. The
 ratio to the best peer is above 1 where our kernel is faster.
 
-With --layers our kernel has the configs that the solutions flat and v3 launch on these workloads,
-taken from their own code; beside flat stand the configs next to its own, and "best known" is the
-fastest of the three. Elsewhere the config is what the heuristic gives who knows the rows, and every
-expert's rows are padded to the same number.
-
-Peers compile a kernel a shape, for seconds each: --compile-workers processes do that before the
-timing. The JSON is written anew after each problem.
+With --layers our kernel has the configs that flat and v3 launch on these workloads; beside flat
+stand the configs next to its own, and "best known" is the fastest of the three. Elsewhere the
+config is what the heuristic gives who knows the rows, and every expert's rows are padded to the
+same number. The JSON is written anew after each problem.
 """
 
 import argparse
@@ -41,12 +37,9 @@ from scripts.common.text import markdown_table, number, text_table
 from scripts.measure.gemm_problems import (
     GRIDS,
     PEERS,
-    SOLUTIONS,
-    Problem,
     grid_problems,
     histograms,
     layer_problems,
-    shape,
 )
 from scripts.programs.options import add_gemm_options
 
@@ -55,34 +48,18 @@ if TYPE_CHECKING:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The options, `shapes` as pairs and `config` with its default filled in."""
     arguments = parser(__doc__)
     add = arguments.add_argument
     what = arguments.add_mutually_exclusive_group()
     what.add_argument("--grid", choices=list(GRIDS), default="quick", help="even rows (quick)")
     what.add_argument("--layers", action="store_true", help="the layer's GEMMs, workloads' rows")
-    add("--experts", nargs="+", type=whole(1), metavar="E", help="instead of the grid's")
-    add("--rows", nargs="+", type=whole(1), metavar="M", help="instead of the grid's")
-    add("--shapes", nargs="+", default=[], metavar="NxK", help="instead of the grid's")
     add("--tokens", nargs="+", type=whole(1), metavar="T", help="with --layers")
-    said = "of our kernel; 'default': the heuristic's; with --layers 'flat' and 'v3' as they ship"
-    add("--config", nargs="+", default=[], metavar="FIELD=VALUE,...", help=said)
     add("--peers", nargs="*", default=PEERS, choices=PEERS)
     add_gemm_options(arguments, repeats=20)
     args = arguments.parse_args()
-    args.shapes = [shape(text) for text in args.shapes]
-    if args.layers and (args.experts or args.rows or args.shapes):
-        raise UsageError("--experts, --rows and --shapes: not with --layers")
-    if not args.layers and (args.tokens or set(args.config) & set(SOLUTIONS)):
-        raise UsageError(f"--tokens and --config {'/'.join(SOLUTIONS)}: only with --layers")
-    args.config = args.config or (list(SOLUTIONS) if args.layers else ["default"])
+    if args.tokens and not args.layers:
+        raise UsageError("--tokens: only with --layers")
     return args
-
-
-def chosen_problems(args: argparse.Namespace) -> list[Problem]:
-    if not args.layers:
-        return grid_problems(args.grid, args.experts, args.rows, args.shapes)
-    return layer_problems(histograms(args.local, args.tokens))
 
 
 def line(row: dict[str, Any]) -> dict[str, str]:
@@ -132,34 +109,26 @@ def main() -> int:
     import pandas as pd
     import torch
 
-    from scripts.measure import gemm_bench, gemm_variants, gpu
+    from scripts.measure import gemm_bench, gpu
 
     hardware = gpu.require_gpu()
-    problems = chosen_problems(args)
-    layout = "flat" if args.layers else "batched"
-    collect = functools.partial(gemm_bench.collect_variants, args.config, tuple(args.peers), layout)
-    collect(problems[0])  # a wrong --config is refused before anything is compiled
+    problems = grid_problems(args.grid)
+    if args.layers:
+        problems = layer_problems(histograms(args.local, args.tokens))
+    collect = functools.partial(gemm_bench.collect_variants, args.layers, tuple(args.peers))
     compile_all = functools.partial(gemm_bench.compile_variants, collect)
     gemm_bench.compile_ahead(compile_all, problems, args.compile_workers)
     method = (
         f"graphs of {gemm_bench.LAUNCHES} launches over rotating operands, {args.repeats} replays "
         "in turns, L2 overwritten before each; median"
     )
-    verdicts = []
     with torch.no_grad():
         rates = gpu.measure_rates()
         record = gemm_bench.new_record(hardware, rates, method=method)
         timing, rows = gemm_bench.Timing(rates, args.repeats, args.seed), record["results"]
         for problem in steps(problems):
-            found = gemm_bench.run_problem(problem, collect(problem), timing)
-            rows += found
+            rows += gemm_bench.run_problem(problem, collect(problem), timing)
             gemm_bench.save(args.json, record)
-            of_flat = [r for r in found if r["variant"].startswith("flat") and "us" in r]
-            if of_flat:
-                us = {r["config"]: r["us"] for r in of_flat}
-                where, shipped = f"T={problem.tokens}", gemm_variants.shipped("flat", problem)
-                what = f"{problem.n}x{problem.k}"
-                verdicts.append(gemm_bench.verdict(where, what, us, str(shipped)))
     gemm_bench.save(args.json, record | {"finished": True})
 
     def show(title: str, frame: pd.DataFrame) -> None:
@@ -169,7 +138,6 @@ def main() -> int:
 
     print(f"{'### ' if args.markdown else ''}{hardware}: grouped FP8 GEMM, kernel only\n")
     show(f"{method}. Floors: {gpu.describe_rates(rates)}.", pd.DataFrame(map(line, rows)))
-    show("What flat ships, and the best known:", gemm_bench.verdict_table(verdicts))
     show("Ratio to the best peer:", ratios(rows))
     failed = [row for row in rows if "error" in row]
     for row in failed:

@@ -1,8 +1,6 @@
 """Make the tensors of the workloads from the committed spec.
 
     python3 run.py make_workloads                    make all blobs under the repository root
-    python3 run.py make_workloads --definition kimi_k2   those of another definition
-    python3 run.py make_workloads --max-tokens 100   only those of small workloads
     python3 run.py make_workloads --definition kimi_k2 --specs   write its spec and workload file
 
 A blob that already has the content of the spec is left alone, and so is one that this program did

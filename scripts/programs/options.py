@@ -53,7 +53,6 @@ def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any)
 
 
 def add_gemm_options(arguments: argparse.ArgumentParser, repeats: int) -> None:
-    """What programs that time variants of a GEMM can be told."""
     add = arguments.add_argument
     add("--repeats", type=whole(1), default=repeats, help=f"replays of each graph ({repeats})")
     add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")

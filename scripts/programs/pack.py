@@ -2,12 +2,8 @@
 
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
 form is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports
-and an entry file that loads them, the same bytes on every machine. The JSON is generated: edit the
-sources and pack again. What is no packed solution there is left alone.
-
-A generation whose SOLUTION names "routings" is packed once more for every further definition with
-one of them, under <name>_<short name of the definition>: its LAYER at that shape. One whose
-SOLUTION names "rows" is a grouped GEMM, packed for the definitions with that layout of them.
+and an entry file that loads them, the same bytes on every machine. Where SOLUTION names "routings"
+or "rows", it is packed for further definitions, too: docs/adding-a-solution.md.
 """
 
 from pathlib import Path

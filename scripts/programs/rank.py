@@ -1,10 +1,9 @@
 """Rank solutions by the traces of benchmark runs, ours or anyone's.
 
 Reads flashinfer-bench trace files (JSON lines) or directories of them. There is one ranking a
-machine, timing method and tolerance: what differs in these is never ranked against each other;
-where there are several rankings, a last table puts their figures side by side. Of a solution that
-was measured with several sources the last one counts, and of a pair of solution and workload that
-was measured several times the latest result; what is left out for that is said.
+machine, timing method and tolerance. Of a solution that was measured with several sources the last
+one counts, and of a pair of solution and workload that was measured several times the latest
+result; what is left out for that is said.
 
 What run.json beside the traces says is used too: who wrote a solution (ours or a peer), and which
 solutions could not run there and why.

@@ -1,16 +1,13 @@
 """The figures of the README and the docs from recorded runs: tables, sentences, and pictures.
 
-    python3 run.py readme_tables --check              # fails if a page and its record disagree
-    python3 run.py readme_tables                      # writes pages and pictures anew
-    python3 run.py readme_tables --record results/nvidia-h200/2026-12-24
-
-Where the sources of what was measured have changed since, the text says so, and --check repeats it.
+python3 run.py readme_tables --check              # fails if a page and its record disagree
+python3 run.py readme_tables                      # writes pages and pictures anew
+python3 run.py readme_tables --record results/nvidia-h200/2026-12-24
 """
 
 from pathlib import Path
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main
-from scripts.common.text import printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,9 +26,6 @@ def main(argv: list[str] | None = None) -> int:
         problems = [line for page, text, of in found for line in generated.stale(text, of, page)]
     else:
         list(map(print, generated.write(found)))
-    for recorded in {of.directory: of for _, _, of in found}.values():
-        current = [f"{generated.relative(recorded)}: of the present sources"]
-        print("\n".join(map(printable, generated.changes(recorded) or current)))
     list(map(print, problems))
     return EXIT_FAILED if problems else EXIT_OK
 

@@ -2,17 +2,13 @@
 
     python3 run.py record
 
-For any GPU that there are kernels for; meant above all for those that nobody has measured here yet.
-Runs the project's own programs one after the other, each as `run.py` would: every config against
-the model, each with a time limit; the GPU tests; probes of what the GEMM's model assumes; the
-configs timed against what ships; the ranking of all solutions that run here on the 19 workloads
-with its floors, accuracy and device times; the stages; the GEMM alone (the layer's two, the 81
-configurations of the study); a profile; whole calls over the number of tokens, also as engines make
-them; the page. If one of the first three fails, nothing is timed: that is to be looked at first
-(--keep-going). Another step that fails or takes too long is noted, and the next one begins.
-Everything goes into one directory, laid out as those in results/, and into an archive beside it:
-that file is all there is to send back. It holds the GPU's and the packages' versions and the steps'
-output, no variables of the environment.
+For any GPU that there are kernels for, above all one that nobody has measured here yet. Runs the
+project's own programs one after the other: every config against the model, the GPU tests, probes;
+if one of these fails, nothing is timed (--keep-going). Then tune, the ranking, stages, the GEMM
+alone, a profile, sweeps over the number of tokens, the page; a step that fails or takes too long is
+noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
+and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
+packages' versions and the steps' output, no variables of the environment.
 
 Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """
@@ -51,10 +47,6 @@ GATES = ("configs", "tests", "probes")
 """Steps without which the others would time what is wrong."""
 EMULATED = ("configs", "probes")
 """Of them those that the emulator can stand in for a GPU in."""
-SWEEPS = ("sweep", "sweep_engines")
-TIMED = ("tune", "bench", "stages", "gemm_layers", "profile", *SWEEPS, "gemm_study", "report")
-STEPS = (*GATES, *TIMED)
-"""In order."""
 RUN = "bench"
 """Folder that `bench` makes its run's directory in; its files move up beside the others."""
 PATIENCE_S = 30.0
@@ -62,10 +54,10 @@ PATIENCE_S = 30.0
 
 
 def commands(directory: Path) -> dict[str, list[str]]:
-    """The command of every step, by name."""
+    """The command of every step, by name, in order."""
     d = directory
     tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
-    workloads = [f"T={t}" for t in TOKENS]
+    workloads, sweep = [f"T={t}" for t in TOKENS], ("profile", "--sweep")
     arguments: dict[str, Sequence[object]] = {
         "configs": ("check", "--only", "configs", "--json", d / "configs.json"),
         "tests": ("test", *tests),
@@ -75,15 +67,16 @@ def commands(directory: Path) -> dict[str, list[str]]:
         "stages": ("profile", "--stages", "--tokens", *TOKENS, "--json", d / "stages.json"),
         "gemm_layers": ("gemm_bench", "--layers", "--json", d / "gemm_layers.json"),
         "profile": ("profile", "--workloads", *workloads, "--json", d / "profile.json"),
-        "sweep": ("profile", "--sweep", "--json", d / "sweep.json"),
-        "sweep_engines": (
-            *("profile", "--sweep", "--as", "engines", "--json", d / "sweep_engines.json"),
-        ),
+        "sweep": (*sweep, "--json", d / "sweep.json"),
+        "sweep_engines": (*sweep, "--as", "engines", "--json", d / "sweep_engines.json"),
         "gemm_study": ("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
         "report": ("report", d),
     }
     start = [sys.executable, str(ROOT / "run.py")]  # in the environment that it needs
-    return {name: [*start, *map(str, arguments[name])] for name in STEPS}
+    return {name: [*start, *map(str, of)] for name, of in arguments.items()}
+
+
+STEPS = tuple(commands(Path()))
 
 
 def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:

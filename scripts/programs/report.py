@@ -1,10 +1,7 @@
 """One self-contained HTML page of a run: ranking, latency against the floor, stages, GEMMs.
 
-    python3 run.py report                                  # the latest run of bench
-    python3 run.py report results/nvidia-h200/2026-11-21   # a recorded one
-
-Reads what the directory holds (traces.jsonl with run.json; floors.json, stages.json and gemm*.json
-where they are) and writes report.html there.
+python3 run.py report                                  # the latest run of bench
+python3 run.py report results/nvidia-h200/2026-11-21   # a recorded one
 """
 
 from pathlib import Path
@@ -17,19 +14,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("run", nargs="?", type=Path, help="directory of a run; the latest run")
     arguments.add_argument("--out", type=Path, metavar="FILE", help="report.html of the directory")
-    arguments.add_argument("--png", type=Path, metavar="DIR", help="also write PNGs there")
     add_options(arguments, "peers", "by")
     args = arguments.parse_args(argv)
 
     from scripts.report import report
-    from scripts.table.recorded import find_run, read
+    from scripts.table.recorded import find_run
 
-    directory = find_run(args.run)
-    out = report.write(directory, args.out, args.peers, args.by)
+    out = report.write(find_run(args.run), args.out, args.peers, args.by)
     print(f"{out}  {out.stat().st_size / 1024:.0f} KiB")
-    if args.png:
-        for path in report.write_pictures(read(directory, args.peers), args.png):
-            print(path)
     return EXIT_OK
 
 

@@ -69,7 +69,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found]":
-    """What is found, problem by problem."""
     from scripts.measure import tune
     from scripts.measure.gemm_bench import Timing
     from scripts.measure.sweep import problems_of

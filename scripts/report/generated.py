@@ -24,7 +24,8 @@ from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
 from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
-from scripts.report.report import write_pictures
+from scripts.report.plots import image
+from scripts.report.report import run_figures
 from scripts.table import tables
 from scripts.table.models import models_summary
 from scripts.table.rank_text import headline, notes, say_clocks
@@ -109,8 +110,7 @@ def ranking(recorded: Recorded) -> str:
     main = recorded.main
     title, *said = map(markdown, [*headline(main), notes(main)])
     text = paragraph(f"{recorded.day}, {title} (`{relative(recorded)}/`).", *said)
-    ranked = tables.short_names(tables.summary_table(main))
-    return parts(text, paragraph(sources_of(recorded)), table(ranked))
+    return parts(text, paragraph(sources_of(recorded)), table(tables.summary_table(main)))
 
 
 @block
@@ -142,7 +142,6 @@ def latency(recorded: Recorded) -> str:
 
 @block
 def latency_plot(recorded: Recorded) -> str:
-    """By the harness's clock."""
     return picture(recorded, "latency.png", "Latency of all solutions and the floor")
 
 
@@ -185,7 +184,7 @@ def invariance(recorded: Recorded) -> str:
             f"those compared; the largest relative difference of any token is {largest:.1e}.",
             sources_of(recorded),
         ),
-        table(tables.short_names(checks)),
+        table(checks),
     )
 
 
@@ -325,7 +324,6 @@ def passages(text: str) -> list[str]:
 
 
 def record_of(text: str) -> Path:
-    """The directory of the record that a passage names."""
     found = RECORD.findall(text)
     if len(found) != 1:
         raise UsageError("a passage must name one record: <!-- record: DIRECTORY -->")
@@ -350,7 +348,6 @@ def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
 
 
 def data_hash(directory: Path) -> str:
-    """A hash of the data that pictures are drawn from."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("[!.]*.json*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -358,16 +355,20 @@ def data_hash(directory: Path) -> str:
 
 
 def shown(text: str, recorded: Recorded) -> list[str]:
-    """The names of the record's pictures that a passage shows."""
     folder = pictures_of(recorded).name
     paths = map(Path, PICTURE.findall(text))
     return list(dict.fromkeys(p.name for p in paths if p.parent.name == folder))
 
 
 def draw(recorded: Recorded, names: Iterable[str]) -> list[Path]:
-    """Write these pictures of the record."""
-    source = data_hash(recorded.directory)
-    return write_pictures(recorded, pictures_of(recorded), names, source)
+    figures, source = run_figures(recorded), data_hash(recorded.directory)
+    paths = [pictures_of(recorded) / name for name in names]
+    for path in paths:
+        figure = figures[path.name]() if path.name in figures else None
+        if figure is None:
+            raise UsageError(f"{recorded.directory} holds nothing to draw {path.name} from")
+        files.write(path, image(figure, "png", source))
+    return paths
 
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
@@ -389,19 +390,7 @@ def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
     return problems
 
 
-def changes(recorded: Recorded) -> list[str]:
-    """What of the record is no longer of the present sources, one line each."""
-    found = {"traces.jsonl": sources_of(recorded)}
-    if recorded.stages is not None:
-        found["stages.json"] = changed_since(recorded.stages)
-    for name, record in (recorded.gemm | recorded.sweeps).items():
-        found[f"{name}.json"] = changed_since(record)
-    return [f"{relative(recorded)}/{name}: {text}" for name, text in found.items() if text]
-
-
 class Passage(NamedTuple):
-    """What a page says of one record."""
-
     page: Path
     text: str
     recorded: Recorded

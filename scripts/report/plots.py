@@ -1,11 +1,10 @@
-"""Figures of a run: latency over the workloads with the floor, speed-ups, stages, grouped GEMMs.
+"""Figures of a run: latency over the workloads with the floor, stages, grouped GEMMs.
 
 matplotlib figures whose colours and grey background stand out on light and on dark pages.
 """
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -15,12 +14,10 @@ from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.table.rankings import Ranking, sweep_ranking
-from scripts.table.tables import compute_bound, counts_of_calls
+from scripts.table.tables import compute_bound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from scripts.table.recorded import Recorded
 
 # Okabe and Ito's, told apart by colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -31,7 +28,9 @@ MARKERS = "osD^vPX*<>"
 CLOCK_TITLES: dict[Clock, str] = {"harness": "Latency", "device": "Device time"}
 
 
-def new_figure(panels: int, title: str, height: float) -> "tuple[Figure, list[Any]]":
+def new_figure(
+    panels: int, title: str, height: float, grid: Literal["x", "y"] = "y"
+) -> "tuple[Figure, list[Any]]":
     """A figure of panels one below the other, each `height` inches high, and their axes."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -43,7 +42,7 @@ def new_figure(panels: int, title: str, height: float) -> "tuple[Figure, list[An
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     for ax in axes:
         ax.set_facecolor("white")
-        ax.grid(axis="y", color="#cccccc", linewidth=0.6)
+        ax.grid(axis=grid, color="#cccccc", linewidth=0.6)
         ax.set_axisbelow(True)
     return figure, list(axes)
 
@@ -122,83 +121,29 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
     )
 
 
-def name_bars(ax: Any, names: Sequence[str], ends: Sequence[float], texts: Sequence[str]) -> None:
-    """The names of horizontal bars, from the top, and the texts at their ends."""
-    style = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": INK}
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        ax.annotate(text, (end, place), xytext=(6, 0), **style)
-    ax.set_yticks(range(len(names)), list(map(printable, names)), fontsize=9)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.set_xlim(0, 1.12 * max(ends))
-    ax.grid(axis="y", visible=False)
-    ax.grid(axis="x", color="#cccccc", linewidth=0.6)
-
-
-def speedup_figure(ranking: Ranking) -> "Figure":
-    """Mean speed-up over the reference of each solution, with the range over the workloads."""
-    ran = ranking.summary.dropna(subset="mean")
-    title = f"Speed-up over the reference, {ranking.hardware}: mean, and range over the workloads"
-    figure, (ax,) = new_figure(1, title, 0.9 + 0.38 * len(ran))
-    style = styles(ranking)
-    for place, s in enumerate(ran.itertuples()):
-        # Hatched in the surface's colour: told apart from ours without the colours too.
-        hatch = "////" if s.peer else None
-        ax.barh(place, s.mean, 0.66, color=style[s.solution]["color"], hatch=hatch, ec="#ffffff")
-        ax.plot([s.lowest, s.highest], [place, place], color=INK, linewidth=1.2, marker="|")
-    names = ran.solution.map(short_name) + ran.peer.map({True: " (peer)", False: ""})
-    name_bars(ax, list(names), list(ran.highest), [f"{mean:.1f}x" for mean in ran["mean"]])
-    return figure
-
-
-def counts_figure(ranking: Ranking, known: "Sequence[Recorded]") -> "Figure":
-    """Bytes that the emulated kernels of every solution moved, with the least that they have to,
-    and the times that are recorded of GPUs; a panel for each workload."""
-    f = counts_of_calls(ranking, known)
-    panels = [here for _, here in f.groupby(["tokens", "uuid"])]
-    title = f"Bytes that a call moves, kernels for {ranking.emulated}, emulated"
-    figure, axes = new_figure(len(panels), title, 1.1 + 0.36 * f.solution.nunique())
-    for ax, here in zip(axes, panels, strict=True):
-        mb = pd.DataFrame(
-            {
-                "by TMA": (here.tma_loaded + here.tma_stored) / 1e6,
-                "read by threads": here.loaded / 1e6,
-                "written by threads": here.stored / 1e6,
-            }
-        )
-        style = {"width": 0.66, "color": COLOURS, "edgecolor": "#ffffff", "legend": False}
-        mb.plot.barh(ax=ax, stacked=True, **style)
-        for place, least in enumerate(here.least_bytes / 1e6):
-            ax.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-        said = [f"{total:.1f} MB" for total in mb.sum(axis=1)]
-        for gpu in (recorded.main.hardware for recorded in known):
-            said = [f"{text}, {us:.0f} us" for text, us in zip(said, here[gpu], strict=True)]
-        name_bars(ax, list(here.solution.map(short_name)), list(mb.sum(axis=1)), said)
-        ax.set_xlim(0, 1.3 * mb.sum(axis=1).max())
-        ax.set_title(f"T={here.tokens.iloc[0]}, MB", loc="left", fontsize=10, color=INK)
-    legend_below(figure, axes[0])
-    return figure
-
-
 def stages_figure(record: dict[str, Any]) -> "Figure":
-    """Stacked medians of the stages, a panel for each token count of stages.json."""
+    """Stacked medians of the stages, a panel for each token count of stages.json; lines and figures
+    are of the whole calls."""
     panels = [
         pd.DataFrame({short_name(name): of["median_ms"] for name, of in r["solutions"].items()})
         for r in record["results"]
     ]
     title = f"Where the time of a call goes, {record['hardware']}"
     height = 1.1 + 0.36 * max(len(ms.columns) for ms in panels)
-    figure, axes = new_figure(len(panels), title, height)
+    figure, axes = new_figure(len(panels), title, height, grid="x")
     found = dict.fromkeys(stage for ms in panels for stage in ms.index)
     stages = [*filter(found.__contains__, STAGES), *(s for s in found if s not in (*STAGES, TOTAL))]
     for ax, result, ms in zip(axes, record["results"], panels, strict=True):
-        parts = ms.reindex(stages).fillna(0.0).rename(index=printable)
+        parts = ms.reindex(stages).fillna(0.0).rename(index=printable, columns=printable).T
         style = {"width": 0.66, "color": COLOURS, "edgecolor": "#ffffff", "legend": False}
-        parts.T.plot.barh(ax=ax, stacked=True, **style)
+        parts.plot.barh(ax=ax, stacked=True, fontsize=9, **style)
         total = ms.reindex([TOTAL]).iloc[0]
         for place, whole in enumerate(total):
             ax.plot([whole, whole], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-        said = [f"{value:.3f} ms" for value in total.fillna(parts.sum())]
-        name_bars(ax, list(ms), list(parts.sum().combine(total, max)), said)
+        said = [f"{ms:.3f} ms" for ms in total.fillna(ms.sum())]
+        ax.bar_label(ax.containers[-1], said, padding=9, fontsize=9, color=INK)
+        ax.margins(x=0.12)
+        ax.invert_yaxis()
         ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
     legend_below(figure, axes[0], len(stages))
     return figure

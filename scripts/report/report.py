@@ -6,7 +6,7 @@ Needs jinja2 and matplotlib: the extra `report`.
 
 import base64
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,6 @@ class Section:
 
 
 def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
-    """A figure of each clock's latencies, and the table of both."""
     caption, text = "Workloads by their number of tokens; dashed lines and open markers: peers.", ""
     if floor_ms:
         caption += (
@@ -68,19 +67,6 @@ def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
     return [*parts, Part(table.title, table=table)]
 
 
-def counts_parts(ranking: Ranking, known: Sequence[Recorded]) -> list[Part]:
-    """What emulation counted, where something was emulated."""
-    table, launches = tables.counts_table(ranking, known), tables.launches_table(ranking)
-    if not table:
-        return []
-    gpus = ", ".join(of.main.hardware for of in known)
-    caption = f"The black line is the least that the work needs. Times: recorded on {gpus}."
-    return [
-        Part(table.title, [table.note], plots.counts_figure(ranking, known), caption, table),
-        Part(table=launches, folded=launches.title),
-    ]
-
-
 def ranking_section(
     recorded: Recorded, ranking: Ranking, number: int, known: Sequence[Recorded] = ()
 ) -> Section:
@@ -89,19 +75,15 @@ def ranking_section(
     head, *text = rank_text.headline(ranking)
     failures = tables.failures_table(ranking)
     if ranking.cpu:
-        right = tables.correctness_table(ranking)
-        parts = [Part("", [right.note], table=right), *counts_parts(ranking, known)]
-        parts.append(Part(failures.title, table=failures))
+        counted = tables.counts_table(ranking, known), tables.counts_table(ranking, by_launch=True)
+        shown = [tables.correctness_table(ranking), *counted, failures]
+        parts = [Part(table.title, [table.note], table=table) for table in shown]
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
     text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
-    summary = tables.short_names(tables.summary_table(ranking))
     parts = [
         Part(table=tables.short_table(ranking, recorded.limits(ranking))),
-        Part("Speed-ups", table=summary),
+        Part("Speed-ups", table=tables.summary_table(ranking)),
     ]
-    if ranking.summary["mean"].notna().any():
-        caption = "Bars: mean over the workloads; lines: lowest to highest. Hatched: peers."
-        parts.append(Part(figure=plots.speedup_figure(ranking), caption=caption))
     parts += latency_parts(ranking, recorded.floor_ms(ranking))
     for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
@@ -145,7 +127,6 @@ def gemm_figure(record: dict[str, Any]) -> Any:
 
 
 def gemm_part(name: str, record: dict[str, Any]) -> Part:
-    """The figure and the table of one gemm*.json."""
     text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
     if tables.gemm_frame(record["results"]).tokens.any():
         title = "On the rows of the workloads"
@@ -158,7 +139,6 @@ def gemm_part(name: str, record: dict[str, Any]) -> Part:
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
-    """The grouped GEMM alone."""
     parts = [
         gemm_part(name, record)
         for name, record in recorded.gemm.items()
@@ -169,7 +149,6 @@ def gemm_section(recorded: Recorded) -> list[Section]:
 
 
 def sweep_section(recorded: Recorded) -> list[Section]:
-    """Whole calls over the number of tokens."""
     parts = []
     for name, record in recorded.sweeps.items():
         text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
@@ -179,17 +158,12 @@ def sweep_section(recorded: Recorded) -> list[Section]:
 
 
 def render(recorded: Recorded) -> str:
-    """The page."""
     import jinja2
 
     on_cpu = all(r.cpu for r in recorded.rankings)
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
     sections = [ranking_section(recorded, r, i, known) for i, r in enumerate(recorded.rankings)]
     sections += [recorded_section(found, i) for i, found in enumerate(known, len(sections))]
-    timed = [r for r in recorded.rankings if not r.emulated]
-    if len(timed) > 1:
-        legend, table = tables.side_by_side(timed)
-        sections.append(Section("machines", "Side by side", legend, [Part(table=table)]))
     sections += sweep_section(recorded) + stages_section(recorded) + gemm_section(recorded)
     environment_part = Part(table=tables.environment_table(recorded))
     sections.append(Section("environment", "Environment", parts=[environment_part]))
@@ -226,13 +200,10 @@ def write(
 
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """By the name of its file, what draws a figure of the run: latency and speed-up, the device
-    times where the record has them, and the GEMMs."""
     ranking = recorded.main
     floor_ms = recorded.floor_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {
         "latency.png": lambda: plots.latency_figure(ranking, floor_ms),
-        "speedup.png": lambda: plots.speedup_figure(ranking),
     }
     if "device" in ranking.clocks:
         figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
@@ -241,19 +212,3 @@ def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
     for name, record in recorded.sweeps.items():
         figures[f"{name}.png"] = partial(plots.sweep_figure, record)
     return figures
-
-
-def write_pictures(
-    recorded: Recorded, directory: Path, names: Iterable[str] | None = None, source: str = ""
-) -> list[Path]:
-    """The named figures of the run as PNGs, or all; `source` is kept in the files."""
-    figures = run_figures(recorded)
-    written = []
-    for name in figures if names is None else names:
-        figure = figures[name]() if name in figures else None
-        if figure is not None:
-            files.write(directory / name, plots.image(figure, "png", source))
-            written.append(directory / name)
-        elif names is not None:
-            raise UsageError(f"{recorded.directory} holds nothing to draw {name} from")
-    return written

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.project import PREFIX, short_name
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 METHODS = {
     "graph": "replay of a CUDA graph",
     "kernel sum": "sum of its kernels' times, pauses left out",
-    "kernels": "first kernel to last, host waits included",  # in records up to 2026-11-22
 }
 
 
@@ -46,7 +45,6 @@ def headline(ranking: Ranking) -> list[str]:
 
 
 def notes(ranking: Ranking) -> str:
-    """What the columns of the summary are."""
     said = ["Speed-ups are over the definition's reference, averaged over the passed workloads."]
     said.append("wins: workloads on which the solution is the fastest.")
     if ranking.compares_peers:
@@ -137,19 +135,9 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
 
 
 def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
-    """All rankings in one of the styles text, markdown, json."""
     if style == "json":
         return json.dumps([to_json(r) for r in ranked], indent=1)
-    in_markdown = style == "markdown"
-    parts = [print_ranking(r, in_markdown) for r in ranked]
-    timed = [r for r in ranked if not r.emulated]
-    if len(timed) > 1:
-        legend, table = tables.side_by_side(timed)
-        title = "Side by side: geometric mean of the speed-ups, mean ms"
-        escape: Callable[[str], str] = markdown if in_markdown else printable
-        lines = [("### " if in_markdown else "") + title, "\n".join(map(escape, legend))]
-        parts.append("\n\n".join([*lines, table.markdown() if in_markdown else table.text()]))
-    return "\n\n\n".join(parts)
+    return "\n\n\n".join(print_ranking(r, style == "markdown") for r in ranked)
 
 
 # --- what bench prints on a machine without a GPU -------------------------------------------------

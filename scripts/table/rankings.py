@@ -16,7 +16,7 @@ import pandas as pd
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.project import ACCURACY_TOLERANCES, BASELINES, PREFIX
+from scripts.common.project import ACCURACY_TOLERANCES, OURS
 from scripts.data.dataset import matches
 from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number, sweep_records
 from scripts.data.traces import read_run
@@ -44,7 +44,6 @@ class Ranking:
     tolerance: str
     cpu: bool
     records: dict[tuple[str, str], Record]
-    """By (workload's uuid, solution)."""
     results: pd.DataFrame
     summary: pd.DataFrame
     by: Clock = "harness"
@@ -76,12 +75,10 @@ class Ranking:
 
     @property
     def sources(self) -> list[str]:
-        """The files."""
         return sorted({r.source for r in self.records.values()})
 
     @property
     def clocks(self) -> tuple[Clock, ...]:
-        """Those that have figures."""
         return CLOCKS if self.summary.device_count.any() else CLOCKS[:1]
 
     @property
@@ -119,7 +116,6 @@ class Ranking:
 def results_of(
     records: Iterable[Record], peers: Mapping[str, bool], against: str | None
 ) -> pd.DataFrame:
-    """The frame `results` of a ranking."""
 
     def row(r: Record) -> dict[str, Any]:
         ratios = r.extra.get("matched_ratios")
@@ -270,18 +266,6 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
 # --- from records to rankings ---------------------------------------------------------------------
 
 
-def our_names() -> set[str]:
-    """This repository's solutions but for the peers, for runs that do not say what is a peer."""
-    from scripts.pack.pack import every_generation
-
-    return {g.name for g in every_generation() if BASELINES not in g.path.relative_to(g.root).parts}
-
-
-def is_ours(solution: str, names: set[str]) -> bool:
-    """Whether a name is one of ours, of this version or of an earlier one."""
-    return solution in names or solution.startswith(PREFIX)
-
-
 def rankings(
     records: Sequence[Record],
     solutions: Sequence[str] = (),
@@ -308,7 +292,6 @@ def rankings(
         raise UsageError("--by device: no trace has a device time (run.py check --only device)")
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
     invariance = {source: read_invariance(Path(source).parent) for source in runs}
-    ours = our_names()
     groups: dict[tuple[str, str, bool, str, str], list[Record]] = {}
     for r in chosen:
         groups.setdefault((r.hardware, r.timing, r.cpu, r.tolerance, r.emulated), []).append(r)
@@ -316,7 +299,7 @@ def rankings(
     for (where, timing, cpu, tolerance, _), group in sorted(groups.items()):
         latest, superseded, remarks = _latest(group)
         infos = [runs[source] for source in sorted({r.source for r in group})]
-        is_peer = {name: not is_ours(name, ours) for _, name in latest}
+        is_peer = {name: not name.startswith(OURS) for _, name in latest}
         for info in infos:
             is_peer |= info.get("peers", {})
         if peers:

@@ -22,8 +22,6 @@ from scripts.table.rankings import Clock, Ranking, rankings, read_invariance
 
 @dataclass(frozen=True)
 class Recorded:
-    """A directory's contents."""
-
     directory: Path
     info: schemas.RunInfo
     rankings: list[Ranking]
@@ -33,11 +31,9 @@ class Recorded:
     gemm: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By the file's stem."""
     sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The same."""
 
     @property
     def definition(self) -> str:
-        """Whose solutions were run."""
         return self.info.get("definition", DEFINITION)
 
     @property
@@ -65,7 +61,6 @@ class Recorded:
         return pd.DataFrame(rows.values(), list(rows), ["ms", "tbytes", "tflop"], dtype=float)
 
     def floor_ms(self, ranking: Ranking) -> dict[str, float]:
-        """The floors alone."""
         return self.limits(ranking).ms.to_dict()
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
 
 BATCH_INVARIANT = "batch invariant"
-"""The column's name."""
 ACCURACY_NOTE = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 BITS_NOTE = (
     "Whether the same tokens give the same bits (run.py check --only bits); where not, the tokens "
@@ -55,7 +54,6 @@ class Table:
         return self.frame.to_numpy().tolist()
 
     def __bool__(self) -> bool:
-        """Whether there is a row."""
         return not self.frame.empty
 
     def text(self) -> str:
@@ -72,7 +70,6 @@ class Table:
 
 
 def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.Series[str]":
-    """A column of them."""
     return values.map(lambda value: number(value, form, unit))
 
 
@@ -107,11 +104,10 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
 
 
 def summary_table(ranking: Ranking) -> Table:
-    """The solutions in their order."""
     s = ranking.summary
     columns: dict[str, Any] = {
         "#": [str(place) for place in range(1, len(s) + 1)],
-        "solution": s.solution,
+        "solution": s.solution.map(short_name),
         "passed": _passed(s),
         **{name: s[name].map(ratio) for name in ("mean", "geomean", "median")},
         "min": s.lowest.map(ratio),
@@ -178,13 +174,7 @@ def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def short_names(table: Table) -> Table:
-    """The same table, without the beginning of our names."""
-    return replace(table, frame=table.frame.assign(solution=table.frame.solution.map(short_name)))
-
-
 def accuracy_table(ranking: Ranking) -> Table:
-    """The solutions of which something is known."""
     s = ranking.summary
     s = s[s.matched_ratio.notna() | s.cosine.notna()]
     columns = {
@@ -220,81 +210,47 @@ COUNTS_NOTE = (
 )
 
 
-def counts_frame(ranking: Ranking) -> pd.DataFrame:
-    """What emulation counted, a row for each launch; empty where nothing was emulated."""
-    rows = [
-        {"tokens": r.tokens, "uuid": uuid, "solution": solution, **launch}
+def counts_table(
+    ranking: Ranking, records: "Sequence[Recorded]" = (), by_launch: bool = False
+) -> Table:
+    """What emulation counted in each call, with its recorded times on GPUs, or in each launch; no
+    rows where nothing was emulated."""
+    pair = ["tokens", "uuid", "solution"]
+    f = pd.DataFrame(
+        {"tokens": r.tokens, "uuid": uuid, "solution": solution, "launches": 1, **launch}
         for (uuid, solution), r in ranking.records.items()
         for launch in r.extra.get(LAUNCHES, [])
-    ]
-    f = pd.DataFrame(rows)
+    )
     if f.empty:
-        return f
+        return Table(f)
     f = f.reindex(columns=list(dict.fromkeys([*f.columns, "least_bytes", "least_flops"])))
-    moved = f[["tma_loaded", "tma_stored", "loaded", "stored"]].sum(axis=1)
-    return f.assign(bytes=moved).sort_values(["tokens", "uuid", "solution"], kind="stable")
-
-
-def _counts(f: pd.DataFrame) -> dict[str, Any]:
-    """Columns of counts, beside the least of each."""
-    mb, gflop = (functools.partial(numbers, form=form) for form in (",.2f", ",.3f"))
-    return {
-        "TMA MB": mb((f.tma_loaded + f.tma_stored) / 1e6),
-        "read MB": mb(f.loaded / 1e6),
-        "written MB": mb(f.stored / 1e6),
-        "least MB": mb(f.least_bytes / 1e6),
-        "bytes": (f.bytes / f.least_bytes).map(ratio),
-        "GFLOP": gflop(f.mma_flops / 1e9),
-        "least GFLOP": gflop(f.least_flops / 1e9),
-        "shared MB": mb(f.shared / 1e6),
+    f = f.sort_values(pair, kind="stable")
+    if not by_launch:
+        f = f.groupby(pair).sum(numeric_only=True, min_count=1).reset_index()
+    moved = f.tma_loaded + f.tma_stored + f.loaded + f.stored
+    columns = {
+        "T": f.tokens.astype(str),
+        "solution": f.solution.map(short_name),
+        **({"kernel": f.kernel} if by_launch else {"launches": f.launches.astype(str)}),
+        "TMA MB": numbers((f.tma_loaded + f.tma_stored) / 1e6, ",.2f"),
+        "read MB": numbers(f.loaded / 1e6, ",.2f"),
+        "written MB": numbers(f.stored / 1e6, ",.2f"),
+        "least MB": numbers(f.least_bytes / 1e6, ",.2f"),
+        "bytes": (moved / f.least_bytes).map(ratio),
+        "GFLOP": numbers(f.mma_flops / 1e9, ",.3f"),
+        "least GFLOP": numbers(f.least_flops / 1e9, ",.3f"),
+        "shared MB": numbers(f.shared / 1e6, ",.2f"),
         "instr. a warp": numbers(f.instructions / f.warps, ",.0f"),
         "hazards": f.hazards.astype(int).astype(str),
     }
-
-
-def counts_of_calls(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> pd.DataFrame:
-    """What emulation counted in all launches of a call; beside it the recorded times on GPUs, in
-    us, in a column named by the GPU."""
-    f = counts_frame(ranking)
-    if f.empty:
-        return f
-    g = f.groupby(["tokens", "uuid", "solution"])
-    summed = g[f.select_dtypes("number").columns.difference(["tokens"])].sum(min_count=1)
-    summed = summed.assign(launches=g.size()).reset_index()
-    for recorded in records:
-        us = {pair: 1e3 * r.device.ms for pair, r in recorded.main.records.items() if r.device}
-        pairs = zip(summed.uuid, summed.solution, strict=True)
-        summed[recorded.main.hardware] = [us.get(pair, float("nan")) for pair in pairs]
-    return summed
-
-
-def counts_table(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> Table:
-    """The same as a table; without rows where nothing was emulated."""
-    f = counts_of_calls(ranking, records)
-    if f.empty:
-        return Table(f)
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        "launches": f.launches.astype(str),
-        **_counts(f),
-        **{f"{gpu} us": numbers(f[gpu], ".1f") for gpu in (r.main.hardware for r in records)},
-    }
-    return Table(pd.DataFrame(columns), left=2, title="Counted in emulation", note=COUNTS_NOTE)
-
-
-def launches_table(ranking: Ranking) -> Table:
-    """The same, launch by launch."""
-    f = counts_frame(ranking)
-    if f.empty:
-        return Table(f)
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        "kernel": f.kernel,
-        **_counts(f),
-    }
-    return Table(pd.DataFrame(columns), left=3, title="Counted in emulation, kernel by kernel")
+    for main in (recorded.main for recorded in records):
+        us = {pair: 1e3 * r.device.ms for pair, r in main.records.items() if r.device}
+        times = [us.get(of) for of in zip(f.uuid, f.solution, strict=True)]
+        columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
+    title, note = "Counted in emulation", COUNTS_NOTE
+    if by_launch:
+        title, note = f"{title}, kernel by kernel", ""
+    return Table(pd.DataFrame(columns), 2 + by_launch, title, note)
 
 
 def batch_invariant(checks: Checks) -> str:
@@ -315,7 +271,11 @@ def bits_table(of: Mapping[str, Checks]) -> Table:
     is none."""
     names = list(dict.fromkeys(name for checks in of.values() for name in checks))
     rows = [
-        [solution, *(_check(checks.get(name)) for name in names), batch_invariant(checks)]
+        [
+            short_name(solution),
+            *(_check(checks.get(name)) for name in names),
+            batch_invariant(checks),
+        ]
         for solution, checks in sorted(of.items())
         if checks
     ]
@@ -327,28 +287,6 @@ def checks_table(ranking: Ranking) -> Table:
     """The same of a ranking's solutions."""
     s = ranking.summary
     return bits_table(dict(zip(s.solution, s.checks, strict=True)))
-
-
-def side_by_side(ranked: Sequence[Ranking]) -> tuple[list[str], Table]:
-    """The legend and the table: the solutions down; machines, timing methods and tolerances across.
-
-    Figures are of all the workloads that a solution passed on that machine; only where these are
-    the same do the columns compare.
-    """
-    several = len({r.tolerance for r in ranked}) > 1
-    names = list(dict.fromkeys(name for r in ranked for name in r.summary.solution))
-    frame, legend = pd.DataFrame({"solution": names}), []
-    for place, r in enumerate(ranked):
-        label = chr(ord("A") + place) if place < 26 else str(place)
-        where = f"CPU ({r.hardware})" if r.cpu else r.hardware
-        said = [where, r.timing, r.tolerance if several else ""]
-        legend.append(f"{label}: {', '.join(filter(None, said))}, {len(r.workloads)} workloads")
-        s = r.summary.set_index("solution")
-        partly = (" (" + s.passed.astype(str) + ")").where(s.passed < len(r.workloads), "")
-        speeds = s.geomean.map(ratio) + partly
-        frame[f"{label} geomean"] = speeds.reindex(names).fillna("not run").to_list()
-        frame[f"{label} ms"] = numbers(s.harness_mean_ms.reindex(names), ".4f").to_list()
-    return legend, Table(frame)
 
 
 # --- the workloads down ---------------------------------------------------------------------------

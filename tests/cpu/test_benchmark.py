@@ -22,7 +22,6 @@ from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
-    Progress,
     UsageError,
 )
 from scripts.common.project import DEFINITION, ROOT
@@ -117,8 +116,7 @@ def drive(names: list[str], stored: list[list[Trace]], large: bool = False) -> l
     workloads = dataset.select_workloads(trace_set.workloads[DEFINITION], ["1", "7"])
     solutions = [solution(n) for n in names]
     pairs = [(t, solutions) for t in workloads]
-    progress = Progress(len(pairs))
-    return bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, progress, large)
+    return bench.run_on_gpu(trace_set, pairs, BenchmarkConfig(), stored.append, large)
 
 
 def test_one_benchmark_serves_all_workloads_and_each_is_stored_at_once(fake) -> None:
@@ -438,7 +436,7 @@ def cpu(h200, monkeypatch) -> list[tuple[list[int], BenchmarkConfig]]:
 
     calls: list[tuple[list[int], BenchmarkConfig]] = []
 
-    def run(trace_set, pairs, config, seed, store, progress, emulation) -> None:
+    def run(trace_set, pairs, config, seed, store, emulation) -> None:
         calls.append(([dataset.tokens(t.workload) for t, _ in pairs], config))
         for trace, solutions in pairs:
             for s in solutions:

@@ -55,7 +55,7 @@ def test_help(program: str) -> None:
         ("check", ["--only", "floors", "--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
         ("profile", ["--stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
-        ("gemm_bench", ["--shapes", "100x100"], "multiples of 128"),
+        ("gemm_bench", ["--tokens", "1"], "only with --layers"),
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
         ("profile", [], "--workloads --stages --sweep is required"),
         ("tune", [], "the following arguments are required: --what"),

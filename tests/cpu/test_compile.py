@@ -285,12 +285,11 @@ TUNED = [
 
 @pytest.mark.all
 @pytest.mark.parametrize("fields", TUNED, ids=str)
-def test_what_tune_tries_compiles(fields, compiled_code, monkeypatch):
+def test_what_tune_tries_compiles(fields, compiled_code):
     """Of its candidates two that no heuristic picks."""
-    from scripts.measure import gpu, tune
+    from scripts.measure.configs import candidates
 
-    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-    tried = [config for rows in (32, 128) for config in tune.candidates(rows)]
+    tried = [config for rows in (32, 128) for config in candidates(rows, BLACKWELL)]
     config = BlackwellConfig(**fields)
     assert str(config) in map(str, tried) and config not in PICKED
     ptx, _ = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")

@@ -12,7 +12,7 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Evaluation, Solution, Trace
 from safetensors.torch import save_file
 
-from scripts.common.command_line import Progress, UsageError
+from scripts.common.command_line import UsageError
 from scripts.common.definitions import find
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
@@ -41,8 +41,7 @@ def run(
     (workloads,) = trace_set.workloads.values()
     stored: list[list[Trace]] = []
     pairs = [(w, solutions) for w in workloads]
-    progress = Progress(len(pairs))
-    cpu_bench.run(trace_set, pairs, config, 5, stored.append, progress)
+    cpu_bench.run(trace_set, pairs, config, 5, stored.append)
     assert [len(traces) for traces in stored] == [len(solutions)] * len(workloads)
     return {(t.workload.uuid, str(t.solution)): t.evaluation for s in stored for t in s}
 
@@ -54,7 +53,7 @@ def outcome(content: str, **options) -> tuple[str, str]:
     assert status["right"] == "PASSED"
     (it,) = [e for (_, name), e in found.items() if name == "it"]
     passed = status["it"] == "PASSED"
-    return status["it"], "" if passed else failure_reason(it.model_dump(mode="json"))
+    return status["it"], "" if passed else failure_reason(it)
 
 
 def test_a_right_solution_passes_with_its_figures() -> None:
@@ -127,7 +126,7 @@ def test_progress_and_results_are_told(capsys) -> None:
     trace_set = small.trace_set(lengths=(1, 3))
     (workloads,) = trace_set.workloads.values()
     pairs = [(w, [small.solution("right")]) for w in workloads]
-    cpu_bench.run(trace_set, pairs, CONFIG, 5, lambda traces: None, Progress(2))
+    cpu_bench.run(trace_set, pairs, CONFIG, 5, lambda traces: None)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("[1/2] T=1 (uuid-1-0): right   elapsed")
     assert lines[1].strip() == "right: PASSED"
@@ -250,11 +249,11 @@ def test_an_interrupted_workload_keeps_what_it_has(monkeypatch) -> None:
     stops = small.solution("stops", "def run(*a): raise KeyboardInterrupt\n")
     pairs = [(workloads[0], [small.solution("right"), stops])]
     with pytest.raises(KeyboardInterrupt):
-        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(1))
+        cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append)
     assert [[t.solution for t in traces] for traces in stored] == [["right"]]
     with pytest.raises(KeyboardInterrupt):
         only = [(workloads[0], [stops])]
-        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append, Progress(1))
+        cpu_bench.run(trace_set, only, CONFIG, 5, stored.append)
     assert len(stored) == 1, "nothing is no result"
 
 
@@ -301,7 +300,7 @@ def test_a_reference_that_exits_or_fails_is_said_of_every_result(reference, reas
     found = run(solutions, lengths=(1, 3), reference=reference)
     assert len(found) == 4
     for e in found.values():
-        said = failure_reason(e.model_dump(mode="json"))
+        said = failure_reason(e)
         assert e.status.value == "RUNTIME_ERROR"
         assert said.startswith(f"the reference of {DEFINITION} fails: {reason}")
 
@@ -334,9 +333,9 @@ def test_a_workload_that_cannot_be_read_costs_no_other(tmp_path: Path, capsys) -
     broken = unreadable(tmp_path)
     pairs = [(w, [small.solution("it")]) for w in (first, *(w for _, w in broken), last)]
     stored: list[list[Trace]] = []
-    cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append, Progress(len(pairs)))
-    results = {t.workload.uuid: t.evaluation.model_dump(mode="json") for (t,) in stored}
-    assert [r["status"] for r in results.values()] == [
+    cpu_bench.run(trace_set, pairs, CONFIG, 5, stored.append)
+    results = {t.workload.uuid: t.evaluation for (t,) in stored}
+    assert [r.status.value for r in results.values()] == [
         "PASSED", *["RUNTIME_ERROR"] * len(broken), "PASSED",
     ]  # fmt: skip
     said = capsys.readouterr().err

@@ -10,13 +10,11 @@ import pytest
 import torch
 from fake_cuda import Kernel
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
 
 from scripts.common import schemas
-from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.data import workload_specs
 from scripts.measure import gemm_bench, gemm_variants, gpu, timing
@@ -30,7 +28,6 @@ from scripts.measure.gemm_problems import (
     grid_problems,
     histograms,
     layer_problems,
-    shape,
 )
 from scripts.measure.gemm_variants import (
     Checker,
@@ -41,31 +38,10 @@ from scripts.measure.gemm_variants import (
     ours,
     weights,
 )
-from scripts.measure.timing import Call, Reading
+from scripts.measure.timing import Call
 from scripts.programs import gemm_bench as program
 
 CPU = torch.device("cpu")
-
-
-def test_configs_are_parsed_by_the_fields_of_the_dataclass() -> None:
-    parsed = gemm_bench.parse_config("tile_m=64, stages=4,swap_ab=true,dynamic=0")
-    assert parsed == GemmConfig(tile_m=64, stages=4, swap_ab=True)
-    assert gemm_bench.parse_config("") == GemmConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tile_k=1", "expected FIELD=VALUE with a field of tile_m"),
-        ("tile_m", "tile_m"),
-        ("tile_m=x", "tile_m"),
-        ("swap_ab=2", "swap_ab"),
-        ("tile_m=512", "tile_m=512: expected one of"),
-    ],
-)
-def test_a_bad_config_is_a_usage_error(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=f"--config {text}: .*{message}"):
-        gemm_bench.parse_config(text)
 
 
 def test_work_of_a_problem() -> None:
@@ -191,7 +167,6 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
     x = operands(UNEVEN)
     checker = Checker(x)
-    assert [rows for rows, _ in checker.expected] == [slice(0, 5), slice(5, 135), slice(135, 136)]
     good = ours("good", None)
     assert checker.calc_diff(good) < 1e-6
 
@@ -229,8 +204,6 @@ def test_the_study_is_81_configurations() -> None:
     shapes = [(p.experts, p.n, p.k) for p in problems]
     changes = sum(a != b for a, b in zip(shapes, shapes[1:], strict=False))
     assert changes == 26  # problems with the same weights lie side by side
-    part = grid_problems("study", rows=[64], shapes=[(2048, 4096)])
-    assert len(part) == 3 and {(p.n, p.k) for p in part} == {(2048, 4096)}
 
 
 def test_histograms_are_those_of_the_spec() -> None:
@@ -342,7 +315,7 @@ def no_gpu(monkeypatch):
     )
 
     def readings(*_):
-        return [Reading(lambda: None, torch.zeros(1)) for _ in range(2)]
+        return [Call(lambda: None, torch.zeros(1)) for _ in range(2)]
 
     monkeypatch.setattr(gemm_bench, "readings", readings)
 
@@ -392,17 +365,9 @@ def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     gemm_variants.peer_variants.cache_clear()
-    configs = ["default", "tile_m=64"]
-    variants = gemm_bench.collect_variants(configs, ("sgl",), "flat", Problem((1,), 128, 128))
-    assert [v.name for v in variants] == ["ours default", "ours tile_m=64"]
+    variants = gemm_bench.collect_variants(False, ("sgl",), Problem((1,), 128, 128))
+    assert [v.name for v in variants] == ["ours default"]
     assert "sgl: not measured" in capsys.readouterr().err
-
-
-def test_shapes() -> None:
-    assert shape("4096x7168") == (4096, 7168)
-    for text in ("4096", "100x128", "0x128", "axb"):
-        with pytest.raises(UsageError):
-            shape(text)
 
 
 WORKLOADS = [  # tokens, and rows that the routing could give
@@ -506,15 +471,6 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
         assert {variant.config for variant in tried} <= set(map(str, rungs))
 
 
-def test_a_named_config_is_of_the_gpus_own_class(monkeypatch) -> None:
-    from moe_fp8.kernels.sm100.heuristic import LARGEST
-
-    monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-    assert gemm_bench.parse_config("tile_n=256,cluster_m=2,mma_ctas=2,dynamic=1") == LARGEST
-    with pytest.raises(UsageError, match="overlap"):
-        gemm_bench.parse_config("overlap=1")
-
-
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> None:
     """Everything but the timing, on the layer's GEMMs at the smallest workload."""
@@ -542,6 +498,4 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
     assert {row["variant"] for row in record["results"]} >= {"flat", "v3", "flat, next larger"}
     said = capsys.readouterr()
     assert "a GPU: grouped FP8 GEMM" in said.out
-    assert ("What flat ships, and the best known" in said.out) != wrong
-    assert ("11.1 %" in said.out) != wrong, "flat takes 10 us, the larger config 9"
     assert ("error: flat, " in said.err) == wrong

@@ -11,12 +11,13 @@ import pandas as pd
 import pytest
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION
+from scripts.common.project import BASELINES, DEFINITION, OURS
 from scripts.common.text import markdown_table, percent
 from scripts.data.traces import read_records
+from scripts.pack.pack import every_generation
 from scripts.programs import rank
 from scripts.table import rank_text, tables
-from scripts.table.rankings import TOLERANCES, Ranking, is_ours, rankings
+from scripts.table.rankings import TOLERANCES, Ranking, rankings
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 
@@ -273,7 +274,13 @@ def test_ratio_to_the_best_peer_of_each_workload(tmp_path: Path) -> None:
     }
 
 
-def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> None:
+def test_our_names_begin_as_no_peers_does() -> None:
+    for generation in every_generation():
+        is_peer = BASELINES in generation.path.relative_to(generation.root).parts
+        assert generation.name.startswith(OURS) != is_peer
+
+
+def test_peers_are_known_from_the_run_or_by_their_names(tmp_path: Path) -> None:
     (by_name,) = ranked(tmp_path, [trace("cutedsl_moe_fp8_v2", 7, 1.0), trace("other", 7, 2.0)])
     assert {s.solution: s.peer for s in by_name.summaries} == {
         "cutedsl_moe_fp8_v2": False,
@@ -287,38 +294,11 @@ def test_peers_are_known_from_the_run_or_from_the_repository(tmp_path: Path) -> 
     assert not alone.compares_peers and "best peer" not in to_text(alone)
 
 
-def test_our_earlier_versions_are_ours_too() -> None:
-    assert is_ours("renamed", {"renamed"})
-    assert is_ours("cutedsl_moe_fp8_v0", set())
-    assert not is_ours("triton_moe", {"renamed"})
-
-
 def test_the_fastest_of_a_workload_is_marked(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, [trace("a", 7, 1.0), trace("b", 7, 2.0)])
     header, rows = cells_of(tables.workload_tables(ranking)[0])
     assert header[3:] == ["a", "b"]
     assert rows[0][3:] == ["1.0000*", "2.0000"]
-
-
-def test_several_machines_stand_side_by_side_and_are_labelled(tmp_path: Path) -> None:
-    traces = [
-        trace("x", 7, 1.0),
-        trace("y", 7, 2.0),
-        trace("x", 7, 4.0, hardware="GPU B"),
-        trace("x", 80, 4.0, hardware="GPU B"),
-        trace("x", 80, None, hardware="GPU B", status="TIMEOUT", timestamp="2026-02-01"),
-    ]
-    found = ranked(tmp_path, traces)
-    legend, table = tables.side_by_side(found)
-    header, rows = cells_of(table)
-    assert legend == ["A: GPU A, 1 workloads", "B: GPU B, 2 workloads"]
-    assert header == ["solution", "A geomean", "A ms", "B geomean", "B ms"]
-    assert rows == [
-        ["x", "10.00x", "1.0000", "2.50x (1)", "4.0000"],
-        ["y", "5.00x", "2.0000", "not run", "-"],
-    ]
-    assert "Side by side" in rank_text.print_rankings(found)
-    assert "Side by side" not in rank_text.print_rankings(found[:1])
 
 
 def test_results_of_different_software_are_marked(tmp_path: Path) -> None:
@@ -345,9 +325,6 @@ def test_a_pass_at_another_tolerance_replaces_no_failure(tmp_path: Path) -> None
         strict["tolerance"]: 1,
         loose["tolerance"]: 0,
     }
-    legend, table = tables.side_by_side(found)
-    assert legend[0] == "A: GPU A, rtol 0.2, atol 0.1, matched ratio 0.85, 1 workloads"
-    assert table.rows == [["x", "- (0)", "-", "10.00x", "1.0000"]]
 
 
 def test_of_several_sources_the_last_one_counts_and_the_others_are_named(tmp_path: Path) -> None:
@@ -410,7 +387,7 @@ def test_files_without_a_run_are_a_run_each(tmp_path: Path) -> None:
 
 def test_failed_results_give_no_speed_and_win_nothing(tmp_path: Path) -> None:
     fast = trace("fast", 7, 0.1)
-    fast["evaluation"] |= {"status": "INCORRECT_NUMERICAL"}  # with the figures of a pass
+    fast["evaluation"] |= {"status": "INCORRECT_NUMERICAL", "performance": None}
     zero = trace("zero", 7, 1.0)
     zero["evaluation"]["performance"] |= {"latency_ms": 0.0, "speedup_factor": 1e9}
     (ranking,) = ranked(tmp_path, [fast, zero, trace("slow", 7, 5.0)])

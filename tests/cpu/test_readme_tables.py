@@ -150,7 +150,7 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
         BLOCK.format(n) for n in ("ranking", "stages", "gemm_study")
     )
     silent = generated.generate(text, same)
-    assert "changed" not in silent and generated.changes(same) == []
+    assert "changed" not in silent
     changed = sources_are(monkeypatch, copy, v3="x", flat="x")
     said = generated.generate(text, changed)
     sentence = "the sources of flat and v3 have changed."
@@ -162,14 +162,9 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
     monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
     (copy / "README.md").write_text(silent)
     assert readme_tables.main() == 1
-    out = capsys.readouterr().out
-    assert f"traces.jsonl: Since this run {sentence}" in out
-    assert "README.md, block ranking: not what" in out
+    assert "README.md, block ranking: not what" in capsys.readouterr().out
     (copy / "README.md").write_text(said)
     assert readme_tables.main() == 0
-    out = capsys.readouterr().out
-    assert f"traces.jsonl: Since this run {sentence}" in out, "said though it passes"
-    assert f"gemm_study.json: Since this measurement {sentence}" in out
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -> None:

@@ -15,7 +15,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT, short_name
 from scripts.pack import sources
 from scripts.programs import report as program
-from scripts.report import report
+from scripts.report import generated, report
 from scripts.table import recorded as recorded_module
 from scripts.table import tables
 from scripts.table.recorded import find_run, read
@@ -124,8 +124,8 @@ def test_a_run_with_everything(record_page: str) -> None:
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
     recorded = read(RECORD)
-    # Speed-ups, latency, stages, and one for each record of the GEMM with peers.
-    assert len(pictures) == 2 + len(recorded.gemm)
+    # Latency, stages, and one for each record of the GEMM but that without peers.
+    assert len(pictures) == 2 + len(recorded.gemm) - 1
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     assert "NVIDIA H200" in page.words and "580.159.04" in page.words
     latency = next(t for t in page.tables if "floor / best" in t[0])
@@ -170,8 +170,8 @@ def test_without_rates_there_is_no_floor_and_the_page_says_so(tmp_path: Path) ->
 def test_machines_stay_apart(tmp_path: Path) -> None:
     traces = [trace("x", 7, 1.0), trace("x", 7, 2.0, hardware="GPU B")]
     _, page = page_of(directory(tmp_path, traces, floors=FLOORS))
-    assert {"ranking0", "ranking1", "machines"} <= set(page.ids)
-    assert "A: GPU A, 1 workloads" in page.words and "B: GPU B, 1 workloads" in page.words
+    assert {"ranking0", "ranking1"} <= set(page.ids)
+    assert "GPU A: 1 workloads" in page.words and "GPU B: 1 workloads" in page.words
     assert "no floor is drawn" in page.words, "on the GPU that has none"
 
 
@@ -179,15 +179,6 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
     traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
     text, page = page_of(directory(tmp_path, traces))
     assert "TIMEOUT" in page.words and "<img" not in text
-
-
-def test_pictures(tmp_path: Path) -> None:
-    recorded = read(some_run(tmp_path, floors=FLOORS))
-    written = report.write_pictures(recorded, tmp_path / "png")
-    assert [p.name for p in written] == ["latency.png", "speedup.png"]
-    for path in written:
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG")
 
 
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
@@ -292,10 +283,10 @@ def test_which_run(tmp_path: Path, monkeypatch) -> None:
 def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
     run = some_run(tmp_path / "run")
     out = tmp_path / "out" / "page.html"
-    arguments = [str(run), "--out", str(out), "--png", str(tmp_path / "png"), "--peers", "peer_b"]
+    arguments = [str(run), "--out", str(out), "--peers", "peer_b"]
     monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
     assert program.main() == 0
-    assert str(out) in capsys.readouterr().out and (tmp_path / "png" / "latency.png").is_file()
+    assert str(out) in capsys.readouterr().out
     assert "vs best peer" not in Page(out.read_text()).words, "the only peer did not pass"
 
 
@@ -316,7 +307,7 @@ def clocked_run(path: Path, **files: Any) -> Path:
 
 def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
     text, page = page_of(clocked_run(tmp_path, floors=FLOORS))
-    assert text.count("<img") == 3, "speed-ups, and latencies by each clock"
+    assert text.count("<img") == 2, "latencies by each clock"
     assert "Latency, over the workloads" in page.words
     assert "Device time, over the workloads" in page.words
     (latency,) = [t for t in page.tables if "best peer / ours" in t[0]]
@@ -354,12 +345,6 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     assert "changed." not in page.words and "not known" not in page.words
 
 
-def test_pictures_of_both_clocks(tmp_path: Path) -> None:
-    recorded = read(clocked_run(tmp_path, floors=FLOORS))
-    written = report.write_pictures(recorded, tmp_path / "png")
-    assert [p.name for p in written] == ["latency.png", "speedup.png", "latency_device.png"]
-
-
 # --- names and files that are not as they should be -----------------------------------------------
 
 
@@ -369,7 +354,7 @@ def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     text, page = page_of(run)
     shown = name.replace("\x1b", "\\x1b")
     assert shown in page.words and "\x1b" not in text
-    assert report.write_pictures(read(run), tmp_path / "png")
+    assert generated.draw(read(run), ["latency.png"])
 
 
 @pytest.mark.parametrize(

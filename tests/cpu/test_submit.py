@@ -121,7 +121,7 @@ def test_a_trace_that_says_passed_and_is_no_measurement_is_refused(back, flat) -
 def test_of_several_traces_of_a_workload_the_latest_counts(back, flat) -> None:
     made = traces_of(flat)
     later = traces_of(flat, time="02")
-    later[5]["evaluation"]["status"] = "TIMEOUT"
+    later[5]["evaluation"] |= {"status": "TIMEOUT", "correctness": None, "performance": None}
     assert list(back([*traces_of(flat, time="02"), *made])[0]) == traces_of(flat, time="02")
     with pytest.raises(Refused, match="1 of 19 .*\n.*TIMEOUT"):
         back([*later, *made])

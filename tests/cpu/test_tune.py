@@ -42,7 +42,7 @@ TRIED = [0.5, *program.ROWS, 10000]
 
 @pytest.mark.parametrize("rows", TRIED)
 def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float, architecture) -> None:
-    found = tune.candidates(rows)
+    found = configs.candidates(rows, gpu.architecture())
     assert 8 <= len({str(c) for c in found}) == len(found) <= 100
     assert all(type(c) is type(architecture.config) for c in found)
     assert all(2 <= c.num_stages and c.smem_bytes <= SMEM_BYTES for c in found)
@@ -56,7 +56,7 @@ def test_candidates_are_legal_distinct_and_fit_the_rows(rows: float, architectur
 
 @pytest.mark.parametrize("rows", TRIED)
 def test_candidates_of_hopper(rows: float) -> None:
-    found = tune.candidates(rows)
+    found = configs.candidates(rows, gpu.architecture())
     assert all(isinstance(c, Hopper) for c in found)
     if rows >= 16:
         assert any(c.overlap for c in found)
@@ -67,7 +67,7 @@ def test_candidates_of_hopper(rows: float) -> None:
 def test_candidates_of_blackwell(rows: float, monkeypatch) -> None:
     """All that its configs have, in every combination that memory has room for."""
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
-    found = tune.candidates(rows)
+    found = configs.candidates(rows, gpu.architecture())
     assert all(c.tmem_columns <= TMEM_COLUMNS for c in found)
     swapped = [c for c in found if c.swap_ab]
     if swapped:
@@ -92,7 +92,7 @@ def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
 
     def tried(**space) -> list:
         monkeypatch.setitem(configs.SPACES, "sm100", lambda rows: [space])
-        return tune.candidates(100)
+        return configs.candidates(100, gpu.architecture())
 
     assert tried(tile_m=(64, 128), tile_n=[64]) == [Blackwell(tile_n=64)]
     with pytest.raises(TypeError, match="overlap"):

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 import torch
 
-from scripts.measure.timing import Reading, Timed, device_times, time_variants
+from scripts.measure.timing import Call, Timed, device_times, time_variants
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def by_device_time(run, out: torch.Tensor) -> tuple[float, str]:
 
 def by_time_variants(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
     """The same of a launch, of so many in a graph, as gemm_bench has them."""
-    calls = {"": [Reading(lambda: run(out), out)] * launches}
+    calls = {"": [Call(lambda: run(out), out)] * launches}
     samples, method = time_variants(calls, REPEATS)[""]
     return 1e-3 * median(samples), method
 
