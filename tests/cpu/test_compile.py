@@ -565,32 +565,46 @@ def test_machine_code(config, layer, compiled_code):
         check_machine_code(text, config)
 
 
-SHIPPED_TOKENS = (1, 7, 80, 500, 901, 1200, 2000, 3200, 14107)
-"""With one and two terms, whose configs are all that a layer can have."""
+LAYER_TOKENS = {
+    "": (1, 3, 7, 80, 500, 901, 1200, 2000, 3200, 14107),
+    "dsv3_tp8": (1, 80, 500, 901, 1200, 2000, 3200),
+    "qwen3_30b": (1,),
+}
+"""By the definition's short name; with one and two terms, whose configs are all that a layer can
+have."""
+LAYER_SHAPES = {definition.short: MoeShape(**definition.shape) for definition in MOE}
 
 
-def layers_configs(tokens: int, target: str, terms: int, shape: MoeShape = DEEPSEEK_V3) -> tuple:
-    return of_target(target).choose_layer(tokens, shape, terms)
+def layers_configs(tokens: int, target: str, terms: int, layer: str = "") -> tuple:
+    return of_target(target).choose_layer(tokens, LAYER_SHAPES[layer], terms)
 
 
-SHIPPED_LAYERS = {layers_configs(*case): case for case in product(SHIPPED_TOKENS, SHIPPED, (1, 2))}
-FIRST_LAYERS = [(tokens, target, terms) for target, tokens, terms in LAYER_CASES]
+CASES_OF_LAYERS = [
+    (tokens, target, terms, layer)
+    for layer, of in LAYER_TOKENS.items()
+    for tokens, target, terms in product(of, SHIPPED, (1, 2))
+]
+# The first layer that has a pair of configs stands for all that have it.
+SHIPPED_LAYERS = {layers_configs(*case): case for case in reversed(CASES_OF_LAYERS)}
+FIRST_LAYERS = [(tokens, target, terms, "") for target, tokens, terms in LAYER_CASES]
 MORE_LAYERS = [case for case in SHIPPED_LAYERS.values() if case not in FIRST_LAYERS]
 
 
 def test_these_are_the_configs_of_every_layer():
-    for definition, target, terms in product(MOE, SHIPPED, (1, 2)):
-        shape = MoeShape(**definition.shape)
-        picked = {layers_configs(tokens, target, terms, shape) for tokens in range(1, 16384, 31)}
-        assert picked <= set(SHIPPED_LAYERS), definition.name
+    every = [*range(1, 40), *range(40, 16384, 31)]
+    for layer, target, terms in product(LAYER_SHAPES, SHIPPED, (1, 2)):
+        picked = {layers_configs(tokens, target, terms, layer) for tokens in every}
+        assert picked <= set(SHIPPED_LAYERS), layer
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("tokens", "target", "terms"), [*FIRST_LAYERS, *more(*MORE_LAYERS)])
-def test_machine_code_of_the_fused_layer(tokens, target, terms, compiled_code):
-    configs = layers_configs(tokens, target, terms)
+@pytest.mark.parametrize(
+    ("tokens", "target", "terms", "layer"), [*FIRST_LAYERS, *more(*MORE_LAYERS)]
+)
+def test_machine_code_of_the_fused_layer(tokens, target, terms, layer, compiled_code):
+    shape, configs = LAYER_SHAPES[layer], layers_configs(tokens, target, terms, layer)
     multiprocessors = 132 if target == HOPPER.target else 148
-    _, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, *configs, multiprocessors, target)
+    _, cubin = compiled_code(kernels.compile_fused, shape, *configs, multiprocessors, target)
     codes = check_counts(cubin, " and ".join(map(str, configs)))
     gemms = {name: text for name, text in codes.items() if "GroupedGemm" in name}
     assert len(gemms) == 2

@@ -350,6 +350,19 @@ def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
         assert emulator.reports[-1].hazard_kinds() == expected
 
 
+@pytest.mark.parametrize(
+    "config", [HopperConfig(tile_m=8, swap_ab=True, dynamic=True), SWAPPED, PAIR], ids=str
+)
+def test_rows_of_many_experts_without_their_barrier(config, emulator):
+    """All threads copy the experts' rows to shared memory, where every warp looks its tiles up."""
+    rows = (0, 3, 1, 0, 130, *(e % 4 for e in range(65)))
+    problem = gemm(rows, 256, 256, 256, exact=True, layout="flat")
+    run = functools.partial(launch, problem, config, ctas=2)
+    barrier = after(r"st\.shared\.v2", replace(r"bar\.sync\s+0;", "", 0))
+    for edit, expected in ((lambda ptx: ptx + "\n", False), (barrier, True)):
+        assert noticed(run, problem.expected, edit, emulator) == expected
+
+
 INITIALISED = r"barrier\.cluster\.arrive\.relaxed;\s*barrier\.cluster\.wait;"
 """After mbarrier.init: the other CTAs of the cluster may use the barrier from there on."""
 NOT_KNOWN_TO_BE_INITIALISED = {

@@ -21,7 +21,7 @@ from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
-from .limits import B_SCALES, WARPGROUP
+from .limits import B_SCALES, SMEM_BYTES, WARPGROUP
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
 
@@ -151,6 +151,11 @@ class GroupedGemm:
             config, self.a_load.arrivals, self.a_load.bytes, config.weight_rows * BLOCK
         )
         self.k_blocks = k // BLOCK
+        # Where a lane answers for several experts, each lookup of a tile reads their rows: out of
+        # shared memory if they fit there, since L2 takes longer than a tile of few K blocks.
+        room = SMEM_BYTES - config.smem_bytes
+        fits = WARP < experts and 2 * experts * Int32.width // 8 <= room
+        self.rows_near = (2, experts) if fits else (0, 0)
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
         width = config.tile_n * config.cluster_n
         self.n_tiles = (n + width - 1) // width
@@ -210,6 +215,7 @@ class GroupedGemm:
             a_scale: align[memory[Float32, cute.cosize(self.a_scale_smem)], 128]
             b_scale: memory[Float32, cute.size(self.b_scale_shape)]
             tokens: align[memory[Int32, self.a_load.tokens], 16]
+            expert_rows: memory[Int32, cute.size(self.rows_near)]
             queue_barriers: memory[Int64, 2]
             own: memory[Int64, self.own_words]
             queue_slot: Int32
@@ -267,10 +273,21 @@ class GroupedGemm:
             c.cluster_size,
         )
 
-    def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor) -> ExpertTiles:
-        """The tiles of all experts; `rows` is what `rows_of_lane` gave."""
+    def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor, storage) -> ExpertTiles:
+        """The tiles of all experts, by all threads; `rows` is what `rows_of_lane` gave."""
+        if any(self.rows_near):
+            near = storage.expert_rows.get_tensor(cute.make_layout(self.rows_near))
+            self._copy_rows(expert_rows, near)
+            expert_rows = near
         tile_m = self.config.tile_m * self.config.cluster_m
         return ExpertTiles(rows, expert_rows, tile_m, self.n_tiles, self.row_step)
+
+    @cute.jit
+    def _copy_rows(self, expert_rows: cute.Tensor, near: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        for e in cutlass.range(thread, self.experts, self.config.threads, unroll=1):
+            near[0, e], near[1, e] = expert_rows[0, e], expert_rows[1, e]
+        cute.arch.sync_threads()
 
     def _cta_in_cluster(self) -> tuple[Int32, Int32]:
         """(row, column) of this CTA in its cluster."""

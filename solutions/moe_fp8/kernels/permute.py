@@ -36,7 +36,9 @@ class Permute:
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
         self.hidden, self.top_k = hidden, top_k
+        self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
+        self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
     def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
@@ -79,29 +81,39 @@ class Permute:
                     last = cutlass.max(last, rows[s])
         if last >= 0:
             values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
-            scales = cute.make_rmem_tensor(self.vectors_per_thread, Float32)
-            if cutlass.const_expr(x.element_type is BFloat16):
+            quantised = x.element_type is BFloat16
+            per_thread = self.vectors_per_thread if quantised else self.blocks_per_thread
+            scales = cute.make_rmem_tensor(per_thread, Float32)
+            if cutlass.const_expr(quantised):
                 self._quantise(x, token, thread, values, scales)
             else:
                 self._load(x, x_scale, token, thread, values, scales)
             for s in cutlass.range_constexpr(self.top_k):
                 if rows[s] >= 0:
-                    self._store(values, scales, rows[s], thread, a, a_scale)
+                    self._store(values, scales, quantised, rows[s], thread, a, a_scale)
+
+    def _block(self, i: int, thread: Int32, quantised: bool) -> Int32:
+        """Of a thread's scale `i`; `blocks` where it has none."""
+        if not quantised:
+            return i * THREADS + thread
+        column = (i * THREADS + thread) * VECTOR
+        return cutlass.select_(column % BLOCK == 0, column // BLOCK, Int32(self.blocks))
 
     @cute.jit
     def _load(self, x, x_scale, token, thread, values, scales):
-        """A thread's vectors; the first of those that share a scale has that, too."""
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             column = (i * THREADS + thread) * VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 cute.autovec_copy(vector(at, VECTOR), values[None, i])
-                if column % BLOCK == 0:
-                    scales[i] = x_scale[column // BLOCK, token]
+        for i in cutlass.range_constexpr(self.blocks_per_thread):
+            block = self._block(i, thread, False)
+            if block < self.blocks:
+                scales[i] = x_scale[block, token]
 
     @cute.jit
     def _quantise(self, x, token, thread, values, scales):
-        """The same of bfloat16."""
+        """The same of bfloat16: a thread has VECTOR values of as many scale blocks as vectors."""
         raw = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), BFloat16)
         raw.fill(0.0)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
@@ -117,11 +129,13 @@ class Permute:
             scales[i] = quantise(raw[None, i], values[None, i])
 
     @cute.jit
-    def _store(self, values, scales, row, thread, a, a_scale):
+    def _store(self, values, scales, quantised, row, thread, a, a_scale):
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             column = (i * THREADS + thread) * VECTOR
             if column < self.hidden:
                 at = a.iterator + Int64(row) * self.hidden + column
                 cute.autovec_copy(values[None, i], vector(at, VECTOR))
-                if column % BLOCK == 0:
-                    a_scale[column // BLOCK, row] = scales[i]
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            block = self._block(i, thread, quantised)
+            if block < self.blocks:
+                a_scale[block, row] = scales[i]

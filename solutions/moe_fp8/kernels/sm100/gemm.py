@@ -133,7 +133,7 @@ class GroupedGemmSm100(GroupedGemm):
         if cutlass.const_expr(not self.rows_known):
             wait_for_previous()
             rows = rows_of_lane(expert_rows)
-        work = Work(self._tiles(rows, expert_rows), queue)
+        work = Work(self._tiles(rows, expert_rows, storage), queue)
 
         if group < c.producer_warpgroups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -94,7 +94,7 @@ class GroupedGemmSm90(GroupedGemm):
         if cutlass.const_expr(not self.rows_known):
             wait_for_previous()
             rows = rows_of_lane(expert_rows)
-        work = Work(self._tiles(rows, expert_rows), queue)
+        work = Work(self._tiles(rows, expert_rows, storage), queue)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
