@@ -210,7 +210,8 @@ def early_arrivals(text: str) -> list[Early]:
 
     A load is under way until its scoreboard has been waited for, or a MEMBAR, which a proxy fence
     begins with, has ordered it before what follows. Loads and shuffles return in order: ptxas
-    leaves a load without a scoreboard to that of the next of them. One to RZ reads nothing.
+    leaves a load without a scoreboard to that of the next of them. One to RZ reads nothing. Of the
+    arrivals those count that say no bytes (A1T0): with bytes memory is not given back but filled.
 
     A wait for WGMMA does not end a load: nothing in it waits for a load's scoreboard, and a stage's
     scales may be used, and so be waited for, long after it. One kind of load is left out all the
@@ -225,7 +226,7 @@ def early_arrivals(text: str) -> list[Early]:
     return [
         Early(line, tuple(lines[i] for i in sorted(loads)))
         for line, state in zip(lines, under_way, strict=True)
-        if line.name.startswith("SYNCS.ARRIVE")
+        if re.match(r"SYNCS\.ARRIVE.*\.A1T0", line.name)
         and (loads := {load.at for load in state if not load.of_a_running_group})
     ]
 

@@ -39,6 +39,7 @@ def test_a_load_is_under_way_until_its_scoreboard_was_waited_for() -> None:
     assert early(load, (use, None, 2), ARRIVE) == [(2, [0])]
     assert early(load, "MEMBAR.ALL.CTA", ARRIVE) == []
     assert early("LDS RZ, [RZ]", ARRIVE) == []
+    assert early(load, "SYNCS.ARRIVE.TRANS64.RED RZ, [R1+URZ], R4") == []
 
 
 def test_a_load_without_a_scoreboard_returns_before_the_next_one() -> None:
