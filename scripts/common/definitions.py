@@ -291,6 +291,8 @@ SHARED = replace(
 """What engines call where they fuse the shared expert: it is the last one, of every token, with a
 weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
 (`measure.sweep.SharedProblems`)."""
+MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
+"""Layers of docs/models.md, which a record has at these token counts."""
 
 GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
 MASKED_TOKENS = 901

@@ -227,7 +227,7 @@ def config_sm90(text: str) -> GemmConfigSm90:
 
 # --- the GPUs -------------------------------------------------------------------------------------
 
-RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-24"
+RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-25"
 H200_TARGET = "sm_90a"
 H200 = Gpu("H200, nominal", 132, clock_hz=1.83e9, dram_per_s=4.8e12, mma_per_clock=8192)
 # Clock: the upper end of what ncu saw in long GEMMs (docs/notes/gemm_sm90.md), because most of the

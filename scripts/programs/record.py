@@ -5,10 +5,11 @@
 For any GPU that there are kernels for, above all one that nobody has measured here yet. Runs the
 project's own programs one after the other: every config against the model, the GPU tests, probes;
 if one of these fails, nothing is timed (--keep-going). Then tune, the ranking, stages, the GEMM
-alone, a profile, sweeps over the number of tokens, the page; a step that fails or takes too long is
-noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
-and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
-packages' versions and the steps' output, no variables of the environment.
+alone, a profile, sweeps over the number of tokens and over other models' layers, the page; a step
+that fails or takes too long is noted, and the next one begins. Everything goes into one directory,
+laid out as those in results/, and into an archive beside it: that file is all there is to send
+back. It holds the GPU's and the packages' versions and the steps' output, no variables of the
+environment.
 
 Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
 """
@@ -38,6 +39,7 @@ from scripts.common.command_line import (
     run_main,
     say,
 )
+from scripts.common.definitions import MODELS
 from scripts.common.project import ROOT, TRACES_DIR
 from scripts.pack.availability import say_skipped
 
@@ -58,6 +60,7 @@ def commands(directory: Path) -> dict[str, list[str]]:
     d = directory
     tests = ("tests/gpu", "-ra", "--tb=short", f"--junitxml={d / 'tests.xml'}")
     workloads, sweep = [f"T={t}" for t in TOKENS], ("profile", "--sweep")
+    models = [layer.short for layer in MODELS]
     arguments: dict[str, Sequence[object]] = {
         "configs": ("check", "--only", "configs", "--json", d / "configs.json"),
         "tests": ("test", *tests),
@@ -69,6 +72,7 @@ def commands(directory: Path) -> dict[str, list[str]]:
         "profile": ("profile", "--workloads", *workloads, "--json", d / "profile.json"),
         "sweep": (*sweep, "--json", d / "sweep.json"),
         "sweep_engines": (*sweep, "--as", "engines", "--json", d / "sweep_engines.json"),
+        "models": (*sweep, "--definition", *models, "--json", d / "models.json"),
         "gemm_study": ("gemm_bench", "--grid", "study", "--json", d / "gemm_study.json"),
         "report": ("report", d),
     }

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,25 +260,30 @@ def gemm_plot(recorded: Recorded) -> str:
     return picture(recorded, "gemm_layers.png", what)
 
 
+def _measured(recorded: Recorded, record: Mapping[str, Any], name: str, text: str) -> str:
+    """What a sweep was measured on, where it lies and what it lacks."""
+    where = markdown(f"{record['hardware']}, {record['environment']['time'][:10]}")
+    left = say_skipped(record["skipped"])
+    text += f" Not run: {left}." if left else ""
+    said = f"{where} (`{relative(recorded)}/{name}.json`). {markdown(text)}"
+    return paragraph(said, changed_since(record))
+
+
 def _sweep(recorded: Recorded, name: str, title: str, text: str) -> str:
     """A section with its heading, or nothing where the record has no such sweep."""
     if name not in recorded.sweeps:
         return ""
     record = recorded.sweeps[name]
-    times, shares, failed = tables.sweep_tables(record)
-    where = f"{record['hardware']}, {record['environment']['time'][:10]}"
-    left = say_skipped(record["skipped"])
-    said = f"{where} (`{relative(recorded)}/{name}.json`). {text} {record['method']}."
-    said += f" Not run: {left}." if left else ""
+    times, _, failed = tables.sweep_tables(record)
+    text = f"{text} {record['method']}."
     named = times.title.replace("* the fastest", "the fastest in bold")
+    times = replace(times, frame=times.frame.drop(columns="pairs"))
     return parts(
         f"## {title}",
-        paragraph(markdown(said), changed_since(record)),
+        _measured(recorded, record, name, text),
         picture(recorded, f"{name}.png", "Device time over the number of tokens, and the floor"),
         paragraph(f"{named}:"),
         table(times),
-        paragraph(f"{shares.title}:"),
-        table(shares),
         *([paragraph(f"{failed.title}:"), table(failed)] if failed else []),
     )
 
@@ -305,11 +310,8 @@ def models(recorded: Recorded) -> str:
     if not path.is_file():
         return ""
     record = schemas.read(path, schemas.Sweep)
-    where = f"{record['hardware']}, {record['environment']['time'][:10]}"
-    made, left = models_summary(record), say_skipped(record["skipped"])
-    said = f"{where} (`{relative(recorded)}/models.json`). {made.title}."
-    said += f" Not run: {left}." if left else ""
-    return parts(paragraph(markdown(said), changed_since(record)), table(made))
+    made = models_summary(record)
+    return parts(_measured(recorded, record, "models", f"{made.title}."), table(made))
 
 
 # --- the pages ---

@@ -373,8 +373,10 @@ def sweep_tables(sweep: Mapping[str, Any]) -> list[Table]:
     ]
     for name in ("active", "pairs"):
         found[0].frame.insert(1, name, [str(rows[t][name]) for t in found[0].frame["T"]])
-    twice = ["workload", "reference"]
-    return [replace(t, frame=t.frame.drop(columns=twice, errors="ignore")) for t in found]
+    twice = ["workload", "reference", "status"]
+    *made, failed = (replace(t, frame=t.frame.drop(columns=twice, errors="ignore")) for t in found)
+    of_each = failed.frame.groupby(["solution", "reason"], sort=False, as_index=False)
+    return [*made, replace(failed, frame=of_each.agg(", ".join)[["solution", "T", "reason"]])]
 
 
 # --- stages, GEMMs, environment -------------------------------------------------------------------

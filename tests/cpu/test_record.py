@@ -209,7 +209,7 @@ def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
     assert list(every) == list(record.STEPS)
     assert {command[2] for command in every.values()} - {"test"} <= set(run.programs())
     words = {word for command in every.values() for word in command}
-    kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-24").iterdir()}
+    kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-25").iterdir()}
     from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
     assert {str(directory / name) for name in kept - from_bench} <= words
 

@@ -15,7 +15,7 @@ from scripts.common.definitions import DEFAULT, TABLE
 from scripts.common.project import ROOT
 from scripts.pack import pack
 
-RECORD = ROOT / "results/nvidia-h200/2026-11-24"
+RECORD = ROOT / "results/nvidia-h200/2026-11-25"
 BENCH = installed.directory / "flashinfer-bench"
 needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
 
