@@ -167,7 +167,7 @@ def load_tensors(
         raise UsageError(f"{named}: {error}; correct its line below workloads/") from None
     try:
         return load_safetensors(definition, workload, root), shapes
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         specs = workload.inputs.values()
         files = {root / spec.path for spec in specs if spec.type == "safetensors"}
         said, remedy = _first_line(error), "get it anew (git lfs pull)"

@@ -40,6 +40,7 @@ from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, named, ours, tokens
 from scripts.measure import cpu_bench, emulated
 from scripts.measure.plan import Plan
+from scripts.measure.timing import HARNESS_CLOCK
 from scripts.pack.availability import NEEDS_GPU
 
 GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
@@ -188,7 +189,7 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
     timing = cpu_bench.MODEL
     if on_gpu:
         timing = (
-            f"flashinfer-bench {environment.versions()['flashinfer-bench']}, CUDA events, mean of "
+            f"flashinfer-bench {environment.versions()['flashinfer-bench']}, {HARNESS_CLOCK} of "
             f"{config.iterations} calls x {config.num_trials} trials, L2 cleared"
         )
     tolerance = (

@@ -6,6 +6,7 @@ GPU. The workloads share their weights (dataset.Inputs), every solution gets cop
 and one trial is run instead of three.
 """
 
+import copy
 import functools
 import math
 import os
@@ -14,7 +15,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,9 @@ def run(
                 note(f"the kernels for {target}, emulated:")
                 known = definition.name == DEFAULT.name
                 rows = histogram(trace_set, workload) if known else None
-                judge = functools.partial(evaluate, case, replace(config, iterations=1))
+                once = copy.copy(config)
+                once.iterations = 1
+                judge = functools.partial(evaluate, case, once)
                 said = {TIMING: emulated.said(target), EMULATED: target}
                 for s, fields in emulated.evaluations(target, right, models, judge, rows):
                     results[s.name] = traced(trace, s, fields, **said)

@@ -7,7 +7,7 @@ then and can run on this machine, which must be the same kind of machine.
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, l
     for name, solution in ours.items():
         if name in theirs and theirs[name].hash() != solution.hash():
             remarks.append(f"{name}: the data set's copy differs; the current one is used")
-    trace_set.solutions[definition.name] = list((theirs | ours).values())
     for remark in remarks:
         say(remark)
-    return trace_set, packed
+    # Made anew: it keeps its solutions by name, too.
+    return replace(trace_set, solutions={definition.name: list((theirs | ours).values())}), packed
 
 
 @dataclass(frozen=True)

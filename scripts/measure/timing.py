@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from flashinfer_bench.bench import timing as harness
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs
-from flashinfer_bench.bench.timing import do_bench
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +28,9 @@ FLUSH_BYTES = 256 * 2**20
 WARMUP = 3
 TRACED_CALLS = 7
 """Of a solution that cannot be captured: starting the profiler for each takes long."""
+HARNESS_EVENTS = hasattr(harness, "do_bench")
+"""Whether flashinfer-bench times calls by events, host included, as 0.1.2; its main, kernels."""
+HARNESS_CLOCK = "CUDA events, mean" if HARNESS_EVENTS else "CUPTI, median"
 FAILURES = (Exception, SystemExit)
 """What code of a data set may raise: sys.exit in it would end a program as if all were done."""
 
@@ -262,8 +265,11 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
-    """flashinfer-bench's own timing of a built solution, every call instead of the mean."""
-    samples = do_bench(
+    """flashinfer-bench's own timing of a built solution, every call instead of the mean. Raises
+    UsageError: this version has another clock."""
+    if not HARNESS_EVENTS:
+        raise UsageError(f"flashinfer-bench's clock is {HARNESS_CLOCK} here: the device's time")
+    samples = harness.do_bench(
         lambda own: call.runnable(*own),
         warmup=WARMUP,
         rep=repeats,

@@ -164,7 +164,8 @@ def test_wrong_values_fail_by_the_tolerance() -> None:
     content = small.RIGHT + "    output[:1] *= 2\n"
     status, reason = outcome(content)
     assert status == "INCORRECT_NUMERICAL" and reason.startswith("matched ratio 0.6667 is too low")
-    assert outcome(content, config=BenchmarkConfig(required_matched_ratio=0.6))[0] == "PASSED"
+    loose = BenchmarkConfig(iterations=1, rtol=0.01, atol=0.01, required_matched_ratio=0.6)
+    assert outcome(content, config=loose)[0] == "PASSED"
 
 
 EXITS = "import sys; sys.exit(0)"

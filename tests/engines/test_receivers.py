@@ -1,6 +1,7 @@
 """Other projects' own code on what is packed and exported: flashinfer-bench's development version
 and SOL-ExecBench, of which neither is a package."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -55,6 +56,27 @@ def validate(root: Path, checks: str) -> dict[str, dict[str, tuple[str, list[str
         }
         for name, report in json.loads(path.read_text())["definitions"].items()
     }
+
+
+@needs_bench
+def test_the_programs_run_with_it(tmp_path: Path) -> None:
+    """Their own tests, with the development version in place of the installed one."""
+    paths = [str(BENCH), str(installed.directory / "deps")]
+    if importlib.util.find_spec("flashinfer") is None:  # which it times with
+        (tmp_path / "flashinfer").mkdir()
+        (tmp_path / "flashinfer" / "__init__.py").touch()
+        text = "bench_gpu_time_with_cupti = None\n"
+        (tmp_path / "flashinfer" / "testing.py").write_text(text)
+        paths.append(str(tmp_path))
+    names = "benchmark bench_by_kernels cpu_bench dataset timing submit".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *(f"tests/cpu/test_{name}.py" for name in names)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @needs_bench
