@@ -130,6 +130,12 @@ class MoeDefinition(Entry):
         return {name: getattr(self, name) for name in sizes + routing}
 
     @property
+    def gemms(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(N, K) of the weights of both GEMMs."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return (2 * inner, hidden), (hidden, inner)
+
+    @property
     def packed_shape(self) -> dict[str, Any] | None:
         """Of all but the definition that the solutions are written for."""
         return self.shape if self.short else None

@@ -7,16 +7,11 @@ from typing import Any
 from scripts.common.definitions import DEFAULT, MoeDefinition
 
 BLOCK = 128
-_H, _I = DEFAULT.hidden_size, DEFAULT.intermediate_size
-WEIGHTS = 3 * _H * _I
+WEIGHTS = 3 * DEFAULT.hidden_size * DEFAULT.intermediate_size
 """Values of an expert's."""
 WEIGHT_BYTES = WEIGHTS + 4 * WEIGHTS // BLOCK**2
 """Of one expert, with the scales."""
 PAIR_FLOPS = 2 * WEIGHTS
-TOKEN_BYTES = _H + 4 * _H // BLOCK
-"""FP8 values and scales of a token that has a local expert."""
-LOGIT_BYTES, OUTPUT_BYTES = 4 * DEFAULT.num_experts, 2 * _H
-"""Of every token: float32 logits, bfloat16 output."""
 
 
 def bandwidth(rates: Mapping[str, float]) -> float:
@@ -37,6 +32,6 @@ def floor_ms(
     if "read_ms" in workload:
         return workload["read_ms"], flops_ms
     size = workload["active"] * (weights + 4 * weights // BLOCK**2)
-    size += workload["hit"] * (h + 4 * h // BLOCK)
-    size += workload["tokens"] * (4 * layer.num_experts + 2 * h)
+    size += workload["hit"] * (h + 4 * h // BLOCK)  # FP8 tokens and scales
+    size += workload["tokens"] * (4 * layer.num_experts + 2 * h)  # logits and output
     return 1e3 * size / bandwidth(rates), flops_ms

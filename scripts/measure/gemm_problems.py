@@ -127,16 +127,17 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
     return [histogram(trace_set, trace.workload) for trace in traces]
 
 
-def histogram(trace_set: Any, workload: Any) -> Histogram:
-    """Of one workload, whose tensors are there."""
+def histogram(trace_set: Any, workload: Any, shape: Any = None) -> Histogram:
+    """Of one workload, whose tensors are there; `shape`: of another layer than the default one."""
     from flashinfer_bench.bench.utils import load_safetensors
 
-    definition = trace_set.definitions[DEFINITION]
+    definition = dataset.definition_of(trace_set)
     loaded = load_safetensors(definition, workload, trace_set.root)
     scalars = {n: s.value for n, s in workload.inputs.items() if s.type == "scalar"}
     factor = scalars.get("routed_scaling_factor", 1.0)
-    logits, bias = loaded["routing_logits"], loaded["routing_bias"]
-    return counted(workload.uuid, logits, bias, scalars["local_expert_offset"], factor)
+    offset = scalars.get("local_expert_offset", 0)
+    logits, bias = loaded["routing_logits"], loaded.get("routing_bias")
+    return counted(workload.uuid, logits, bias, offset, factor, shape)
 
 
 def counted(

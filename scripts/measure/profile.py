@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from scripts.common.floors import LOGIT_BYTES, OUTPUT_BYTES, TOKEN_BYTES, bandwidth
+from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
+from scripts.common.floors import bandwidth
 from scripts.common.text import number
-from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, Histogram, Problem
+from scripts.measure.gemm_problems import BLOCK, Histogram, Problem
 from scripts.measure.gpu import Rates
 from scripts.measure.timing import (
     WARMUP,
@@ -29,16 +30,6 @@ from scripts.measure.timing import (
     traced_calls,
     waits,
 )
-
-HIDDEN = LAYER_SHAPES["gemm1"][1]
-TOP_K = 8
-PAIR_TABLE_BYTES = 4 * TOP_K
-"""Of a token: an int32 or float32 for each of its chosen experts."""
-INTERMEDIATE = LAYER_SHAPES["gemm2"][1]
-UP_AND_GATE_BYTES = 2 * LAYER_SHAPES["gemm1"][0]
-"""Of a pair: bfloat16 output of the first GEMM."""
-INTERMEDIATE_BYTES = INTERMEDIATE + 4 * INTERMEDIATE // BLOCK
-"""Of a pair: FP8 values and scales that the second GEMM reads; a second term is values alone."""
 
 OURS = re.compile(r"kernels(?:sm\d+)?[a-z0-9_]*?([A-Z]\w*?)_object_at")
 """A CuTe DSL kernel's name holds the module's path and the class."""
@@ -91,31 +82,38 @@ def stages(kernels: Sequence[str]) -> list[str | None]:
     return [stage if stage is None or found.count(stage) == 1 else None for stage in found]
 
 
-def work(h: Histogram, gathers: bool, quantises: bool, terms: int = 1) -> dict[str, Work]:
-    """The work of every stage.
+def work(
+    h: Histogram, gathers: bool, quantises: bool, terms: int = 1, layer: MoeDefinition = DEFAULT
+) -> dict[str, Work]:
+    """The work of every stage of a layer.
 
     Args:
         gathers: the first GEMM reads the tokens, by the token of every row; there is no `permute`.
         quantises: it writes FP8 and scales; there is no `swiglu_quant`.
         terms: FP8 terms of the intermediate. With two, the rows that are combined are float32.
     """
-    pairs = sum(h.rows)
-    gemm1, gemm2 = (Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values())
-    saved = pairs * (UP_AND_GATE_BYTES - INTERMEDIATE_BYTES) if quantises else 0
-    saved += (pairs - h.hit) * TOKEN_BYTES - 4 * pairs if gathers else 0
+    pairs, hidden, inner = sum(h.rows), layer.hidden_size, layer.intermediate_size
+    gemm1, gemm2 = (Problem(h.rows, n, k, h.tokens) for n, k in layer.gemms)
+    # Of a token: what it is, in FP8 with scales, its logits, an int32 or float32 for each chosen
+    # expert, its output; of a pair: both GEMMs' results, the second term of which has no scales.
+    token, output = hidden + 4 * hidden // BLOCK, 2 * hidden
+    logits = h.tokens * layer.num_experts * (2 if layer.routing == RENORMALIZE else 4)
+    up_and_gate, quantised = 2 * 2 * inner, inner + 4 * inner // BLOCK
+    saved = pairs * (up_and_gate - quantised) if quantises else 0
+    saved += (pairs - h.hit) * token - 4 * pairs if gathers else 0
     more = pairs * (terms - 1)
-    tables = h.tokens * PAIR_TABLE_BYTES
+    tables = h.tokens * 4 * layer.top_k
     # Where the first GEMM waits for the tensor cores, it writes the zeros.
-    zeros = (h.tokens - h.hit) * OUTPUT_BYTES if quantises and not gathers else 0
+    zeros = (h.tokens - h.hit) * output if quantises and not gathers else 0
     return {
-        "route": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes rows and weights
-        "choose": Work(h.tokens * LOGIT_BYTES + 2 * tables),  # writes experts and weights
+        "route": Work(logits + 2 * tables),  # writes rows and weights
+        "choose": Work(logits + 2 * tables),  # writes experts and weights
         "number": Work(2 * tables),  # experts to rows
-        "permute": Work(tables + (h.hit + pairs) * TOKEN_BYTES),
-        "gemm1": Work(gemm1.bytes - saved + zeros + more * INTERMEDIATE, gemm1.flops),
-        "swiglu_quant": Work(pairs * (UP_AND_GATE_BYTES + INTERMEDIATE_BYTES)),
-        "gemm2": Work(gemm2.bytes + more * (INTERMEDIATE + 2 * HIDDEN), gemm2.flops * terms),
-        "combine": Work(2 * tables + 2 * (pairs + more) * HIDDEN + h.tokens * OUTPUT_BYTES - zeros),
+        "permute": Work(tables + (h.hit + pairs) * token),
+        "gemm1": Work(gemm1.bytes - saved + zeros + more * inner, gemm1.flops),
+        "swiglu_quant": Work(pairs * (up_and_gate + quantised)),
+        "gemm2": Work(gemm2.bytes + more * (inner + output), gemm2.flops * terms),
+        "combine": Work(2 * tables + (pairs + more + h.tokens) * output - zeros),
     }
 
 
@@ -131,14 +129,17 @@ def rates_of(done: Work, us: float, rates: Rates) -> dict[str, float]:
     }
 
 
-def works(names: Sequence[str], h: Histogram) -> list[tuple[str, str | None, Work | None]]:
+def works(
+    names: Sequence[str], h: Histogram, layer: MoeDefinition = DEFAULT
+) -> list[tuple[str, str | None, Work | None]]:
     """Of each kernel of a call its short name, and its stage and its work where they are known."""
     known, short = stages(names), list(map(short_name, names))
     others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
-    of_stage = work(h, gathers, quantises, 2 if any(map(TWO_TERMS.search, names)) else 1)
+    terms = 2 if any(map(TWO_TERMS.search, names)) else 1
+    of_stage = work(h, gathers, quantises, terms, layer)
     return [
         (name, stage, of_stage[stage] if stage else None)
         for name, stage in zip(short, known, strict=True)
@@ -146,10 +147,10 @@ def works(names: Sequence[str], h: Histogram) -> list[tuple[str, str | None, Wor
 
 
 def with_work(
-    kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates
+    kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates, layer: MoeDefinition = DEFAULT
 ) -> list[dict[str, Any]]:
     """Timings of a call's kernels with what is known of each one's work."""
-    described = works([kernel["name"] for kernel in kernels], h)
+    described = works([kernel["name"] for kernel in kernels], h, layer)
     found = []
     for kernel, (name, stage, done) in zip(kernels, described, strict=True):
         reached = rates_of(done, kernel["us"], rates) if done else {}

@@ -214,9 +214,7 @@ def measure(
     h = counted(name, logits, drawn.routing_bias, offset, factor, shape)
     (workload,) = floors.workloads([h])
     if reads:
-        hidden, inner = layer.hidden_size, layer.intermediate_size
-        both = ((2 * inner, hidden), (hidden, inner))
-        workload["read_ms"] = floors.measure_reading([h], repeats, both)[h.uuid]
+        workload["read_ms"] = floors.measure_reading([h], repeats, layer.gemms)[h.uuid]
     floor = max(floor_ms(workload, rates, layer))
     inputs, prepare = calls(drawn)
     found = attempt(solutions_on, problems.inputs.definition, inputs, prepare, repeats)

@@ -1,6 +1,7 @@
 """Where the time of a call goes: by kernel, by stage of the layer, or over the number of tokens.
 
     python3 run.py profile --workloads 80      of fused, or of other --solutions
+    python3 run.py profile --workloads 8 --definition dsv3_tp8
     python3 run.py profile --stages --tokens 1024 2048
     python3 run.py profile --sweep             T = 1, 2, 4 ... 16384
     python3 run.py profile --sweep --as engines
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, steps, whole
-from scripts.common.definitions import DEFAULT, MODEL_TOKENS, RENORMALIZE, find_layer
+from scripts.common.definitions import DEFAULT, MODEL_TOKENS, RENORMALIZE, SHARED, find_layer
 from scripts.common.floors import floor_ms
 from scripts.common.text import markdown_table, text_table
 from scripts.data.dataset import Inputs, definition_of, tokens
@@ -65,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add_options(
         arguments, "definition", "solutions", "local", "run-foreign", "rates", "seed", "cpu",
         "markdown", "json", cpu={"help": "stages: time the torch model on the CPU"},
-        definition={"nargs": "+", "type": find_layer, "default": [], "help": "sweep: other layers"},
+        definition={"nargs": "+", "type": find_layer, "default": [], "help": "other layers"},
     )  # fmt: skip
     add("--repeats", type=whole(1), help="timed calls (20; stages: 50)")
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
@@ -75,8 +76,10 @@ def parse_arguments() -> argparse.Namespace:
     said = "sweep: what is called, the definition's solutions or what engines call"
     add("--as", dest="form", choices=("definition", "engines"), default="definition", help=said)
     args = arguments.parse_args()
-    if args.definition and not args.sweep:
-        raise UsageError("--definition: only with --sweep")
+    if args.definition and args.stages:
+        raise UsageError("--definition: not with --stages")
+    if SHARED in args.definition and not args.sweep:
+        raise UsageError(f"{SHARED.short}: only with --sweep, it has no workloads")
     args.definition = args.definition or [DEFAULT]
     args.repeats = args.repeats or (50 if args.stages else 20)
     return args
@@ -91,50 +94,59 @@ def show(args: argparse.Namespace, title: str, frame: "pd.DataFrame") -> None:
 def kernels(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of the kernels; nothing with --only-call."""
     import torch
+    from moe_fp8.problem import MoeShape
 
     from scripts.measure import floors, gpu, plan, profile
     from scripts.measure.gemm_problems import histogram
     from scripts.measure.timing import timed
 
     hardware = gpu.require_gpu()
-    chosen = plan.choose(
-        args.local,
-        True,
-        solutions=args.solutions or [FUSED],
-        workloads=args.workloads,
-        run_foreign=args.run_foreign,
-    )
-    inputs_of = Inputs(chosen.trace_set, "cuda", args.seed)
-    build = functools.partial(timed, definition_of(chosen.trace_set))
-    if args.only_call:
-        for trace in chosen.workloads:
-            for solution in chosen.solutions:
-                with torch.no_grad():
-                    profile.one_call(build(solution, inputs_of.of(trace.workload)))
-        return {}
-    rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
-    print(f"{hardware}: {gpu.describe_rates(rates)}\n")
+    rates = None
+    if not args.only_call:
+        recorded = args.rates and floors.recorded_rates(args.rates)[1]
+        rates = recorded or gpu.measure_rates()
+        print(f"{hardware}: {gpu.describe_rates(rates)}\n")
     results: list[dict[str, Any]] = []
-    for trace in steps(
-        chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
-    ):
-        with torch.no_grad():
-            inputs = inputs_of.of(trace.workload)
-            h = histogram(chosen.trace_set, trace.workload)
-            (workload,) = floors.workloads([h])
-            if args.rates is None:
-                workload["read_ms"] = floors.measure_reading([h], args.repeats)[h.uuid]
-            for solution in chosen.solutions:
-                result = {
-                    "solution": solution.name,
-                    "workload": workload,
-                    "floor_us": 1e3 * max(floor_ms(workload, rates)),
-                    **profile.measure(build(solution, inputs), args.repeats, args.eager),
-                }
-                result["kernels"] = profile.with_work(result["kernels"], h, rates)
-                results.append(result)
-                show(args, profile.title(result), profile.table(result))
-                print(f"\n{profile.summary(result)}\n", flush=True)
+    hashes: dict[str, str] = {}
+    for layer in args.definition:
+        chosen = plan.choose(
+            args.local,
+            True,
+            solutions=list(map(layer.packed_name, args.solutions or [FUSED])),
+            workloads=args.workloads,
+            run_foreign=args.run_foreign,
+            definition=layer,
+        )
+        hashes |= {s.name: s.hash() for s in chosen.solutions}
+        inputs_of = Inputs(chosen.trace_set, "cuda", args.seed)
+        build = functools.partial(timed, definition_of(chosen.trace_set))
+        for trace in steps(
+            chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
+        ):
+            with torch.no_grad():
+                inputs = inputs_of.of(trace.workload)
+                if rates is None:
+                    for solution in chosen.solutions:
+                        profile.one_call(build(solution, inputs))
+                    continue
+                h = histogram(chosen.trace_set, trace.workload, MoeShape(**layer.shape))
+                (workload,) = floors.workloads([h])
+                if args.rates is None:
+                    read_ms = floors.measure_reading([h], args.repeats, layer.gemms)
+                    workload["read_ms"] = read_ms[h.uuid]
+                for solution in chosen.solutions:
+                    result = {
+                        "solution": solution.name,
+                        "workload": workload,
+                        "floor_us": 1e3 * max(floor_ms(workload, rates, layer)),
+                        **profile.measure(build(solution, inputs), args.repeats, args.eager),
+                    }
+                    result["kernels"] = profile.with_work(result["kernels"], h, rates, layer)
+                    results.append(result)
+                    show(args, profile.title(result), profile.table(result))
+                    print(f"\n{profile.summary(result)}\n", flush=True)
+    if rates is None:
+        return {}
     return {
         "hardware": hardware,
         "method": "torch.profiler (CUPTI), L2 overwritten before each call, medians",
@@ -142,7 +154,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "environment": environment.capture(),
         "floors": rates,
-        "solutions": {s.name: s.hash() for s in chosen.solutions},
+        "solutions": hashes,
         "results": results,
     }
 

@@ -416,7 +416,8 @@ def test_packed_solutions(definition, unpacked) -> None:
     """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
     found = pack.generations(definition=definition)
     names = {g.path.stem for g in found}
-    assert {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe"} == names
+    peers = {"triton_moe", "deepgemm_moe", "hpc_ops_moe"}
+    assert {"v4_flat", "v5_fused", "v6_fused_hifi", *peers} == names
     loaded = load(definition)
     values, expected = arguments(ROOT / definition.path)
     *inputs, output = values.values()

@@ -11,7 +11,7 @@ from fake_cuda import Kernel
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.floors import PAIR_FLOPS, TOKEN_BYTES, WEIGHT_BYTES, floor_ms
+from scripts.common.floors import PAIR_FLOPS, WEIGHT_BYTES, floor_ms
 from scripts.common.project import ROOT
 from scripts.measure import floors, gpu
 from scripts.measure.gemm_problems import Histogram
@@ -25,7 +25,6 @@ def test_sizes_are_those_of_the_layer() -> None:
     weights = 4096 * 7168 + 7168 * 2048
     assert weights == 44_040_192 and PAIR_FLOPS == 2 * weights == 88_080_384
     assert WEIGHT_BYTES == weights + 4 * (32 * 56 + 56 * 16)
-    assert TOKEN_BYTES == 7168 + 4 * 56
 
 
 def test_floor_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:

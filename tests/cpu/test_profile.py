@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_fp8.problem import DEEPSEEK_V3
 from test_timing import FLUSH, calls_of
 
 import run
+from scripts.common.definitions import find
 from scripts.common.floors import PAIR_FLOPS
 from scripts.measure import floors, gpu, plan, profile, timing
 from scripts.measure.gemm_problems import Histogram
@@ -88,7 +88,6 @@ def test_a_stage_in_several_launches_has_no_work_of_its_own() -> None:
 
 def test_the_work_is_that_of_the_layer() -> None:
     """Three tokens, two of which have a local expert; 4 pairs on 2 experts."""
-    assert profile.TOP_K == DEEPSEEK_V3.top_k
     h = Histogram("a", 3, (3, 0, 1), hit=2)
     w13, w2 = 4096 * 7168 + 4 * 32 * 56, 7168 * 2048 + 4 * 56 * 16
     token, q = 7168 + 4 * 56, 2048 + 4 * 16
@@ -110,6 +109,9 @@ def test_the_work_is_that_of_the_layer() -> None:
     assert fused["combine"] == Work(4 * 2 * 7168 + 3 * (4 * 8 + 4 * 8) + 2 * 2 * 7168)
     flops = sum(w.flops for name, w in fused.items())
     assert flops == 4 * PAIR_FLOPS
+    other = profile.work(h, True, True, layer=find("qwen3_next"))
+    assert other["gemm1"].flops == 2 * 4 * 2 * 512 * 2048
+    assert other["route"] == Work(3 * (2 * 128 + 4 * 10 + 4 * 10)), "bfloat16 logits"
     two_terms = profile.work(h, gathers=False, quantises=True, terms=2)
     assert two_terms["gemm1"].bytes == fused["gemm1"].bytes + 4 * 2048
     assert two_terms["gemm2"] == Work(2 * w2 + 4 * (q + 2048 + 4 * 7168), 4 * 4 * 7168 * 2048)
@@ -190,7 +192,7 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     choose = plan.choose
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
-    monkeypatch.setattr(floors, "measure_reading", lambda found, repeats: {found[0].uuid: 0.04})
+    monkeypatch.setattr(floors, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
     monkeypatch.setattr(timing, "timed", lambda definition, solution, inputs: "call")
     monkeypatch.setattr(profile, "measure", lambda call, repeats, eager: measured)
     monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
@@ -207,6 +209,14 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     assert list(record["solutions"]) == ["cutedsl_moe_fp8_fused"]
     assert result["floor_us"] == pytest.approx(40.0) and result["workload"]["active"] == 3
     assert [k["stage"] for k in result["kernels"]] == FUSED_STAGES
+    of_first = result["kernels"][3]["flops"]
+
+    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--definition", "dsv3_tp8"])
+    assert program.main() == 0
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["solution"] == "cutedsl_moe_fp8_fused_dsv3_tp8"
+    assert result["workload"]["active"] == 8, "all experts are here"
+    assert result["kernels"][3]["flops"] == of_first * 8 / 3 / 8, "an eighth of each"
 
     marked: list[str] = []
     monkeypatch.setattr(profile, "one_call", marked.append)

@@ -347,7 +347,8 @@ def test_layers_have_their_own_rows_in_one_table(measured, monkeypatch, capsys) 
     ("arguments", "said"),
     [
         (["--sweep", "--definition", "gemm1"], "expected a layer"),
-        (["--stages", "--definition", "glm5"], "only with --sweep"),
+        (["--stages", "--definition", "glm5"], "not with --stages"),
+        (["--workloads", "1", "--definition", SHARED.short], "has no workloads"),
         (["--sweep", "--as", "engines", "--definition", "qwen3_next"], "renormalisation"),
         (["--sweep", "--solutions", "sglang_moe", "--definition", "glm5"], "none of sglang_moe"),
     ],
