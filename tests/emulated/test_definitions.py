@@ -33,12 +33,17 @@ def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["32 experts", "70 experts"])
 @pytest.mark.parametrize(
-    ("name", "tokens", "terms"), [("swapped, gathered", 3, 1), ("permuted", 33, 2)]
+    ("shape", "name", "tokens", "terms", "dynamic"),
+    [
+        (SHAPE, "swapped, gathered", 3, 1, False),
+        (SHAPE, "permuted", 33, 2, False),
+        (MANY, "swapped, gathered", 3, 1, True),
+        (MANY, "permuted", 33, 2, False),
+        (MANY, "permuted", 33, 1, True),
+    ],
 )
-def test_as_the_model(name, tokens, terms, shape, dynamic, emulator, monkeypatch):
+def test_as_the_model(shape, name, tokens, terms, dynamic, emulator, monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     inputs, config = inputs_of(shape, tokens), CONFIGS[name]
