@@ -120,7 +120,7 @@ class MoeDefinition(Entry):
     def large(self) -> bool:
         """By its FP8 weights, of which flashinfer-bench holds up to five copies for one trial and
         what it draws them in as float32."""
-        return self.num_local_experts * 3 * self.intermediate_size * self.hidden_size > LARGE
+        return self.num_local_experts * self.expert_weights > LARGE
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -134,6 +134,11 @@ class MoeDefinition(Entry):
         """(N, K) of the weights of both GEMMs."""
         hidden, inner = self.hidden_size, self.intermediate_size
         return (2 * inner, hidden), (hidden, inner)
+
+    @property
+    def expert_weights(self) -> int:
+        """Values of one expert."""
+        return sum(n * k for n, k in self.gemms)
 
     @property
     def packed_shape(self) -> dict[str, Any] | None:
@@ -315,10 +320,7 @@ GEMMS = tuple(
         tokens=tuple(t for t in GEMM_TOKENS if rows == CONTIGUOUS or t <= MASKED_TOKENS),
     )
     for rows in (CONTIGUOUS, MASKED)
-    for short, n, k in (
-        ("gemm1", 2 * DEFAULT.intermediate_size, DEFAULT.hidden_size),
-        ("gemm2", DEFAULT.hidden_size, DEFAULT.intermediate_size),
-    )
+    for short, (n, k) in zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True)
 )
 """Both GEMMs of the default layer in both layouts."""
 TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)

@@ -1,5 +1,4 @@
-"""The least time that a call of a layer can take on a GPU, from rates measured there. Constants
-are the default layer's."""
+"""The least time that a call of a layer can take on a GPU, from rates measured there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +6,16 @@ from typing import Any
 from scripts.common.definitions import DEFAULT, MoeDefinition
 
 BLOCK = 128
-WEIGHTS = 3 * DEFAULT.hidden_size * DEFAULT.intermediate_size
-"""Values of an expert's."""
-WEIGHT_BYTES = WEIGHTS + 4 * WEIGHTS // BLOCK**2
-"""Of one expert, with the scales."""
-PAIR_FLOPS = 2 * WEIGHTS
+
+
+def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:
+    """Of one expert, with the scales."""
+    return layer.expert_weights + 4 * layer.expert_weights // BLOCK**2
+
+
+def pair_flops(layer: MoeDefinition = DEFAULT) -> int:
+    """Of a token at one of its experts."""
+    return 2 * layer.expert_weights
 
 
 def bandwidth(rates: Mapping[str, float]) -> float:
@@ -27,11 +31,11 @@ def floor_ms(
     The workload has `tokens`, `hit` (tokens with a local expert), `active` (experts with rows) and
     `pairs`, and `read_ms` where reading the weights was measured.
     """
-    h, weights = layer.hidden_size, 3 * layer.hidden_size * layer.intermediate_size
-    flops_ms = 1e3 * workload["pairs"] * 2 * weights / rates["fp8_flops_per_s"]
+    h = layer.hidden_size
+    flops_ms = 1e3 * workload["pairs"] * pair_flops(layer) / rates["fp8_flops_per_s"]
     if "read_ms" in workload:
         return workload["read_ms"], flops_ms
-    size = workload["active"] * (weights + 4 * weights // BLOCK**2)
+    size = workload["active"] * weight_bytes(layer)
     size += workload["hit"] * (h + 4 * h // BLOCK)  # FP8 tokens and scales
     size += workload["tokens"] * (4 * layer.num_experts + 2 * h)  # logits and output
     return 1e3 * size / bandwidth(rates), flops_ms

@@ -21,7 +21,15 @@ from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
 from scripts.measure.plan import Plan
-from scripts.measure.timing import FAILURES, Timed, attempt, device_times, harness_times, timed
+from scripts.measure.timing import (
+    FAILURES,
+    HARNESS_EVENTS,
+    Timed,
+    attempt,
+    device_times,
+    harness_times,
+    timed,
+)
 
 
 def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
@@ -158,11 +166,13 @@ def device(plan: Plan, seed: int, repeats: int) -> Iterator[Figures]:
 
 
 def both_times(calls: Mapping[str, Any], repeats: int) -> dict[str, dict[str, Any]]:
-    """Times by both clocks of the calls that could be prepared, the `error` of the others."""
+    """Times by both clocks of the calls that could be prepared, the `error` of the others. By one
+    where flashinfer-bench's is the device's."""
     found = dict(calls)
 
     def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
-        return {DEVICE: on_device, HARNESS: harness_times(call, repeats)}
+        by_harness = {HARNESS: harness_times(call, repeats)} if HARNESS_EVENTS else {}
+        return {DEVICE: on_device} | by_harness
 
     prepared = {name: call for name, call in calls.items() if isinstance(call, Timed)}
     for name, times in device_times(prepared, repeats).items():

@@ -17,29 +17,29 @@ import torch
 
 from scripts.common import environment
 from scripts.common.command_line import UsageError
+from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.floors import floor_ms
 from scripts.common.text import text_table
-from scripts.measure.gemm_problems import LAYER_SHAPES, Histogram, histograms
+from scripts.measure.gemm_problems import Histogram, histograms
 from scripts.measure.gemm_variants import readings
 from scripts.measure.gpu import Rates, describe_rates, measure_rates, require_gpu
 from scripts.measure.timing import Call, time_variants
 
 
 def measure_reading(
-    found: Sequence[Histogram], repeats: int, shapes: Sequence[tuple[int, int]] = ()
+    found: Sequence[Histogram], repeats: int, layer: MoeDefinition = DEFAULT
 ) -> dict[str, float]:
     """Milliseconds of reading both GEMMs' weights of a workload's active experts once, by uuid.
 
     A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
-    faster of the orders that a tensor can be read in, median of the replays. `shapes` are the (N,
-    K) of another layer than the default one.
+    faster of the orders that a tensor can be read in, median of the replays.
     """
     experts = len(found[0].rows)
     tensors = [
         torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
             torch.float8_e4m3fn
         )
-        for n, k in shapes or LAYER_SHAPES.values()
+        for n, k in layer.gemms
     ]
     calls: dict[str, list[Call]] = {}
     for h in found:

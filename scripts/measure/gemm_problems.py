@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.project import DEFINITION
 from scripts.data import dataset
 
 BLOCK = 128
-LAYER_SHAPES = {"gemm1": (4096, 7168), "gemm2": (7168, 2048)}
-"""(N, K) of the layer's two GEMMs."""
+LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))
+"""(N, K) of the default layer's two GEMMs."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Of an expert, that `tune` looks at."""
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
@@ -127,8 +128,8 @@ def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogra
     return [histogram(trace_set, trace.workload) for trace in traces]
 
 
-def histogram(trace_set: Any, workload: Any, shape: Any = None) -> Histogram:
-    """Of one workload, whose tensors are there; `shape`: of another layer than the default one."""
+def histogram(trace_set: Any, workload: Any, layer: MoeDefinition = DEFAULT) -> Histogram:
+    """Of one workload of the layer, whose tensors are there."""
     from flashinfer_bench.bench.utils import load_safetensors
 
     definition = dataset.definition_of(trace_set)
@@ -137,21 +138,20 @@ def histogram(trace_set: Any, workload: Any, shape: Any = None) -> Histogram:
     factor = scalars.get("routed_scaling_factor", 1.0)
     offset = scalars.get("local_expert_offset", 0)
     logits, bias = loaded["routing_logits"], loaded.get("routing_bias")
-    return counted(workload.uuid, logits, bias, offset, factor, shape)
+    return counted(workload.uuid, logits, bias, offset, factor, layer)
 
 
 def counted(
-    uuid: str, logits: Any, bias: Any, offset: int, factor: float, shape: Any = None
+    uuid: str, logits: Any, bias: Any, offset: int, factor: float, layer: MoeDefinition
 ) -> Histogram:
-    """Of the routing of these logits; `shape`: of another layer than the default one."""
+    """Of the layer's routing of these logits."""
     from moe_fp8.layer.routing import choose_experts
-    from moe_fp8.problem import DEEPSEEK_V3
+    from moe_fp8.problem import MoeShape
 
-    shape = shape or DEEPSEEK_V3
     bias = None if bias is None else bias.cpu()
-    ids, _ = choose_experts(logits.cpu(), bias, factor, shape)
+    ids, _ = choose_experts(logits.cpu(), bias, factor, MoeShape(**layer.shape))
     local = ids.long() - offset
-    experts = shape.num_local_experts
+    experts = layer.num_local_experts
     here = (local >= 0) & (local < experts)
     counts = local[here].bincount(minlength=experts).tolist()
     hit = int(here.any(dim=1).sum())

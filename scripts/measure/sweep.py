@@ -209,12 +209,11 @@ def measure(
     drawn, routing = problems.of(length)
     layer = problems.layer
     offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)
-    shape = MoeShape(**layer.shape)
     name, logits = f"T={length}", drawn.routing_logits
-    h = counted(name, logits, drawn.routing_bias, offset, factor, shape)
+    h = counted(name, logits, drawn.routing_bias, offset, factor, layer)
     (workload,) = floors.workloads([h])
     if reads:
-        workload["read_ms"] = floors.measure_reading([h], repeats, layer.gemms)[h.uuid]
+        workload["read_ms"] = floors.measure_reading([h], repeats, layer)[h.uuid]
     floor = max(floor_ms(workload, rates, layer))
     inputs, prepare = calls(drawn)
     found = attempt(solutions_on, problems.inputs.definition, inputs, prepare, repeats)

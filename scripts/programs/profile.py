@@ -39,19 +39,30 @@ is DeepSeek-V3 TP8 with the shared expert fused, and has `moe_fp8.experts` besid
 
 import argparse
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import environment, files
 from scripts.common.command_line import EXIT_OK, Failure, UsageError, parser, run_main, steps, whole
-from scripts.common.definitions import DEFAULT, MODEL_TOKENS, RENORMALIZE, SHARED, find_layer
+from scripts.common.definitions import (
+    DEFAULT,
+    MODEL_TOKENS,
+    RENORMALIZE,
+    SHARED,
+    MoeDefinition,
+    find_layer,
+)
 from scripts.common.floors import floor_ms
 from scripts.common.text import markdown_table, text_table
-from scripts.data.dataset import Inputs, definition_of, tokens
+from scripts.data.dataset import Inputs, definition_of, named
 from scripts.pack import sources
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from scripts.measure.gemm_problems import Histogram
+    from scripts.measure.timing import Timed
 
 FUSED = "cutedsl_moe_fp8_fused"
 
@@ -91,20 +102,24 @@ def show(args: argparse.Namespace, title: str, frame: "pd.DataFrame") -> None:
     print(render(list(frame.columns), frame.values.tolist()), flush=True)
 
 
+def rates_of(args: argparse.Namespace) -> dict[str, float]:
+    """This GPU's, measured now or recorded."""
+    from scripts.measure import floors, gpu
+
+    return gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
+
+
 def kernels(args: argparse.Namespace) -> dict[str, Any]:
     """All figures of the kernels; nothing with --only-call."""
     import torch
-    from moe_fp8.problem import MoeShape
 
-    from scripts.measure import floors, gpu, plan, profile
+    from scripts.measure import gpu, plan, profile
     from scripts.measure.gemm_problems import histogram
     from scripts.measure.timing import timed
 
     hardware = gpu.require_gpu()
-    rates = None
-    if not args.only_call:
-        recorded = args.rates and floors.recorded_rates(args.rates)[1]
-        rates = recorded or gpu.measure_rates()
+    rates = None if args.only_call else rates_of(args)
+    if rates:
         print(f"{hardware}: {gpu.describe_rates(rates)}\n")
     results: list[dict[str, Any]] = []
     hashes: dict[str, str] = {}
@@ -120,32 +135,17 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
         hashes |= {s.name: s.hash() for s in chosen.solutions}
         inputs_of = Inputs(chosen.trace_set, "cuda", args.seed)
         build = functools.partial(timed, definition_of(chosen.trace_set))
-        for trace in steps(
-            chosen.workloads, lambda t: f"T={tokens(t.workload)} ({t.workload.uuid[:8]})"
-        ):
+        for trace in steps(chosen.workloads, lambda t: named(t.workload)):
             with torch.no_grad():
                 inputs = inputs_of.of(trace.workload)
-                if rates is None:
-                    for solution in chosen.solutions:
-                        profile.one_call(build(solution, inputs))
-                    continue
-                h = histogram(chosen.trace_set, trace.workload, MoeShape(**layer.shape))
-                (workload,) = floors.workloads([h])
-                if args.rates is None:
-                    read_ms = floors.measure_reading([h], args.repeats, layer.gemms)
-                    workload["read_ms"] = read_ms[h.uuid]
-                for solution in chosen.solutions:
-                    result = {
-                        "solution": solution.name,
-                        "workload": workload,
-                        "floor_us": 1e3 * max(floor_ms(workload, rates, layer)),
-                        **profile.measure(build(solution, inputs), args.repeats, args.eager),
-                    }
-                    result["kernels"] = profile.with_work(result["kernels"], h, rates, layer)
-                    results.append(result)
-                    show(args, profile.title(result), profile.table(result))
-                    print(f"\n{profile.summary(result)}\n", flush=True)
-    if rates is None:
+                calls = {s.name: functools.partial(build, s, inputs) for s in chosen.solutions}
+                if rates:
+                    h = histogram(chosen.trace_set, trace.workload, layer)
+                    results += kernels_of(args, calls, h, layer, rates)
+                else:
+                    for call in calls.values():
+                        profile.one_call(call())
+    if not rates:
         return {}
     return {
         "hardware": hardware,
@@ -157,6 +157,31 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
         "solutions": hashes,
         "results": results,
     }
+
+
+def kernels_of(
+    args: argparse.Namespace,
+    calls: "Mapping[str, Callable[[], Timed]]",
+    h: "Histogram",
+    layer: MoeDefinition,
+    rates: dict[str, float],
+) -> list[dict[str, Any]]:
+    """Of the calls of a workload, which are shown one after the other."""
+    from scripts.measure import floors, profile
+
+    (workload,) = floors.workloads([h])
+    if args.rates is None:
+        workload["read_ms"] = floors.measure_reading([h], args.repeats, layer)[h.uuid]
+    floor_us = 1e3 * max(floor_ms(workload, rates, layer))
+    results = []
+    for name, call in calls.items():
+        result: dict[str, Any] = {"solution": name, "workload": workload, "floor_us": floor_us}
+        result |= profile.measure(call(), args.repeats, args.eager)
+        result["kernels"] = profile.with_work(result["kernels"], h, rates, layer)
+        results.append(result)
+        show(args, profile.title(result), profile.table(result))
+        print(f"\n{profile.summary(result)}\n", flush=True)
+    return results
 
 
 def layer_stages(args: argparse.Namespace) -> dict[str, Any]:
@@ -201,7 +226,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
     """The content of sweep.json, written after each number of tokens."""
     import torch
 
-    from scripts.measure import floors, gpu
+    from scripts.measure import gpu
     from scripts.measure import sweep as measure
     from scripts.pack.availability import say_skipped
     from scripts.table.models import models_table
@@ -212,7 +237,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
     if engines and any(layer.routing == RENORMALIZE for layer in layers):
         raise UsageError("--as engines: not of a layer that routes by renormalisation")
     wanted = args.solutions or ([FUSED, *measure.PEERS] if engines else measure.SOLUTIONS)
-    rates = gpu.measure_rates() if args.rates is None else floors.recorded_rates(args.rates)[1]
+    rates = rates_of(args)
     record: dict[str, Any] = {
         "hardware": hardware,
         "form": args.form,

@@ -14,7 +14,7 @@ import pandas as pd
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.floors import PAIR_FLOPS, WEIGHT_BYTES, floor_ms
+from scripts.common.floors import floor_ms, pair_flops, weight_bytes
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.data.traces import read_records, read_run
 from scripts.table.rankings import Clock, Ranking, rankings, read_invariance
@@ -54,8 +54,8 @@ class Recorded:
         if self.floors is not None and self.floors.get("hardware") == ranking.hardware:
             for w in self.floors["workloads"]:
                 reading, computing = floor_ms(w, self.floors["floors"])
-                reads = {"tbytes": w["active"] * WEIGHT_BYTES / 1e12}
-                flops = {"tflop": w["pairs"] * PAIR_FLOPS / 1e12}
+                reads = {"tbytes": w["active"] * weight_bytes() / 1e12}
+                flops = {"tflop": w["pairs"] * pair_flops() / 1e12}
                 bound = reads if reading >= computing else flops
                 rows[w["uuid"]] = {"ms": max(reading, computing), **bound}
         return pd.DataFrame(rows.values(), list(rows), ["ms", "tbytes", "tflop"], dtype=float)

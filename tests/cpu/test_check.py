@@ -346,6 +346,7 @@ def test_what_fails_costs_no_other_solution_and_no_other_workload(cuda, monkeypa
 
     monkeypatch.setattr(check, "timed", prepared)
     monkeypatch.setattr(check, "harness_times", harness_times)
+    monkeypatch.setattr(check, "HARNESS_EVENTS", True)
     monkeypatch.setattr(check, "Inputs", lambda *_: SimpleNamespace(of=of))
     names = ["buffers", "call", "harness", "exits", "returns", "right", "not wanted"]
     solutions = [SimpleNamespace(name=name) for name in names]
@@ -368,6 +369,12 @@ def test_what_fails_costs_no_other_solution_and_no_other_workload(cuda, monkeypa
         ("x", "exits"): {"error": "SystemExit: "},
         ("x", "returns"): {"error": "RuntimeError: returns its output"},
     }
+
+
+def test_one_clock_where_the_harness_has_the_devices(cuda, monkeypatch) -> None:
+    monkeypatch.setattr(check, "HARNESS_EVENTS", False)
+    found = check.both_times({"right": timed(Kernel(cuda, "right"))}, 3)
+    assert list(found["right"]) == ["device"] and found["right"]["device"]["method"] == "graph"
 
 
 def test_the_table_shows_times_and_errors() -> None:

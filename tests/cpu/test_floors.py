@@ -4,6 +4,7 @@ import json
 import statistics
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fake_cuda import Kernel
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.floors import PAIR_FLOPS, WEIGHT_BYTES, floor_ms
+from scripts.common.floors import floor_ms, pair_flops, weight_bytes
 from scripts.common.project import ROOT
 from scripts.measure import floors, gpu
 from scripts.measure.gemm_problems import Histogram
@@ -23,13 +24,13 @@ RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 
 def test_sizes_are_those_of_the_layer() -> None:
     weights = 4096 * 7168 + 7168 * 2048
-    assert weights == 44_040_192 and PAIR_FLOPS == 2 * weights == 88_080_384
-    assert WEIGHT_BYTES == weights + 4 * (32 * 56 + 56 * 16)
+    assert weights == 44_040_192 and pair_flops() == 2 * weights == 88_080_384
+    assert weight_bytes() == weights + 4 * (32 * 56 + 56 * 16)
 
 
 def test_floor_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:
     few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3}
-    size = 3 * WEIGHT_BYTES + (7168 + 224) + 2 * (4 * 256 + 2 * 7168)
+    size = 3 * weight_bytes() + (7168 + 224) + 2 * (4 * 256 + 2 * 7168)
     memory, compute = floor_ms(few, RATES)
     assert memory == pytest.approx(1e3 * size / 4e12)
     assert compute == pytest.approx(1e3 * 3 * 88_080_384 / 1.5e15)
@@ -51,7 +52,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     from scripts.measure import gemm_variants
 
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(floors, "LAYER_SHAPES", {"gemm1": (256, 128), "gemm2": (128, 256)})
+    layer: Any = types.SimpleNamespace(gemms=((256, 128), (128, 256)))
     properties = type("Properties", (), {"multi_processor_count": 4})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name in ("empty", "randint", "tensor"):
@@ -76,7 +77,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         Histogram("b", 2, (1, 0, 0)),
         Histogram("none", 3, (0, 0, 0)),
     ]
-    read = floors.measure_reading(found, 3)
+    read = floors.measure_reading(found, 3, layer)
     assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})
     assert asked == [
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),

@@ -52,6 +52,7 @@ def calls(cuda, monkeypatch):
     """Calls whose output should be 1."""
     monkeypatch.setattr(sweep, "run_reference", lambda definition, inputs: (torch.ones(2), 0.1))
     monkeypatch.setattr(check, "harness_times", lambda call, repeats: {"ms": 0.5})
+    monkeypatch.setattr(check, "HARNESS_EVENTS", True)
 
     def call(name: str, value: float = 1.0, kind=timing.Timed) -> timing.Timed:
         kernel = Kernel(cuda, name, value=lambda n: value)
@@ -105,8 +106,8 @@ def test_a_row_has_the_routing_and_the_floor(monkeypatch) -> None:
         layer=DEFAULT,
     )
 
-    def reading(found, repeats, shapes):
-        assert shapes == ((4096, 7168), (7168, 2048))
+    def reading(found, repeats, layer):
+        assert layer.gemms == ((4096, 7168), (7168, 2048))
         return {found[0].uuid: 0.04}
 
     monkeypatch.setattr(floors, "measure_reading", reading)

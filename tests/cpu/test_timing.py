@@ -74,7 +74,6 @@ def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
         x.zero_()
 
     monkeypatch.setattr(timing.harness, "do_bench", do_bench, raising=False)
-    monkeypatch.setattr(timing, "HARNESS_EVENTS", True)
     call = Timed(vandal, [torch.tensor(7), 2, torch.zeros(1)])
     assert timing.harness_times(call, 4) == timing.summary([1.0, 5.0, 2.0])
     assert seen == [(7, 2)] * (timing.WARMUP + 4)
