@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -469,6 +470,14 @@ def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tasks = hpc_ops_moe.buffers(tokens, DEEPSEEK_V3, device).tasks
     assert tasks.shape[0] * tasks.shape[1] >= tiles * 56 + processors(device)
+
+
+@pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
+def test_hpc_is_not_given_more_experts_than_it_numbers(layer, monkeypatch):
+    many = replace(TINY, num_experts=257, num_local_experts=257, n_group=1, topk_group=1)
+    monkeypatch.setattr(layer, "shape", many)
+    with pytest.raises(RuntimeError, match="num_local_experts=257"):
+        output_of(layer, bruteforce.random_inputs(many, 1, 1, 0))
 
 
 @pytest.mark.all

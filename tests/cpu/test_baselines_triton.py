@@ -315,6 +315,14 @@ def test_the_row_bound_holds_any_routing(tokens, align):
     assert sum(-(-c // align) * align for c in even) <= bound
 
 
+@pytest.mark.parametrize(("experts", "block"), [(1, 32), (32, 32), (128, 32), (256, 16), (384, 8)])
+def test_a_block_of_many_experts_is_small_enough_for_shared_memory(experts, block):
+    """`_place_kernel` takes 4 bytes there for each pair and expert, of powers of two both."""
+    assert stages.tokens_per_block(1025, 8, experts) == block
+    assert stages.tokens_per_block(16, 8, experts) == 4
+    assert 4 * 8 * block * 2 ** (experts - 1).bit_length() <= 227 * 1024
+
+
 def test_tiles_of_every_token_count_agree_in_their_rows():
     for tokens in (1, 16, 80, 256, 257, 901, 1024, 4096, 11948, 14107):
         tile1, tile2 = triton_moe.tiles(tokens)

@@ -55,6 +55,8 @@ LARGEST_TILE = 64
 TILE_N = 128
 TASK = 4
 """int32 of a tile in the list."""
+MOST_EXPERTS = 256
+"""The library numbers tiles with 32 threads of 8 experts each; of more it reads past the rows."""
 
 
 def mean_rows(tokens: int, shape: MoeShape) -> int:
@@ -131,11 +133,16 @@ class HpcOpsLayer:
 
         Raises:
             ValueError: an argument is wrong.
-            RuntimeError: the GPU is not supported, or a package is not installed.
+            RuntimeError: the GPU or so many experts are not supported, or a package is not
+                installed.
         """
         shape = self.shape
         tokens = validate(inputs, output, shape)
         require_gpu(output.device, HOPPER)
+        if shape.num_local_experts > MOST_EXPERTS:
+            raise RuntimeError(
+                f"num_local_experts={shape.num_local_experts}: hpc-ops has at most {MOST_EXPERTS}"
+            )
         hpc = require("hpc", REQUIREMENT)
         require("triton", "triton")
         if tokens == 0:

@@ -44,6 +44,9 @@ FEW_TOKENS = 1024
 """Up to here a routing program takes `TOKENS_OF_FEW` tokens, so that all of the GPU routes."""
 TOKENS_OF_FEW = 4
 TOKENS_OF_MANY = 32
+MARKS = 2**15
+"""Most pairs of a block times local experts: `_place_kernel` scans as many int32 in shared memory,
+of which there are 227 KB."""
 
 SCATTER_COLUMNS = 2048
 COMBINE_COLUMNS = 1024
@@ -67,8 +70,13 @@ class Rows(NamedTuple):
     counts: torch.Tensor  # [C, E] int32, any strides: real rows of each expert, C times over
 
 
-def tokens_per_block(tokens: int) -> int:
-    return TOKENS_OF_FEW if tokens <= FEW_TOKENS else TOKENS_OF_MANY
+def tokens_per_block(tokens: int, top_k: int, experts: int) -> int:
+    """Of a routing program's tokens, where so many experts are local."""
+    block = TOKENS_OF_FEW if tokens <= FEW_TOKENS else TOKENS_OF_MANY
+    lanes = triton.next_power_of_2(experts)
+    while block > 1 and triton.next_power_of_2(block * top_k) * lanes > MARKS:
+        block //= 2
+    return block
 
 
 def row_bound(tokens: int, shape: MoeShape, align: int = 1) -> int:
@@ -82,7 +90,7 @@ def row_bound(tokens: int, shape: MoeShape, align: int = 1) -> int:
 
 def new_routed(tokens: int, shape: MoeShape, device: torch.device) -> Routed:
     """Uninitialised output of `route`."""
-    blocks = -(-tokens // tokens_per_block(tokens))
+    blocks = -(-tokens // tokens_per_block(tokens, shape.top_k, shape.num_local_experts))
     pairs = (tokens, shape.top_k)
     return Routed(
         torch.empty(pairs, dtype=torch.int32, device=device),
@@ -131,7 +139,7 @@ def route(
     first local expert, for the counts.
     """
     tokens = logits.shape[0]
-    block = tokens_per_block(tokens)
+    block = tokens_per_block(tokens, shape.top_k, shape.num_local_experts)
     _route_kernel[(routed.block_counts.shape[0],)](
         logits,
         bias,
@@ -149,7 +157,7 @@ def route(
         LOCAL=shape.num_local_experts,
         LANES=triton.next_power_of_2(shape.num_local_experts),
         TOKENS=block,
-        num_warps=4 if block == TOKENS_OF_FEW else 8,
+        num_warps=4 if block <= TOKENS_OF_FEW else 8,
     )
 
 
@@ -252,7 +260,7 @@ def place(
     """
     blocks, experts = routed.block_counts.shape
     tokens, top_k = routed.ids.shape
-    block = tokens_per_block(tokens)
+    block = tokens_per_block(tokens, top_k, experts)
     counts = rows.counts
     _place_kernel[(blocks,)](
         routed.ids,

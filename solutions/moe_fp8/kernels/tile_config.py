@@ -210,8 +210,8 @@ class LayerRules(NamedTuple):
     stages: int  # of both GEMMs with few rows
     one_wave: float  # rows on this rank up to which the first GEMM's tiles make one wave
     whole_waves: int  # largest tile_m of the first GEMM that leaves CTAs out
-    evict_first: float = 0  # bytes of weights that rows of as many experts read, up to which they
-    # leave L2 first
+    evict_first: float = 0  # bytes of the weights of as many experts as there are rows, up to which
+    # they leave L2 first
     slices: int = 0  # tile_m of which only the slices that have rows are loaded
     in_order: int = 0  # K blocks of the second GEMM up to which it takes its tiles in order
 
