@@ -21,12 +21,12 @@ UNEVEN = (
     (36, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (96, GemmConfig(cluster_n=2)),
 )
-# CTAs below each other share the weights, which saves more, but an expert with an odd number of
-# row tiles leaves one of them idle.
+# Where all have the same number of rows, whole tiles leave least of them empty.
 EVEN = (
     (64, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (128, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),
-    (640, GemmConfig(cluster_m=2, overlap=True)),
+    (192, GemmConfig(tile_m=192, stages=4, dynamic=True, unroll=True)),
+    (1024, GemmConfig(overlap=True)),
 )
 # Three warpgroups keep the tensor cores busier than two, and waste less at an expert's end; tiles
 # on demand even out what it costs.
