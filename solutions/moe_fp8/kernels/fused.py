@@ -17,7 +17,7 @@ from ..numerics import BLOCK, TMA_ROWS, round_up
 from ..problem import MoeShape
 from .combine import Combine
 from .handoff import Ready
-from .permute import Permute
+from .permute import Permute, TokensOfRows
 from .quantise import QuantisedTokens
 from .route import WORD, WORDS, Route, TokenRanges
 from .tiles import most_ctas
@@ -131,7 +131,7 @@ class FusedMoe:
         self.passes = config1.passes
         if self.passes > 1 and gather:
             raise ValueError(f"{config1}: expected one pass where rows are gathered")
-        self.route = Route(shape, self.gathers, self.passes)
+        self.route = Route(shape, names_tokens=self.passes == 1, passes=self.passes)
         self.permute = Permute(h, top_k)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         # Behind a permute it knows the experts' rows while that is still at work.
@@ -230,7 +230,12 @@ class FusedMoe:
             rows_of_a: tuple = (x, of.token_of_row), x_scale
             writable_rows = None
         else:
-            self.permute.launch(x, x_scale, of.pair_row, a, a_scale, stream, of_tokens, most)
+            by_row = None
+            if cutlass.const_expr(self.passes == 1 and x.element_type is not BFloat16):
+                by_row = TokensOfRows(of.token_of_row, cute.domain_offset((local,), of.m_indptr))
+            self.permute.launch(
+                x, x_scale, of.pair_row, a, a_scale, stream, of_tokens, most, by_row
+            )
             rows_of_a = a, a_scale
             side_job_tensors = (of.pair_row, out) + ((of_tokens,) if self.passes > 1 else ())
         counts = ready = None

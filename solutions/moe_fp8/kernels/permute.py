@@ -1,5 +1,7 @@
 """Copies every token, with its scales, to the rows of its local pairs."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
@@ -8,6 +10,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from ..numerics import BLOCK
 from .dependent import wait_for_previous
 from .quantise import quantise
+from .tiles import WARP
 from .vectors import load, vector
 
 VECTOR = 16
@@ -18,6 +21,13 @@ THREADS = 64
 """A row of 7168 is then 7 vectors a thread, none left over."""
 
 
+class TokensOfRows(NamedTuple):
+    """Which token each row is a copy of."""
+
+    token_of_row: cute.Tensor  # (rows,) i32
+    end: cute.Tensor  # (1,) i32: rows that there are
+
+
 class Permute:
     """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]` where local.
 
@@ -26,6 +36,11 @@ class Permute:
     A token without a local expert costs the load of its `pair_row`.
 
     A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+
+    A token's scales go to one column of `a_scale`, each to another sector: 4 of 32 bytes, which
+    keep L2 busy for longer than whole ones. So where `TokensOfRows` are known, other CTAs, ahead of
+    these, copy the scales of 32 rows each, or find that there are no more: a warp writes 128 bytes
+    in one piece.
 
     Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
     scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
@@ -56,17 +71,49 @@ class Permute:
         stream: cuda.CUstream,
         of: cute.Tensor | None = None,  # (2,) i32: first token, end; all tokens without it
         most: Int32 | None = None,  # tokens that there may be from the first to the end
+        by_row: TokensOfRows | None = None,  # of e4m3 tokens
     ):
-        tokens = cute.size(x, mode=[0]) if most is None else most
-        self.kernel(x, x_scale, pair_row, a, a_scale, of).launch(
-            grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        ctas = cute.size(x, mode=[0]) if most is None else most
+        of_scales = Int32(0)
+        if cutlass.const_expr(by_row is not None):
+            of_scales = cute.ceil_div(cute.size(a, mode=[0]), WARP)
+        self.kernel(x, x_scale, pair_row, a, a_scale, of, by_row, of_scales).launch(
+            grid=[of_scales + ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, pair_row, a, a_scale, of):
-        thread, _, _ = cute.arch.thread_idx()
-        token, _, _ = cute.arch.block_idx()
+    def kernel(self, x, x_scale, pair_row, a, a_scale, of, by_row, of_scales: Int32):
+        block, _, _ = cute.arch.block_idx()
         wait_for_previous()
+        if cutlass.const_expr(by_row is None):
+            self._copy(x, x_scale, pair_row, a, a_scale, of, block)
+        elif block < of_scales:
+            self._copy_scales(x_scale, by_row, a_scale, block)
+        else:
+            self._copy(x, None, pair_row, a, None, of, block - of_scales)
+
+    @cute.jit
+    def _copy_scales(self, x_scale, by_row: TokensOfRows, a_scale, block: Int32):
+        """Of a row in each lane. The warps take turns; what is left over is the first one's."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = block * WARP + cute.arch.lane_idx()
+        warps = THREADS // WARP
+        each = self.blocks // warps
+        values = cute.make_rmem_tensor(max(each, 1), Float32)
+        if row < by_row.end[0]:
+            token = by_row.token_of_row[row]
+            for i in cutlass.range_constexpr(each):
+                values[i] = x_scale[i * warps + warp, token]
+            if cutlass.const_expr(self.blocks % warps != 0):
+                if warp == 0:
+                    a_scale[self.blocks - 1, row] = x_scale[self.blocks - 1, token]
+            for i in cutlass.range_constexpr(each):
+                a_scale[i * warps + warp, row] = values[i]
+
+    @cute.jit
+    def _copy(self, x, x_scale, pair_row, a, a_scale, of, token: Int32):
+        """A token; with its scales, where they have tensors."""
+        thread, _, _ = cute.arch.thread_idx()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         last = Int32(-1)
         if cutlass.const_expr(of is None):
@@ -106,10 +153,11 @@ class Permute:
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 cute.autovec_copy(vector(at, VECTOR), values[None, i])
-        for i in cutlass.range_constexpr(self.blocks_per_thread):
-            block = self._block(i, thread, False)
-            if block < self.blocks:
-                scales[i] = x_scale[block, token]
+        if cutlass.const_expr(x_scale is not None):
+            for i in cutlass.range_constexpr(self.blocks_per_thread):
+                block = self._block(i, thread, False)
+                if block < self.blocks:
+                    scales[i] = x_scale[block, token]
 
     @cute.jit
     def _quantise(self, x, token, thread, values, scales):
@@ -135,7 +183,8 @@ class Permute:
             if column < self.hidden:
                 at = a.iterator + Int64(row) * self.hidden + column
                 cute.autovec_copy(values[None, i], vector(at, VECTOR))
-        for i in cutlass.range_constexpr(cute.size(scales)):
-            block = self._block(i, thread, quantised)
-            if block < self.blocks:
-                a_scale[block, row] = scales[i]
+        if cutlass.const_expr(a_scale is not None):
+            for i in cutlass.range_constexpr(cute.size(scales)):
+                block = self._block(i, thread, quantised)
+                if block < self.blocks:
+                    a_scale[block, row] = scales[i]

@@ -1,5 +1,6 @@
 """What the grouped GEMM's configs have in common on every architecture."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -204,7 +205,10 @@ class LayerRules(NamedTuple):
     multiprocessors. Where its tiles are of few K blocks, asking for each costs more than beginning
     early gains: they are taken in order, after the first GEMM.
 
-    The last three are off where they have not been measured.
+    The first GEMM gathers its rows where its operands are swapped; where they are not, a permute
+    comes before it. That pays from fewer rows on than the larger tile does in the GEMM alone.
+
+    The last four are off where they have not been measured.
     """
 
     stages: int  # of both GEMMs with few rows
@@ -214,6 +218,8 @@ class LayerRules(NamedTuple):
     # they leave L2 first
     slices: int = 0  # tile_m of which only the slices that have rows are loaded
     in_order: int = 0  # K blocks of the second GEMM up to which it takes its tiles in order
+    larger: tuple[float, float] = (math.inf, math.inf)  # rows an expert above which the first GEMM
+    # takes the config for at least as many as the second number
 
     def configs(
         self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
@@ -221,7 +227,9 @@ class LayerRules(NamedTuple):
         """The configs of both GEMMs for T tokens, at least one; `pick`: a heuristic's `choose`."""
         rows = expected_rows(tokens * shape.top_k, shape.num_experts)
         h, i = shape.hidden_size, shape.intermediate_size
-        first, second = pick(rows, 2 * i, h), pick(rows, h, i, terms=terms)
+        above, least = self.larger
+        first = pick(max(rows, least) if rows > above else rows, 2 * i, h)
+        second = pick(rows, h, i, terms=terms)
         local = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
         overlap = not second.swap_ab or local > self.one_wave
         overlap = overlap and i // BLOCK > self.in_order
