@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +37,9 @@ PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("results", "determi
 RECORD = re.compile(r"<!-- record: (\S+) -->")
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
-STUDY_TOKENS = 1024
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
 LADDER_TOKENS = (1, 80, 901, 14107)
+FORM = "experts"
 MANY_EXPERTS = 16
 """Active experts from which on the weights alone keep the whole GPU reading."""
 
@@ -188,18 +188,6 @@ def invariance(recorded: Recorded) -> str:
     )
 
 
-@block
-def stages(recorded: Recorded) -> str:
-    """At the original study's token count; at the first measured one without it."""
-    record = recorded.stages
-    if record is None or not record["results"]:
-        raise UsageError(f"{recorded.directory} has no stages.json")
-    results = record["results"]
-    result = next((r for r in results if r["tokens"] == STUDY_TOKENS), results[0])
-    title = f"T={result['tokens']}, median ms:"
-    return parts(title, table(tables.stages_table(result)), paragraph(changed_since(record)))
-
-
 def _gemm(recorded: Recorded, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
     """A record of the GEMMs, and of its timings those that it is about, as far as a peer was timed
     beside them."""
@@ -269,22 +257,32 @@ def _measured(recorded: Recorded, record: Mapping[str, Any], name: str, text: st
     return paragraph(said, changed_since(record))
 
 
-def _sweep(recorded: Recorded, name: str, title: str, text: str) -> str:
-    """A section with its heading, or nothing where the record has no such sweep."""
+def _sweep(
+    recorded: Recorded,
+    name: str,
+    title: str,
+    text: str,
+    left_out: Sequence[str] = (),
+    every: int = 1,
+) -> str:
+    """A section with its heading, or nothing where the record has no such sweep. Some calls may be
+    `left_out` of the table, which has a row for `every` so many numbers of tokens."""
     if name not in recorded.sweeps:
         return ""
     record = recorded.sweeps[name]
     times, _, failed = tables.sweep_tables(record)
     text = f"{text} {record['method']}."
     named = times.title.replace("* the fastest", "the fastest in bold")
-    times = replace(times, frame=times.frame.drop(columns="pairs"))
+    left_out = ["pairs", "active", "floor / best", *left_out]
+    times = replace(times, frame=times.frame.drop(columns=left_out)[::every])
+    why = [f"{r.solution} at T={r.T} ({r.reason})" for r in failed.frame.itertuples()]
     return parts(
         f"## {title}",
         _measured(recorded, record, name, text),
         picture(recorded, f"{name}.png", "Device time over the number of tokens, and the floor"),
         paragraph(f"{named}:"),
         table(times),
-        *([paragraph(f"{failed.title}:"), table(failed)] if failed else []),
+        paragraph(f"Failed: {', '.join(map(markdown, why))}.") if why else "",
     )
 
 
@@ -300,7 +298,23 @@ def sweep_engines(recorded: Recorded) -> str:
         "As engines call the layer: bfloat16 tokens, their experts chosen and, but for what is "
         "called fp8, their values quantised within the call."
     )
-    return _sweep(recorded, "sweep_engines", "As engines call it", text)
+    if "sweep_engines" not in recorded.sweeps:
+        return ""
+    of_forms = form_costs(recorded.sweeps["sweep_engines"]["results"])
+    said = ", ".join(f"{name} {min(of):.2f} to {max(of):.2f}" for name, of in of_forms.items())
+    text += f" Device time over that of {FORM} bf16: {said}."
+    return _sweep(recorded, "sweep_engines", "As engines call it", text, list(of_forms), every=2)
+
+
+def form_costs(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """By each form of `experts` with FP8 tokens: its device times over those with bfloat16."""
+    found: dict[str, list[float]] = {}
+    for row in results:
+        ms = {name: of.get("device", {}).get("ms") for name, of in row["solutions"].items()}
+        for name in ms:
+            if name.startswith(f"{FORM} fp8") and ms[name] and ms[f"{FORM} bf16"]:
+                found.setdefault(name, []).append(ms[name] / ms[f"{FORM} bf16"])
+    return found
 
 
 @block

@@ -18,8 +18,8 @@ from scripts.table.tables import Table
 
 RESULTS = ROOT / "docs" / "results.md"
 TEXT = generated.passages(RESULTS.read_text(encoding="utf-8"))[1]
-STAGES = ROOT / "results" / "nvidia-h200" / "2026-11-21"
-"""A record with stages and GEMMs of even rows, without device times."""
+STUDY = ROOT / "results" / "nvidia-h200" / "2026-11-21"
+"""A record with GEMMs of even rows, without device times."""
 
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 
@@ -111,10 +111,8 @@ def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path)
         generated.record_of("# no record")
     shutil.copy(recorded.directory / "traces.jsonl", tmp_path)
     only_traces = read(tmp_path)
-    for name, missing in (("stages", "stages.json"), ("gemm_study", "gemm_study.json")):
-        with pytest.raises(UsageError, match=missing):
-            text = f"<!-- generated: {name} -->\n<!-- /generated -->\n"
-            generated.generate(text, only_traces)
+    with pytest.raises(UsageError, match="gemm_study.json"):
+        generated.generate(BLOCK.format("gemm_study"), only_traces)
 
 
 # --- what is said of sources and clocks -----------------------------------------------------------
@@ -123,7 +121,7 @@ def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path)
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A record's data, to be changed."""
-    for path in STAGES.glob("*.json*"):
+    for path in STUDY.glob("*.json*"):
         shutil.copy(path, tmp_path)
     return tmp_path
 
@@ -137,7 +135,7 @@ def sources_are(monkeypatch, copy: Path, **changed: str) -> Recorded:
     measured = json.loads((copy / "run.json").read_text())["solutions"]
     now = measured | {f"cutedsl_moe_fp8_{name}": value for name, value in changed.items()}
     monkeypatch.setattr(sources, "current", lambda: now)
-    for path in [copy / "stages.json", *copy.glob("gemm*.json")]:
+    for path in copy.glob("gemm*.json"):
         change_json(path, solutions=measured)
     return read(copy)
 
@@ -147,7 +145,7 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
 ) -> None:
     same = sources_are(monkeypatch, copy)
     text = f"<!-- record: {copy} -->\n" + "".join(
-        BLOCK.format(n) for n in ("ranking", "stages", "gemm_study")
+        BLOCK.format(n) for n in ("ranking", "gemm_study")
     )
     silent = generated.generate(text, same)
     assert "changed" not in silent
@@ -155,7 +153,7 @@ def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
     said = generated.generate(text, changed)
     sentence = "the sources of flat and v3 have changed."
     assert " ".join(said.split()).count(f"Since this run {sentence}") == 1
-    assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 2
+    assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 1
 
     monkeypatch.setattr(generated, "README", copy / "README.md")
     monkeypatch.setattr(generated, "PAGES", [copy / "README.md"])
@@ -211,14 +209,8 @@ def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
         generated.gemm_layers(read(copy))
 
 
-def test_what_the_record_lacks_is_one_line(copy: Path) -> None:
-    change_json(copy / "stages.json", results=[])
-    with pytest.raises(UsageError, match="has no stages.json"):
-        generated.generate(BLOCK.format("stages"), read(copy))
-
-
 def test_configurations_below_the_best_peer_are_counted() -> None:
-    recorded = read(STAGES)
+    recorded = read(STUDY)
     rows = recorded.gemm["gemm_study"]["results"]
     below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
     assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)

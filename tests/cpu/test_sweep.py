@@ -383,7 +383,8 @@ def copy(measured, tmp_path):
     """A record with a sweep."""
     for path in RECORD.glob("*.json*"):
         shutil.copy(path, tmp_path)
-    (tmp_path / "models.json").unlink()
+    for name in ("models", "sweep_engines"):
+        (tmp_path / f"{name}.json").unlink()
     measured()
     return tmp_path
 
@@ -399,6 +400,22 @@ def test_a_record_with_a_sweep_has_its_section(copy) -> None:
     assert generated.shown(text, recorded) == ["sweep.png"]
     engines = TEXT.replace("sweep", "sweep_engines").format(copy)
     assert "##" not in generated.generate(engines, recorded)
+
+
+def test_calls_as_engines_make_them_have_a_short_table(copy) -> None:
+    """Of every other number of tokens, and what the forms of `experts` cost in a sentence."""
+    record = json.loads((copy / "sweep.json").read_text())
+    first, second = record["results"]
+    for row, form_ms in ((first, 0.04), (second, 0.06)):
+        row["solutions"]["experts bf16"] = {"device": {"ms": 0.05}, "harness": {"ms": 0.08}}
+        row["solutions"]["experts fp8"] = {"device": {"ms": form_ms}, "harness": {"ms": 0.08}}
+    record["peers"] |= {"experts bf16": False, "experts fp8": False}
+    (copy / "sweep_engines.json").write_text(json.dumps(record))
+    text = TEXT.replace("sweep", "sweep_engines").format(copy)
+    made = " ".join(generated.generate(text, read(copy)).split())
+    assert "that of experts bf16: experts fp8 0.80 to 1.20." in made
+    assert "| T |" in made and "| 1 |" in made and "| 2 |" not in made.split("Failed")[0]
+    assert "| experts bf16 |" in made and "| experts fp8 |" not in made
 
 
 def test_layers_of_a_record_are_a_table_in_few_words(copy) -> None:
