@@ -257,24 +257,21 @@ def _measured(recorded: Recorded, record: Mapping[str, Any], name: str, text: st
     return paragraph(said, changed_since(record))
 
 
-def _sweep(
-    recorded: Recorded,
-    name: str,
-    title: str,
-    text: str,
-    left_out: Sequence[str] = (),
-    every: int = 1,
-) -> str:
-    """A section with its heading, or nothing where the record has no such sweep. Some calls may be
-    `left_out` of the table, which has a row for `every` so many numbers of tokens."""
+def _sweep(recorded: Recorded, name: str, title: str, text: str, forms: bool = False) -> str:
+    """A section with its heading, or nothing where the record has no such sweep. With `forms` a
+    sentence says what those of `experts` cost, and every other number of tokens has a row."""
     if name not in recorded.sweeps:
         return ""
     record = recorded.sweeps[name]
     times, _, failed = tables.sweep_tables(record)
+    costs = form_costs(record["results"]) if forms else {}
+    if costs:
+        said = ", ".join(f"{form} {min(of):.2f} to {max(of):.2f}" for form, of in costs.items())
+        text += f" Device time over that of {FORM} bf16: {said}."
     text = f"{text} {record['method']}."
     named = times.title.replace("* the fastest", "the fastest in bold")
-    left_out = ["pairs", "active", "floor / best", *left_out]
-    times = replace(times, frame=times.frame.drop(columns=left_out)[::every])
+    left_out = ["pairs", "active", "floor / best", *costs]
+    times = replace(times, frame=times.frame.drop(columns=left_out)[:: 2 if forms else 1])
     why = [f"{r.solution} at T={r.T} ({r.reason})" for r in failed.frame.itertuples()]
     return parts(
         f"## {title}",
@@ -298,12 +295,7 @@ def sweep_engines(recorded: Recorded) -> str:
         "As engines call the layer: bfloat16 tokens, their experts chosen and, but for what is "
         "called fp8, their values quantised within the call."
     )
-    if "sweep_engines" not in recorded.sweeps:
-        return ""
-    of_forms = form_costs(recorded.sweeps["sweep_engines"]["results"])
-    said = ", ".join(f"{name} {min(of):.2f} to {max(of):.2f}" for name, of in of_forms.items())
-    text += f" Device time over that of {FORM} bf16: {said}."
-    return _sweep(recorded, "sweep_engines", "As engines call it", text, list(of_forms), every=2)
+    return _sweep(recorded, "sweep_engines", "As engines call it", text, forms=True)
 
 
 def form_costs(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
