@@ -88,15 +88,18 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
 
 
 def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.server_args import ServerArgs
 
-    # What a server sets before its first layer.
+    # What a server sets before its first layer. Versions up to 0.5.20 have the group in a variable.
     get_context().set_server_args(ServerArgs(model_path="dummy"))
-    get_parallel().override_permanently(tp_group=SimpleNamespace(world_size=1))
+    parallel_state._TP = SimpleNamespace(world_size=1)
+    if hasattr(get_parallel(), "override_permanently"):
+        get_parallel().override_permanently(tp_group=parallel_state._TP)
     w13, w13_scale, w2, w2_scale = weights
     config = MoeRunnerConfig(num_experts=len(places), num_local_experts=len(w13), inplace=False)
     how: dict[str, Any] = dict(
