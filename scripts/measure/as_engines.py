@@ -95,7 +95,7 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.server_args import ServerArgs
 
-    # What a server sets before its first layer. Versions up to 0.5.20 have the group in a variable.
+    # What a server sets before its first layer; versions up to 0.5.20 keep the group in a variable.
     get_context().set_server_args(ServerArgs(model_path="dummy"))
     parallel_state._TP = SimpleNamespace(world_size=1)
     if hasattr(get_parallel(), "override_permanently"):
