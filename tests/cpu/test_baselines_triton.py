@@ -315,7 +315,7 @@ def test_the_row_bound_holds_any_routing(tokens, align):
     assert sum(-(-c // align) * align for c in even) <= bound
 
 
-@pytest.mark.parametrize(("experts", "block"), [(1, 32), (32, 32), (128, 32), (256, 16), (384, 8)])
+@pytest.mark.parametrize(("experts", "block"), [(1, 16), (32, 16), (128, 16), (256, 16), (384, 8)])
 def test_a_block_of_many_experts_is_small_enough_for_shared_memory(experts, block):
     """`_place_kernel` takes 4 bytes there for each pair and expert, of powers of two both."""
     assert stages.tokens_per_block(1025, 8, experts) == block

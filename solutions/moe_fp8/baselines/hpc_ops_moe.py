@@ -55,6 +55,8 @@ LARGEST_TILE = 64
 TILE_N = 128
 TASK = 4
 """int32 of a tile in the list."""
+DESCRIPTORS = 2 * 128 // 4
+"""int32 of an expert's two TMA descriptors."""
 MOST_EXPERTS = 256
 """The library numbers tiles with 32 threads of 8 experts each; of more it reads past the rows."""
 
@@ -183,6 +185,10 @@ class HpcOpsLayer:
         stages.swiglu_quant(g, q, q_scale.t(), rows)
         mark("swiglu_quant")
 
+        # The library allocates memory for the TMA descriptors that a kernel of its writes, the same
+        # for both GEMMs, and without its list does not acquire them: in a replay the second GEMM
+        # used those of the first. This takes that memory.
+        held = counts.new_empty(len(counts) * DESCRIPTORS)  # noqa: F841
         multiply(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o)
         mark("gemm2")
 
