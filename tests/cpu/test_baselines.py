@@ -463,13 +463,15 @@ def test_rows_of_hpcs_tiles(tokens, tile):
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 8), (80, 108)])
 def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
     """8 experts with a row each; 640 rows on 32 experts, each with one row in its last tile. The
-    second GEMM has 56 column tiles; an entry a CTA ends the list."""
+    second GEMM has 56 column tiles; an entry a CTA ends the list. Its room does not tell threads
+    with other numbers of tokens apart."""
     pytest.importorskip("triton", reason="triton is not installed")
     from moe_fp8.baselines.triton_stages import processors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tasks = hpc_ops_moe.buffers(tokens, DEEPSEEK_V3, device).tasks
     assert tasks.shape[0] * tasks.shape[1] >= tiles * 56 + processors(device)
+    assert tasks.shape == hpc_ops_moe.buffers(287, DEEPSEEK_V3, device).tasks.shape
 
 
 @pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)

@@ -100,7 +100,10 @@ def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
     tasks = None
     if mean <= LISTED_MEAN:
         ctas = processors(device)
-        tiles = bound // tile * -(-max(2 * i, h) // TILE_N)
+        # For the most tokens that are listed: the library sets by this room how much shared memory
+        # a launch may have, and a call of fewer tokens in another thread would lower it in between.
+        most = ((LISTED_MEAN + 1) * shape.num_experts - 1) // shape.top_k
+        tiles = row_bound(most, shape, tile) // tile * -(-max(2 * i, h) // TILE_N)
         # After the last tile stands one entry for each CTA that says that there are no more.
         tasks = new(-(-tiles // ctas) + 1, ctas, TASK, dtype=torch.int32)
     fp8, f32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
