@@ -44,11 +44,14 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
     """In the place of torch.cuda; see fake_cuda.py."""
     from fake_cuda import FakeCuda
 
-    from scripts.measure.timing import flush_buffer
+    from scripts.measure.timing import flush_buffer, own_stream
 
-    flush_buffer.cache_clear()
+    kept = flush_buffer, own_stream
+    for of_a_gpu in kept:
+        of_a_gpu.cache_clear()
     yield FakeCuda(monkeypatch)
-    flush_buffer.cache_clear()
+    for of_a_gpu in kept:
+        of_a_gpu.cache_clear()
 
 
 @pytest.fixture(scope="session")

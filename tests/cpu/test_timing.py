@@ -59,6 +59,41 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
     assert "Traceback" in capsys.readouterr().err, "the log says where"
 
 
+def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(cuda, monkeypatch) -> None:
+    class Large(Kernel):
+        def __call__(self, *arguments: object) -> None:
+            if cuda.captured is not None and "given back" not in cuda.log:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__call__(*arguments)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.log.append("given back"))
+    kernels = [Kernel(cuda, "a"), Large(cuda, "large"), Kernel(cuda, "b")]
+    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=4)
+    for kernel in kernels:
+        assert found[kernel.name] == pytest.approx(timing.summary(kernel.took[-4:], method="graph"))
+    then = cuda.log.index("given back")
+    replays = [x for x in cuda.log[:then] if x in "ab"]
+    assert replays[-6:] == ["a"] * 6, "with two rounds of warm-up, before the second attempt"
+    assert "a" not in cuda.log[then:]
+    again = timing.device_times({"large": timed(Large(cuda, "large"))}, repeats=1)
+    assert again["large"]["calls"] == 1 and cuda.streams == 1, "of all problems"
+
+
+def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
+    tries = []
+
+    class Larger(Kernel):
+        def __call__(self, *arguments: object) -> None:
+            tries.append(self)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernels = [Larger(cuda, "larger"), Kernel(cuda, "a"), Larger(cuda, "last")]
+    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=2)
+    assert found["larger"] == found["last"] == {"error": "OutOfMemoryError: CUDA out of memory"}
+    assert found["a"]["calls"] == 2
+    assert [k.name for k in tries] == ["larger", "last", "last"]
+
+
 def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
 
     seen = []
