@@ -61,12 +61,14 @@ def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
 
 
 def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns, or, where it fails, {"error": one line}; the whole goes to stderr."""
+    """What it returns, or, where it fails, {"error": a line of two sentences at most}; the whole
+    goes to stderr."""
     try:
         return measure(*arguments)
     except FAILURES as error:
         traceback.print_exception(error)
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"error": ". ".join(line.split(". ")[:2])}  # torch's advice on memory is long
 
 
 # --- replays --------------------------------------------------------------------------------------

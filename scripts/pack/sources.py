@@ -48,17 +48,29 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
     ours = {
         name: set(was) for name, was in hashes.items() if name in now or name.startswith(PREFIX)
     }
-    unknown = [short_name(n) for n, was in ours.items() if "" in was]
-    changed = [short_name(n) for n, was in ours.items() if "" not in was and was != {now.get(n)}]
+    unknown = _names(n for n, was in ours.items() if "" in was)
+    others = [n for n, was in ours.items() if "" not in was and was != {now.get(n)}]
+    changed = _names(others)
     said = []
-    if len(changed) > 1 and len(changed) == len(hashes):
-        said.append(f"Since {what} the sources of all {len(changed)} solutions have changed.")
+    if len(others) > 1 and len(others) == len(hashes):
+        said.append(f"Since {what} the sources of all {len(others)} solutions have changed.")
     elif changed:
         noun, verb = ("source", "has") if len(changed) == 1 else ("sources", "have")
         said.append(f"Since {what} the {noun} of {_list(changed)} {verb} changed.")
     if unknown:
         said.append(f"It is not known which sources of {_list(unknown)} were measured.")
     return " ".join(said)
+
+
+def _names(solutions: Iterable[str]) -> list[str]:
+    """Of several definitions' each once: their sources are the same."""
+    shorts = [e.short for e in TABLE[1:]]
+    names = (short_name(n) for n in solutions)
+    return list(
+        dict.fromkeys(
+            functools.reduce(lambda n, s: n.removesuffix(f"_{s}"), shorts, n) for n in names
+        )
+    )
 
 
 def _list(names: list[str]) -> str:

@@ -54,6 +54,16 @@ def test_changed_sources_in_a_sentence(measured: dict[str, set[str]], said: str)
     assert sources.remark(measured) == said
 
 
+def test_a_solution_of_several_definitions_is_named_once(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "current", lambda definition=None: NOW)
+    names = ["triton_moe_glm5", "triton_moe_minimax_m2_ep8", "triton_moe_kimi_k2_ep4"]
+    measured = {"cutedsl_moe_fp8_v1": {"1"}} | dict.fromkeys(names, {"3"})
+    monkeypatch.setitem(NOW, "triton_moe_glm5", "3")
+    for name in names[1:]:
+        monkeypatch.setitem(NOW, name, "4")
+    assert sources.remark(measured) == "Since this run the source of triton_moe has changed."
+
+
 def test_a_rankings_sources_are_those_of_its_records(tmp_path) -> None:
     made = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
     made += [trace("cutedsl_moe_fp8_v1", 7, 1.0, libs={"solution_hash": "2"})]

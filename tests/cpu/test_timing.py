@@ -85,11 +85,12 @@ def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
     class Larger(Kernel):
         def __call__(self, *arguments: object) -> None:
             tries.append(self)
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("No memory. Tried to allocate 3.50 GiB. See the manual.")
 
     kernels = [Larger(cuda, "larger"), Kernel(cuda, "a"), Larger(cuda, "last")]
     found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=2)
-    assert found["larger"] == found["last"] == {"error": "OutOfMemoryError: CUDA out of memory"}
+    error = {"error": "OutOfMemoryError: No memory. Tried to allocate 3.50 GiB"}
+    assert found["larger"] == found["last"] == error
     assert found["a"]["calls"] == 2
     assert [k.name for k in tries] == ["larger", "last", "last"]
 

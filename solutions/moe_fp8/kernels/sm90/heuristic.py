@@ -21,8 +21,7 @@ UNEVEN = (
     (36, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (96, GemmConfig(cluster_n=2)),
 )
-# Where all have the same number of rows. With 65 to 128 an expert has exactly two row tiles: CTAs
-# one below the other share its weights. Beyond, the tile that leaves least of its rows empty.
+# Where all have the same number of rows, whole tiles leave least of them empty.
 EVEN = (
     (64, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (128, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),
