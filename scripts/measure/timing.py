@@ -44,9 +44,8 @@ def flush_buffer() -> torch.Tensor:
 
 @functools.cache
 def own_stream() -> torch.cuda.Stream:
-    """One for all that is replayed, and for all problems: a solution may keep its buffers for each
-    stream, and those of a dozen, in graphs and twice beside them, were more than 80 GB at T=14107.
-    """
+    """That of all calls and problems: a solution may keep its buffers for each stream, and those of
+    a dozen, in graphs and twice beside them, were more than 80 GB at T=14107."""
     return torch.cuda.Stream()
 
 

@@ -5,6 +5,7 @@ and with the records of stages and GEMMs.
 """
 
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -64,13 +65,8 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
 
 def _names(solutions: Iterable[str]) -> list[str]:
     """Of several definitions' each once: their sources are the same."""
-    shorts = [e.short for e in TABLE[1:]]
-    names = (short_name(n) for n in solutions)
-    return list(
-        dict.fromkeys(
-            functools.reduce(lambda n, s: n.removesuffix(f"_{s}"), shorts, n) for n in names
-        )
-    )
+    of_another = re.compile(f"_({'|'.join(other.short for other in TABLE[1:])})$")
+    return list(dict.fromkeys(of_another.sub("", short_name(name)) for name in solutions))
 
 
 def _list(names: list[str]) -> str:

@@ -463,8 +463,8 @@ def test_rows_of_hpcs_tiles(tokens, tile):
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 8), (80, 108)])
 def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
     """8 experts with a row each; 640 rows on 32 experts, each with one row in its last tile. The
-    second GEMM has 56 column tiles; an entry a CTA ends the list. Its room does not tell threads
-    with other numbers of tokens apart."""
+    second GEMM has 56 column tiles; an entry a CTA ends the list. The room is the same for every
+    number of tokens."""
     pytest.importorskip("triton", reason="triton is not installed")
     from moe_fp8.baselines.triton_stages import processors
 

@@ -188,11 +188,12 @@ class HpcOpsLayer:
         stages.swiglu_quant(g, q, q_scale.t(), rows)
         mark("swiglu_quant")
 
-        # The library allocates memory for the TMA descriptors that a kernel of its writes, the same
-        # for both GEMMs, and without its list does not acquire them: in a replay the second GEMM
-        # used those of the first. This takes that memory.
-        held = counts.new_empty(len(counts) * DESCRIPTORS)  # noqa: F841
+        # Both GEMMs would allocate their TMA descriptors at one address. Without the list they do
+        # not acquire what was written there: in a replay the second GEMM used those of the first.
+        # This takes that address until the second GEMM is launched.
+        held = counts.new_empty(len(counts) * DESCRIPTORS) if tasks is None else None
         multiply(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o)
+        del held
         mark("gemm2")
 
         stages.combine(o, routed.weights, rows, output)
