@@ -21,7 +21,8 @@ UNEVEN = (
     (36, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (96, GemmConfig(cluster_n=2)),
 )
-# Where all have the same number of rows, whole tiles leave least of them empty.
+# Where all have the same number of rows: with 65 to 128 each has exactly two row tiles, whose CTAs,
+# one below the other, share its weights; with more, the tile that leaves least of its rows empty.
 EVEN = (
     (64, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (128, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),
