@@ -44,8 +44,8 @@ def flush_buffer() -> torch.Tensor:
 
 @functools.cache
 def own_stream() -> torch.cuda.Stream:
-    """That of all calls and problems: a solution may keep its buffers for each stream, and those of
-    a dozen, in graphs and twice beside them, were more than 80 GB at T=14107."""
+    """That of all calls and problems: a solution may keep its buffers for each stream and number of
+    tokens, and those of a dozen, in graphs and twice beside them, were more than 80 GB."""
     return torch.cuda.Stream()
 
 
@@ -87,9 +87,9 @@ def waits(call: Run) -> bool:
     return False
 
 
-def capture(call: Run, stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
-    """The call as a graph. It is made once before, on this stream or one of its own."""
-    stream = stream or torch.cuda.Stream()
+def capture(call: Run) -> torch.cuda.CUDAGraph:
+    """The call as a graph. It is made once before."""
+    stream = own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
@@ -214,11 +214,11 @@ class Returning(Timed):
         self.arguments[-1] = self.runnable(*self.arguments)
 
 
-def captured(call: Timed, stream: torch.cuda.Stream | None = None) -> Run:
+def captured(call: Timed) -> Run:
     """A replay of the call, checked against the call itself, which was made before; see `capture`.
     Raises RuntimeError: the replay does not write what the call writes."""
     expected = call.output.clone()
-    graph = capture(call, stream)
+    graph = capture(call)
     call.output.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
@@ -244,19 +244,18 @@ def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> 
 
 def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
     """The device time of each call in ms, or the `error` for which there is none."""
-    flush, stream = flush_buffer(), own_stream()
+    flush = flush_buffer()
     found: dict[str, dict[str, Any]] = {}
     replays: dict[str, list[Run]] = {}
 
     def prepare(name: str, call: Timed) -> dict[str, Any]:
         """The figures of a call that waits; of another one, which is to be replayed, none."""
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP):
-                call()
-            waiting = waits(call)
+        for _ in range(WARMUP):
+            call()
+        waiting = waits(call)
         torch.cuda.synchronize()
         if not waiting:
-            replays[name] = [captured(call, stream)]
+            replays[name] = [captured(call)]
             return {}
         samples = []
         for _ in range(min(repeats, TRACED_CALLS)):
@@ -265,31 +264,41 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
             samples.append(1e-3 * sum(span.end - span.start for span in traced(call)))
         return summary(samples, method="kernel sum")
 
+    def fitted(name: str, call: Timed) -> dict[str, Any]:
+        """Prepared; where the graphs before it leave no memory, after they were timed and freed."""
+        try:
+            return prepare(name, call)
+        except torch.OutOfMemoryError:
+            if not replays:
+                raise
+        time_replays()
+        return prepare(name, call)
+
     def time_replays() -> None:
         for name, samples in in_turns(replays, repeats).items():
             found[name] = summary(samples, method="graph")
         replays.clear()
         torch.cuda.empty_cache()
 
-    for name, call in calls.items():
-        found[name] = attempt(prepare, name, call)
-        if replays and found[name].get("error", "").startswith("OutOfMemoryError"):
-            time_replays()  # and give back what their graphs hold
-            found[name] = attempt(prepare, name, call)
-    time_replays()
+    torch.cuda.synchronize()  # the arguments are there
+    with torch.cuda.stream(own_stream()):
+        for name, call in calls.items():
+            found[name] = attempt(fitted, name, call)
+        time_replays()
     return found
 
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
     """flashinfer-bench's own timing of a built solution, every call instead of the mean; with
     `HARNESS_EVENTS`."""
-    samples = harness.do_bench(
-        lambda own: call.runnable(*own),
-        warmup=WARMUP,
-        rep=repeats,
-        setup=lambda: [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments],
-        return_mode="all",
-    )
+    with torch.cuda.stream(own_stream()):
+        samples = harness.do_bench(
+            lambda own: call.runnable(*own),
+            warmup=WARMUP,
+            rep=repeats,
+            setup=lambda: [a.clone() if isinstance(a, torch.Tensor) else a for a in call.arguments],
+            return_mode="all",
+        )
     return summary(samples)
 
 

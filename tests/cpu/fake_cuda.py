@@ -5,7 +5,7 @@ different numbers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -21,20 +21,17 @@ class FakeCuda:
     """Attributes:
     log: names of the kernels that ran, "flush" where the whole L2 cache was overwritten, "event"
         where one was recorded, "wait" where the host waited for it or for all.
-    streams: how many were made.
+    called_on: the streams on which kernels were called, but for captures and replays.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.log: list[str] = []
-        self.ms, self.streams = 0.0, 0
+        self.ms = 0.0
+        self.stream = self.new_stream()
+        self.called_on: set[int] = set()
         self.captured: list[Kernel] | None = None
         self.sync_debug_mode = "default"
-        stream = SimpleNamespace(wait_stream=lambda other: None)
         real_empty = torch.empty
-
-        def new_stream() -> SimpleNamespace:
-            self.streams += 1
-            return stream
 
         def empty(*size, device=None, **kind):
             return Buffer(self, size[0]) if str(device) == "cuda" else real_empty(*size, **kind)
@@ -44,13 +41,22 @@ class FakeCuda:
             "Event": lambda enable_timing: Event(self),
             "CUDAGraph": lambda: Graph(self),
             "graph": self.capture,
-            "Stream": new_stream,
-            "current_stream": lambda: stream,
-            "stream": nullcontext,
+            "Stream": self.new_stream,
+            "current_stream": lambda: self.stream,
+            "stream": self.on_stream,
             "synchronize": lambda: self.log.append("wait"),
             "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+
+    def new_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def on_stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
 
     @contextmanager
     def capture(self, graph: "Graph") -> Iterator[None]:
@@ -86,6 +92,7 @@ class Kernel:
         if self.cuda.captured is not None and self.captures:
             self.cuda.captured.append(self)
         else:
+            self.cuda.called_on.add(id(self.cuda.stream))
             self.run()
         watched = self.cuda.captured is not None or self.cuda.sync_debug_mode == "error"
         if watched and len(self.took) <= self.waits:

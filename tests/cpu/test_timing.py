@@ -41,7 +41,12 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     assert timed_log == [*of_a, *of_b] * 11, "two rounds of warm-up and nine that count"
     traced = [x for x in cuda.log[: -11 * 10] if x in ("flush", "waits")]
     assert traced[-14:] == ["flush", "waits"] * 7
-    assert cuda.streams == 1, "a solution keeps its buffers for each"
+    timing.device_times({"again": timed(a)}, repeats=1)
+    monkeypatch.setattr(
+        timing.harness, "do_bench", lambda fn, setup, **_: [fn(setup())], raising=False
+    )
+    timing.harness_times(timed(b), 1)
+    assert cuda.called_on == {id(timing.own_stream())}, "a solution keeps its buffers for each"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,9 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
     assert "Traceback" in capsys.readouterr().err, "the log says where"
 
 
-def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(cuda, monkeypatch) -> None:
+def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
+    cuda, monkeypatch, capsys
+) -> None:
     class Large(Kernel):
         def __call__(self, *arguments: object) -> None:
             if cuda.captured is not None and "given back" not in cuda.log:
@@ -75,8 +82,7 @@ def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(cuda, mo
     replays = [x for x in cuda.log[:then] if x in "ab"]
     assert replays[-6:] == ["a"] * 6, "with two rounds of warm-up, before the second attempt"
     assert "a" not in cuda.log[then:]
-    again = timing.device_times({"large": timed(Large(cuda, "large"))}, repeats=1)
-    assert again["large"]["calls"] == 1 and cuda.streams == 1, "of all problems"
+    assert not capsys.readouterr().err, "nothing went wrong"
 
 
 def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
@@ -95,7 +101,7 @@ def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
     assert [k.name for k in tries] == ["larger", "last", "last"]
 
 
-def test_the_harness_gets_copies_and_keeps_every_call(monkeypatch) -> None:
+def test_the_harness_gets_copies_and_keeps_every_call(cuda, monkeypatch) -> None:
 
     seen = []
 
