@@ -17,8 +17,6 @@ import numpy as np
 
 from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
 
-MEAN, STD = DEFAULT.logits_mean, DEFAULT.logits_std  # of the captured logits
-ROUTED_SCALING_FACTOR = DEFAULT.routed_scaling_factor  # of every captured workload
 LOW_BIAS, HIGH_BIAS = 4.9375, 4.96875  # the two values of the captured bias
 
 # Experts whose captured bias is the high one.

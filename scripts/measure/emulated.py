@@ -24,13 +24,12 @@ from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.data.records import LAUNCHES, PASSED
-from scripts.measure.alone import MULTIPROCESSORS, emulate
+from scripts.measure.alone import emulate
 from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.profile import short_name, works
 
 NONE = "none"
-TARGETS = (*MULTIPROCESSORS, NONE)
 MOST_DIFFERENT = 1e-6
 """calc_diff of the kernels' output and the model's."""
 MOST_TOKENS = 7

@@ -10,8 +10,8 @@ from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.common import schemas
+from scripts.common.definitions import DEFAULT
 from scripts.common.project import ROOT
-from scripts.data.synthetic_logits import MEAN, STD
 from scripts.measure import stages
 from scripts.pack import sources
 from scripts.programs import profile as program
@@ -128,8 +128,8 @@ def test_inputs_of_any_token_count() -> None:
     drawn, said = problems.of(24)
     assert said == "drawn as workload 6230e838 is (T=32)"
     assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)
-    assert abs(float(drawn.routing_logits.mean()) - MEAN) < 0.05
-    assert abs(float(drawn.routing_logits.std()) - STD) < 0.05
+    assert abs(float(drawn.routing_logits.mean()) - DEFAULT.logits_mean) < 0.05
+    assert abs(float(drawn.routing_logits.std()) - DEFAULT.logits_std) < 0.05
     workload, said = problems.of(7)
     assert said == "workload b8f4f012" and workload.local_expert_offset == 192
     # The weights are drawn once, whatever the token count.
