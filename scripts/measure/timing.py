@@ -44,8 +44,8 @@ def flush_buffer() -> torch.Tensor:
 
 @functools.cache
 def own_stream() -> torch.cuda.Stream:
-    """That of all calls and problems: a solution may keep its buffers for each stream and number of
-    tokens, and those of a dozen, in graphs and twice beside them, were more than 80 GB."""
+    """The one stream of all timed calls: a solution may keep its buffers for each. Those of a dozen
+    solutions for two streams, and once more in graphs, were more than 80 GB."""
     return torch.cuda.Stream()
 
 
@@ -88,7 +88,7 @@ def waits(call: Run) -> bool:
 
 
 def capture(call: Run) -> torch.cuda.CUDAGraph:
-    """The call as a graph. It is made once before."""
+    """The call as a graph. It is called once before it is captured."""
     stream = own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -265,7 +265,8 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
         return summary(samples, method="kernel sum")
 
     def fitted(name: str, call: Timed) -> dict[str, Any]:
-        """Prepared; where the graphs before it leave no memory, after they were timed and freed."""
+        """What `prepare` gives; tried again, once the graphs before it were timed and freed, where
+        they leave no memory."""
         try:
             return prepare(name, call)
         except torch.OutOfMemoryError:

@@ -6,7 +6,6 @@ different numbers.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,14 +20,14 @@ class FakeCuda:
     """Attributes:
     log: names of the kernels that ran, "flush" where the whole L2 cache was overwritten, "event"
         where one was recorded, "wait" where the host waited for it or for all.
-    called_on: the streams on which kernels were called, but for captures and replays.
+    called_on: the streams on which kernels were called; captures and replays do not count.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.log: list[str] = []
         self.ms = 0.0
-        self.stream = self.new_stream()
-        self.called_on: set[int] = set()
+        self.stream = Stream()
+        self.called_on: set[Stream] = set()
         self.captured: list[Kernel] | None = None
         self.sync_debug_mode = "default"
         real_empty = torch.empty
@@ -41,7 +40,7 @@ class FakeCuda:
             "Event": lambda enable_timing: Event(self),
             "CUDAGraph": lambda: Graph(self),
             "graph": self.capture,
-            "Stream": self.new_stream,
+            "Stream": Stream,
             "current_stream": lambda: self.stream,
             "stream": self.on_stream,
             "synchronize": lambda: self.log.append("wait"),
@@ -49,20 +48,21 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
-    def new_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: None)
-
     @contextmanager
-    def on_stream(self, stream: SimpleNamespace) -> Iterator[None]:
+    def on_stream(self, stream: "Stream") -> Iterator[None]:
         before, self.stream = self.stream, stream
-        yield
-        self.stream = before
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @contextmanager
     def capture(self, graph: "Graph") -> Iterator[None]:
         self.captured = graph.kernels
-        yield
-        self.captured = None
+        try:
+            yield
+        finally:
+            self.captured = None
 
     def traced(self, run: Callable[[], object]) -> list[Span]:
         """`kernel_trace.traced`: one span, and a pause after it."""
@@ -92,7 +92,7 @@ class Kernel:
         if self.cuda.captured is not None and self.captures:
             self.cuda.captured.append(self)
         else:
-            self.cuda.called_on.add(id(self.cuda.stream))
+            self.cuda.called_on.add(self.cuda.stream)
             self.run()
         watched = self.cuda.captured is not None or self.cuda.sync_debug_mode == "error"
         if watched and len(self.took) <= self.waits:
@@ -103,6 +103,11 @@ class Kernel:
         self.took.append(3.0 ** len(self.took))
         self.cuda.ms += self.took[-1]
         self.cuda.log.append(self.name)
+
+
+class Stream:
+    def wait_stream(self, other: "Stream") -> None:
+        pass
 
 
 class Graph:

@@ -46,7 +46,7 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
         timing.harness, "do_bench", lambda fn, setup, **_: [fn(setup())], raising=False
     )
     timing.harness_times(timed(b), 1)
-    assert cuda.called_on == {id(timing.own_stream())}, "a solution keeps its buffers for each"
+    assert cuda.called_on == {timing.own_stream()}, "a solution keeps its buffers for each"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,9 @@ def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
     assert replays[-6:] == ["a"] * 6, "with two rounds of warm-up, before the second attempt"
     assert "a" not in cuda.log[then:]
     assert not capsys.readouterr().err, "nothing went wrong"
+    again = timing.device_times({"large": timed(Large(cuda, "large"))}, repeats=1)
+    assert again["large"]["calls"] == 1
+    assert cuda.called_on == {timing.own_stream()}, "of all problems"
 
 
 def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
