@@ -104,6 +104,17 @@ def test_offsets(module, offset, make_inputs, monkeypatch, worst):
     check(module, output_of(module, inputs), model_of(inputs, monkeypatch), worst)
 
 
+@pytest.mark.parametrize("tokens", [80, 901, 14107])
+def test_block_scales_of_zero(module, tokens, make_inputs, worst):
+    """Which the definition allows, and torch.randn draws now and then. Against our own kernels."""
+    inputs = make_inputs(tokens, seed=4)
+    scales = {n: s.clone() for n, s in inputs._asdict().items() if n.endswith("_scale")}
+    for scale in scales.values():
+        scale.view(-1)[::97] = 0.0
+    inputs = inputs._replace(**scales)
+    check(module, output_of(module, inputs), output_of(v2, inputs), worst)
+
+
 @pytest.mark.parametrize("routing", ["random", "all_local"])
 def test_many_tokens(module, routing, make_inputs, worst):
     """Against our own kernels, which other tests compare with the model."""

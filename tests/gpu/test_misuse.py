@@ -290,6 +290,8 @@ def random_problem(seed: int) -> tuple[MoeShape, MoeInputs]:
         normal(*dims) * 10.0 ** rng.uniform(-3, 3)
         for dims in ((h // 128, tokens), (e, 2 * i // 128, h // 128), (e, h // 128, i // 128))
     ]
+    for scale in scales:
+        scale.view(-1)[:: draw(2, 99)] = 0.0
     return shape, MoeInputs(
         normal(tokens, experts),
         bias.bfloat16(),

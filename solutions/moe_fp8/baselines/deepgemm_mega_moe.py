@@ -11,6 +11,10 @@ The kernel wants the rows of the first projection in turns of 8, gate before up.
 them into that order once (`transform_weights_for_mega_moe_sm90`); a solution is given its weights
 anew in every call, so here it is part of every call: 0.94 GB read and written, the same for any T.
 Whoever compares kernels must take that off.
+
+The kernel keeps one accumulator in units of the scales of the block at hand, so it divides by them:
+a scale of zero, which the definition allows, would make NaN. Such scales are replaced as they are
+copied.
 """
 
 import inspect
@@ -42,6 +46,10 @@ SHAPE = DEEPSEEK_V3
 TURN = 8
 """Rows of the gate, then of the up projection, that follow each other in the kernel's weights."""
 
+NOT_ZERO = 1e-12
+"""In the place of a scale of zero: too little to count, and what is divided by two of them is still
+a float32."""
+
 LEAST_CAPACITY = 128
 
 
@@ -66,6 +74,7 @@ class Held(NamedTuple):
     weights: torch.Tensor  # [capacity, top_k] float32
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
     w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32, gate first
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
 
 
 def capacity(tokens: int) -> int:
@@ -109,6 +118,7 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
         weights,
         torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((experts, 2 * i // BLOCK, h // BLOCK), dtype=torch.float32, device=device),
+        torch.empty((experts, h // BLOCK, i // BLOCK), dtype=torch.float32, device=device),
     )
 
 
@@ -131,7 +141,13 @@ def take_turns(
     turns[:, :, 0].copy_(gate)
     turns[:, :, 1].copy_(up)
     halves = (experts, 2, w13_scale.shape[1] // 2, w13_scale.shape[2])
-    out_scale.view(halves).copy_(w13_scale.view(halves).flip(1))
+    copy_scales(w13_scale.view(halves).flip(1), out_scale.view(halves))
+
+
+def copy_scales(scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Those of zero as `NOT_ZERO`."""
+    out.copy_(scales)
+    out.masked_fill_(out == 0, NOT_ZERO)
 
 
 @torch.inference_mode()
@@ -158,22 +174,22 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     scaling = float(inputs.routed_scaling_factor)
     route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)
 
-    symmetric, x, x_scale, ids, weights, w13, w13_scale = held(
+    symmetric, x, x_scale, ids, weights, w13, w13_scale, w2_scale = held(
         capacity(tokens), SHAPE, output.device
     )
     x[:tokens].copy_(inputs.hidden_states)
-    x_scale[:tokens].copy_(inputs.hidden_states_scale.t())
+    copy_scales(inputs.hidden_states_scale.t(), x_scale[:tokens])
     local = torch.sub(routed.ids, offset, out=ids[:tokens])
     local.masked_fill_((local < 0) | (local >= SHAPE.num_local_experts), -1)
     weights[:tokens].copy_(routed.weights)
 
     take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, w13, w13_scale)
-    w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+    copy_scales(inputs.gemm2_weights_scale, w2_scale)
     mega_moe = deep_gemm.fp8_mega_moe
     # Without a bound it chooses its schedule by the room; 0.1.5 always does.
     bounded = "num_tokens_bound" in inspect.signature(mega_moe).parameters
     bound = {"num_tokens_bound": tokens} if bounded else {}
-    mega_moe(output, (w13, w13_scale), (w2, w2_scale), symmetric, **bound)
+    mega_moe(output, (w13, w13_scale), (inputs.gemm2_weights, w2_scale), symmetric, **bound)
 
 
 run = run_of(call)
