@@ -1,5 +1,6 @@
 """Both timers of scripts/ on a GPU: a kernel of known duration, and reads that L2 would hasten."""
 
+import os
 import time
 from statistics import median
 
@@ -8,7 +9,11 @@ import torch
 
 from scripts.measure.timing import Call, Timed, device_times, time_variants
 
-pytestmark = pytest.mark.gpu
+ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n"),
+]
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
