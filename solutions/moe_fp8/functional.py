@@ -5,12 +5,16 @@ calls in its graph. A copy of the package under another name has operators of th
 """
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .arguments import has_contiguous_lines
 from .layer.fused import FusedLayer
+from .layer.validate import validate
 from .problem import Form, MoeInputs, MoeShape, RoutedInputs
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
@@ -91,8 +95,8 @@ def fused_moe(
     """
     if out is None and isinstance(hidden_states, torch.Tensor):  # else refused by name, below
         out = torch.empty_like(hidden_states, dtype=torch.bfloat16)
-    # The operator's own part of a call is 7 us of the host's.
-    run = _operator if torch.compiler.is_compiling() else _run
+    # The operator's own part of a call is 4 us of the host's.
+    run = _operator if _is_traced(routing_logits, hidden_states) else _run
     run(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
@@ -159,7 +163,7 @@ def experts(
     """
     if out is None and isinstance(x, torch.Tensor):  # else refused by name, below
         out = torch.empty_like(x, dtype=torch.bfloat16)
-    run = _experts_operator if torch.compiler.is_compiling() else _run_experts
+    run = _experts_operator if _is_traced(topk_ids, x) else _run_experts
     run(
         topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
         local_expert_offset, expert_map, num_experts, gate_first, accurate, out,
@@ -167,16 +171,61 @@ def experts(
     return out
 
 
-def _run(*arguments: Any) -> None:
-    """The operator: the layer's inputs, three numbers of the routing, `gate_first`, `accurate`, the
-    output."""
+def _is_traced(first: Any, x: Any) -> bool:
+    """Whether someone looks at the operators that are called: a compiler, a tracer, a mode. Two of
+    the arguments tell it.
+
+    Raises:
+        RuntimeError: a transform of torch.func is under way, which would find no derivative and no
+            batch in the layer.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        raise RuntimeError(f"expected no transform of torch.func around it, got {transform.key()}")
+    if type(x) is not torch.Tensor or x.is_meta:
+        return isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+    """Raise a ValueError for an argument that a derivative is wanted of: there would be none."""
+    forward = forward_ad._current_level >= 0
+    if not (forward or torch.is_grad_enabled()):
+        return
+    for name, argument in zip(names, arguments, strict=False):
+        if not isinstance(argument, torch.Tensor):
+            continue
+        if argument.requires_grad and torch.is_grad_enabled():
+            got = "one with requires_grad"
+        elif forward and forward_ad.unpack_dual(argument).tangent is not None:
+            got = "one with a tangent"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: expected a tensor without derivative, got {got} (the layer has none; "
+            ".detach() it, or call the layer under torch.no_grad())"
+        )
+
+
+Call = tuple[FusedLayer, MoeInputs | RoutedInputs, torch.Tensor]
+"""A layer, what it is given and what it writes."""
+
+
+def _fused_moe(*arguments: Any) -> Call:
+    """Of the operator's arguments: the layer's inputs, three numbers of the routing, `gate_first`,
+    `accurate`, the output."""
     inputs = MoeInputs(*arguments[:10])
     *routing, gate_first, accurate, out = arguments[10:]
     sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
     form = () if gate_first is False and _is_usual(inputs) else (*_form(inputs), gate_first)
-    layer_of(*sizes, *routing, accurate, *form)(inputs, out)
+    return layer_of(*sizes, *routing, accurate, *form), inputs, out
 
 
 def _is_usual(inputs: Any) -> bool:
@@ -205,8 +254,8 @@ def _form(inputs: MoeInputs) -> tuple[Any, ...]:
     )
 
 
-def _run_experts(*arguments: Any) -> None:
-    """The operator: the inputs, the number of experts, `gate_first`, `accurate`, the output."""
+def _experts(*arguments: Any) -> Call:
+    """The same of the inputs, the number of experts, `gate_first`, `accurate`, the output."""
     inputs = RoutedInputs(*arguments[:10])
     num_experts, gate_first, accurate, out = arguments[10:]
     *_, local, hidden, intermediate = sizes_of(
@@ -231,7 +280,40 @@ def _run_experts(*arguments: Any) -> None:
     )
     sizes = (local if num_experts is None else num_experts, local, hidden, intermediate)
     top_k = inputs.topk_ids.shape[1]
-    layer_of(*sizes, 1, 1, top_k, accurate, *form)(inputs, out)
+    return layer_of(*sizes, 1, 1, top_k, accurate, *form), inputs, out
+
+
+def _run(*arguments: Any) -> None:
+    _refuse_gradients(MoeInputs._fields, arguments)
+    layer, inputs, out = _fused_moe(*arguments)
+    layer(inputs, out)
+
+
+def _run_experts(*arguments: Any) -> None:
+    _refuse_gradients(RoutedInputs._fields, arguments)
+    layer, inputs, out = _experts(*arguments)
+    layer(inputs, out)
+
+
+def call_of(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> Call:
+    """What `fused_moe` or `experts` would do with these arguments.
+
+    Raises:
+        TypeError: the function is another one, or does not take them.
+        ValueError: as the function.
+    """
+    calls = {fused_moe: _fused_moe, experts: _experts}
+    if function not in calls:
+        raise TypeError(f"expected fused_moe or experts, got {function!r}")
+    given = inspect.signature(function).bind(*arguments, **options)
+    given.apply_defaults()
+    x = given.arguments["hidden_states" if function is fused_moe else "x"]
+    if given.arguments["out"] is None and isinstance(x, torch.Tensor):
+        given.arguments["out"] = torch.empty_like(x, dtype=torch.bfloat16)
+    names = (argument.split()[-1] for argument in SCHEMAS[function.__name__])
+    layer, inputs, out = calls[function](*(given.arguments[name] for name in names))
+    validate(inputs, out, layer.shape, layer.form)
+    return layer, inputs, out
 
 
 def _type_of(name: str, tensor: Any, *types: torch.dtype) -> torch.dtype:
@@ -250,12 +332,13 @@ def _type_of(name: str, tensor: Any, *types: torch.dtype) -> torch.dtype:
 
 
 def _lies_elsewhere(x_scale: Any) -> bool:
-    """Whether scales lie otherwise than `[H/128, T]` does, but can be read."""
+    """Whether scales lie otherwise than `[H/128, T]` does, but can be read. Those of one token that
+    are passed transposed do, so that its call needs no other kernel than those of more tokens."""
     return (
         isinstance(x_scale, torch.Tensor)
         and x_scale.layout is torch.strided
-        and not x_scale.is_contiguous()
         and x_scale.dim() == 2
+        and x_scale.stride() != (x_scale.shape[1], 1)
         and has_contiguous_lines(x_scale)
     )
 
@@ -338,7 +421,7 @@ SCHEMAS = {
 }
 
 
-def _register(name: str, run: Any) -> Any:
+def _register(name: str, run: Any, names: tuple[str, ...]) -> Any:
     """The operator, which is there already where the module is reloaded."""
     operator = f"{NAMESPACE}::{name}"
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
@@ -348,9 +431,9 @@ def _register(name: str, run: Any) -> Any:
         torch.library.define(operator, schema, tags=(torch.Tag.needs_exact_strides,))
         torch.library.impl(operator, ("cpu", "cuda"), run)
         # The output is an argument: there is nothing to say of it.
-        torch.library.register_fake(operator, lambda *arguments: None)
+        torch.library.register_fake(operator, lambda *given: _refuse_gradients(names, given))
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-_operator = _register("fused_moe", _run)
-_experts_operator = _register("experts", _run_experts)
+_operator = _register("fused_moe", _run, MoeInputs._fields)
+_experts_operator = _register("experts", _run_experts, RoutedInputs._fields)

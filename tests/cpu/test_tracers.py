@@ -1,0 +1,163 @@
+"""What looks at calls of the layer sees one operator; what wants derivatives is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from moe_fp8 import experts, fused_moe
+from moe_fp8.quantise import quantise_blocks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 16, 256, 128, 3
+WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    w13, w13_scale = quantise_blocks(random(EXPERTS, 2 * WIDTH, HIDDEN))
+    w2, w2_scale = quantise_blocks(random(EXPERTS, HIDDEN, WIDTH))
+    return {
+        "logits": random(TOKENS, EXPERTS), "bias": random(EXPERTS),
+        "ids": torch.randint(EXPERTS, (TOKENS, TOP_K), generator=generator),
+        "weights": random(TOKENS, TOP_K).abs(), "x": random(TOKENS, HIDDEN).bfloat16(),
+        "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
+    }  # fmt: skip
+
+
+def of_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    names = ("ids", "weights", "x", *WEIGHTS)
+    return experts(*(given[name] for name in names))
+
+
+def of_fused_moe(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    of_weights = (given[name] for name in WEIGHTS)
+    routing = {"n_group": 4, "topk_group": 2, "top_k": TOP_K}
+    return fused_moe(given["logits"], given["bias"], given["x"], None, *of_weights, **routing)
+
+
+Layer = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+LAYERS = pytest.mark.parametrize("layer", [of_experts, of_fused_moe])
+
+
+def calls_of(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def operator(layer: Layer) -> str:
+    return f"moe_fp8.{layer.__name__.removeprefix('of_')}.default"
+
+
+@LAYERS
+@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
+                                 {"pre_dispatch": True}], ids=str)  # fmt: skip
+def test_make_fx_records_one_node_that_computes(layer, how):
+    traced = make_fx(layer, **how)(tensors())
+    assert calls_of(traced.graph) == ["aten.empty_like.default", operator(layer)]
+    assert torch.equal(traced(tensors(1)), layer(tensors(1)))
+
+
+@LAYERS
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(layer, strict):
+    class Module(torch.nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            return layer(given)
+
+    exported = torch.export.export(Module(), (tensors(),), strict=strict)
+    assert operator(layer) in calls_of(exported.graph)
+    assert torch.equal(exported.module()(tensors(1)), layer(tensors(1)))
+
+
+@LAYERS
+def test_a_dispatch_mode_sees_one_operator(layer):
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    given = tensors()
+    with Recorder():
+        layer(given)
+    assert seen == ["aten.empty_like.default", operator(layer)]
+
+
+@LAYERS
+@pytest.mark.parametrize("inside", [True, False])
+def test_fake_tensors_have_the_output_s_shape_and_type(layer, inside):
+    mode = FakeTensorMode()
+    given = {name: mode.from_tensor(tensor) for name, tensor in tensors().items()}
+    if inside:
+        with mode:
+            out = layer(given)
+    else:
+        out = layer(given)
+    assert type(out) is type(given["x"])
+    assert (out.shape, out.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
+
+
+@LAYERS
+def test_meta_tensors(layer):
+    out = layer({name: tensor.to("meta") for name, tensor in tensors().items()})
+    assert out.is_meta and (out.shape, out.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "Vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "Grad": lambda f, x: torch.func.grad(lambda x: f(x).float().sum())(x),
+    "Jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "Functionalize": lambda f, x: torch.func.functionalize(f)(x),
+}
+
+
+@LAYERS
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_by_name(name, layer):
+    given = tensors()
+    with pytest.raises(RuntimeError, match=f"expected no transform of torch.func .*{name}$"):
+        TRANSFORMS[name](lambda x: layer(given | {"x": x}), given["x"])
+
+
+WANTED = [(of_experts, "x", "x"), (of_experts, "weights", "topk_weights"),
+          (of_experts, "w2_scale", "w2_scale"), (of_fused_moe, "x", "hidden_states"),
+          (of_fused_moe, "logits", "routing_logits"), (of_fused_moe, "bias", "routing_bias"),
+          (of_fused_moe, "w13_scale", "gemm1_weights_scale")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "wanted", "name"), WANTED)
+def test_a_derivative_is_refused_by_the_argument_s_name(layer, wanted, name):
+    given = tensors()
+    right = layer(given)
+    given[wanted].requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without derivative"):
+        (given["x"] + layer(given)).sum()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=f"{name}: expected a tensor without derivative"):
+        compiled(given)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(layer(given), right)
+
+
+def test_the_operator_refuses_it_too():
+    given = tensors()
+    call = (given["ids"], given["weights"], given["x"].requires_grad_(), None)
+    rest = (*(given[name] for name in WEIGHTS), 0, None, None, True, False, torch.empty(0))
+    with pytest.raises(ValueError, match="^x: expected a tensor without derivative"):
+        torch.ops.moe_fp8.experts(*call, *rest)
+
+
+def test_a_tangent_is_refused():
+    given = tensors()
+    with forward_ad.dual_level():
+        given["x"] = forward_ad.make_dual(given["x"], given["x"])
+        with pytest.raises(ValueError, match="^x: .* got one with a tangent"):
+            of_experts(given)
