@@ -69,6 +69,7 @@ def called(gpus, monkeypatch) -> list[str]:
         monkeypatch.setattr(module, "validate", validated)
         monkeypatch.setattr(module, "select", lambda device: operations)
     monkeypatch.setattr(pipeline, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(layer_fused, "of_device", lambda device: HOPPER)
     return calls
 
 

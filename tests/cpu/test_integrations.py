@@ -23,9 +23,11 @@ def test_off_unless_it_is_asked_for(engine, monkeypatch):
         if value is not None:
             monkeypatch.setenv(plugin.VARIABLE, value)
         plugin.register()
-    monkeypatch.setenv(plugin.VARIABLE, "1")
-    with pytest.raises(ImportError):
-        plugin.register()
+    for value in ("1", "accurate"):
+        monkeypatch.setenv(plugin.VARIABLE, value)
+        assert served.accurate(plugin.VARIABLE) == (value == "accurate")
+        with pytest.raises(ImportError):
+            plugin.register()
     monkeypatch.setenv(plugin.VARIABLE, "on")
     with pytest.raises(ValueError, match=f"^{plugin.VARIABLE}='on': expected 1"):
         plugin.register()
@@ -53,6 +55,14 @@ def test_the_geometries_that_are_served():
     assert served.why_no_geometry(257, 257, 7168, 256, 9) == ""
     why = served.why_no_geometry(256, 32, 7168, 192, 8)
     assert why == "intermediate_size=192: expected a positive multiple of 128"
+
+
+def test_versions():
+    for found in ("0.23.0", "0.9", "0.23.1.dev5+gabc"):
+        assert served.older_than(found, "0.24")
+    for found in ("0.24.0", "0.24", "0.24.0rc1", "0.33.1.dev5+gabc", "1.0"):
+        assert not served.older_than(found, "0.24")
+    assert served.older_than("0.5.18", "0.5.19") and not served.older_than("0.5.19", "0.5.19")
 
 
 def test_importing_a_plugin_imports_no_engine():

@@ -1,6 +1,10 @@
 """vLLM's kernel object with our experts classes, its routing, and its choice of a class."""
 
+import contextlib
+import importlib
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +29,6 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle  # noqa: E402
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (  # noqa: E402
     MoEPrepareAndFinalizeNoDPEPModular,
-    MoEPrepareAndFinalizeNoDPEPMonolithic,
 )
 from vllm.model_executor.layers.fused_moe.router import grouped_topk_router  # noqa: E402
 from vllm.model_executor.layers.quantization import fp8 as engine_fp8  # noqa: E402
@@ -36,7 +39,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 E, H, WIDTH, K, GROUPS, KEPT, FACTOR = 64, 512, 256, 8, 8, 4, 2.5
-STANDARD = mk.FusedMoEActivationFormat.Standard
+QUANTISATION = "vllm.model_executor.layers.quantization."
+OTHERS = ("modelopt", "online.fp8", "quark.quark_moe",
+          "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8")  # fmt: skip
+QUANTISERS = [oracle, engine_fp8]
+for other in OTHERS:
+    with contextlib.suppress(ModuleNotFoundError):  # of other versions
+        QUANTISERS.append(importlib.import_module(QUANTISATION + other))
 KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 
 
@@ -88,7 +97,7 @@ def modular(weights, x, topk_weights, ids, expert_map=None, **changes) -> torch.
     config = config_of(**changes)
     kernel = mk.FusedMoEKernel(
         MoEPrepareAndFinalizeNoDPEPModular(),
-        vllm_experts.Modular(config, quant_config_of(weights)),
+        vllm_experts.Experts(config, quant_config_of(weights)),
     )
     return kernel.apply(
         x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
@@ -117,32 +126,13 @@ def test_modular_with_a_part_of_the_experts(problem):
     assert calc_diff(out, wanted) < 1e-3 and (wanted == 0).all(dim=1).any()
 
 
-def test_monolithic_has_the_bits_of_its_own_choices(problem):
-    """And the choices of vLLM's routing with a bias in float32."""
-    weights, x, logits, bias = problem
-    kernel = mk.FusedMoEKernel(
-        MoEPrepareAndFinalizeNoDPEPMonolithic(),
-        vllm_experts.Monolithic(config_of(), quant_config_of(weights)),
-    )
-    out = kernel.apply_monolithic(
-        x, weights.w13, weights.w2, logits, activation=MoEActivation.SILU, global_num_experts=E,
-        expert_map=None, apply_router_weight_on_input=False, num_expert_group=GROUPS,
-        topk_group=KEPT, e_score_correction_bias=bias, routed_scaling_factor=FACTOR,
-        routing_sink=None,
-    )  # fmt: skip
-    topk_weights, ids = grouped_topk(x, logits, bias)
-    assert calc_diff(out, layer(x, ids, topk_weights, weights)) < 1e-3
-    rounded, others = grouped_topk(x, logits, bias.bfloat16().float())
-    assert calc_diff(out, layer(x, others, rounded, weights)) > 1e-2
-
-
 def test_tokens_that_were_quantised_before(problem):
     """After an exchange between ranks: scales [T, H/128], of either order."""
     from moe_fp8.quantise import quantise_rows
 
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
-    experts = vllm_experts.Modular(config_of(), quant_config_of(weights))
+    experts = vllm_experts.Experts(config_of(), quant_config_of(weights))
     q, scale = quantise_rows(x)
     wanted = modular(weights, x, topk_weights, ids)
     for a1q_scale in (scale.t(), scale.t().contiguous()):
@@ -154,67 +144,98 @@ def test_tokens_that_were_quantised_before(problem):
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize(
-    ("changes", "keys", "why"),
-    [
-        ({}, KEYS, ""),
-        ({"activation": MoEActivation.GELU}, KEYS, "activation"),
-        ({"swiglu_limit": 7.0}, KEYS, "silu"),
-        ({"has_bias": True}, KEYS, "bias"),
-        ({"in_dtype": torch.float16}, KEYS, "tokens of torch.float16"),
-        ({"is_lora_enabled": True}, KEYS, "LoRA"),
-        ({"hidden_dim": 8320}, KEYS, "hidden_size=8320: expected at most 8192"),
-        ({"experts_per_token": 32}, KEYS, "top_k=32"),
-        ({}, (kFp8Static128BlockSym, None), "quantization scheme"),
-    ],
-)
-def test_what_is_served(changes, keys, why):
-    for name in plugin.CLASSES:
-        cls = getattr(vllm_experts, name)
-        serves, reason = cls.is_supported_config(cls, config_of(**changes), *keys, STANDARD)
-        assert serves == (not why) and (reason is None if serves else why in reason), reason
+WHY_NOT = [
+    ({"activation": MoEActivation.GELU}, KEYS, "activation"),
+    ({"swiglu_limit": 7.0}, KEYS, "an activation other than silu"),
+    ({"has_bias": True}, KEYS, "experts with a bias"),
+    ({"in_dtype": torch.float16}, KEYS, "tokens of torch.float16"),
+    ({"is_lora_enabled": True}, KEYS, "LoRA"),
+    ({"hidden_dim": 8320}, KEYS, "hidden_size=8320: expected at most 8192"),
+    ({"experts_per_token": 32}, KEYS, "top_k=32"),
+    ({"num_experts": 1056, "num_local_experts": 1056, "num_logical_experts": 1056}, KEYS,
+     "num_experts=1056: expected at most 1024"),
+    ({"routing_method": RoutingMethodType.Llama4}, KEYS, "routing method"),
+    ({"moe_backend": "triton"}, KEYS, "--moe-backend triton is asked for"),
+    ({}, (kFp8Static128BlockSym, None), "quantization scheme"),
+]  # fmt: skip
 
 
-def test_what_monolithic_leaves_to_modular():
-    for changes in (
-        {"num_experts": 160, "num_local_experts": 160, "num_logical_experts": 160},
-        {"routing_method": RoutingMethodType.Renormalize},
-        {"router_logits_dtype": torch.float16},
-    ):
-        config = config_of(**changes)
-        found = [
-            cls.is_supported_config(cls, config, *KEYS, STANDARD)[0]
-            for cls in (vllm_experts.Monolithic, vllm_experts.Modular)
-        ]
-        assert found == [False, True], changes
+@pytest.fixture
+def said():
+    """What vLLM shows of ours: what is logged below its own name."""
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "moe_fp8" in record.getMessage():
+                lines.append(record.getMessage())
+
+    lines: list[str] = []
+    handler, logger = Collecting(), logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.INFO)  # as VLLM_LOGGING_LEVEL has it
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture
 def selection(monkeypatch):
     """vLLM's choice, after the plugin was registered twice."""
-    original = SimpleNamespace(asked=[])
 
     def theirs(*arguments):
-        original.asked.append(arguments)
         return "theirs", None
 
-    monkeypatch.setattr(engine_fp8, "select_fp8_moe_backend", theirs)
+    for module in QUANTISERS:
+        monkeypatch.setattr(module, plugin.SELECT, theirs)
     plugin.register()
-    assert engine_fp8.select_fp8_moe_backend is theirs, "off unless it is asked for"
+    assert {getattr(module, plugin.SELECT) for module in QUANTISERS} == {theirs}, "off by default"
     monkeypatch.setenv(plugin.VARIABLE, "1")
     plugin.register()
     plugin.register()
-    assert engine_fp8.select_fp8_moe_backend.others is theirs
-    return engine_fp8.select_fp8_moe_backend
+    chosen = {getattr(module, plugin.SELECT) for module in QUANTISERS}
+    assert len(chosen) == 1
+    ours = chosen.pop()
+    assert isinstance(ours, plugin.Selection) and ours.others is theirs
+    return ours
 
 
-def test_the_plugin_chooses(selection, caplog):
-    with caplog.at_level(logging.INFO, plugin.__name__):
-        backend, chosen = selection(config_of(), *KEYS)
-    assert (backend.name, chosen) == ("TRITON", vllm_experts.Monolithic)
-    assert "serves this layer: Monolithic" in caplog.text
-    renormalised = config_of(routing_method=RoutingMethodType.Renormalize)
-    assert selection(renormalised, *KEYS)[1] is vllm_experts.Modular
+def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
+    """The modules here are all in which vLLM imports its function."""
+    names = {module.__name__ for module in QUANTISERS}
+    root = Path(engine_fp8.__file__).parents[2]
+    importing = [
+        path
+        for path in root.rglob("*.py")
+        if re.search(f"^    {plugin.SELECT},", path.read_text(), re.M)
+    ]
+    found = {
+        ".".join(("vllm.model_executor", *p.relative_to(root).with_suffix("").parts))
+        for p in importing
+    }
+    assert found | {oracle.__name__} == names
+
+
+@pytest.mark.parametrize("top_k", [7, 8])
+def test_the_plugin_chooses_and_says_so_once(top_k, selection, said):
+    for method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize):
+        config = config_of(routing_method=method, experts_per_token=top_k)
+        backend, chosen = selection(config, *KEYS)
+        assert (backend.name, chosen) == ("TRITON", vllm_experts.Experts)
+    assert said == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
+
+
+@pytest.mark.parametrize(("changes", "keys", "why"), WHY_NOT)
+def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, said):
+    assert selection(config_of(**changes), *keys)[0] == "theirs"
+    (line,) = said
+    assert line.startswith("moe_fp8 does not serve layers of ") and why in line
+    assert line.endswith("; vLLM's kernel does")
+
+
+def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert selection(config_of(), *KEYS)[1] is vllm_experts.Experts
 
 
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
@@ -239,33 +260,54 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
     assert torch.equal(out, modular(weights, x, topk_weights, ids))
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"), [({"has_bias": True}, "experts with a bias"),
-                         ({"moe_backend": "triton"}, "--moe-backend triton is asked for")],
-)  # fmt: skip
-def test_the_plugin_falls_back_and_says_why(changes, why, selection, caplog):
-    assert selection(config_of(**changes), *KEYS)[0] == "theirs"
-    assert "does not serve this layer" in caplog.text and why in caplog.text
+def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
+    """And no other one: by the tensors that vLLM's profiling run has."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    prepared = []
+    monkeypatch.setattr(
+        vllm_experts, "prepare", lambda *call, **how: prepared.append((call, how["tokens"]))
+    )
+    made = vllm_experts.Experts(config_of(max_num_tokens=2048), quant_config_of(weights))
+    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), made)
+    for _ in range(2):
+        kernel.apply(
+            x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
+            global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
+            shared_experts=None, shared_experts_input=None,
+        )  # fmt: skip
+    ((call, tokens),) = prepared
+    assert call[0] is vllm_experts.experts and call[3] is x and tokens == 2048
 
 
-def test_backends_are_registered_where_vllm_has_a_registry(monkeypatch):
-    """As its pull request 53897 has it: then the choice is left as it is."""
-    seen = []
+def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    wanted = layer(x, ids, topk_weights, weights)
+    fast = modular(weights, x, topk_weights, ids)
+    monkeypatch.setenv(plugin.VARIABLE, "accurate")
+    accurate = modular(weights, x, topk_weights, ids)
+    assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
-    def register(name, class_path, auto_select=False):
-        module, _, attribute = class_path.rpartition(".")
-        assert module == vllm_experts.__name__
-        seen.append((name, getattr(vllm_experts, attribute), auto_select))
 
-    monkeypatch.setattr(oracle, "register_fp8_moe_backend", register, raising=False)
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+def test_weights_on_the_inputs_are_refused(problem):
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    made = vllm_experts.Experts(config_of(), quant_config_of(weights))
+    with pytest.raises(ValueError, match="^apply_router_weight_on_input: .*set MOE_FP8_VLLM=0"):
+        made.apply(
+            torch.empty_like(x), x, weights.w13, weights.w2, topk_weights, ids,
+            MoEActivation.SILU, E, None, None, None, x, x, None, True,
+        )  # fmt: skip
+
+
+def test_an_older_vllm_is_refused_in_one_line(monkeypatch, said):
     theirs = engine_fp8.select_fp8_moe_backend
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.23.0")
     plugin.register()
+    assert said == ["moe_fp8 needs vLLM 0.24 or newer, found 0.23.0: it serves nothing"]
     assert engine_fp8.select_fp8_moe_backend is theirs
-    assert seen == [
-        ("moe_fp8_monolithic", vllm_experts.Monolithic, True),
-        ("moe_fp8_modular", vllm_experts.Modular, True),
-    ]
 
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch):

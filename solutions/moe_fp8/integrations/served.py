@@ -9,18 +9,34 @@ from ..problem import MoeShape
 
 BLOCK_SHAPE = [128, 128]
 """Of the weights' scales."""
+ACCURATE = "accurate"
 
 
 def asked_for(variable: str) -> bool:
     """Whether an environment variable that switches a plugin on is set.
 
     Raises:
-        ValueError: it is neither `1`, nor `0` or empty.
+        ValueError: it is neither `1` nor `accurate`, nor `0` or empty.
     """
     value = os.environ.get(variable, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{variable}={value!r}: expected 1, to switch the layer on, or 0")
-    return value == "1"
+    if value not in ("", "0", "1", ACCURATE):
+        raise ValueError(
+            f"{variable}={value!r}: expected 1, to switch the layer on, {ACCURATE}, to switch it "
+            "on with two FP8 terms, or 0"
+        )
+    return value in ("1", ACCURATE)
+
+
+def accurate(variable: str) -> bool:
+    """Whether the layer is asked for with two FP8 terms between its GEMMs."""
+    return os.environ.get(variable) == ACCURATE
+
+
+def older_than(found: str, oldest: str) -> bool:
+    """Whether a version, `0.33.0` for example, is of a release before another one."""
+    from packaging.version import Version  # which the engines need
+
+    return Version(found).release < Version(oldest).release
 
 
 def on_hopper() -> bool:

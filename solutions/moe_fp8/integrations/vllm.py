@@ -1,71 +1,75 @@
-"""A plugin of vLLM (0.33): its FP8 experts with 128 x 128 blocks by the fused layer.
+"""A plugin of vLLM (0.24 to 0.33): its FP8 experts with 128 x 128 blocks by the fused layer.
 
-Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM=1`. Then every
-FP8 mixture-of-experts layer for which no `--moe-backend` is asked for is offered to the classes of
-`vllm_experts`; one that they do not serve gets vLLM's own kernel, and the log says why. Weights are
-used as loaded.
+Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
+`accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
+`--moe-backend` is asked for is offered to the class `Experts`; one that it does not serve gets
+vLLM's own kernel, and vLLM's log says why. Weights are used as loaded.
 """
 
 import functools
-import logging
+import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from .served import asked_for
+from .served import asked_for, older_than
 
 VARIABLE = "MOE_FP8_VLLM"
-CLASSES = ("Monolithic", "Modular")
-"""Of `vllm_experts`, the first that serves a layer is taken."""
-logger = logging.getLogger(__name__)
+OLDEST = "0.24"
+SELECT = "select_fp8_moe_backend"
+"""vLLM's function that chooses a layer's kernel. What quantises imports it by name."""
 
 
 def register() -> None:
     """What vLLM calls in each of its processes, maybe several times in one."""
     if not asked_for(VARIABLE):
         return
-    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
-    from vllm.model_executor.layers.quantization import fp8
+    from vllm.logger import init_logger
 
-    if hasattr(oracle, "register_fp8_moe_backend"):  # not in 0.33
-        path = f"{__package__}.vllm_experts."
-        for name in CLASSES:
-            oracle.register_fp8_moe_backend(
-                f"moe_fp8_{name.lower()}", path + name, auto_select=True
-            )
+    logger = init_logger("vllm.moe_fp8")  # vLLM shows what is logged below its own name
+    found = importlib.metadata.version("vllm")
+    if older_than(found, OLDEST):
+        logger.warning("moe_fp8 needs vLLM %s or newer, found %s: it serves nothing", OLDEST, found)
         return
-    if not isinstance(fp8.select_fp8_moe_backend, _Selection):
-        fp8.select_fp8_moe_backend = _Selection(fp8.select_fp8_moe_backend)
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+
+    theirs = getattr(oracle, SELECT)
+    if not isinstance(theirs, Selection):
+        ours = Selection(theirs, logger)
+        for module in [*sys.modules.values()]:
+            if vars(module).get(SELECT) is theirs:
+                setattr(module, SELECT, ours)
 
 
-class _Selection:
+class Selection:
     """vLLM's choice of a kernel class for a layer, with ours before it."""
 
-    def __init__(self, others: Callable[..., Any]):
+    def __init__(self, others: Callable[..., Any], logger: Any):
         functools.update_wrapper(self, others)
-        self.others = others
+        self.others, self.logger = others, logger
 
     def __call__(
         self, config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False
     ) -> Any:
-        from vllm.model_executor.layers.fused_moe import modular_kernel
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
         from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-        from . import vllm_experts
+        from .vllm_experts import Experts
 
-        formats = modular_kernel.FusedMoEActivationFormat
         batched = config.moe_parallel_config.use_batched_activation_format
-        asked = config.moe_backend
-        why = [] if asked == "auto" else [f"--moe-backend {asked} is asked for"]
-        for name in CLASSES if not why else ():
-            experts = getattr(vllm_experts, name)
-            serves, reason = experts.is_supported_config(
-                experts, config, weight_key, activation_key,
-                formats.BatchedExperts if batched else formats.Standard,
-            )  # fmt: skip
-            if serves:
-                logger.info("moe_fp8 serves this layer: %s", name)
-                # The backend whose weights stay as they were loaded.
-                return Fp8MoeBackend.TRITON, experts
-            why.append(f"{name}: {reason}")
-        logger.warning("moe_fp8 does not serve this layer (%s): vLLM's kernel does", "; ".join(why))
+        formats = FusedMoEActivationFormat
+        serves, why = Experts.is_supported_config(
+            Experts, config, weight_key, activation_key,
+            formats.BatchedExperts if batched else formats.Standard,
+        )  # fmt: skip
+        layer = (
+            f"layers of {config.num_local_experts} of {config.num_experts} experts, top "
+            f"{config.experts_per_token}, {config.hidden_dim} x "
+            f"{config.intermediate_size_per_partition}"
+        )
+        if serves:
+            self.logger.info_once("moe_fp8 serves %s", layer)
+            # The backend whose weights stay as they were loaded.
+            return Fp8MoeBackend.TRITON, Experts
+        self.logger.warning_once("moe_fp8 does not serve %s: %s; vLLM's kernel does", layer, why)
         return self.others(config, weight_key, activation_key, allow_vllm_cutlass)

@@ -79,9 +79,7 @@ class KernelCache:
         Of several processes one builds, the others wait and load. Where nothing can be kept the
         kernel is built all the same, with a warning that says why.
         """
-        text = json.dumps(made_of, indent=1, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        entry = self.directory / f"{made_of['kernel']}-{digest}"
+        entry, text = self._entry(made_of)
         function = None
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +90,7 @@ class KernelCache:
                 _warn(f"{why}: it is not used")
                 return build()
             # A file for many entries: they would stay behind when the entries go.
-            with FileLock(self.directory / f"lock-{digest[:2]}", mode=0o600):
+            with self.lock(entry.name[-32:-30]):
                 function = self._read(entry)
                 if function is None:
                     function = build()
@@ -100,6 +98,22 @@ class KernelCache:
         except OSError as error:
             _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
         return build() if function is None else function
+
+    def has(self, made_of: dict[str, str]) -> bool:
+        """Whether `get` would find the kernel. Nothing is read: it may prove damaged."""
+        entry, _ = self._entry(made_of)
+        return entry.exists() and not (why_untrusted(self.directory) or why_untrusted(entry))
+
+    def _entry(self, made_of: dict[str, str]) -> tuple[Path, str]:
+        """(the directory that such a kernel is kept in, what it is made of as text)."""
+        text = json.dumps(made_of, indent=1, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return self.directory / f"{made_of['kernel']}-{digest}", text
+
+    def lock(self, name: str) -> FileLock:
+        """A lock that all who use this directory share."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FileLock(self.directory / f"lock-{name}", mode=0o600)
 
     def entries(self) -> list[Entry]:
         """What is kept, the last used first."""

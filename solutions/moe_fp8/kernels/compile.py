@@ -102,7 +102,7 @@ class CompiledOnce:
 
 
 def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> Any:
-    """The compiled host function of a kernel, from disk where it is there.
+    """The compiled host function of a kernel, from disk where it is there (`is_kept`).
 
     Args:
         kernel: class whose `__call__` is the jitted host function; its last argument is the stream.
@@ -121,6 +121,14 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
         return build()
     cache = KernelCache(directory, _load, _export)
     return cache.get(made_of(kernel, parameters, arguments, arch), build)
+
+
+def is_kept(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> bool:
+    """Whether `compiled` would find the function on disk."""
+    directory = cache_dir()
+    return directory is not None and KernelCache(directory).has(
+        made_of(kernel, parameters, arguments, arch)
+    )
 
 
 def made_of(

@@ -113,10 +113,10 @@ def fused_call(
     The intermediate is a sum of `terms` FP8 values; without `configs` the architecture's are taken,
     without a form the definition's.
     """
-    target, form = target_of(device), form or Form.usual(shape)
+    form = form or Form.usual(shape)
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
-    function = compile_fused(shape, *configs, multiprocessors_of(device), target, form)
-    quantised = not form.has_scales and of_target(target).gather(configs[0]) is not None
+    function = compile_fused(*fused_geometry(device, shape, configs, form))
+    quantised = not form.has_scales and of_device(device).gather(configs[0]) is not None
     local, passes = shape.num_local_experts, configs[0].passes
     size = workspace_bytes(shape, terms, tokens, quantised, passes)
     gpu, given = device.index, shape.routing == "given"
@@ -135,15 +135,26 @@ def fused_call(
     return call
 
 
+def fused_geometry(device: torch.device, shape: MoeShape, configs: Any, form: Form) -> tuple:
+    """What `compile_fused` and `fused_kernel` are given for a GPU."""
+    return shape, *configs, multiprocessors_of(device), target_of(device), form
+
+
 @CompiledOnce
-def compile_fused(
+def compile_fused(*geometry: Any) -> Any:
+    """The whole layer, see `fused_kernel`."""
+    return compiled(*fused_kernel(*geometry))
+
+
+def fused_kernel(
     shape: MoeShape,
     config1: Any,
     config2: Any,
     multiprocessors: int,
     target: str,
     form: Form | None = None,
-) -> Any:
+) -> tuple[type, tuple, tuple, str]:
+    """What `compiled` and `is_kept` are given of the whole layer."""
     form = form or Form.usual(shape)
     local = shape.num_local_experts
     h, i = shape.hidden_size, shape.intermediate_size
@@ -161,7 +172,7 @@ def compile_fused(
     architecture = of_target(target)
     classes = architecture.gemm(), architecture.swiglu(config1), architecture.gather(config1)
     parameters = (shape, config1, config2, multiprocessors, *classes, form.gate_first)
-    return compiled(FusedMoe, parameters, arguments, target)
+    return FusedMoe, parameters, arguments, target
 
 
 @CompiledOnce

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..arguments import Signature
+from ..kernels.architectures import of_device
 from ..problem import DEEPSEEK_V3, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
 from .backend import select
 from .pipeline import Layer, Mark, unmarked
@@ -31,10 +32,17 @@ class FusedLayer(Layer):
     calls: dict[tuple[int, int], tuple[FusedCall, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # By GPU, up to how many tokens all kernels are loaded, see `prepare`.
+    prepared: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def given_form(self) -> Form:
         return self.form or Form.usual(self.shape)
+
+    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
+        """The configs of both GEMMs."""
+        choose = self.configs or of_device(device).choose_layer
+        return choose(tokens, self.shape, self.terms)
 
     def __call__(
         self,
@@ -75,9 +83,8 @@ class FusedLayer(Layer):
         device, tokens = output.device, output.shape[0]
         call, _ = self.calls.get((output.get_device(), tokens), (None, None))
         if call is None:
-            configs = self.configs and self.configs(tokens, self.shape, self.terms)
             call = select(device).fused_call(
-                tokens, device, self.shape, self.terms, configs, self.given_form
+                tokens, device, self.shape, self.terms, self.chosen(tokens, device), self.given_form
             )
             if output.is_cuda:  # the model's call compares nothing
                 known = signature(self.shape, tokens, self.given_form)

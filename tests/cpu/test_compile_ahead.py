@@ -1,0 +1,178 @@
+"""Compiling before the first call: which kernels, where, and that what is on disk is not again."""
+
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from markers import more
+from moe_fp8 import compile_ahead, experts, fused_moe, prepare
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.kernels.cache import CACHE_VARIABLE
+from moe_fp8.layer.pipeline import CHUNK_TOKENS
+from moe_fp8.problem import DEEPSEEK_V3, LARGEST_OFFSET, Form, MoeInputs, MoeShape, RoutedInputs
+from test_tracers import HIDDEN, TOP_K, WEIGHTS, tensors
+
+SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
+FORM = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True)
+SHAPES = {
+    "DeepSeek-V3": replace(DEEPSEEK_V3, num_local_experts=256),
+    "EP8": DEEPSEEK_V3,
+    "TP8": replace(DEEPSEEK_V3, num_local_experts=256, intermediate_size=256),
+    "Qwen3-30B": MoeShape(128, 128, 2048, 768, 1, 1, 8, "given"),
+    "Kimi-K2": MoeShape(384, 48, 7168, 2048, 1, 1, 8),
+}
+
+
+def call(*arguments, **options) -> int:
+    given = tensors()
+    of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
+    return prepare(experts, *of, *arguments, **options)
+
+
+@more
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=["Hopper", "Blackwell"])
+def test_all_configs_are_those_of_every_number_of_tokens(architecture, terms, shape):
+    def chosen(tokens: int):
+        return architecture.choose_layer(tokens, SHAPES[shape], terms)
+
+    every = dict.fromkeys(map(chosen, range(1, CHUNK_TOKENS + 1)))
+    assert compile_ahead.all_configs(chosen, CHUNK_TOKENS) == [*every]
+
+
+def test_no_more_tokens_than_asked_for():
+    def chosen(tokens: int) -> str:
+        asked.append(tokens)
+        return "few" if tokens <= 50 else "many"
+
+    asked: list[int] = []
+    assert compile_ahead.all_configs(chosen, 50) == ["few"]
+    assert compile_ahead.all_configs(chosen, 51) == ["few", "many"]
+    assert max(asked) == 51 and min(asked) == 1
+
+
+@pytest.fixture
+def geometries(tmp_path, monkeypatch) -> list[tuple]:
+    """Of two kernels that nothing has yet, on two cores."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(operations.compile_fused, "functions", {})
+    monkeypatch.setattr(compile_ahead, "cores", lambda: 2)
+    configs = (HOPPER.choose_layer(tokens, SMALL, 1) for tokens in (1, 400))
+    return [(SMALL, *pair, 132, "sm_90a", FORM) for pair in configs]
+
+
+@pytest.fixture
+def compiled_here(monkeypatch) -> list[str]:
+    """The kernels that this process compiles, where a serving engine would notice."""
+
+    class Compiler:
+        def __call__(self, kernel, *arguments, **options):
+            kernels.append(type(kernel).__name__)
+            return real(kernel, *arguments, **options)
+
+    kernels: list[str] = []
+    real = compiling.cute.compile
+    monkeypatch.setattr(compiling.cute, "compile", Compiler())
+    return kernels
+
+
+def test_processes_compile_and_this_one_loads(geometries, compiled_here):
+    assert compile_ahead.compile_all(geometries) == 2 and not compiled_here
+    first = dict(operations.compile_fused.functions)
+    assert [*first] == geometries and compile_ahead.compile_all(geometries) == 0
+    operations.compile_fused.functions.clear()
+    assert compile_ahead.compile_all(geometries) == 0 and not compiled_here
+    assert [*operations.compile_fused.functions] == geometries
+
+
+@pytest.mark.parametrize("why", ["no directory", "one core", "a directory of others", "failure"])
+def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypatch, tmp_path):
+    asked, made = [], []
+    monkeypatch.setattr(compile_ahead, "in_processes", asked.append)  # and makes nothing
+    monkeypatch.setattr(operations, "compiled", lambda *of: made.append(of) or "function")
+    if why == "no directory":
+        monkeypatch.setenv(CACHE_VARIABLE, "")
+    elif why == "one core":
+        monkeypatch.setattr(compile_ahead, "cores", lambda: 1)
+    elif why == "a directory of others":
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels").chmod(0o777)
+    assert compile_ahead.compile_all(geometries) == 2
+    assert made == [operations.fused_kernel(*geometry) for geometry in geometries]
+    assert len(asked) == (why == "failure")
+
+
+def test_of_processes_that_prepare_at_once_one_compiles(geometries, monkeypatch, tmp_path):
+    """The second one waits, and finds what the first one has made."""
+
+    def compile_them(left) -> None:
+        compiled.append(left)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive()
+        for geometry in left:
+            operations.compile_fused.functions[geometry] = "function"
+
+    compiled: list[list[tuple]] = []
+    second = threading.Thread(target=compile_ahead.compile_all, args=[geometries])
+    monkeypatch.setattr(compile_ahead, "in_processes", compile_them)
+    assert compile_ahead.compile_all(geometries) == 2
+    second.join()
+    assert compiled == [geometries]
+
+
+def test_nothing_is_to_do_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "compile_all", None)
+    assert call() == call(tokens=8192) == call(accurate=True) == 0
+    given = tensors()
+    of = given["logits"], given["bias"], given["x"], None, *(given[name] for name in WEIGHTS)
+    assert prepare(fused_moe, *of, n_group=4, topk_group=2, top_k=TOP_K) == 0
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2.0, True, None])
+def test_a_number_of_tokens_that_is_none(tokens):
+    with pytest.raises(ValueError, match=r"^tokens=.*: expected a positive integer"):
+        call(tokens=tokens)
+
+
+def test_calls_that_are_wrong():
+    given = tensors()
+    with pytest.raises(TypeError, match="^expected fused_moe or experts, got <built-in"):
+        prepare(torch.add, given["x"], given["x"])
+    with pytest.raises(TypeError, match="missing"):
+        prepare(experts, given["ids"])
+    of = (given["ids"], given["weights"], given["x"])
+    with pytest.raises(ValueError, match=r"^w2_scale: expected shape \[16, 2, 1\]"):
+        prepare(experts, *of, *(given[n] for n in WEIGHTS[:3]), given["w2_scale"][:, :1])
+    with pytest.raises(ValueError, match="at least one token, got none"):
+        prepare(experts, *(tensor[:0] for tensor in of), *(given[n] for n in WEIGHTS))
+
+
+def test_a_call_without_pairs():
+    """What brings a kernel's code to the GPU: of one token, and no expert's weights are read."""
+    given = tensors()
+    weights = [given[name] for name in WEIGHTS]
+    routed = RoutedInputs(given["ids"], given["weights"], given["x"], None, *weights, 4, None)
+    one = compile_ahead.without_pairs(routed)
+    assert one.topk_ids.tolist() == [[-1] * TOP_K] and one.local_expert_offset == 0
+    assert one.topk_ids.dtype == given["ids"].dtype and one.x.shape == (1, HIDDEN)
+    fused = MoeInputs(given["logits"], given["bias"], given["x"], None, *weights, 4, 2.5)
+    one = compile_ahead.without_pairs(fused)
+    assert len(one.routing_logits) == 1 and one.local_expert_offset == LARGEST_OFFSET
+
+
+def test_the_program_of_the_processes(geometries, tmp_path):
+    """It can be started wherever the package lies, and what it says is progress."""
+    made = subprocess.run(
+        [sys.executable, "-m", compile_ahead.__name__], input=pickle.dumps(geometries[:1]),
+        capture_output=True, cwd=compile_ahead.PARENT,
+    )  # fmt: skip
+    assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
+    assert compile_ahead.missing(geometries) == geometries[1:]
