@@ -16,10 +16,7 @@ from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
-from sglang.srt.layers.moe.token_dispatcher.standard import (  # noqa: E402
-    StandardDispatchOutput,
-    _map_topk_ids_to_local_experts,
-)
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
@@ -41,6 +38,7 @@ def registered(monkeypatch):
     assert not HookRegistry._hooks, "off unless it is asked for"
     monkeypatch.setenv(plugin.VARIABLE, "1")
     monkeypatch.setattr(plugin, "on_hopper", lambda: True)
+    plugin.say.cache_clear()
     plugin.register()
     HookRegistry.apply_hooks()
 
@@ -78,7 +76,7 @@ def local_ids(experts: int = E, top_k: int = K) -> torch.Tensor:
     ids = torch.rand(33, experts, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
     mapping = torch.full((experts,), -1, dtype=torch.int32)
     mapping[16:32] = torch.arange(16, dtype=torch.int32)
-    return _map_topk_ids_to_local_experts(ids.int(), mapping)
+    return mapping[ids]
 
 
 def wanted(given: StandardDispatchOutput, of: Weights, factor: float) -> torch.Tensor:
@@ -127,8 +125,10 @@ def test_the_method_runs_it(experts, top_k, registered, caplog):
     method, module = method_and_layer(of)
     config = config_of(num_experts=max(E, experts), top_k=top_k)
     with caplog.at_level(logging.INFO, plugin.__name__):
-        method.create_moe_runner(module, config)
-    assert "serves layer 3" in caplog.text
+        for _ in range(2):
+            method.create_moe_runner(module, config)
+    of_layers = f"of {experts} of {max(E, experts)} experts, top {top_k}, "
+    assert caplog.text.count("moe_fp8 serves layers") == 1 and of_layers in caplog.text
     given = tokens(local_ids())
     if experts == 257:
         shared = torch.full((33, 1), 256)
@@ -154,7 +154,7 @@ def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     method.create_moe_runner(module, config_of(**changes))
     assert method.runner.runner_backend.is_triton()
-    assert "does not serve layer 3" in caplog.text and why in caplog.text
+    assert "does not serve layers of" in caplog.text and why in caplog.text
 
 
 def test_a_kernel_that_is_asked_for_stays(registered, monkeypatch, caplog):
@@ -179,6 +179,47 @@ def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     method.create_moe_runner(module, config_of())
     assert "no Hopper GPU" in caplog.text and method.runner.runner_backend.is_triton()
+
+
+def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
+    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    method, module = method_and_layer(of)
+    method.create_moe_runner(module, config_of())
+    fast = method.apply(module, given).hidden_states
+    monkeypatch.setenv(plugin.VARIABLE, "accurate")
+    found = method.apply(module, given).hidden_states
+    reference = wanted(given, of, 2.5)
+    assert calc_diff(found, reference) < 1e-5 < calc_diff(fast, reference)
+
+
+def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
+    """As soon as there is a layer on a GPU, by tensors like those that SGLang passes."""
+    of, prepared = Weights(LOCAL, H, WIDTH), []
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    method, module = method_and_layer(of)
+    method.create_moe_runner(module, config_of())
+    assert not prepared, "on a CPU"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    method.create_moe_runner(module, config_of())
+    monkeypatch.undo()
+    (((function, *call), how),) = prepared
+    given = tokens(local_ids())
+    weights, ids, _ = given.topk_output
+    passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
+    assert function is plugin.experts and how == {"accurate": False, "num_experts": E}
+    for made, real in zip(call, passed, strict=True):
+        assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
+
+
+def test_an_older_sglang_is_refused_in_one_line(monkeypatch, caplog):
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.5.18")
+    before = dict(HookRegistry._hooks)
+    plugin.register()
+    plugin.say.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage() == "moe_fp8 needs SGLang 0.5.19 or newer, found 0.5.18: it is off"
+    assert dict(HookRegistry._hooks) == before
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:

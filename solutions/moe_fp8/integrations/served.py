@@ -53,3 +53,8 @@ def why_no_geometry(experts: int, local: int, hidden: int, intermediate: int, to
     except ValueError as error:
         return str(error)
     return ""
+
+
+def described(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
+    """The layers of a geometry, for a log."""
+    return f"layers of {local} of {experts} experts, top {top_k}, {hidden} x {intermediate}"

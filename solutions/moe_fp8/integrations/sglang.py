@@ -1,20 +1,32 @@
-"""A plugin of SGLang (0.5.23): its FP8 experts with 128 x 128 blocks by the fused layer.
+"""A plugin of SGLang (0.5.19 to 0.5.23): its FP8 experts with 128 x 128 blocks by the fused layer.
 
-Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG=1`. Then every
-FP8 mixture-of-experts layer that SGLang would run by Triton or DeepGEMM without exchanging tokens
-between ranks gets a runner of ours; for one that is not served SGLang's own stays, and the log says
-why. Weights are used as loaded.
+Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
+`accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer that SGLang
+would run by Triton or DeepGEMM without exchanging tokens between ranks gets a runner of ours; for
+one that is not served SGLang's own stays, and the log says why. Weights are used as loaded.
 """
 
+import functools
+import importlib.metadata
 import logging
 from typing import Any
 
 import torch
 
+from ..compile_ahead import prepare
 from ..functional import experts
-from .served import BLOCK_SHAPE, asked_for, on_hopper, why_no_geometry
+from .served import (
+    BLOCK_SHAPE,
+    accurate,
+    asked_for,
+    described,
+    older_than,
+    on_hopper,
+    why_no_geometry,
+)
 
 VARIABLE = "MOE_FP8_SGLANG"
+OLDEST = "0.5.19"
 BACKEND = "moe_fp8"
 METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 logger = logging.getLogger(__name__)
@@ -24,12 +36,21 @@ def register() -> None:
     """What SGLang calls once in each of its processes, before it builds a model."""
     if not asked_for(VARIABLE):
         return
+    found = importlib.metadata.version("sglang")
+    if older_than(found, OLDEST):
+        say(logging.WARNING, f"moe_fp8 needs SGLang {OLDEST} or newer, found {found}: it is off")
+        return
     from sglang.srt.layers.moe.moe_runner import register_moe_runner_core
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_moe_runner_core(BACKEND, runner_core)
     HookRegistry.register(f"{METHOD}.create_moe_runner", create_moe_runner, HookType.AROUND)
     HookRegistry.register(f"{METHOD}.apply", apply, HookType.AROUND)
+
+
+@functools.cache  # a line a geometry, not one a layer
+def say(level: int, text: str) -> None:
+    logger.log(level, text)
 
 
 def runner_core(config: Any) -> Any:
@@ -52,6 +73,7 @@ def runner_core(config: Any) -> Any:
                 quant_info.w13_weight, quant_info.w13_scale,
                 quant_info.w2_weight, quant_info.w2_scale,
                 num_experts=runner_config.num_experts,  # the ids are local ones, or -1
+                accurate=accurate(VARIABLE),
             )  # fmt: skip
             return StandardCombineInput(hidden_states=output)
 
@@ -64,12 +86,34 @@ def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> No
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
     original(method, layer, config)
-    why = why_not(method, layer, config)
+    why, layers = why_not(method, layer, config), described(*sizes(layer, config))
     if why:
-        logger.warning("moe_fp8 does not serve layer %s (%s)", config.layer_id, why)
+        say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
         return
-    logger.info("moe_fp8 serves layer %s", config.layer_id)
+    say(logging.INFO, f"moe_fp8 serves {layers}")
     method.runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
+    if layer.w13_weight.is_cuda:
+        prepare(experts, *one_token(layer, config), accurate=accurate(VARIABLE),
+                num_experts=config.num_experts)  # fmt: skip
+
+
+def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call, as SGLang will have them."""
+    new, hidden = layer.w13_weight.new_empty, layer.w13_weight.shape[2]
+    return (
+        new((1, config.top_k), dtype=torch.int32),
+        new((1, config.top_k), dtype=torch.float32),
+        new((1, hidden), dtype=torch.bfloat16),
+        layer.w13_weight, layer.w13_weight_scale_inv,
+        layer.w2_weight, layer.w2_weight_scale_inv,
+    )  # fmt: skip
+
+
+def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
+    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    local, _, hidden = layer.w13_weight.shape
+    number = max(config.num_experts or local, local)
+    return number, local, hidden, layer.w2_weight.shape[2], config.top_k
 
 
 def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -115,7 +159,4 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return "an activation other than silu(gate) * up"
     if config.no_combine or config.apply_router_weight_on_input:
         return "experts that are not weighted and summed"
-    local, _, hidden = layer.w13_weight.shape
-    intermediate = layer.w2_weight.shape[2]
-    number = max(config.num_experts or local, local)
-    return why_no_geometry(number, local, hidden, intermediate, config.top_k)
+    return why_no_geometry(*sizes(layer, config))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .served import asked_for, older_than
+from .served import asked_for, described, older_than
 
 VARIABLE = "MOE_FP8_VLLM"
 OLDEST = "0.24"
@@ -54,7 +54,7 @@ class Selection:
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
         from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-        from .vllm_experts import Experts
+        from .vllm_experts import Experts, sizes
 
         batched = config.moe_parallel_config.use_batched_activation_format
         formats = FusedMoEActivationFormat
@@ -62,14 +62,10 @@ class Selection:
             Experts, config, weight_key, activation_key,
             formats.BatchedExperts if batched else formats.Standard,
         )  # fmt: skip
-        layer = (
-            f"layers of {config.num_local_experts} of {config.num_experts} experts, top "
-            f"{config.experts_per_token}, {config.hidden_dim} x "
-            f"{config.intermediate_size_per_partition}"
-        )
+        layers = described(*sizes(config))
         if serves:
-            self.logger.info_once("moe_fp8 serves %s", layer)
+            self.logger.info_once("moe_fp8 serves %s", layers)
             # The backend whose weights stay as they were loaded.
             return Fp8MoeBackend.TRITON, Experts
-        self.logger.warning_once("moe_fp8 does not serve %s: %s; vLLM's kernel does", layer, why)
+        self.logger.warning_once("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
         return self.others(config, weight_key, activation_key, allow_vllm_cutlass)

@@ -129,7 +129,12 @@ def why_not(config: Any) -> str:
         return "experts with a bias"
     if config.in_dtype != torch.bfloat16:
         return f"tokens of {config.in_dtype}"
-    return why_no_geometry(
+    return why_no_geometry(*sizes(config))
+
+
+def sizes(config: Any) -> tuple[int, int, int, int, int]:
+    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    return (
         config.num_experts, config.num_local_experts, config.hidden_dim,
         config.intermediate_size_per_partition, config.experts_per_token,
     )  # fmt: skip
