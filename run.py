@@ -39,6 +39,7 @@ PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
 EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "bench,report")
+EXTRAS["serve"] = "serve"  # beside an engine, which has the rest
 """Extras of pyproject.toml that a program needs; `bench` where it is not named here."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2

@@ -1,0 +1,171 @@
+"""vLLM and SGLang by one interface: prompts of token ids in, tokens out, greedily."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from scripts.serve.models import Model
+
+ENGINES = ("vllm", "sglang")
+SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
+OWN = ("ours", "accurate")
+CACHE_BYTES = 6 * 2**30
+"""For keys and values."""
+PROMPT_ROOM = 256
+"""Tokens that a request may have beside the longest prompt."""
+
+
+class Generated(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]  # of these tokens; empty where they were not asked for
+
+
+class Engine(Protocol):
+    version: str
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is started; `backend` is `engine`, `tuned`, `ours`, `accurate`, or a kernel of
+    the engine by the name that it has there."""
+
+    engine: str
+    backend: str
+    model: Model
+    random_weights: bool = False
+    most_tokens: int = 16384  # of a step, and of a prompt
+    batches: tuple[int, ...] = (1,)  # that CUDA graphs are captured for
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
+    share: float = 0.9  # of the GPU's memory
+    batch_invariant: bool = False
+    environment: dict[str, str] = field(default_factory=dict)  # beside the caller's
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the engine's processes."""
+        own = {"ours": "1", "accurate": "accurate"}
+        found = {SWITCH[self.engine]: own.get(self.backend, "0"), **self.environment}
+        if self.engine == "vllm":
+            if self.tensor_parallel == 1:  # so that nothing between processes is timed
+                found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if self.batch_invariant:
+                found["VLLM_BATCH_INVARIANT"] = "1"
+        return found
+
+
+def start(setup: Setup) -> Engine:
+    """In this process, whose environment has `setup.variables`."""
+    return Vllm(setup) if setup.engine == "vllm" else Sglang(setup)
+
+
+class Vllm:
+    def __init__(self, setup: Setup):
+        import vllm
+
+        if setup.backend == "tuned":
+            use_tuned_files(Path(vllm.__file__).parent)
+        asked = setup.backend not in ("engine", "tuned", *OWN)
+        self.version = vllm.__version__
+        self.sampling = vllm.SamplingParams
+        self.llm = vllm.LLM(
+            model=str(setup.model.directory),
+            skip_tokenizer_init=True,
+            load_format="dummy" if setup.random_weights else "auto",
+            dtype="bfloat16",
+            seed=0,
+            hf_overrides=setup.model.overrides,
+            max_model_len=setup.most_tokens + PROMPT_ROOM,
+            max_num_batched_tokens=setup.most_tokens,
+            max_num_seqs=max(setup.batches),
+            gpu_memory_utilization=setup.share,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            tensor_parallel_size=setup.tensor_parallel,
+            enable_expert_parallel=setup.expert_parallel,
+            compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
+            **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
+        )
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]:
+        how = self.sampling(
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens,
+            logprobs=0 if logprobs else None,
+        )  # fmt: skip
+        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        made = [of.outputs[0] for of in self.llm.generate(given, how, use_tqdm=False)]
+        return [
+            Generated(
+                list(of.token_ids),
+                [
+                    found[t].logprob
+                    for found, t in zip(of.logprobs or (), of.token_ids, strict=False)
+                ],
+            )
+            for of in made
+        ]
+
+
+def use_tuned_files(vllm: Path) -> None:
+    """vLLM ships what its Triton kernel was tuned to on an H200 for some layers, for an H100 for
+    fewer: take those where there are none of this GPU."""
+    import torch
+
+    name = torch.cuda.get_device_name().replace(" ", "_")
+    folder = Path(os.environ["MOE_FP8_SERVE_DIRECTORY"]) / "tuned"
+    folder.mkdir()
+    configs = vllm / "model_executor/layers/fused_moe/configs"
+    for file in configs.glob("*device_name=NVIDIA_H200,dtype=fp8_w8a8*"):
+        target = file.name.replace("NVIDIA_H200", name)
+        source = configs / target if (configs / target).is_file() else file
+        (folder / target).write_bytes(source.read_bytes())
+    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
+
+
+class Sglang:
+    def __init__(self, setup: Setup):
+        import sglang
+
+        asked = setup.backend not in ("engine", *OWN)
+        self.version = sglang.__version__
+        self.engine = sglang.Engine(
+            model_path=str(setup.model.directory),
+            skip_tokenizer_init=True,
+            load_format="dummy" if setup.random_weights else "auto",
+            dtype="bfloat16",
+            random_seed=0,
+            json_model_override_args=json.dumps(setup.model.overrides),
+            context_length=setup.most_tokens + PROMPT_ROOM,
+            chunked_prefill_size=setup.most_tokens,
+            max_prefill_tokens=setup.most_tokens,
+            max_running_requests=max(setup.batches),
+            mem_fraction_static=setup.share,
+            disable_radix_cache=True,
+            cuda_graph_bs=list(setup.batches),
+            tp_size=setup.tensor_parallel,
+            ep_size=setup.tensor_parallel if setup.expert_parallel else 1,
+            log_level="info",
+            **({"moe_runner_backend": setup.backend} if asked else {}),
+        )
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]:
+        how = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens}
+        made = self.engine.generate(input_ids=prompts, sampling_params=how, return_logprob=logprobs)
+        return [
+            Generated(
+                list(of["output_ids"]),
+                [found[0] for found in of["meta_info"].get("output_token_logprobs", ())],
+            )
+            for of in made
+        ]

@@ -1,0 +1,78 @@
+"""What `serve` does inside the processes of an engine, which load it as one of their plugins."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
+"""Where the processes write what they find; set by `serve` alone."""
+RANDOM = "MOE_FP8_SERVE_RANDOM"
+CHECK_TOKENS = 2999
+"""Of the prompt whose calls are checked: more than a CUDA graph has, in one step."""
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+CALLERS = ("functional", "integrations.sglang", "integrations.vllm_experts")
+"""Modules of `moe_fp8` that hold `experts`."""
+
+
+def publish(directory: Path, engine: str) -> None:
+    """Make this a plugin of the engine for the processes that have the directory on their path."""
+    package = directory / "moe_fp8_serve-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-fp8-serve\nVersion: 0\n")
+    entry = f"moe_fp8_serve = {__name__}:register_{engine}"
+    (package / "entry_points.txt").write_text(f"[{GROUPS[engine]}]\n{entry}\n")
+
+
+def is_installed(engine: str) -> bool:
+    """Whether the engine finds the package's own plugin."""
+    found = importlib.metadata.entry_points(group=GROUPS[engine])
+    return any(entry.value.startswith("moe_fp8.") for entry in found)
+
+
+def layers_of(directory: Path) -> list[list[float]]:
+    """calc_diff of every layer that was checked, a list a process."""
+    files = sorted(directory.glob("layers-*.jsonl"))
+    return [list(map(json.loads, file.read_text().split())) for file in files]
+
+
+def register_vllm() -> None:
+    watch()
+    if os.environ.get(RANDOM):
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+        DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+
+
+def register_sglang() -> None:
+    watch()
+    if os.environ.get(RANDOM):
+        from sglang.srt.model_loader import loader
+
+        loader.initialize_dummy_weights = fill
+
+
+def fill(model: Any) -> None:
+    from scripts.serve import random_weights
+
+    random_weights.fill(model.named_parameters())
+
+
+def watch() -> None:
+    """Compare the layers' calls, wherever they are called from."""
+    from moe_fp8 import functional
+
+    from scripts.serve.layer_check import checking
+
+    file = Path(os.environ[DIRECTORY]) / f"layers-{os.getpid()}.jsonl"
+
+    def report(calc_diff: float) -> None:
+        with file.open("a") as lines:
+            lines.write(f"{calc_diff}\n")
+
+    checked = checking(functional.experts, CHECK_TOKENS, report)
+    for name in CALLERS:
+        if module := sys.modules.get(f"moe_fp8.{name}"):
+            vars(module)["experts"] = checked

@@ -1,0 +1,135 @@
+"""Backends that take turns: started together where memory allows, each figure from all in turn."""
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_fp8.kernels.cache import KernelCache, cache_dir
+
+from scripts.common.command_line import Failure, note, say
+from scripts.serve import inside
+from scripts.serve.engines import OWN, Setup
+from scripts.serve.measure import MIXED_REQUESTS
+from scripts.serve.worker import Backend
+
+COMPILED_LATE = "compilation during inference"
+"""What vLLM's monitor says of a kernel that a request had to wait for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how often."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    repeats: int
+    compare_tokens: bool = False  # where weights are trained
+
+    @property
+    def figures(self) -> list[tuple[str, int, str]]:
+        """(method of `Measuring`, size, unit)."""
+        return [
+            *(("decode", batch, "ms a step") for batch in self.batches),
+            *(("prefill", tokens, "ms") for tokens in self.prompts),
+            ("mixed", MIXED_REQUESTS, "tokens/s"),
+        ]
+
+
+Row = dict[str, Any]
+
+
+def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> list[Row]:
+    """The rows of backends that share the GPU. Raises Failure."""
+    kept = KernelCache(cache_dir() or logs)
+    before = len(kept.entries())
+    with contextlib.ExitStack() as stack:
+        backends = []
+        for setup in setups:
+            note(f"starts {setup.backend}")
+            backends.append(Backend(setup, logs))
+            stack.callback(backends[-1].close)
+        for backend in backends:
+            backend.ready()
+            note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s")
+        at_start = len(kept.entries()) - before
+        rows = [row for backend in backends for row in check(backend)]
+        rows += timed(backends, plan)
+        late = len(kept.entries()) - before - at_start
+        for backend in backends:
+            rows += counted(backend, at_start, late)
+        if plan.compare_tokens:
+            rows += compared(backends)
+    return rows
+
+
+def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
+    setup = backend.setup
+    return {
+        "engine": setup.engine, "engine_version": backend.version, "model": setup.model.name,
+        "layers": setup.model.layers, "gpus": setup.tensor_parallel,
+        "parallel": "expert" if setup.expert_parallel else "tensor", "backend": setup.backend,
+        "what": what, "size": size, "value": value, "unit": unit, **more,
+    }  # fmt: skip
+
+
+def check(backend: Backend) -> Iterator[Row]:
+    """That the layer is served where it is to be, and computes what it should."""
+    if backend.setup.backend in OWN and not backend.said("moe_fp8 serves"):
+        why = backend.said("moe_fp8") or ["the log does not name moe_fp8"]
+        raise Failure(f"{backend.setup.backend}: nothing is served: {why[-1]}")
+    yield row_of(backend, "start", None, round(backend.start_seconds, 1), "s")
+    backend.ask("check")
+    layers = inside.layers_of(backend.directory)
+    if backend.setup.backend in OWN and not any(layers):
+        raise Failure(f"{backend.setup.backend}: no call of {inside.CHECK_TOKENS} tokens was seen")
+    for found in layers:
+        for layer, calc_diff in enumerate(found):
+            yield row_of(backend, "calc_diff of a layer", layer, calc_diff, "")
+    yield row_of(backend, "same tokens alone and among others", None, backend.ask("alone"), "")
+
+
+def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
+    """Medians over the repeats of all backends in turn; the first one is a warm-up."""
+    for what, size, unit in plan.figures:
+        values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
+        for repeat in range(plan.repeats + 1):
+            for backend in backends:
+                values[backend.setup.backend].append(backend.ask(what, size, repeat))
+        for backend in backends:
+            found = sorted(values[backend.setup.backend][1:])
+            median = statistics.median(found)
+            spread = round((found[-1] - found[0]) / abs(median), 4)
+            say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
+            yield row_of(backend, what, size, median, unit, spread=spread, repeats=len(found))
+
+
+def counted(backend: Backend, at_start: int, late: int) -> Iterator[Row]:
+    """Kernels that were compiled, at start and later."""
+    if backend.setup.backend in OWN:
+        yield row_of(backend, "our kernels compiled at start", None, at_start, "")
+        yield row_of(backend, "our kernels compiled later", None, late, "")
+    said = [line for line in backend.said(COMPILED_LATE) if "FusedMoe" in line]
+    yield row_of(backend, "of ours, by the engine's monitor", None, len(said), "")
+
+
+def compared(backends: Sequence[Backend]) -> Iterator[Row]:
+    """Tokens and log-probabilities beside the first backend's."""
+    first, *others = backends
+    wanted = first.ask("compared")
+    for backend in others:
+        same, differences = 0, [0.0]
+        pairs = list(zip(backend.ask("compared"), wanted, strict=True))
+        for (tokens, logprobs), (of_tokens, of_logprobs) in pairs:
+            pairs_of = zip(tokens, of_tokens, strict=True)
+            until = next((n for n, (a, b) in enumerate(pairs_of) if a != b), len(tokens))
+            same += until
+            equal = zip(logprobs[:until], of_logprobs, strict=False)
+            differences += [abs(a - b) for a, b in equal]
+        share = same / sum(len(tokens) for (tokens, _), _ in pairs)
+        yield row_of(backend, f"tokens before the first other than {first.setup.backend}'s", None,
+                     share, "")  # fmt: skip
+        yield row_of(backend, "largest difference of a log-probability there", None,
+                     max(differences), "")  # fmt: skip

@@ -1,0 +1,78 @@
+"""As much of vLLM as `run.py serve` uses: one layer of experts on CPU tensors, whose tokens follow
+from the prompts. What a test wants to go wrong stands in `STAND_IN`."""
+
+import importlib.metadata
+import os
+import zlib
+from types import SimpleNamespace
+
+import torch
+
+__version__ = "0.0.stand-in"
+EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 256, 128, 2
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        fp8, scales = torch.float8_e4m3fn, {"w13_weight": (2, 2), "w2_weight": (2, 1)}
+        for name, shape in {
+            "w13_weight": (2 * WIDTH, HIDDEN),
+            "w2_weight": (HIDDEN, WIDTH),
+        }.items():
+            for leaf, size, dtype in (
+                (name, shape, fp8),
+                (f"{name}_scale_inv", scales[name], torch.float32),
+            ):
+                value = torch.zeros(EXPERTS, *size, dtype=dtype)
+                self.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+
+
+class LLM:
+    def __init__(self, **options):
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+        self.options, self.wrong = options, os.environ.get("STAND_IN", "")
+        if self.wrong == "does not start":
+            raise RuntimeError("no room for the model")
+        for entry in importlib.metadata.entry_points(group="vllm.general_plugins"):
+            if not entry.value.startswith("moe_fp8.integrations"):  # which wants the real one
+                entry.load()()
+        self.model = Model()
+        if options["load_format"] == "dummy":
+            DummyModelLoader().load_weights(self.model, None)
+        self.ours = os.environ["MOE_FP8_VLLM"] != "0"
+        if self.ours and self.wrong != "serves nothing":
+            print("INFO moe_fp8 serves layers of 4 of 4 experts, top 2, 256 x 128", flush=True)
+
+    def generate(self, prompts, sampling, use_tqdm):
+        tokens = [prompt["prompt_token_ids"] for prompt in prompts]
+        if self.ours and len(tokens) == 1:
+            self.layer(len(tokens[0]))
+        if self.wrong == "dies":
+            os._exit(3)
+        return [SimpleNamespace(outputs=[self.output(prompt, sampling)]) for prompt in tokens]
+
+    def output(self, prompt, sampling):
+        seed = zlib.crc32(bytes(str(prompt), "ascii"))
+        made = [(seed + 7 * n) % 100 for n in range(sampling.max_tokens)]
+        logprobs = [{t: SimpleNamespace(logprob=-t / 100)} for t in made]
+        return SimpleNamespace(
+            token_ids=made, logprobs=logprobs if sampling.logprobs == 0 else None
+        )
+
+    def layer(self, tokens: int):
+        from moe_fp8.functional import experts
+
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+        ids = torch.randint(EXPERTS, (tokens, TOP_K), generator=generator, dtype=torch.int32)
+        of, weights = self.model, torch.rand(tokens, TOP_K, generator=generator)
+        experts(
+            ids, weights, x, of.w13_weight, of.w13_weight_scale_inv, of.w2_weight,
+            of.w2_weight_scale_inv, accurate=os.environ["MOE_FP8_VLLM"] == "accurate",
+        )  # fmt: skip

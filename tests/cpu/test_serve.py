@@ -1,0 +1,271 @@
+"""`run.py serve` on a stand-in of an engine; its loader, layer check and tables."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from markers import more
+from moe_fp8 import experts
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.quantise import quantise_blocks, quantise_rows
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import ROOT
+from scripts.programs import serve
+from scripts.serve import inside, models, random_weights
+from scripts.serve.engines import Setup
+from scripts.serve.layer_check import checking, in_float32
+from scripts.serve.measure import prompts
+from scripts.table import served
+
+STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
+QUICK = ["--batches", "1,2", "--prompts", "8", "--repeats", "2", "--random-weights"]
+
+
+def run(*options: str, wrong: str = "") -> subprocess.CompletedProcess:
+    """The program where the stand-in is the engine."""
+    paths = (STAND_IN, ROOT, ROOT / "solutions")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "STAND_IN": wrong}
+    command = [sys.executable, str(ROOT / "scripts/programs/serve.py"), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def served_rows(tmp_path_factory) -> tuple[list[dict[str, Any]], str]:
+    """What is written and what is shown of three backends, two of them at once."""
+    file = tmp_path_factory.mktemp("serve") / "served.json"
+    options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
+    made = run(*options, *QUICK, "--together", "2", "--json", str(file))
+    assert made.returncode == 0, made.stderr
+    record = json.loads(file.read_text())
+    assert record["environment"]["versions"]["torch"] and record["method"] == serve.METHOD
+    return record["rows"], made.stdout
+
+
+def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
+    return [row["value"] for row in rows if (row["what"], row["backend"]) == (what, backend)]
+
+
+def test_a_record_has_every_figure_of_every_backend(served_rows):
+    rows, _ = served_rows
+    for backend in ("engine", "ours", "accurate"):
+        of = [row for row in rows if row["backend"] == backend and "repeats" in row]
+        figures = [("decode", 1), ("decode", 2), ("prefill", 8), ("mixed", 128)]
+        assert [(row["what"], row["size"]) for row in of] == figures
+        assert all(row["repeats"] == 2 and row["spread"] >= 0 for row in of)
+        (seconds,) = values(rows, "start", backend)
+        assert seconds > 0 and values(rows, "same tokens alone and among others", backend) == [True]
+    head = {"engine": "vllm", "engine_version": "0.0.stand-in", "model": "qwen3-30b-a3b",
+            "layers": 2, "gpus": 1, "parallel": "tensor"}  # fmt: skip
+    assert all(row.items() >= head.items() for row in rows)
+
+
+def test_the_layers_that_are_served_are_compared(served_rows):
+    rows, _ = served_rows
+    assert not values(rows, "calc_diff of a layer", "engine")
+    (fast,) = values(rows, "calc_diff of a layer", "ours")
+    (accurate,) = values(rows, "calc_diff of a layer", "accurate")
+    assert accurate < 1e-5 < fast < 1e-3
+
+
+def test_nothing_is_compiled_on_the_cpu(served_rows):
+    rows, _ = served_rows
+    for what in ("at start", "later"):
+        assert values(rows, f"our kernels compiled {what}", "ours") == [0]
+    assert values(rows, "of ours, by the engine's monitor", "ours") == [0]
+
+
+def test_the_tables_are_shown(served_rows):
+    rows, text = served_rows
+    assert "decode, batch 1, ms a step" in text and "mixed load, requests 128, tokens/s" in text
+    (fast,) = values(rows, "calc_diff of a layer", "ours")
+    assert f"{fast:.2e} (layer 0)" in text and "Served: medians" in text
+
+
+@more
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("serves nothing", "error: ours: nothing is served: the log does not name moe_fp8"),
+        ("does not start", "error: ours: RuntimeError: no room for the model; the end of"),
+        ("dies", "error: ours: the process ended; the end of"),
+    ],
+)
+def test_what_goes_wrong_is_one_error(wrong, message):
+    made = run("--model", "deepseek-v3", "--compare", "ours", *QUICK, wrong=wrong)
+    assert made.returncode == 1 and message in made.stderr and "Traceback" not in made.stdout
+
+
+def options(*given: str) -> Any:
+    return serve.arguments(["--model", "qwen3-30b-a3b", *given])
+
+
+def test_an_engine_that_is_absent_is_named(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="^sglang is not installed for .*pip install -e"):
+        serve.setups(options("--engine", "sglang"))
+
+
+def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(inside, "is_installed", lambda engine: False)
+    with pytest.raises(UsageError, match="^vllm does not find the plugin"):
+        serve.setups(options("--random-weights"))
+    assert len(serve.setups(options("--random-weights", "--compare", "engine"))) == 1
+
+
+def test_setups_follow_the_options(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    given = ("--random-weights", "--compare", "engine,deep_gemm,ours", "--together", "2",
+             "--batches", "1,4", "--prompts", "512", "--tensor-parallel", "2", "--expert-parallel",
+             "--batch-invariant")  # fmt: skip
+    first, second, third = serve.setups(options(*given))
+    assert (first.backend, second.backend, third.backend) == ("engine", "deep_gemm", "ours")
+    assert first.most_tokens == inside.CHECK_TOKENS and first.share == 0.45
+    assert first.variables == {"MOE_FP8_VLLM": "0", "VLLM_BATCH_INVARIANT": "1"}
+    assert third.variables["MOE_FP8_VLLM"] == "1" and third.expert_parallel
+    of_sglang = Setup("sglang", "accurate", first.model)
+    assert of_sglang.variables == {"MOE_FP8_SGLANG": "accurate"}
+
+
+@pytest.mark.parametrize("name", models.LAYERS)
+def test_known_models(name):
+    model = models.find(name, None, True)
+    assert model.layers <= model.published and model.vocabulary > 10_000
+    assert model.overrides.get("num_hidden_layers", model.published) == model.layers
+    assert model.config["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "random", "message"),
+    [
+        ("nothing", None, True, "--model nothing: expected a directory, or one of deepseek-v3"),
+        ("kimi-k2", None, False, "--model kimi-k2 has no weights: give --random-weights"),
+        ("qwen3-30b-a3b", 49, True, "--layers 49: qwen3-30b-a3b has 48"),
+        (str(models.DIRECTORY / "kimi-k2"), 2, False, "--layers: a part of trained weights"),
+    ],
+)
+def test_models_that_cannot_be_served(name, layers, random, message):
+    with pytest.raises(UsageError, match=f"^{message}"):
+        models.find(name, layers, random)
+
+
+def test_random_weights_follow_from_names_and_have_a_sane_spread():
+    def draw(name: str, *size: int, dtype=torch.float32) -> torch.Tensor:
+        p = torch.zeros(size, dtype=dtype)
+        random_weights.fill([(name, p)])
+        return p
+
+    k = 512
+    w = draw("layers.1.experts.w13_weight", 4, 256, k, dtype=torch.float8_e4m3fn)
+    again = draw("layers.1.experts.w13_weight", 4, 256, k, dtype=torch.float8_e4m3fn)
+    other = draw("layers.2.experts.w13_weight", 4, 256, k, dtype=torch.float8_e4m3fn)
+    assert torch.equal(w.float(), again.float()) and not torch.equal(w.float(), other.float())
+    scale = draw("layers.1.experts.w13_weight_scale_inv", 4, 2, k // 128)
+    assert 0.4 < float(scale.std() / scale.mean()) * 12**0.5 < 1.6  # drawn evenly, 0.5 to 1.5
+    spread = (w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)).std()
+    assert abs(float(spread) * k**0.5 - 1) < 0.15
+    assert draw("layers.0.input_layernorm.weight", 8).tolist() == [1.0] * 8
+    bias = draw("layers.0.gate.e_score_correction_bias", 64)
+    assert 0 <= float(bias.min()) < float(bias.max()) <= 0.1
+    assert float(draw("attn.k_scale", 1)) == 0.0, "as the engine made it"
+    assert draw("some.int", 4, dtype=torch.int32).tolist() == [0] * 4
+
+
+def call(tokens: int = 9, offset: int = 0) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    ids = torch.randint(6, (tokens, 3), generator=generator)
+    weights = (*quantise_blocks(random(4, 256, 256)), *quantise_blocks(random(4, 256, 128)))
+    return (ids, random(tokens, 3).abs(), random(tokens, 256).bfloat16(), *weights), {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "offset", "map", "up first", "fp8"])
+def test_the_layer_in_float32(kind):
+    arguments, how = call()
+    if kind == "offset":
+        how["local_expert_offset"] = 2
+    elif kind == "map":
+        how["expert_map"] = torch.tensor([3, -1, 0, -1, 1, 2], dtype=torch.int32)
+    elif kind == "up first":
+        how["gate_first"] = False
+    elif kind == "fp8":
+        q, how["x_scale"] = quantise_rows(arguments[2])
+        arguments = (*arguments[:2], q, *arguments[3:])
+    found = experts(*arguments, **how, accurate=True)
+    assert calc_diff(found, in_float32(*arguments, **how)) < 1e-5
+
+
+def test_one_call_of_a_layer_is_checked():
+    found: list[float] = []
+    checked = checking(experts, 9, found.append)
+    calls = [call(tokens) for tokens in (9, 8, 9)]  # of weights of their own
+    for arguments, how in (*calls, *calls):
+        assert torch.equal(checked(*arguments, **how), experts(*arguments, **how))
+    assert len(found) == 2 and all(1e-5 < value < 1e-3 for value in found)
+    arguments, how = call()
+    broken = checking(lambda *a, **k: 1.5 * experts(*a, **k), 9, found.append)
+    for _ in range(2):
+        broken(*arguments, **how)
+    assert len(found) == 3 and found[-1] > 0.05
+
+
+def row(backend: str, what: str, size: Any, value: Any, unit: str = "ms", **more: Any) -> dict:
+    head = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "backend": backend}
+    return head | {"what": what, "size": size, "value": value, "unit": unit, "spread": 0.01} | more
+
+
+def test_gains_are_over_the_best_of_the_engine_s_own():
+    rows = [
+        row("engine", "decode", 1, 4.0), row("tuned", "decode", 1, 3.0),
+        row("ours", "decode", 1, 2.0), row("accurate", "decode", 1, 1.0),
+        row("engine", "mixed", 128, 1e3, "tokens/s"), row("tuned", "mixed", 128, 2e3, "tokens/s"),
+        row("ours", "mixed", 128, 3e3, "tokens/s"), row("ours", "prefill", 8, 1.0),
+    ]  # fmt: skip
+    frame = served.timed_table(rows).frame
+    assert list(frame["gain"]) == ["1.50x", "1.50x", "-"]
+    assert list(frame["ours"]) == ["2.00 (1 %)", "3,000 (1 %)", "1.00 (1 %)"]
+    assert list(frame["accurate"]) == ["1.00 (1 %)", "-", "-"]
+
+
+def test_of_the_layers_the_worst_is_named():
+    what = "calc_diff of a layer"
+    rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
+    rows += [row("ours", "start", None, 12.5, "s"), row("engine", "start", None, 8.0, "s"),
+             row("ours", "same tokens", None, False, "", gpus=2, parallel="expert")]  # fmt: skip
+    frame = served.checks_table(rows).frame
+    assert list(frame["ours"]) == ["3.00e-04 (layer 1)", "12.5 s", "no"]
+    assert list(frame["engine"]) == ["-", "8 s", "-"]
+    assert list(frame["model"]) == [
+        "m, 2 layers",
+        "m, 2 layers",
+        "m, 2 layers, 2 GPUs, expert parallel",
+    ]
+
+
+def test_prompts_are_drawn_once_and_for_all():
+    first = prompts(1000, (3, 5), 7)
+    assert first == prompts(1000, (3, 5), 7) != prompts(1000, (3, 5), 8)
+    assert [len(p) for p in first] == [3, 5] and all(10 <= t < 990 for p in first for t in p)
+
+
+def test_the_engine_finds_what_watches_it(tmp_path: Path):
+    """As an entry point, in any of its processes."""
+    inside.publish(tmp_path, "sglang")
+    code = (
+        "import importlib.metadata as m; "
+        "(e,) = [e for e in m.entry_points(group='sglang.srt.plugins') if 'serve' in e.name]; "
+        "print(e.load().__name__)"
+    )
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "solutions")))
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
+    assert made.stdout.strip() == b"register_sglang", made.stderr
