@@ -11,7 +11,7 @@ from scripts.serve.models import Model
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
 OWN = ("ours", "accurate")
-CACHE_BYTES = 6 * 2**30
+CACHE_BYTES = 5 * 2**30
 """For keys and values."""
 PROMPT_ROOM = 256
 """Tokens that a request may have beside the longest prompt."""

@@ -6,7 +6,7 @@ import time
 from scripts.serve.engines import Engine, Generated
 from scripts.serve.inside import CHECK_TOKENS
 
-DECODE_PROMPT, DECODE_STEPS = 96, 64
+DECODE_PROMPT, DECODE_STEPS = 96, 32
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
 COMPARED_PROMPTS, COMPARED_TOKENS = (5, 64, 333, 1500), 32
 OTHERS = 64

@@ -14,7 +14,7 @@ from scripts.common.command_line import UsageError
 DIRECTORY = Path(__file__).with_name("models")
 LAYERS = {
     "deepseek-v3": 4,
-    "deepseek-v3-tp8": 17,
+    "deepseek-v3-tp8": 11,
     "glm-5": 5,
     "kimi-k2": 3,
     "minimax-m2": 12,
