@@ -107,10 +107,10 @@ class Run:
             return []
         return traces.read_records([self.traces], self.info.get("definition", DEFINITION))
 
-    def done(self) -> set[tuple[str, str]]:
-        """(uuid, solution) of the results that are of the present sources and settings."""
+    def done(self) -> dict[tuple[str, str], records.Record]:
+        """By (uuid, solution) the last results that are of the present sources and settings."""
         return {
-            (r.uuid, r.solution)
+            (r.uuid, r.solution): r
             for r in self.results()
             if r.status != records.INVALID
             and r.hash == self.hashes.get(r.solution)
@@ -233,19 +233,15 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
 def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool) -> bool:
     """Measure what the run has no results of; every workload's results are kept at once, and what
     went wrong in run.json. Whether Ctrl-C ended it. Raises OSError: the disk is full."""
-    done = run.done()
-    pairs = [
-        (t, left)
-        for t in plan.workloads
-        if (left := [s for s in plan.solutions if (t.workload.uuid, s.name) not in done])
-    ]
     names = ", ".join(s.name for s in plan.solutions)
     say(f"{plan.hardware if on_gpu else f'CPU ({plan.hardware})'}: {names}")
-    say(f"{len(pairs)} workloads to run, results in {run.directory}")
+    emulation = None
     if not on_gpu:
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
         emulation = chosen_emulation(args, plan)
+    pairs = pairs_left(run, plan, emulation)
+    say(f"{len(pairs)} workloads to run, results in {run.directory}")
 
     def store(results: list[Trace]) -> None:
         stamped = run.store(results)
@@ -268,6 +264,24 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
     run.save_info(seconds=time.monotonic() - start, ended=ended, gpus_after=environment.gpus())
     return interrupted
+
+
+def pairs_left(
+    run: Run, plan: Plan, emulation: cpu_bench.Emulation | None
+) -> list[tuple[Trace, list[Solution]]]:
+    """Each workload with the solutions that the run has no result of, or only that of the torch
+    model where the kernels are to be run too: there was no compiler, or fewer were asked for."""
+    done = run.done()
+
+    def lacks(trace: Trace, solution: Solution) -> bool:
+        last = done.get((trace.workload.uuid, solution.name))
+        if last is None:
+            return True
+        awaits = emulation is not None and emulation.awaits(trace, solution)
+        return awaits and last.passed and not last.emulated
+
+    pairs = [(t, [s for s in plan.solutions if lacks(t, s)]) for t in plan.workloads]
+    return [(trace, solutions) for trace, solutions in pairs if solutions]
 
 
 def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:

@@ -1,5 +1,6 @@
 """The kernels that bench emulates: what runs so, what is said of it, and that it has no time."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import types
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +93,69 @@ def test_ours_run_by_their_kernels_on_small_workloads_once_the_model_is_right(by
     assert all("emulated" not in t.evaluation.environment.libs for t in larger)
 
 
-def test_what_was_judged_before_an_interrupt_is_kept(by_kernels, monkeypatch) -> None:
-    def interrupted(*_):
-        yield small.solution("a"), {"status": "RUNTIME_ERROR", "log": ""}
+@pytest.fixture
+def measured(tmp_path: Path) -> Iterator[Callable[..., list[tuple[str, str]]]]:
+    """Measures what a run lacks of two workloads, and gives the (solution, target) of all that it
+    has, in order."""
+    solutions = [small.solution("a"), small.solution("b")]
+    trace_set = small.trace_set(lengths=(3, 9))
+    (workloads,) = trace_set.workloads.values()
+    plan: Any = types.SimpleNamespace(workloads=workloads, solutions=solutions)
+    with bench.new_run(tmp_path / "runs", "GPU") as kept:
+        kept.begin({s.name: s.hash() for s in solutions}, {}, "settings")
+
+        def measure(most: int | None) -> list[tuple[str, str]]:
+            own = {"a", "b"}
+            emulation = None if most is None else cpu_bench.Emulation("sm_90a", own, most)
+            pairs = bench.pairs_left(kept, plan, emulation)
+            with contextlib.suppress(KeyboardInterrupt):
+                cpu_bench.run(trace_set, pairs, CONFIG, 5, kept.store, emulation)
+            return [(f"{r.solution}{r.tokens}", r.emulated) for r in kept.results()]
+
+        yield measure
+
+
+def test_kernels_that_an_interrupt_left_out_are_made_up(by_kernels, monkeypatch, measured) -> None:
+    """Of what is still to be emulated nothing is kept: the model's result is not what was asked
+    for."""
+    whole = emulated.evaluations
+
+    def interrupted(*arguments):
+        yield next(whole(*arguments))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(emulated, "evaluations", interrupted)
-    trace_set = small.trace_set(lengths=(3,))
-    ((workload,),) = trace_set.workloads.values()
-    stored: list[list[Trace]] = []
-    solutions = [small.solution("a"), small.solution("b")]
-    emulation = cpu_bench.Emulation("sm_90a", {"a", "b"}, 8)
-    with pytest.raises(KeyboardInterrupt):
-        cpu_bench.run(trace_set, [(workload, solutions)], CONFIG, 5, stored.append, emulation)
-    ((a, b),) = stored
-    assert a.evaluation.environment.libs["emulated"] == "sm_90a"
-    assert "emulated" not in b.evaluation.environment.libs
+    assert measured(8) == [("b3", "sm_90a")]
+    monkeypatch.setattr(emulated, "evaluations", whole)
+    every = [("b3", "sm_90a"), ("a3", "sm_90a"), ("a9", ""), ("b9", "")]
+    assert measured(8) == every
+    assert measured(8) == every, "nothing is left"
+
+
+def test_a_model_interrupted_before_the_kernels_leaves_them_to_be_run(
+    by_kernels, monkeypatch, measured
+) -> None:
+    real = cpu_bench.evaluate
+
+    def evaluate(case, config, solution, *call):
+        if solution.name == "b":
+            raise KeyboardInterrupt
+        return real(case, config, solution, *call)
+
+    monkeypatch.setattr(cpu_bench, "evaluate", evaluate)
+    assert measured(8) == []
+    monkeypatch.setattr(cpu_bench, "evaluate", real)
+    assert set(measured(8)) == {("a3", "sm_90a"), ("b3", "sm_90a"), ("a9", ""), ("b9", "")}
+
+
+def test_kernels_of_a_run_that_had_no_compiler_or_fewer_tokens_are_made_up(
+    by_kernels, measured
+) -> None:
+    models = [("a3", ""), ("b3", ""), ("a9", ""), ("b9", "")]
+    assert measured(None) == models
+    assert set(measured(8)) == {*models, ("a3", "sm_90a"), ("b3", "sm_90a")}
+    assert len(measured(9)) == 8
+    assert by_kernels == [("sm_90a", ["a", "b"], 1)] * 2
 
 
 @pytest.mark.parametrize(

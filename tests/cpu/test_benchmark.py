@@ -545,7 +545,7 @@ def test_a_run_is_held_by_one_program_until_it_is_closed(tmp_path: Path) -> None
 def test_what_is_stored_says_what_it_is_of(tmp_path: Path) -> None:
     with bench.new_run(tmp_path, "GPU") as run:
         run.begin({"x": "1", "y": "2"}, {"timing": "t"}, "s")
-        assert run.done() == set()
+        assert run.done() == {}
         given = [result("x"), result("y")]
         shared = given[0].evaluation.environment
         evaluation = given[1].evaluation.model_copy(update={"environment": shared})
@@ -564,7 +564,7 @@ def test_an_impossible_result_is_not_done(tmp_path: Path) -> None:
         text = run.traces.read_text()
         assert '"latency_ms":1.0' in text
         run.traces.write_text(text.replace('"latency_ms":1.0', '"latency_ms":0.0'))
-        assert run.done() == set()
+        assert run.done() == {}
 
 
 def test_settings_have_one_hash_whatever_their_order() -> None:
