@@ -43,11 +43,17 @@ EXTRAS["serve"] = "serve"  # beside an engine, which has the rest
 """Extras of pyproject.toml that a program needs; `bench` where it is not named here."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2
+PATIENCE_S = 20.0
+"""How long tests that are to end may take for it."""
 always_venv = False
 
 
 class SetupError(Exception):
     """What is asked for cannot be started; the message says what to do."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a job gets it at its limit: it does what Ctrl-C does."""
 
 
 # --- requirements ---------------------------------------------------------------------------------
@@ -236,21 +242,33 @@ def help_without_packages(program: Path, arguments: list[str]) -> int:
     return 0
 
 
+def status_of(command: list[str], where: Path = ROOT) -> int:
+    """The exit status of a command, in the environment for the project's programs. Where this
+    process is told to end it waits: pytest has processes to end and files to remove."""
+    with subprocess.Popen(command, cwd=where, env=environment()) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt as ended:
+            if isinstance(ended, Terminated):  # Ctrl-C has reached it, too
+                process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+            process.kill()
+            raise
+
+
 def run_tests(arguments: list[str]) -> int:
     """All checks, or with arguments just pytest with them, whose paths are those of the caller."""
     all_checks = arguments in ([], ["--all"])
     python = set_up("bench,dev" if all_checks else "bench,test")
     pytest = [*python, "-m", "pytest"]
     if arguments == ["--engines"]:  # a process each: what they import need not agree
-        of_engines = [
-            subprocess.run([*pytest, str(path)], cwd=ROOT, env=environment()).returncode
-            for path in sorted((ROOT / "tests/engines").glob("test_*.py"))
-        ]
+        files = sorted((ROOT / "tests/engines").glob("test_*.py"))
+        of_engines = [status_of([*pytest, str(path)]) for path in files]
         return 1 if any(status not in (0, 5) for status in of_engines) else 0  # 5: all skipped
     if not all_checks:
         here = Path.cwd()
-        where = here if here.is_relative_to(ROOT) else ROOT
-        return subprocess.run([*pytest, *arguments], cwd=where, env=environment()).returncode
+        return status_of([*pytest, *arguments], here if here.is_relative_to(ROOT) else ROOT)
     pytest += ["--durations=10", *arguments]
     count = str(min(os.cpu_count() or 1, 8))
     workers = ["-n", count, "--dist", "loadgroup"]
@@ -268,7 +286,7 @@ def run_tests(arguments: list[str]) -> int:
     for name, command in phases.items():
         start = time.monotonic()
         print(f"=== {name}", flush=True)
-        status = subprocess.run(command, cwd=ROOT, env=environment()).returncode
+        status = status_of(command)
         if status == 5 and name == "GPU tests":  # pytest: nothing collected
             status = 0
         if status != 0:
@@ -301,9 +319,15 @@ def main(arguments: list[str]) -> int:
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as ended:
+        return 128 + (signal.SIGTERM if isinstance(ended, Terminated) else signal.SIGINT)
+
+
+def terminated(*_: object) -> None:
+    raise Terminated
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, terminated)
     sys.exit(main(sys.argv[1:]))

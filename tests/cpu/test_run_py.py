@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import json
 import os
@@ -379,13 +380,12 @@ def test_a_failed_phase_fails_the_test_command(
     """All phases run; pytest's 5, nothing collected, is right where there is no GPU."""
     started = []
 
-    def phase(command: list[str], **options) -> subprocess.CompletedProcess:
-        assert Path(options["cwd"]) == ROOT
+    def phase(command: list[str]) -> int:
         started.append(" ".join(command))
-        return subprocess.CompletedProcess(command, statuses.get(PHASES[len(started) - 1], 0))
+        return statuses.get(PHASES[len(started) - 1], 0)
 
     monkeypatch.setattr(run, "set_up", lambda extras: ["python", extras])
-    monkeypatch.setattr(subprocess, "run", phase)
+    monkeypatch.setattr(run, "status_of", phase)
     failed = {p: s for p, s in statuses.items() if (p, s) != ("GPU tests", 5)}
     assert run.main(["test", *arguments]) == bool(failed)
     shown = capsys.readouterr()
@@ -413,14 +413,40 @@ def test_the_engines_have_a_process_each(
     """One that is not there, whose tests are all skipped, is no failure."""
     started: list[str] = []
 
-    def phase(command: list[str], **options) -> subprocess.CompletedProcess:
+    def phase(command: list[str]) -> int:
         started.append(Path(command[-1]).name)
-        return subprocess.CompletedProcess(command, statuses[len(started) - 1])
+        return statuses[len(started) - 1]
 
     monkeypatch.setattr(run, "set_up", lambda extras: ["python"])
-    monkeypatch.setattr(subprocess, "run", phase)
+    monkeypatch.setattr(run, "status_of", phase)
     assert run.main(["test", "--engines"]) == failed
     assert started == ["test_receivers.py", "test_sglang.py", "test_vllm.py"]
+
+
+LASTING = """
+import pathlib, time
+
+def test_lasts():
+    pathlib.Path({ready!r}).touch()
+    try:
+        time.sleep(600)
+    finally:
+        pathlib.Path({cleaned!r}).touch()
+"""
+
+
+def test_sigterm_ends_the_tests_as_ctrl_c_does(tmp_path: Path) -> None:
+    ready, cleaned, test = (tmp_path / name for name in ("ready", "cleaned", "test_lasting.py"))
+    test.write_text(LASTING.format(ready=str(ready), cleaned=str(cleaned)))
+    command = [sys.executable, str(ROOT / "run.py"), "test", str(test)]
+    # Where these tests run in the background, Ctrl-C would be ignored.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=heeds) as process:
+        while not ready.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)  # until nothing that was started holds it any more
+    assert process.returncode == 143 and cleaned.exists()
 
 
 @pytest.mark.parametrize("status", [0, 1, 130])
@@ -487,12 +513,12 @@ def test_paths_of_tests_are_those_of_the_caller(monkeypatch, tmp_path: Path) -> 
     """`cd tests/cpu; python3 ../../run.py test test_rank.py`"""
     called = []
 
-    def record(command: list[str], cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
-        called.append((command[-1], Path(cwd)))
-        return subprocess.CompletedProcess(command, 0)
+    def record(command: list[str], where: Path) -> int:
+        called.append((command[-1], where))
+        return 0
 
     monkeypatch.setattr(run, "set_up", lambda extra: ["python"])
-    monkeypatch.setattr(subprocess, "run", record)
+    monkeypatch.setattr(run, "status_of", record)
     for where, expected in (
         (ROOT / "tests" / "cpu", ROOT / "tests" / "cpu"),
         (ROOT, ROOT),
