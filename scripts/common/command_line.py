@@ -25,8 +25,10 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = (
     "exit status: 0 everything selected passed, 1 something failed, "
-    "2 usage or environment, 130 interrupted"
+    "2 usage or environment, 130 interrupted, 143 the same by SIGTERM"
 )
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""What ends a program: Ctrl-C, and what a job gets at its limit, which is treated alike."""
 
 
 class UsageError(Exception):
@@ -49,7 +51,8 @@ def note(text: str) -> None:
 
 def run_main(main: Callable[[], int]) -> None:
     """Call `main` and exit with its status; a Failure becomes one line and status 1, a UsageError
-    or a file that cannot be read or written one line and status 2."""
+    or a file that cannot be read or written one line and status 2. Where `main` says that it was
+    interrupted, the status is of the signal that did it."""
     try:
         status = main()
         sys.stdout.flush()  # here, where a reader that is gone is no error
@@ -65,29 +68,47 @@ def run_main(main: Callable[[], int]) -> None:
     except OSError as error:
         say(f"error: {os_error(error)}")
         status = EXIT_USAGE
-    sys.exit(status)
+    sys.exit(exit_status(interrupted_by) if status == EXIT_INTERRUPTED else status)
 
 
-def interrupt(_: int, frame: FrameType | None) -> None:
-    """Ctrl-C: KeyboardInterrupt in `main`, but the end at once before `main` has begun and while it
-    imports. An exception that is thrown into an import comes out as another one, is swallowed, or
-    ends the process where C++ code has no place for it."""
+interrupted_by: int = signal.SIGINT
+
+
+def exit_status(signal_number: int) -> int:
+    """Of a program that a signal ended, as a shell has it."""
+    return 128 + signal_number
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Either of ENDING: KeyboardInterrupt in `main`, but the end at once before `main` has begun
+    and while it imports. An exception that is thrown into an import comes out as another one, is
+    swallowed, or ends the process where C++ code has no place for it."""
+    global interrupted_by
+    interrupted_by = number
     stack = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
     imports = any(code.co_filename.startswith("<frozen importlib") for code in stack)
     if run_main.__code__ in stack and not imports:
         raise KeyboardInterrupt
     os.write(2, b"interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(exit_status(number))
+
+
+def leave_ending_to_parent() -> None:
+    """For a process that this program started, which ends it by SIGKILL. ENDING may reach all of
+    them: what one of them made of it would be taken for its result."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
 
 
 started = getattr(sys.modules["__main__"], "__file__", None)
-# Of our programs alone; one that is started with Ctrl-C ignored goes on ignoring it.
+# Of our programs alone; one that is started with a signal ignored goes on ignoring it.
 if started and ROOT / "scripts" in Path(started).resolve().parents:
     # Python puts a program's own folder first, where `profile` would hide the module of that name.
     folder = Path(started).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    for each in ENDING:
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, interrupt)
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # run.py blocks it
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scripts.common.command_line import say
+from scripts.common.command_line import leave_ending_to_parent, say
 
 COMPILE_LIMIT_S = 300.0
 MOST_PROCESSES = 12
@@ -56,6 +56,7 @@ def emulate(target: str) -> None:
 
 def _child(pipe: Connection, prepare: Prepare, job: Any) -> None:
     """Compile, say so, wait for the turn on the GPU, run."""
+    leave_ending_to_parent()
     started = time.monotonic()
     try:
         run = prepare(job)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, files, schemas
-from scripts.common.command_line import EXIT_INTERRUPTED, UsageError, note, say, steps
+from scripts.common.command_line import ENDING, UsageError, exit_status, note, say, steps
 from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import records, traces
@@ -339,18 +338,18 @@ def run_on_gpu(
     With `large` every workload has worker processes of its own: theirs, as long as they live, hold
     the inputs that they were given last, which this process then cannot free.
 
-    The first Ctrl-C lets the workload under way finish: flashinfer-bench would evaluate its
-    remaining solutions anyway and then drop them all. The second one ends the process.
+    The first Ctrl-C or SIGTERM lets the workload under way finish: flashinfer-bench would evaluate
+    its remaining solutions anyway and then drop them all. The second one ends the process.
     """
-    interrupted = Event()
+    interrupted: list[int] = []
 
-    def interrupt(*_: object) -> None:
-        if interrupted.is_set():
+    def interrupt(number: int, _: object) -> None:
+        if interrupted:
             for child in multiprocessing.active_children():
                 child.terminate()
             say("stopped; `run.py rank` shows what was kept")
-            os._exit(EXIT_INTERRUPTED)
-        interrupted.set()
+            os._exit(exit_status(number))
+        interrupted.append(number)
         say("finishing this workload; Ctrl-C again stops at once")
 
     errors = []
@@ -361,22 +360,23 @@ def run_on_gpu(
     )
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
     for size in [1] * len(pairs) if large else [len(pairs)]:
-        # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
-        with on_ctrl_c(signal.SIG_IGN):
+        # Ctrl-C reaches every process of the terminal; the workers leave it to this one. SIGTERM
+        # is what flashinfer-bench ends them by.
+        with on_signals(signal.SIG_IGN, signal.SIGINT):
             benchmark = Benchmark(one, config)
         try:
             for trace, solutions in itertools.islice(announced, size):
                 one.workloads = {trace.definition: [trace]}
                 one.solutions = {trace.definition: solutions}
-                with on_ctrl_c(interrupt):
+                with on_signals(interrupt, *ENDING):
                     results, why = evaluate(benchmark, one, trace)
-                if interrupted.is_set():  # it may be why one failed; --resume will tell
+                if interrupted:  # it may be why one failed; --resume will tell
                     results = [t for t in results if t.is_successful()]
                 store(results)
                 for result in results:
                     note(said_of(result))
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
+                if interrupted:
+                    signal.raise_signal(interrupted[0])  # now it does what it does elsewhere
                 if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
                     errors.append(f"{named(trace.workload)}: {', '.join(missing)}: {why}")
                     note(errors[-1])
@@ -421,11 +421,15 @@ def said_of(result: Trace) -> str:
 
 
 @contextmanager
-def on_ctrl_c(handler: Any) -> Iterator[None]:
-    """Within it Ctrl-C is handled so, and the processes that are started there ignore it where it
-    is ignored."""
-    before = signal.signal(signal.SIGINT, handler)
+def on_signals(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    """Within it these signals are handled so but for those that were ignored, and the processes
+    that are started there ignore what is ignored."""
+    before = {each: signal.getsignal(each) for each in signals}
+    taken = [each for each, of in before.items() if of != signal.SIG_IGN]
+    for each in taken:
+        signal.signal(each, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each in taken:
+            signal.signal(each, before[each])

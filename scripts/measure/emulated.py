@@ -7,13 +7,11 @@ imported. Nothing of it is a time.
 
 import importlib
 import math
-import multiprocessing
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +25,7 @@ from scripts.data.records import LAUNCHES, PASSED
 from scripts.measure.alone import emulate
 from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
+from scripts.measure.processes import process_pool
 from scripts.measure.profile import short_name, works
 
 NONE = "none"
@@ -142,7 +141,6 @@ _job: _Job
 def _fork_with(job: _Job) -> None:
     global _job
     _job = job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
     emulate(job.target)
 
 
@@ -180,15 +178,10 @@ def evaluations(
     """
     workers = min(os.cpu_count() or 1, len(solutions))
     job = _Job(target, solutions, models, evaluate, rows)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _fork_with, (job,))
-    try:
+    with process_pool(workers, "fork", _fork_with, job) as pool:
         futures = {pool.submit(_evaluated, i): s for i, s in enumerate(solutions)}
         for future in as_completed(futures):
             try:
                 yield futures[future], future.result()
             except BrokenProcessPool as error:
                 yield futures[future], {"status": "RUNTIME_ERROR", "log": f"emulator: {error}"}
-    finally:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        pool.shutdown(cancel_futures=True)

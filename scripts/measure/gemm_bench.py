@@ -4,8 +4,7 @@ shipped config loses to the best of them."""
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from scripts.measure.gemm_variants import (
     weights,
 )
 from scripts.measure.gpu import Rates
+from scripts.measure.processes import process_pool
 from scripts.measure.timing import Call, percentile, time_variants
 
 MAX_CALC_DIFF = 1e-3
@@ -87,7 +87,7 @@ def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers:
     if workers < 2:
         return
     start = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with process_pool(workers, "spawn") as pool:
         done = list(as_completed([pool.submit(function, job) for job in jobs]))
     errors = [repr(error) for future in done if (error := future.exception()) is not None]
     said = f"; {len(errors)} failed, for example: {errors[0]}" if errors else ""

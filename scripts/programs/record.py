@@ -11,7 +11,8 @@ laid out as those in results/, and into an archive beside it: that file is all t
 back. It holds the GPU's and the packages' versions and the steps' output, no variables of the
 environment.
 
-Takes more than an hour. Ctrl-C ends the step under way and packs what there is.
+Takes more than an hour. Ctrl-C, or SIGTERM at a job's limit, ends the step under way and packs what
+there is.
 """
 
 import contextlib
@@ -51,8 +52,9 @@ EMULATED = ("configs", "probes")
 """Of them those that the emulator can stand in for a GPU in."""
 RUN = "bench"
 """Folder that `bench` makes its run's directory in; its files move up beside the others."""
-PATIENCE_S = 30.0
-"""How long a step that is to end may take for it."""
+PATIENCE_S = 20.0
+"""How long a step that is to end may take for it: from SIGTERM to SIGKILL Slurm gives a job 30 s,
+in which the archive must be packed, too."""
 
 
 def commands(directory: Path) -> dict[str, list[str]]:
@@ -88,9 +90,10 @@ def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:
     Raises KeyboardInterrupt: after the step was ended."""
     log.write_text(f"$ {' '.join(command)}\n")
     # Both in sessions of their own. Ctrl-C is for this program: it ends the step with all that the
-    # step started, and the last lines must still be written.
+    # step started, and the last lines must still be written. SIGTERM may reach every process.
     options: dict[str, Any] = dict(cwd=ROOT, start_new_session=True)
-    with subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, **options) as tee:
+    keep = ["sh", "-c", 'trap "" TERM; exec tee -a "$0"', str(log)]
+    with subprocess.Popen(keep, stdin=subprocess.PIPE, **options) as tee:
         process = subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, **options)
         try:
             return process.wait(limit_s)

@@ -1,9 +1,11 @@
-"""Running a program in the test's own process: a start of its own takes seconds of imports."""
+"""Running a program in the test's own process, since a start of its own takes seconds of imports;
+and whether a process that one has started is gone."""
 
 import contextlib
 import importlib
 import io
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -53,3 +55,13 @@ def call(program: str, *arguments: str | Path) -> Done:
     ):
         run_main(module.main)
     return Done(ended.value.code, out.getvalue(), err.getvalue())
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or does within seconds: init has to collect it first."""
+    for _ in range(50):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.1)
+    return False

@@ -16,7 +16,7 @@ from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.layer import model
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.command_line import ENDING, EXIT_FAILED, EXIT_OK, UsageError
 from scripts.measure import alone, configs, gpu, probes
 from scripts.programs import check as program
 
@@ -30,8 +30,10 @@ def does(what: str, target: str, emulated: bool) -> Callable[[], str]:
         time.sleep(600)
 
     def run() -> str:
+        if what == "is told to end":  # with the process that it is for
+            for number in ENDING:
+                os.kill(os.getpid(), number)
         if what == "hangs":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
         if what == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +51,8 @@ def rows_of(jobs: list[str], emulated: bool = True, limit_s: float = 1.0) -> dic
 
 def test_what_becomes_of_a_job(monkeypatch) -> None:
     monkeypatch.setattr(alone, "COMPILE_LIMIT_S", 3.0)
-    jobs = ["good", "hangs", "dies", "wrong", "compiler fails", "compiler hangs", "also good"]
+    jobs = ["good", "hangs", "dies", "wrong", "compiler fails", "compiler hangs"]
+    jobs += ["is told to end", "also good"]
     assert rows_of(jobs) == {
         "good": ("passed", None),
         "hangs": ("hangs", "running, ended after its limit"),
@@ -57,6 +60,7 @@ def test_what_becomes_of_a_job(monkeypatch) -> None:
         "wrong": ("wrong", "off by 2"),
         "compiler fails": ("error", "ValueError: no such"),
         "compiler hangs": ("hangs", "compiling, ended after its limit"),
+        "is told to end": ("passed", None),
         "also good": ("passed", None),
     }
     assert not multiprocessing.active_children()

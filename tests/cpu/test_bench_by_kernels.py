@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ import test_rank
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace
+from programs import gone
 
 from run import environment
+from scripts.common import command_line
 from scripts.data.records import failure_reason
 from scripts.data.traces import read_records
 from scripts.measure import bench, cpu_bench, emulated
@@ -249,6 +252,51 @@ def test_a_process_that_dies_fails_what_it_ran_and_hangs_nothing(monkeypatch) ->
     found = evaluations(monkeypatch, evaluate)
     assert {of["status"] for of in found.values()} == {"RUNTIME_ERROR"} and len(found) == 3
     assert all("terminated abruptly" in of["log"] for of in found.values())
+
+
+def test_what_a_process_is_told_to_end_by_is_for_the_one_that_waits(monkeypatch) -> None:
+    """A job's limit reaches both: what was ended for it must not be taken for a failed kernel."""
+
+    def evaluate(solution, call):
+        for number in command_line.ENDING:
+            os.kill(os.getpid(), number)
+        return {"status": "RUNTIME_ERROR", "log": "went on"}
+
+    assert [of["log"] for of in evaluations(monkeypatch, evaluate).values()] == ["went on"] * 3
+
+
+LASTING = """
+import os, signal, sys, time
+from pathlib import Path
+import small
+from scripts.common import command_line
+from scripts.measure import emulated
+
+def evaluate(solution, call):
+    Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(120)
+
+def main():
+    solutions = [small.solution(str(i)) for i in range(4)]
+    return len(list(emulated.evaluations("sm_90a", solutions, {}, evaluate, None)))
+
+emulated.emulate = lambda target: None
+for each in command_line.ENDING:
+    signal.signal(each, command_line.interrupt)
+command_line.run_main(main)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path: Path) -> None:
+    paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
+    command = [sys.executable, "-c", LASTING, str(tmp_path)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+    while not (started := list(tmp_path.iterdir())) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == status
+    assert started and all(gone(int(path.name)) for path in tmp_path.iterdir())
 
 
 def test_kernels_take_the_place_of_the_model_in_the_whole_bundle(monkeypatch) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, Workloa
 from test_dataset import solution
 
 from scripts.common.command_line import (
+    ENDING,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -57,6 +58,7 @@ class FakeBenchmark:
     instances: list["FakeBenchmark"] = []
     interrupt_at: int | None = None
     signal_at: int | None = None
+    signal = signal.SIGINT
     before_results: Callable[[int], None] = staticmethod(lambda call: None)
     spawned_with: list[object]
     ran: list[tuple[str, str]]
@@ -65,7 +67,7 @@ class FakeBenchmark:
     def __init__(self, trace_set: TraceSet, config: BenchmarkConfig):
         self.trace_set, self.calls, self.closed = trace_set, 0, False
         self.log_dir = Path(config.log_dir or "")  # None in flashinfer-bench's main
-        self.spawned_with = [signal.getsignal(signal.SIGINT)]
+        self.spawned_with = [signal.getsignal(each) for each in ENDING]
         self.ran = []
         FakeBenchmark.instances.append(self)
 
@@ -74,7 +76,7 @@ class FakeBenchmark:
         if self.calls == self.interrupt_at:
             raise KeyboardInterrupt
         if self.calls == self.signal_at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.signal)
         FakeBenchmark.before_results(self.calls)
         self.calls += 1
         (workload,) = self.trace_set.workloads[DEFINITION]
@@ -102,14 +104,20 @@ class FakeBenchmark:
 
 
 @pytest.fixture
-def fake(monkeypatch) -> type[FakeBenchmark]:
+def fake(monkeypatch) -> Iterator[type[FakeBenchmark]]:
+    """Of a program that both signals interrupt; where the tests run in the background Ctrl-C would
+    be ignored."""
+    before = [signal.signal(each, signal.default_int_handler) for each in ENDING]
     monkeypatch.setattr(FakeBenchmark, "instances", [])
     monkeypatch.setattr(FakeBenchmark, "interrupt_at", None)
     monkeypatch.setattr(FakeBenchmark, "signal_at", None)
+    monkeypatch.setattr(FakeBenchmark, "signal", signal.SIGINT)
     monkeypatch.setattr(FakeBenchmark, "before_results", staticmethod(lambda call: None))
     monkeypatch.setattr(bench, "Benchmark", FakeBenchmark)
     monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
-    return FakeBenchmark
+    yield FakeBenchmark
+    for each, handler in zip(ENDING, before, strict=True):
+        signal.signal(each, handler)
 
 
 def drive(names: list[str], stored: list[list[Trace]], large: bool = False) -> list[str]:
@@ -187,10 +195,10 @@ def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None
     assert len(stored) == 1 and fake.instances[0].closed
 
 
-def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
+@pytest.mark.parametrize("number", ENDING)
+def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, number, capfd) -> None:
     """flashinfer-bench evaluates the rest of a workload's solutions before it lets go."""
-    before = signal.getsignal(signal.SIGINT)
-    fake.signal_at = 0
+    fake.signal_at, fake.signal = 0, number
     stored: list[list[Trace]] = []
     with pytest.raises(KeyboardInterrupt):
         drive(["x", "y", "fails"], stored)
@@ -198,20 +206,34 @@ def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, capfd) -> None:
     assert instance.calls == 1 and instance.closed
     assert [[t.solution for t in traces] for traces in stored] == [["x", "y"]]
     assert "finishing this workload" in capfd.readouterr().err
-    assert instance.spawned_with == [signal.SIG_IGN], "the workers must not stop at Ctrl-C"
-    assert signal.getsignal(signal.SIGINT) == before
+    assert instance.spawned_with == [signal.SIG_IGN, signal.default_int_handler], (
+        "the workers must not stop at Ctrl-C; SIGTERM is what ends them"
+    )
+    assert {signal.getsignal(each) for each in ENDING} == {signal.default_int_handler}
 
 
-def test_the_second_ctrl_c_ends_the_program_and_its_workers(fake, monkeypatch, capsys) -> None:
+def test_what_was_ignored_stays_ignored(fake) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fake.signal_at = 0
+    stored: list[list[Trace]] = []
+    assert drive(["x", "fails"], stored) == []
+    assert [[t.solution for t in traces] for traces in stored] == [["x", "fails"]] * 2
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_ctrl_c_ends_the_program_and_its_workers(
+    fake, number, status: int, monkeypatch, capsys
+) -> None:
     workers = [subprocess.Popen(["sleep", "60"])]
     monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: workers)
     monkeypatch.setattr(bench.os, "_exit", sys.exit)
     fake.signal_at = 0
-    fake.before_results = staticmethod(lambda call: os.kill(os.getpid(), signal.SIGINT))
+    fake.before_results = staticmethod(lambda call: os.kill(os.getpid(), number))
     monkeypatch.setattr(bench, "evaluate", lambda benchmark, *_: benchmark.run_all(False))
     with pytest.raises(SystemExit) as ended:
         drive(["x"], [])
-    assert ended.value.code == EXIT_INTERRUPTED and workers[0].wait(timeout=10) != 0
+    assert ended.value.code == status and workers[0].wait(timeout=10) != 0
     assert "stopped; `run.py rank` shows what was kept" in capsys.readouterr().err
 
 

@@ -1,6 +1,7 @@
 """What the programs share: text that cannot act, tables, options, and errors in one line."""
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,21 +112,33 @@ def test_a_reader_that_is_gone_is_no_error(unbuffered: str) -> None:
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_ctrl_c_raises_in_main_alone(monkeypatch, capfd) -> None:
+ENDING = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDING)
+def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch, capfd) -> None:
     def interrupted() -> int:
-        command_line.interrupt(signal.SIGINT, sys._getframe())
+        command_line.interrupt(number, sys._getframe())
         return 0
+
+    def kept() -> int:
+        """As a program that keeps what it has measured."""
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted()
+        return command_line.EXIT_INTERRUPTED
 
     def leave(status: int) -> None:
         raise RuntimeError(f"left with {status}")
 
+    monkeypatch.setattr(command_line, "interrupted_by", signal.SIGINT)
     monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(RuntimeError, match="left with 130"):
+    with pytest.raises(RuntimeError, match=f"left with {status}"):
         interrupted()
-    with pytest.raises(SystemExit, match="130"):
-        command_line.run_main(interrupted)
+    for main in (interrupted, kept):
+        with pytest.raises(SystemExit, match=str(status)):
+            command_line.run_main(main)
     assert capfd.readouterr().err == 2 * "interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is not command_line.interrupt, "for programs alone"
+    assert signal.getsignal(number) is not command_line.interrupt, "for programs alone"
 
 
 SLOW = """
@@ -140,14 +153,18 @@ except BaseException:
 
 
 @pytest.mark.parametrize(
-    ("mask", "module"),
+    ("mask", "module", "number"),
     [
-        ("started by run.py", "torch"),  # in main
-        *more(("started by run.py", "filelock")),  # before it begins
-        *more(("", "torch"), ("ignored", "filelock")),
+        ("started by run.py", "torch", signal.SIGINT),  # in main
+        ("started by run.py", "filelock", signal.SIGTERM),  # before it begins
+        *more(("started by run.py", "filelock", signal.SIGINT)),
+        *more(("", "torch", signal.SIGTERM), ("", "torch", signal.SIGINT)),
+        *more(("ignored", "filelock", signal.SIGINT), ("ignored", "filelock", signal.SIGTERM)),
     ],
 )
-def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp_path: Path):
+def test_ctrl_c_while_something_is_imported_is_quiet(
+    mask: str, module: str, number: signal.Signals, tmp_path: Path
+) -> None:
     ready = tmp_path / "ready"
     seconds = 2 if mask == "ignored" else 60
     (tmp_path / f"{module}.py").write_text(SLOW.format(ready=str(ready), seconds=seconds))
@@ -155,7 +172,8 @@ def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp
     def before() -> None:
         # A shell's background job, in which these tests may run, ignores it.
         ignored = mask == "ignored"
-        signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        for each in command_line.ENDING:
+            signal.signal(each, signal.SIG_IGN if ignored else signal.SIG_DFL)
         if mask and not ignored:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -170,12 +188,12 @@ def test_ctrl_c_while_something_is_imported_is_quiet(mask: str, module: str, tmp
     ) as process:
         while not ready.exists() and process.poll() is None:
             pass
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said = process.communicate(timeout=60)[1]
     if mask == "ignored":
-        assert process.returncode not in (130, -signal.SIGINT)
+        assert process.returncode not in (*dict(ENDING).values(), -number)
     else:
-        assert (process.returncode, said) == (130, "interrupted\n")
+        assert (process.returncode, said) == (dict(ENDING)[number], "interrupted\n")
 
 
 def test_durations() -> None:

@@ -3,8 +3,11 @@
 import dataclasses
 import importlib
 import math
+import multiprocessing
 import sys
+import time
 import types
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -360,6 +363,18 @@ def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
     gemm_bench.compile_ahead(math.factorial, [3, 4], 0)
+
+
+def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
+    def interrupted(futures: list[Future]) -> list[Future]:
+        while not any(future.running() for future in futures):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemm_bench, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gemm_bench.compile_ahead(time.sleep, [600.0] * 9, 2)
+    assert not multiprocessing.active_children()
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:

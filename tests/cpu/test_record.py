@@ -2,6 +2,8 @@
 commands stand for the programs."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import gone
 
 import run
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.measure import gpu
 from scripts.programs import record
 from scripts.programs.record import RUN
@@ -93,13 +96,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkey
     chosen = {"hangs": python(code), "next": note(directory, "next")}
     assert record.record(chosen, directory, 2.0) == EXIT_FAILED
     assert [s["status"] for s in said(directory)["steps"]] == ["ended after 2.0 s", 0]
-    for _ in range(50):  # init has to collect it first
-        state = Path(f"/proc/{pid.read_text()}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child is still there")
+    assert gone(int(pid.read_text()))
 
 
 def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
@@ -181,24 +178,42 @@ def test_only_two_steps_can_be_emulated(tmp_path: Path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_packs_what_there_is(directory: Path) -> None:
+STEP = """
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+print("child", child.pid, flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("keeps what it has", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) -> None:
+    """SIGTERM at a job's limit too, which reaches what writes the log as well."""
     code = (
-        "import signal, sys; from pathlib import Path\n"
-        # Where the tests run in the background it would be ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from scripts.programs.record import record\n"
+        "import os, signal; from pathlib import Path\n"
+        "from scripts.common import command_line\n"
+        "from scripts.programs import record\n"
+        "for each in command_line.ENDING: signal.signal(each, command_line.interrupt)\n"
         f"a = {note(directory, 'a')!r}\n"
-        "b = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(600)']\n"
-        f"sys.exit(record(dict(a=a, b=b, c=a), Path({str(directory)!r}), 900))"
+        f"steps = dict(a=a, b={python(STEP)!r}, c=a)\n"
+        f"command_line.run_main(lambda: record.record(steps, Path({str(directory)!r}), 900))"
     )
     process = subprocess.Popen(python(code), env=run.environment(), stderr=subprocess.DEVNULL)
     log = directory / "logs" / "b.log"
     deadline = time.monotonic() + 60
-    while not (log.is_file() and "\n1\n" in log.read_text()):
+    while not (log.is_file() and (found := re.search(r"^child (\d+)\n", log.read_text(), re.M))):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == EXIT_INTERRUPTED
+    if number == signal.SIGTERM:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            if "tee" in Path(f"/proc/{child}/cmdline").read_text():
+                os.kill(int(child), number)
+    process.send_signal(number)
+    assert process.wait(60) == status
+    assert found and gone(int(found[1])) and "\nkeeps what it has\n" in log.read_text()
     assert said(directory)["interrupted"]
     assert [s["status"] for s in said(directory)["steps"]] == [0, "interrupted"]
     assert directory.with_name("record-gpu.tar.gz").is_file()
