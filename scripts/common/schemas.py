@@ -44,6 +44,24 @@ class RunInfo(TypedDict, total=False):
     earlier: list[dict[str, Any]]
 
 
+class Launch(TypedDict):
+    """What the emulator counts in a launch, and the least that its work needs where that is
+    known."""
+
+    kernel: str
+    warps: Positive
+    instructions: FiniteFloat
+    tma_loaded: FiniteFloat
+    tma_stored: FiniteFloat
+    loaded: FiniteFloat
+    stored: FiniteFloat
+    shared: FiniteFloat
+    mma_flops: FiniteFloat
+    hazards: FiniteFloat
+    least_bytes: NotRequired[FiniteFloat]
+    least_flops: NotRequired[FiniteFloat]
+
+
 class StagesOf(TypedDict):
     median_ms: dict[str, FiniteFloat]
 
@@ -218,7 +236,7 @@ def checked(content: Any, shape: Any) -> Any:
 def read(path: Path, shape: Any) -> Any:
     """The file's JSON, of the given shape; UsageError otherwise."""
     try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON: {error}") from None
     try:

@@ -5,6 +5,7 @@ the timing method, the tolerance, the settings and the hash of the solution's so
 measured. Results of other sources or settings are not taken for those of the present ones.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from scripts.common.environment import PACKAGES
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Evaluation
+
+    from scripts.common import schemas
 
 PASSED = "PASSED"
 # What flashinfer-bench has no status for; records of these are failures here.
@@ -88,6 +91,16 @@ class Record:
     def passed(self) -> bool:
         return self.status == PASSED
 
+    @property
+    def launches(self) -> "list[schemas.Launch]":
+        """What was counted in each launch of an emulated call; empty where something else has that
+        name."""
+        from scripts.common import schemas  # which a program's --help does without
+
+        with contextlib.suppress(ValueError):
+            return schemas.checked(self.extra.get(LAUNCHES, []), list[schemas.Launch])
+        return []
+
 
 def failure_reason(evaluation: "Evaluation") -> str:
     """Why an evaluation failed, in one line: from the log, whose last exception says it best. Why
@@ -144,9 +157,10 @@ def _positive(value: Any) -> float | None:
     return number if number is not None and number > 0 else None
 
 
-def _timed(found: Mapping[str, Any] | None) -> Timed | None:
-    """The figures of `check --only device`; None where there are none or they are no times."""
-    if found is None or (ms := _positive(found.get("ms"))) is None:
+def _timed(found: Any) -> Timed | None:
+    """The figures of `check --only device`; None where there are none or they are no times: others
+    may use the same names for something else."""
+    if not isinstance(found, Mapping) or (ms := _positive(found.get("ms"))) is None:
         return None
     calls = found.get("calls")
     return Timed(

@@ -74,7 +74,7 @@ def _parsed(
     hashes = {} if info.get("earlier") else info.get("solutions", {})
     for number, line in read_lines(path):
         try:
-            trace = json.loads(line.decode("utf-8"))
+            trace = json.loads(line.decode("utf-8-sig"))
             if definition is not None and trace.get("definition") != definition:
                 continue
             record = parse_record(trace, str(path), hashes)

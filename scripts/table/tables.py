@@ -16,7 +16,6 @@ from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
 from scripts.common.schemas import TOTAL
 from scripts.common.text import markdown_table, number, percent, printable, text_table
-from scripts.data.records import LAUNCHES
 from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking, sweep_ranking
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def counts_table(
     f = pd.DataFrame(
         {"tokens": r.tokens, "uuid": uuid, "solution": solution, "launches": 1, **launch}
         for (uuid, solution), r in ranking.records.items()
-        for launch in r.extra.get(LAUNCHES, [])
+        for launch in r.launches
     )
     if f.empty:
         return Table(f)

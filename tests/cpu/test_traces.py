@@ -1,6 +1,7 @@
 """Trace files: what is no trace is refused, what is no measurement is marked, and writing keeps
 what was there."""
 
+import codecs
 import json
 import threading
 from pathlib import Path
@@ -14,6 +15,8 @@ from scripts.common.command_line import UsageError
 from scripts.data import records, traces
 from scripts.data.records import parse_record
 from scripts.data.traces import merge_into_traces, read_records
+from scripts.table import rank_text
+from scripts.table.rankings import rankings
 
 
 def reason_of(status: str, log: str = "") -> str:
@@ -205,6 +208,25 @@ def test_texts_are_kept_as_they_are() -> None:
     assert (record.hardware, record.timing, record.tolerance) == (evil, evil, evil)
     assert record.reason == f"a{evil[:-1]}b"
     assert record.software == (("torch", evil),)
+
+
+@pytest.mark.parametrize("other", ["cuda:0", ["cuda:0"], 3, {"ms": "fast"}, {"ms": 0}, None])
+def test_others_may_use_our_names_for_something_else(other: Any, tmp_path: Path) -> None:
+    extra = {name: other for name in ("device", "harness", "launches", "matched_ratios")}
+    write(tmp_path / "traces.jsonl", [trace("x", 7, 2.0, extra=extra), trace("y", 7, 4.0)])
+    x, y = read_records([tmp_path])
+    assert (x.device, x.harness, x.launches, x.latency_ms) == (None, None, [], 2.0)
+    (ranking,) = rankings([x, y])
+    assert list(ranking.summary.solution) == ["x", "y"]
+    assert rank_text.print_rankings([ranking]).count("Counted in emulation") == 0
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    """As editors and PowerShell write it at the beginning, and `cat` then in the midst."""
+    path = write(tmp_path / "traces.jsonl", [trace("x", 7, 2.0)])
+    path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
+    (tmp_path / "run.json").write_bytes(codecs.BOM_UTF8 + b'{"solutions": {"x": "1"}}')
+    assert [(r.solution, r.hash) for r in read_records([path])] == [("x", "1")] * 2
 
 
 def test_a_long_line_of_a_log_is_cut() -> None:
