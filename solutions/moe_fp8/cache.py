@@ -20,8 +20,10 @@ def mebibytes(entries: Sequence[Entry]) -> str:
 
 
 def line(entry: Entry) -> str:
-    kernel = entry.made_of.get("kernel", entry.path.name)
-    made = entry.made_of.get("parameters", "?")
+    # The file may hold any JSON.
+    made_of = entry.made_of if isinstance(entry.made_of, dict) else {}
+    kernel = made_of.get("kernel", entry.path.name)
+    made = made_of.get("parameters", "?")
     hours = max(0.0, time.time() - entry.used) / 3600
     return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {made}"
 

@@ -29,6 +29,17 @@ def test_lists_and_clears(program, tmp_path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", "\udcff"])
+def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(
+    content: str, program, tmp_path
+) -> None:
+    (damaged,) = tmp_path.glob("Gemm-*")
+    (damaged / "made_of.json").write_text(content, errors="surrogateescape")
+    said = program()
+    assert f"{damaged.name} ?" in said and "(combine of 7168,)" in said
+    assert "removed 2 kernels" in program("--clear")
+
+
 def test_without_a_cache_it_is_a_usage_error(program, monkeypatch, capsys) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, "")
     with pytest.raises(SystemExit, match="2"):
