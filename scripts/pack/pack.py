@@ -307,7 +307,8 @@ def write_packed(
 
     Without an output they go where flashinfer-bench looks for them. Packing all removes what was
     packed there of generations that are no more, which flashinfer-bench would otherwise still run.
-    A file that is current is not touched, and no file that was not packed is removed or replaced.
+    A file that is current is not touched, and none is removed or replaced that was not packed, but
+    for empty ones, as a crash leaves them.
 
     Raises:
         PackError: a generation cannot be packed.
@@ -316,8 +317,9 @@ def write_packed(
     """
     packed, stale = plan(names, output, root, definition)
     for path in packed:
-        if path.is_file() and not is_ours(path):
-            raise UsageError(f"{path} is no solution of ours: move it, or name another --output")
+        if path.is_file() and path.stat().st_size and not is_ours(path):
+            other = ", or name another --output" if output else ""
+            raise UsageError(f"{path} is no solution of ours: move it{other}")
     for path, (_, content) in packed.items():
         if not path.is_file() or path.read_bytes() != content:
             if build:

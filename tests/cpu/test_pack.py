@@ -149,9 +149,25 @@ def test_a_file_in_a_solutions_place_is_refused(content: str, package: Path) -> 
     output = package.parent / "packed"
     output.mkdir()
     (output / "sample.json").write_text(content)
-    with pytest.raises(UsageError, match="sample.json is no solution of ours"):
+    with pytest.raises(UsageError, match="sample.json is no solution of ours: .* --output$"):
         write(package)
     assert [p.read_text() for p in output.iterdir()] == [content]
+
+
+def test_an_emptied_file_is_packed_anew(package: Path) -> None:
+    (path,) = write(package)
+    content = path.read_bytes()
+    path.write_bytes(b"")
+    assert write(package) == [path] and path.read_bytes() == content
+
+
+def test_where_no_other_output_can_be_named_none_is_advised(package, monkeypatch) -> None:
+    monkeypatch.setattr(pack, "PACKED_DIR", package.parent / "data")
+    monkeypatch.setattr(pack, "OLD_PACKED_DIR", package.parent / "data/packed")
+    (path,) = pack.write_packed(root=package, build=False)
+    path.write_text("notes")
+    with pytest.raises(UsageError, match="sample.json is no solution of ours: move it$"):
+        pack.write_packed(root=package, build=False)
 
 
 def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys) -> None:
