@@ -21,6 +21,7 @@ import ast
 import contextlib
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -173,10 +174,10 @@ def make_venv() -> None:
         raise SetupError(unsupported[0])
     print(f"making a virtual environment in {VENV}", flush=True)
     if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-        raise SetupError(
-            f"{sys.executable} -m venv failed (see above); on Debian and Ubuntu the package "
-            "python3-venv provides it"
-        )
+        said = f"{sys.executable} -m venv could not make {VENV} (its own message is above)"
+        if importlib.util.find_spec("ensurepip") is None:
+            said += "; on Debian and Ubuntu the package python3-venv has what it lacks"
+        raise SetupError(said)
 
 
 def install(extras: str) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -215,7 +216,7 @@ def test_two_starts_at_once_install_once(venv: Venv, monkeypatch) -> None:
     assert run.set_up("bench") == [str(run.venv_python())] and venv.started == []
 
 
-@pytest.mark.parametrize(("step", "said"), [("venv", "-m venv failed"), ("pip", "pip could not")])
+@pytest.mark.parametrize(("step", "said"), [("venv", "venv could not"), ("pip", "pip could not")])
 def test_a_failed_installation_is_a_clear_error_and_removes_nothing(
     step: str, said: str, venv: Venv, capsys
 ) -> None:
@@ -305,6 +306,17 @@ def test_what_cannot_be_used_is_one_line(fault, said: str, bare, capfd) -> None:
     assert run.main(["rank"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
+
+
+def test_a_file_in_the_place_of_the_environment_is_named(bare, monkeypatch, capfd) -> None:
+    """What is missing is blamed only where it is."""
+    run.VENV.write_text("TOKEN=1\n")
+    assert run.main(["rank"]) == 2
+    said = capfd.readouterr().err
+    assert f"-m venv could not make {run.VENV}" in said and "python3-venv" not in said
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run.main(["rank"]) == 2 and "python3-venv" in capfd.readouterr().err
+    assert run.VENV.read_text() == "TOKEN=1\n"
 
 
 @pytest.mark.parametrize("version", [(3, 9), (3, 14)])
