@@ -50,16 +50,52 @@ def exists(path: str) -> bool:
     return any(f"/{known}".endswith(f"/{path}") for known in files())
 
 
+def paths(page: Path) -> list[str]:
+    found = [s for s in spans(page) if re.fullmatch(r"[\w.-]*[\w/-]+(\.(py|md|json|html)|/)", s)]
+    return [p for p in found if not p.startswith(MADE) and p not in ELSEWHERE]
+
+
+def links(page: Path) -> list[str]:
+    """Those that stay inside the repository."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8"))
+    return [t for t in targets if not t.startswith("https://")]
+
+
+def names_of_tests(page: Path) -> list[str]:
+    return re.findall(r"\btest_\w+", page.read_text("utf-8"))
+
+
+def starts(page: Path) -> list[tuple[str, list[str]]]:
+    """The programs that are started, each with its options."""
+    found = re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8"))
+    options = re.compile(r"(?<=\s)--([a-z-]+)")
+    return [(n, options.findall(given)) for n, given in found if n not in ("test", "setup")]
+
+
+def commits(page: Path) -> list[str]:
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
+    return re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b", text)
+
+
+def options(page: Path) -> list[str]:
+    return [option for _, given in starts(page) for option in given]
+
+
+@pytest.mark.parametrize(
+    ("finder", "least"),
+    [(paths, 60), (links, 30), (names_of_tests, 30), (starts, 15), (options, 15), (commits, 10)],
+)
+def test_what_is_looked_for_is_found_on_the_pages(finder, least: int) -> None:
+    """A test that finds nothing to look up cannot fail."""
+    assert sum(len(finder(page)) for page in PAGES) >= least
+
+
 def test_paths(page: Path) -> None:
-    paths = [s for s in spans(page) if re.fullmatch(r"[\w.-]*[\w/-]+(\.(py|md|json|html)|/)", s)]
-    paths = [p for p in paths if not p.startswith(MADE) and p not in ELSEWHERE]
-    assert [p for p in paths if not exists(p)] == []
+    assert [p for p in paths(page) if not exists(p)] == []
 
 
 def test_links(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8"))
-    inside = [t for t in targets if not t.startswith("https://")]
-    assert [t for t in inside if not (page.parent / t).exists()] == []
+    assert [t for t in links(page) if not (page.parent / t).exists()] == []
 
 
 @cache
@@ -71,19 +107,17 @@ def defined_tests() -> set[str]:
 
 def test_names_of_tests(page: Path) -> None:
     """Of files without their ending, too; a beginning stands for all that begin so."""
-    named = set(re.findall(r"\btest_\w+", page.read_text("utf-8")))
+    named = set(names_of_tests(page))
     assert [n for n in named if not any(known.startswith(n) for known in defined_tests())] == []
 
 
 def test_programs_and_their_options(page: Path) -> None:
     programs = {p.stem: p for p in (ROOT / "scripts" / "programs").glob("*.py")}
     shared = (ROOT / "scripts" / "programs" / "options.py").read_text("utf-8")
-    for name, arguments in re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8")):
-        if name in ("test", "setup"):
-            continue
+    for name, given in starts(page):
         assert name in programs, name
         own = programs[name].read_text("utf-8")
-        for option in re.findall(r"(?<=\s)--([a-z-]+)", arguments):
+        for option in given:
             assert f'"--{option}"' in own or f'"{option}"' in own + shared, (name, option)
 
 
@@ -98,8 +132,6 @@ def test_commits(page: Path) -> None:
     ours = set(history.stdout.split())
     if len(ours) < 100:
         pytest.skip("a clone without its history")
-    text = re.sub(r"\]\([^)]*\)", "]", page.read_text("utf-8"))
-    named = set(re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b", text))
     # The starter kit, flashinfer-bench, SOL-ExecBench, hpc-ops.
     others = {"076bd23", "40e6ca7", "8d2237d", "6e2eced"}
-    assert named - others <= ours
+    assert set(commits(page)) - others <= ours
