@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -488,12 +489,60 @@ def test_hpc_is_not_given_more_experts_than_it_numbers(layer, monkeypatch):
 @pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
 @pytest.mark.parametrize(("tokens", "tile"), [(60, 16), (220, 48)])
 def test_hpc_takes_larger_tiles(layer, tokens, tile):
-    """Experts begin at multiples of them, where the library looks for the scales; without its list
-    of tiles it must not be called without a row."""
+    """Experts begin at multiples of them, where the library looks for the scales."""
     assert hpc_ops_moe.tile_rows(hpc_ops_moe.mean_rows(tokens, TINY)) == tile
     inputs = bruteforce.random_inputs(TINY, tokens, 4, tokens, favourite=6)
     got = output_of(layer, inputs)
     wanted = torch.from_numpy(bruteforce.layer(inputs, TINY))
     assert calc_diff(got, wanted) < 1e-4
-    assert (output_of(layer, inputs._replace(local_expert_offset=99)) == 0).all()
     assert torch.equal(output_of(layer, inputs), got)
+
+
+@pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
+def test_hpc_without_a_list_is_not_called_without_a_row(layer):
+    """It would divide by the number of tiles."""
+    assert (output_of(layer, bruteforce.random_inputs(TINY, 50, 99, 1)) == 0).all()
+
+
+class Addresses:
+    """As a caching allocator gives memory: the first address of that size that is free. It stands
+    in for `Tensor.new_empty`."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, list[weakref.ref]] = {}
+
+    def of(self, tensor: torch.Tensor) -> int:
+        taken = self.taken[tensor.nbytes]
+        return next(i for i, ref in enumerate(taken) if ref() is tensor)
+
+    def new_empty(self, tensor: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        made = NEW_EMPTY(tensor, *arguments, **options)
+        taken = self.taken.setdefault(made.nbytes, [])
+        free = next((i for i, ref in enumerate(taken) if ref() is None), len(taken))
+        taken[free : free + 1] = [weakref.ref(made)]
+        return made
+
+
+NEW_EMPTY = torch.Tensor.new_empty
+
+
+@pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)
+@pytest.mark.parametrize(("tokens", "listed"), [(50, False), (13, True)])
+def test_hpcs_second_gemm_has_descriptors_of_its_own_without_a_list(
+    layer, tokens, listed, monkeypatch
+):
+    """The library allocates them, two of 128 bytes for each expert, and frees them with the call.
+    With its list of tiles it acquires them."""
+    hpc, memory, at = sys.modules["hpc"], Addresses(), list[int]()
+    multiply = hpc.group_gemm_blockwise_fp8
+
+    def with_descriptors(x, weight, *arguments, **options):
+        descriptors = x.new_empty(2 * 128 * len(weight), dtype=torch.int8)
+        at.append(memory.of(descriptors))
+        return multiply(x, weight, *arguments, **options)
+
+    monkeypatch.setattr(hpc, "group_gemm_blockwise_fp8", with_descriptors)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: memory.new_empty(*a, **k))
+    output_of(layer, bruteforce.random_inputs(TINY, tokens, 4, tokens))
+    first, second = at
+    assert (first == second) == listed
