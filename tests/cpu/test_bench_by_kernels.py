@@ -299,6 +299,23 @@ def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path
     assert started and all(gone(int(path.name)) for path in tmp_path.iterdir())
 
 
+def test_a_solution_that_launches_no_kernel_fails(monkeypatch) -> None:
+    """Whatever an earlier call has launched."""
+    import ptxemu
+
+    bundle: Any = types.SimpleNamespace(metadata=types.SimpleNamespace(misc={}))
+    bundle.metadata.misc["module_name"] = "bundle.main"
+    monkeypatch.setitem(sys.modules, "bundle.moe_fp8_0a", types.ModuleType("moe_fp8"))
+    monkeypatch.setattr(emulated, "_use_kernels", lambda package, target: None)
+    monkeypatch.setattr(ptxemu, "reports", ["of another call"])
+    monkeypatch.setattr(emulated, "run_solution", lambda *_: "output")
+    with pytest.raises(RuntimeError, match="no kernel was launched"):
+        emulated._run("sm_90a", bundle, [], "cpu")
+    launch = ptxemu.reports.append
+    monkeypatch.setattr(emulated, "run_solution", lambda *_: launch("a kernel") or "output")
+    assert emulated._run("sm_90a", bundle, [], "cpu") == "output"
+
+
 def test_kernels_take_the_place_of_the_model_in_the_whole_bundle(monkeypatch) -> None:
     """Whichever module has the name of what chooses, and no other function of that name."""
     modules: dict[str, Any] = {}

@@ -163,6 +163,25 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
     assert not tables.accuracy_table(good), "nothing is known of it"
 
 
+def test_what_failed_after_all_has_no_speed(tmp_path: Path) -> None:
+    """Its trace says PASSED: it changed its inputs, or its time is none."""
+    traces = [trace("x", 7, 2.0), trace("y", 7, 1.0), trace("y", 80, 5.0)]
+    traces.append(trace("x", 80, 0.1, extra={"inputs_changed": ["hidden_states"]}))
+    (ranking,) = ranked(tmp_path, traces)
+    summary = {s.solution: s for s in ranking.summaries}
+    assert [r.status for r in ranking.failures()] == ["CHANGED_INPUTS"]
+    x = summary["x"]
+    assert (x.passed, x.failed, x.harness_count, x.harness_mean_ms) == (1, 1, 1, 2.0)
+    speed = [x.mean, x.geomean, x.median, x.lowest, x.highest]
+    assert speed == pytest.approx([5.0] * 5)
+    assert summary["y"].harness_wins == 2
+
+    libs = {"device": "cpu", "emulated": "sm_90a"}
+    (emulated,) = ranked(tmp_path, [trace("x", 7, 0.1, libs=libs)])
+    assert [r.status for r in emulated.failures()] == ["INVALID"]
+    assert emulated.summary.highest.isna().all()
+
+
 def test_accuracy_columns_show_the_worst(tmp_path: Path) -> None:
     def extra(value: float) -> dict:
         return {

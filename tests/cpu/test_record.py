@@ -99,6 +99,13 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkey
     assert gone(int(pid.read_text()))
 
 
+def test_a_gate_that_takes_too_long_has_not_passed(directory: Path, capfd) -> None:
+    chosen = {"configs": python("import time; time.sleep(600)"), "next": note(directory, "next")}
+    assert record.record(chosen, directory, 1.0) == EXIT_FAILED
+    assert [s["name"] for s in said(directory)["steps"]] == ["configs"]
+    assert "configs has not passed: nothing else is run (next" in capfd.readouterr().err
+
+
 def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
     made = directory / RUN / "20260101-000000-gpu"
     code = (

@@ -64,6 +64,22 @@ def test_on_a_gpu_a_call_begins_idle_and_cold_and_has_an_event_after_each_stage(
     assert {stage: ms for stage, (ms,) in found["x"].items()} == pytest.approx(times)
 
 
+def test_a_stage_of_several_chunks_is_their_sum(cuda) -> None:
+    kernel = Kernel(cuda, "chunk")
+
+    def layer(inputs, output, mark=lambda stage: None) -> None:
+        for stage in ("gemm1", "gemm2", "gemm1"):
+            kernel()
+            mark(stage)
+
+    output = SimpleNamespace(device=torch.device("cuda"))
+    found = stages.time_layers({"x": layer}, None, output, iterations=1)
+    warm = 3 * stages.WARMUP
+    first, second, third = kernel.took[warm : warm + 3]
+    assert found["x"]["gemm1"] == pytest.approx([first + third])
+    assert found["x"]["gemm2"] == pytest.approx([second])
+
+
 def test_layers_take_turns() -> None:
     calls: list[float] = []
     layers = {"a": Layer(1.0, 0, calls), "b": Layer(2.0, 0, calls)}
@@ -74,6 +90,7 @@ def test_layers_take_turns() -> None:
 def test_outputs_are_compared_with_the_first() -> None:
     layers = {"a": Layer(1.0, 0), "same": Layer(1.0, 0), "half": Layer(0.5, 0)}
     layers["nan"] = Layer(float("nan"), 0)
+    layers["again"], layers["nothing"] = Layer(1.0, 0), lambda inputs, output: None
     said = stages.compare_outputs(layers, None, OUTPUT.clone())
     difference = calc_diff(torch.full((4, 8), 0.5), torch.ones(4, 8))
     assert said == {
@@ -81,6 +98,8 @@ def test_outputs_are_compared_with_the_first() -> None:
         "same": "bitwise equal to the first",
         "half": f"calc_diff {difference:.1e} to the first",
         "nan": "not finite",
+        "again": "bitwise equal to the first",
+        "nothing": "not finite",
     }
 
 

@@ -550,6 +550,9 @@ def test_sol_execbench_gets_what_it_has_libraries_for(flat: Export) -> None:
     blackwell = replace(flat, content={**flat.content, "spec": spec})
     assert forms.sol_solution(blackwell)["spec"]["target_hardware"] == ["B200", "LOCAL"]
     assert forms.sol_solution(blackwell)["spec"]["languages"] == ["pytorch"]
+    spec = {**spec, "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"]}
+    hopper = replace(flat, content={**flat.content, "spec": spec})
+    assert forms.sol_solution(hopper)["spec"]["target_hardware"] == ["LOCAL"]
 
 
 def test_what_was_matched_is_said_for_sol_execbench(flat: Export) -> None:
