@@ -1,5 +1,6 @@
 """The cache of compiled kernels: its keys, what it trusts, where it may lie, what it removes."""
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -544,20 +545,30 @@ def test_storing_trims(tmp_path, monkeypatch):
     assert made.entries() == []
 
 
-def _compile_in_process(directory: str) -> int:
+def _compile_in_process(directory: str, together: Any, counts: Any) -> None:
     os.environ[CACHE_VARIABLE] = directory
     compilations = []
     original = compiling.cute.compile
     compiling.cute.compile = lambda *a, **k: compilations.append(1) or original(*a, **k)
+    together.wait()
     build(768)
-    return len(compilations)
+    counts.put(len(compilations))
 
 
 @pytest.mark.all
-def test_two_processes_compile_once(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        compilations = pool.map(_compile_in_process, [str(tmp_path)] * 2, chunksize=1)
-    assert sum(compilations) == 1
+def test_four_processes_compile_once(tmp_path):
+    """Of as many that are new, at the same time, as on a node of GPUs."""
+    context = multiprocessing.get_context("spawn")
+    together, counts = context.Barrier(4), context.Queue()
+    given = (str(tmp_path), together, counts)
+    start = functools.partial(context.Process, target=_compile_in_process, daemon=True)
+    processes = [start(args=given) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert sorted(counts.get(timeout=120) for _ in processes) == [0, 0, 0, 1]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
     assert len(entries(tmp_path)) == 1
 
 
