@@ -170,6 +170,60 @@ def test_a_shared_expert_is_one_more_id():
     assert not torch.equal(with_more, experts(**call))
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("accurate", [False, True])
+def test_padding_is_no_token(accurate, bfloat16):
+    """Rows without an expert, whatever stands in them: their outputs are 0, the others' the bits
+    that they have without them."""
+    call = call_of(9)
+    if bfloat16:
+        call |= {"x": call["x"].bfloat16(), "x_scale": None}
+    alone = experts(**call, accurate=accurate)
+    rows = torch.tensor([0, 1, 3, 4, 5, 8, 9, 10, 12])
+    padded = {
+        "topk_ids": torch.full((13, K), -1),
+        "topk_weights": torch.full((13, K), torch.nan),
+        "x": torch.full((13, SHAPE.hidden_size), torch.nan).to(call["x"].dtype),
+    }
+    for name, tensor in padded.items():
+        tensor.view(torch.uint8)[rows] = call[name].view(torch.uint8)
+    if not bfloat16:
+        padded["x_scale"] = torch.full((SHAPE.hidden_size // 128, 13), torch.nan)
+        padded["x_scale"][:, rows] = call["x_scale"]
+    out = experts(**call | padded, accurate=accurate)
+    assert torch.equal(out[rows], alone) and alone.any()
+    assert not out[[2, 6, 7, 11]].any()
+
+
+def test_replicas_of_an_expert():
+    """Its weights are here twice, and some of its tokens go to the second one: as a load balancer
+    places them."""
+    call = call_of(40)
+    local = local_of(call["topk_ids"])
+    wanted = experts(**call | {"topk_ids": local})
+    twice = {n: torch.cat([call[n], call[n][1:2]]) for n in ("w13", "w13_scale", "w2", "w2_scale")}
+    to_second = (local == 1) & (torch.arange(40) % 2 == 0)[:, None]
+    assert 0 < int(to_second.sum()) < int((local == 1).sum())
+    out = experts(**call | twice | {"topk_ids": torch.where(to_second, L, local)})
+    assert calc_diff(out, wanted) < 1e-6, "only the order of a token's sum may differ"
+    few = (local >= 0).sum(dim=1) <= 2
+    assert few.any() and torch.equal(out[few], wanted[few])
+
+
+def test_more_tokens_than_a_chunk_by_one():
+    """At its true size; a token's bits are its own."""
+    tokens = pipeline.CHUNK_TOKENS + 1
+    ids = torch.full((tokens, K), -1)
+    ids[::500, 0], ids[-1] = 2, torch.tensor([1, 3, -1])
+    call = call_of(tokens, ids=ids)
+    out = experts(**call)
+    some = torch.tensor([*range(0, tokens, 500), tokens - 1])
+    few = {n: call[n][some] for n in ("topk_ids", "topk_weights", "x")}
+    alone = experts(**call | few | {"x_scale": call["x_scale"][:, some].contiguous()})
+    assert torch.equal(out[some], alone) and alone.any(dim=1).all()
+    assert int(out.any(dim=1).sum()) == len(some)
+
+
 def test_no_token():
     call = call_of(0)
     assert experts(**call).shape == (0, SHAPE.hidden_size)
@@ -488,3 +542,31 @@ def test_compiled_into_a_given_output():
     made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, call)
     wanted = experts(**call, local_expert_offset=OFFSET)
     assert torch.equal(made, wanted) and torch.equal(out, wanted)
+
+
+class Module(torch.nn.Module):
+    """Experts of a model, chosen elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES[4:]:
+            self.register_buffer(name, call_of(0)[name])
+        self.register_buffer("expert_map", random_map())
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        of_experts = {name: getattr(self, name) for name in (*NAMES[4:], "expert_map")}
+        return 2 * experts(ids, weights, x, gate_first=False, **of_experts) + 1
+
+
+def test_exported_for_any_number_of_tokens():
+    """By torch.export."""
+
+    def tensors(count: int) -> tuple[torch.Tensor, ...]:
+        call = call_of(count)
+        return call["topk_ids"], call["topk_weights"], call["x"].bfloat16()
+
+    tokens, layer = torch.export.Dim("tokens", max=2**20), Module()
+    exported = torch.export.export(layer, tensors(7), dynamic_shapes=({0: tokens},) * 3).module()
+    for count in (1, 3, 40):
+        made = exported(*tensors(count))
+        assert torch.equal(made, layer(*tensors(count))) and (made != 1).any()

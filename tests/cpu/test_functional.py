@@ -1,5 +1,6 @@
 """The layer as a function and as an operator, and the examples that use it."""
 
+import io
 import os
 import re
 import subprocess
@@ -140,6 +141,33 @@ def test_compiled_into_a_given_output():
     made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, *tensors)
     wanted = wanted_of(tensors, 4, 1.0)
     assert torch.equal(made, wanted) and torch.equal(out, wanted)
+
+
+class Module(torch.nn.Module):
+    """A layer of a model that calls ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in zip(MoeInputs._fields[4:8], tensors_of(0)[4:], strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        weights = (getattr(self, name) for name in MoeInputs._fields[4:8])
+        return 2 * fused_moe(*tensors, *weights, local_expert_offset=4, **ROUTING) + 1
+
+
+def test_exported_saved_and_loaded():
+    """For any number of tokens, by torch.export."""
+    tokens, layer, file = torch.export.Dim("tokens", max=2**20), Module(), io.BytesIO()
+    dynamic = ({0: tokens}, None, {0: tokens}, {1: tokens})
+    exported = torch.export.export(layer, tensors_of(7)[:4], dynamic_shapes=(dynamic,))
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for count in (1, 3, 40):
+        tensors = tensors_of(count)[:4]
+        assert torch.equal(loaded(*tensors), layer(*tensors))
+    assert (layer(*tensors) != 1).any()
 
 
 def test_the_compiler_keeps_the_strides_of_the_inputs():

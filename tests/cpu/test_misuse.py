@@ -7,6 +7,7 @@ of the kernels.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import bruteforce
 import numpy as np
@@ -186,6 +187,43 @@ def test_not_finite_as_in_the_reference(name, bad, inputs, clean, reference) -> 
             rows = got.isfinite().all(dim=1)
             assert rows.tolist() == [t != 4 for t in range(TOKENS)], "no other token has it"
             assert torch.equal(got[rows], clean[name_of][rows])
+
+
+@each
+def test_logits_that_are_all_nan_are_their_tokens_alone(layer, inputs, clean) -> None:
+    """As those of padding may be; every expert is local, so that there is something to see."""
+    shape = replace(layer.shape, num_local_experts=8, num_experts=8, n_group=2, topk_group=1,
+                    top_k=3)  # fmt: skip
+    given = bruteforce.random_inputs(shape, TOKENS, 0, seed=3)
+    layer = replace(layer, shape=shape)
+    wanted = output_of(layer, given)
+    logits = given.routing_logits.clone()
+    logits[2] = torch.nan
+    got = output_of(layer, given._replace(routing_logits=logits))
+    assert got[2].isnan().all() and wanted.isfinite().all()
+    others = torch.arange(TOKENS) != 2
+    assert torch.equal(got[others], wanted[others])
+
+
+# --- scales of experts without a token ------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("scale", [1e-23, 1e-38, 1e-42, 0.0, torch.nan])
+def test_scales_of_experts_without_a_token_do_not_matter(layer, scale) -> None:
+    """As those of experts that were never loaded, or trained."""
+    shape = replace(layer.shape, num_experts=8, num_local_experts=8, n_group=1, topk_group=1,
+                    top_k=2)  # fmt: skip
+    given = bruteforce.random_inputs(shape, TOKENS, 0, seed=4)
+    given.routing_logits[:, 5:] = -20.0
+    given.routing_bias[:5], given.routing_bias[5:] = 1.0, 0.0
+    layer = replace(layer, shape=shape)
+    changed = {}
+    for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
+        changed[name] = getattr(given, name).clone()
+        changed[name][5:] = scale
+    wanted = output_of(layer, given)
+    assert torch.equal(output_of(layer, given._replace(**changed)), wanted) and wanted.any()
 
 
 # --- random problems ------------------------------------------------------------------------------

@@ -168,6 +168,29 @@ def test_a_token_s_bits_are_its_own(engine_call):
             assert torch.equal(experts(**alone), whole[part])
 
 
+@pytest.mark.parametrize("tokens", [7, 80, 901])
+def test_padding_is_no_token(tokens, engine_call):
+    """Rows without an expert, whatever stands in them."""
+    call, _ = engine_call(tokens)
+    alone = experts(**call)
+    padding = {"topk_ids": -1, "topk_weights": torch.nan, "x": torch.nan}
+    padded = {n: torch.cat([call[n], torch.full_like(call[n][:5], v)]) for n, v in padding.items()}
+    out = experts(**call | padded)
+    assert torch.equal(out[:tokens], alone) and not out[tokens:].any()
+
+
+@pytest.mark.parametrize("scale", [1e-23, 1e-38, 1e-42, 0.0])
+def test_scales_of_experts_without_a_token_do_not_matter(scale, engine_call):
+    call, _ = engine_call(80)
+    without = (call["topk_ids"] - OFFSET) % 2 == 1
+    call["topk_ids"] = call["topk_ids"].masked_fill(without, -1)
+    wanted = experts(**call)
+    changed = {name: call[name].clone() for name in ("w13_scale", "w2_scale")}
+    for scales in changed.values():
+        scales[1::2] = scale
+    assert torch.equal(experts(**call | changed), wanted) and wanted.any()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend, engine_call):
     def layer(call: dict[str, Any]) -> torch.Tensor:
