@@ -488,6 +488,12 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(h200, cpu, tmp_path, c
     assert sorted(cpu[-1][0]) == [1, 7]
 
 
+def test_a_run_that_emulates_for_another_target_is_not_resumed(h200, cpu, tmp_path) -> None:
+    assert h200("--solutions", "x", "--workloads", "1") == 0
+    with pytest.raises(UsageError, match="emulate 'sm_90a' then, 'sm_100a' now"):
+        h200("--solutions", "x", "--workloads", "1", "--resume", "--emulate", "sm_100a")
+
+
 def test_the_cpu_is_taken_where_it_is_asked_for(h200, fake, cpu, monkeypatch, capsys) -> None:
     import torch
 

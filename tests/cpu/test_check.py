@@ -200,6 +200,16 @@ def test_an_interrupt_keeps_the_workloads_so_far(
     assert "cosine" in found[3] and found[40] == {}
 
 
+def test_after_an_interrupt_nothing_else_is_measured(program, tmp_path, monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run_solution", interrupted)
+    monkeypatch.setattr(program_of, "bits_of", lambda *_: pytest.fail("goes on"))
+    traces_of(tmp_path, ("right", program.hashes["right"]))
+    assert program("bits", "--run", str(tmp_path)) == EXIT_INTERRUPTED
+
+
 def test_without_a_run_the_figures_are_printed_and_written(program, tmp_path: Path, capsys) -> None:
     out = tmp_path / "figures.json"
     assert program("--json", str(out)) == EXIT_FAILED

@@ -181,6 +181,17 @@ def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys
     assert first.startswith("/dev/null/packed") and first.endswith("are not kept there")
 
 
+@pytest.mark.parametrize("before", ["mine", None])
+def test_builds_of_its_own_leave_the_place_of_others(before: str | None, monkeypatch) -> None:
+    monkeypatch.delenv("FIB_CACHE_PATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("FIB_CACHE_PATH", before)
+    with pack.private_build_cache():
+        place = Path(os.environ["FIB_CACHE_PATH"])
+        assert place.is_dir() and str(place) != before
+    assert os.environ.get("FIB_CACHE_PATH") == before and not place.exists()
+
+
 def test_validation_builds_the_entry_point(package: Path) -> None:
     write(package, build=True)
     (package / "gen.py").write_text(GENERATION.replace("j, output", "output"))

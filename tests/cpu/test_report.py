@@ -155,6 +155,9 @@ def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
 def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
     text, _ = page_of(some_run(tmp_path))
     assert EVIL not in text and "&lt;script&gt;alert(1)" in text
+    libs = {"timing": EVIL, "tolerance": EVIL}
+    text, _ = page_of(directory(tmp_path, [trace("x", 7, 1.0, hardware=EVIL, libs=libs)]))
+    assert EVIL not in text and text.count("&lt;script&gt;alert(1)") > 3
 
 
 def test_without_rates_there_is_no_floor_and_the_page_says_so(tmp_path: Path) -> None:

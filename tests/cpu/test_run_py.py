@@ -319,6 +319,12 @@ def test_a_file_in_the_place_of_the_environment_is_named(bare, monkeypatch, capf
     assert run.VENV.read_text() == "TOKEN=1\n"
 
 
+@pytest.mark.parametrize("version", run.PYTHONS)
+def test_the_first_and_the_last_python_are_supported(version, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 1))
+    assert run.lacks([]) == []
+
+
 @pytest.mark.parametrize("version", [(3, 9), (3, 14)])
 def test_an_unsupported_python_is_named_where_it_would_be_used(
     version: tuple[int, int], venv: Venv, monkeypatch, capsys

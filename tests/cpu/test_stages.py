@@ -141,6 +141,11 @@ def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> 
     assert record["results"][0]["solutions"]["triton_moe"]["output"] == "first"
 
 
+@pytest.mark.parametrize(("length", "nearest"), [(7, 7), (24, 32), (300, 901), (10**6, 14107)])
+def test_the_nearest_workload_is_that_by_ratio(length: int, nearest: int) -> None:
+    assert stages.nearest_spec(DEFAULT, length).seq_len == nearest
+
+
 @pytest.mark.large_memory
 def test_inputs_of_any_token_count() -> None:
     problems = stages.Problems(ROOT, "cpu", seed=1)

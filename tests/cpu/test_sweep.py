@@ -71,6 +71,7 @@ def calls(cuda, monkeypatch):
         "returns": lambda: call("returns", kind=timing.Returning),
         "wrong": lambda: call("wrong", 2.0),
         "not finite": lambda: call("not finite", float("nan")),
+        "nothing": lambda: timing.Timed(lambda out: None, [torch.ones(2)]),
         "large": out_of_memory,
     }
 
@@ -82,6 +83,7 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_row(calls) -> 
         assert found[name]["harness"] == {"ms": 0.5} and found[name]["calc_diff"] == 0
     assert found["wrong"] == {"error": "RuntimeError: calc_diff 2.0e-01 to the reference"}
     assert found["not finite"] == {"error": "RuntimeError: calc_diff nan to the reference"}
+    assert found["nothing"] == found["not finite"], "what it does not write shows"
     assert found["large"] == {"error": OUT_OF_MEMORY}
 
 

@@ -198,6 +198,13 @@ def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsy
     assert loose[0] == EXIT_OK
 
 
+def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None:
+    nothing = gemm_bench.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
+    monkeypatch.setattr(program, "search", lambda args, rates: iter([([], nothing)]))
+    assert on_a_gpu("--what", "gemm")[0] == EXIT_FAILED
+    assert "2 rows, 128x256: shipped did not run; best: another" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
