@@ -19,7 +19,6 @@ OLD_PACKED_DIR = PACKED_DIR / "packed"
 TRACES_DIR = ROOT / "traces"
 RESULTS_DIR = ROOT / "results"
 """Recorded runs: <GPU>/<day>/."""
-DEFINITION_FILE = ROOT / "definitions" / OP_TYPE / f"{DEFINITION}.json"
 
 # (rtol, atol) at which matched ratios are reported in addition to the tolerance that decides.
 ACCURACY_TOLERANCES = ((0.2, 0.1), (0.3, 1.0), (0.01, 0.01))

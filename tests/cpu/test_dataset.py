@@ -9,7 +9,8 @@ import torch
 from flashinfer_bench.data import Solution
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
+from scripts.common.definitions import DEFAULT
+from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.measure import plan
 
@@ -64,7 +65,7 @@ def test_solutions_are_selected_by_pattern() -> None:
 
 def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "definitions").mkdir()
-    shutil.copy(DEFINITION_FILE, tmp_path / "definitions")
+    shutil.copy(ROOT / DEFAULT.path, tmp_path / "definitions")
     theirs = tmp_path / "solutions" / "them" / "moe" / DEFINITION
     theirs.mkdir(parents=True)
     (theirs / "peer.json").write_text(solution("peer").model_dump_json())

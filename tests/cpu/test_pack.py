@@ -18,7 +18,8 @@ from one_token import arguments
 from programs import packed_once
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import BASELINES, DEFINITION, DEFINITION_FILE, PACKAGE_DIR, ROOT
+from scripts.common.definitions import DEFAULT
+from scripts.common.project import BASELINES, DEFINITION, PACKAGE_DIR, ROOT
 from scripts.measure.plan import load_with_ours
 from scripts.pack import pack
 
@@ -262,7 +263,7 @@ def test_an_unknown_name_is_a_usage_error(package: Path) -> None:
 
 GENERATIONS = {g.name: g for g in pack.generations()}
 OWN = [name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES]
-DEFINED = json.loads(DEFINITION_FILE.read_text("utf-8"))
+DEFINED = json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -465,7 +466,7 @@ def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
     packed = pack.write_packed(own, output=tmp_path / "packed", build=False)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
-    command = [sys.executable, "-c", CALL_BUNDLES, DEFINITION_FILE, Path(__file__).parent]
+    command = [sys.executable, "-c", CALL_BUNDLES, ROOT / DEFAULT.path, Path(__file__).parent]
     result = subprocess.run(
         [*command, *packed], cwd=tmp_path, env=env, capture_output=True, text=True
     )

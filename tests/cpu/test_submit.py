@@ -18,7 +18,8 @@ from programs import Done, call, packed_once
 from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, DEFINITION_FILE, ROOT
+from scripts.common.definitions import DEFAULT
+from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.data.traces import read_evaluations
 from scripts.measure.bench import configuration
@@ -464,7 +465,7 @@ def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
     assert len(solution.sources) == len(export.package) + 1 - sum(
         path.endswith("/__init__.py") for path in export.package
     )
-    definition = load_json_file(Definition, DEFINITION_FILE)
+    definition = load_json_file(Definition, ROOT / DEFAULT.path)
     runnable = BuilderRegistry([TritonBuilder()]).build(definition, solution)
     try:
         check_call(name, lambda **values: runnable(*values.values()))
@@ -751,7 +752,7 @@ def test_the_problem_for_sol_execbench_is_whole(tmp_path: Path, flat: Export) ->
         for name in ("definition", "solution")
     )
     assert problem["name"] == solution["definition"]
-    ours = json.loads(DEFINITION_FILE.read_text("utf-8"))
+    ours = json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
     assert (problem["inputs"], problem["reference"]) == (ours["inputs"], ours["reference"])
     lines = (tmp_path / "made/workload.jsonl").read_text().splitlines()
     assert [json.loads(line)["uuid"] for line in lines] == [t.workload.uuid for t in WORKLOADS]
