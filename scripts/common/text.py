@@ -17,6 +17,16 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\|<`\[$])", r"\\\1", printable(text))
 
 
+def slug(name: str) -> str:
+    """The name as a part of a directory's: small letters and digits, with dashes between them."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def error_line(error: BaseException) -> str:
+    """What was raised, and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
     """A table's cell: the value with its unit, or a dash for none or NaN."""
     return "-" if value is None or value != value else f"{value:{form}}{unit}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from scripts.common.command_line import leave_ending_to_parent, say
+from scripts.common.text import error_line
 
 COMPILE_LIMIT_S = 300.0
 MOST_PROCESSES = 12
@@ -67,8 +68,7 @@ def _child(pipe: Connection, prepare: Prepare, job: Any) -> None:
     except WrongError as error:
         said = {"status": "wrong", "error": str(error)}
     except BaseException as error:
-        what = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        said = {"status": "error", "error": what[:500]}
+        said = {"status": "error", "error": error_line(error)[:500]}
     pipe.send(said | {"seconds": round(time.monotonic() - started, 1)})
 
 

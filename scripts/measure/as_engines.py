@@ -23,6 +23,7 @@ from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_rows
 
+from scripts.common.text import error_line
 from scripts.measure.timing import FAILURES, Returning, Timed
 
 FP8_MAX = tl.constexpr(448.0)
@@ -153,7 +154,7 @@ class Engines:
                 try:
                     self.experts[offset][name] = make(self.gate_first, places)
                 except FAILURES as error:
-                    self.skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                    self.skipped[name] = error_line(error)
         return self.experts[offset]
 
     def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, Mapping[str, Callable[[], Timed]]]:

@@ -13,7 +13,6 @@ import json
 import logging.handlers
 import multiprocessing
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -35,6 +34,7 @@ from scripts.common import environment, files, schemas
 from scripts.common.command_line import ENDING, UsageError, exit_status, note, say, steps
 from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.project import DEFINITION, ROOT
+from scripts.common.text import slug
 from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, named, ours, tokens
 from scripts.measure import cpu_bench, emulated
@@ -145,8 +145,7 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 
 def new_run(parent: Path, hardware: str) -> Run:
     """A run in a directory that no other run has, whoever starts one at the same time."""
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")[:40]
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(hardware)[:40]}"
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

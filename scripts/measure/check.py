@@ -18,6 +18,7 @@ from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import steps
 from scripts.common.project import ACCURACY_TOLERANCES
+from scripts.common.text import error_line
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import DEVICE, HARNESS, INPUTS_CHANGED
 from scripts.measure.plan import Plan
@@ -92,8 +93,8 @@ def run_reference(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.
         start = time.perf_counter()
         return reference(*inputs), time.perf_counter() - start
     except FAILURES as error:
-        said = f"the reference of {definition.name} fails: {type(error).__name__}: {error}"
-        raise RuntimeError(said.splitlines()[0]) from error
+        said = f"the reference of {definition.name} fails: {error_line(error)}"
+        raise RuntimeError(said) from error
 
 
 # --- accuracy and device times of a plan ----------------------------------------------------------

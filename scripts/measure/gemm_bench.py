@@ -14,7 +14,7 @@ from moe_fp8.kernels.operations import compile_grouped_gemm
 
 from scripts.common import environment, files
 from scripts.common.command_line import duration, say
-from scripts.common.text import number
+from scripts.common.text import error_line, number
 from scripts.measure.gemm_problems import SOLUTIONS, Problem
 from scripts.measure.gemm_variants import (
     Checker,
@@ -147,7 +147,7 @@ def run_problem(
             prepared = [variant.prepare(x) for x in operands]
             calls[variant.name] = [prepared[i % sets] for i in range(LAUNCHES)]
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            row["error"] = error_line(error)
     orders = zip(*(readings(x.b, problem.rows) for x in operands), strict=True)
     for order, read in enumerate(orders):
         calls[f"{READING} {order}"] = [read[i % sets] for i in range(LAUNCHES)]

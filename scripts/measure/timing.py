@@ -22,6 +22,7 @@ from flashinfer_bench.data import Definition, Solution
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.common.command_line import UsageError
+from scripts.common.text import error_line
 
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU there is."""
@@ -66,8 +67,8 @@ def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
         return measure(*arguments)
     except FAILURES as error:
         traceback.print_exception(error)
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return {"error": ". ".join(line.split(". ")[:2])}  # torch's advice on memory is long
+        sentences = error_line(error).split(". ")  # torch's advice on memory is long
+        return {"error": ". ".join(sentences[:2])}
 
 
 # --- replays --------------------------------------------------------------------------------------

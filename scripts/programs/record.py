@@ -17,7 +17,6 @@ there is.
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +41,7 @@ from scripts.common.command_line import (
 )
 from scripts.common.definitions import MODELS
 from scripts.common.project import ROOT, TRACES_DIR
+from scripts.common.text import slug
 from scripts.pack.availability import say_skipped
 
 TOKENS = ("1", "80", "901", "14107")
@@ -196,8 +196,7 @@ def main() -> int:
     target = args.emulate or gpu_arch()
     chosen = args.only or (EMULATED if args.emulate else STEPS)
     now = datetime.now(timezone.utc)
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    directory = args.out.resolve() / f"record-{slug}-{now:%Y-%m-%d-%H%M%S}"
+    directory = args.out.resolve() / f"record-{slug(hardware)}-{now:%Y-%m-%d-%H%M%S}"
     directory.mkdir(parents=True)
     more = ["--emulate", target] if args.emulate else []
     steps = {name: [*c, *more] for name, c in commands(directory).items() if name in chosen}
