@@ -10,9 +10,9 @@ from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import cpasync, tcgen05, warpgroup
-from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor
+from moe_fp8.kernels.dsl import SmemAllocator
 from moe_fp8.kernels.limits import WARPGROUP
 from moe_fp8.kernels.sm90.config import GemmConfig as ConfigSm90
 from moe_fp8.kernels.sm90.operands import TokensAsRows as OperandsSm90

@@ -19,8 +19,8 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 from moe_fp8.kernels.compile import OPTIONS, Argument, Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.dsl import SmemAllocator
 
 LINE = 128
 """Bytes of a row of the weights as they are read: the widest box that is not swizzled."""

@@ -107,7 +107,7 @@ def main() -> int:
     args = arguments()
     wanted = setups(args)
     from scripts.common import environment, files
-    from scripts.serve.run import Plan, measure
+    from scripts.serve.run import Plan, first_start, measure
     from scripts.table.served import checks_table, timed_table
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
@@ -115,7 +115,8 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
-    rows = []
+    say(f"        starts {wanted[0].backend} once, for what the engine compiles and keeps on disk")
+    rows = [first_start(wanted[0], logs)]
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
         rows += measure(group, plan, logs)
         if args.json:

@@ -23,6 +23,7 @@ from elftools.elf.elffile import ELFFile
 from markers import more
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import dsl
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.architectures import (
@@ -990,3 +991,18 @@ def test_an_illegal_width(kernel, width, multiple):
     with pytest.raises(ValueError, match=f"={width}: expected a multiple of {multiple}"):
         kernel(width, *arguments)
     kernel(width - width % multiple, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "wrong"),
+    [
+        ("nvidia-cutlass-dsl", "4.6.0", ""),
+        ("nvidia-cutlass-dsl", "4.8.2.dev3", ""),
+        ("nvidia-cutlass-dsl", "4.5.2", "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 4.5.2"),
+        ("nvidia-cutlass-dsl", "4.9.0", "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 4.9.0"),
+        ("apache-tvm-ffi", "0.1.9", "needs apache-tvm-ffi >= 0.1.10, found 0.1.9"),
+        ("apache-tvm-ffi", "0.1.15.post2", ""),
+    ],
+)
+def test_versions_that_are_wrong_are_named(package, found, wrong):
+    assert dsl.unmet(package, found) == wrong

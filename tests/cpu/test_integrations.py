@@ -1,11 +1,13 @@
 """The plugins of serving engines where none is installed; with them: tests/engines."""
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 import torch
+from moe_fp8 import kernels
 from moe_fp8.integrations import served
 
 from scripts.common.project import ROOT
@@ -55,6 +57,17 @@ def test_the_geometries_that_are_served():
     assert served.why_no_geometry(257, 257, 7168, 256, 9) == ""
     why = served.why_no_geometry(256, 32, 7168, 192, 8)
     assert why == "intermediate_size=192: expected a positive multiple of 128"
+
+
+def test_why_not_here(monkeypatch):
+    monkeypatch.setattr(served, "on_hopper", lambda: False)
+    assert served.why_not_here() == "no Hopper GPU"
+    monkeypatch.setattr(served, "on_hopper", lambda: True)
+    assert served.why_not_here() == ""
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.9")
+    monkeypatch.delitem(sys.modules, "moe_fp8.kernels.dsl")
+    monkeypatch.delattr(kernels, "dsl")
+    assert served.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 0.1.9"
 
 
 def test_versions():

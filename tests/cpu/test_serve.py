@@ -59,6 +59,7 @@ def test_a_record_has_every_figure_of_every_backend(served_rows):
         assert [(row["what"], row["size"]) for row in of] == figures
         assert all(row["repeats"] == 2 and row["spread"] >= 0 for row in of)
         (seconds,) = values(rows, "start", backend)
+        assert len(values(rows, "first start", backend)) == (backend == "engine")
         assert seconds > 0 and values(rows, "same tokens alone and among others", backend) == [True]
     head = {"engine": "vllm", "engine_version": "0.0.stand-in", "model": "qwen3-30b-a3b",
             "layers": 2, "gpus": 1, "parallel": "tensor"}  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from installed import engine
+from moe_fp8.integrations import served
 from moe_fp8.integrations import sglang as plugin
 from moe_fp8.layer.metrics import calc_diff
 from reference import Weights, layer, peer_of_a_sweep
@@ -37,7 +38,7 @@ def registered(monkeypatch):
     plugin.register()
     assert not HookRegistry._hooks, "off unless it is asked for"
     monkeypatch.setenv(plugin.VARIABLE, "1")
-    monkeypatch.setattr(plugin, "on_hopper", lambda: True)
+    monkeypatch.setattr(served, "on_hopper", lambda: True)
     plugin.say.cache_clear()
     plugin.register()
     HookRegistry.apply_hooks()
@@ -175,7 +176,7 @@ def test_weights_of_another_kind(registered, caplog):
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "on_hopper", lambda: False)
+    monkeypatch.setattr(served, "on_hopper", lambda: False)
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     method.create_moe_runner(module, config_of())
     assert "no Hopper GPU" in caplog.text and method.runner.runner_backend.is_triton()

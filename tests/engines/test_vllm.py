@@ -53,7 +53,6 @@ KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 def on_the_cpu(monkeypatch):
     """What vLLM asks of a GPU on the way to our classes, which run their torch model."""
     monkeypatch.setattr(served, "on_hopper", lambda: True)
-    monkeypatch.setattr(vllm_experts, "on_hopper", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
@@ -231,6 +230,12 @@ def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, said)
     (line,) = said
     assert line.startswith("moe_fp8 does not serve layers of ") and why in line
     assert line.endswith("; vLLM's kernel does")
+
+
+def test_elsewhere_than_on_hopper(selection, said, monkeypatch):
+    monkeypatch.setattr(served, "on_hopper", lambda: False)
+    assert selection(config_of(experts_per_token=6), *KEYS)[0] == "theirs"
+    assert len(said) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in said[0]
 
 
 def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):

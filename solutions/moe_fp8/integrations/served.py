@@ -39,6 +39,17 @@ def older_than(found: str, oldest: str) -> bool:
     return Version(found).release < Version(oldest).release
 
 
+def why_not_here() -> str:
+    """What of this machine the kernels do not run on, empty if they run."""
+    if not on_hopper():
+        return "no Hopper GPU"
+    try:
+        from ..kernels import dsl  # noqa: F401
+    except ImportError as error:  # says which version of what is needed
+        return str(error)
+    return ""
+
+
 def on_hopper() -> bool:
     """Whether the current GPU is one that the kernels were measured on."""
     if not torch.cuda.is_available() or torch.version.hip is not None:

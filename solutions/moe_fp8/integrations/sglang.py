@@ -21,8 +21,8 @@ from .served import (
     asked_for,
     described,
     older_than,
-    on_hopper,
     why_no_geometry,
+    why_not_here,
 )
 
 VARIABLE = "MOE_FP8_SGLANG"
@@ -128,8 +128,8 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
     """What of a layer is not served, empty if it is."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 
-    if not on_hopper():
-        return "no Hopper GPU"
+    if here := why_not_here():
+        return here
     backend, runner = get_moe_runner_backend(), getattr(method, "runner", None)
     if not (backend.is_auto() or backend.is_triton()):
         return f"--moe-runner-backend {backend.value} is asked for"

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ..compile_ahead import prepare
 from ..functional import experts
-from .served import accurate, on_hopper, why_no_geometry
+from .served import accurate, why_no_geometry, why_not_here
 from .vllm import VARIABLE
 
 
@@ -38,7 +38,7 @@ class Experts(mk.FusedMoEExpertsModular):
         arguments = moe_config, weight_key, activation_key, activation_format
         serves, why = mk.FusedMoEExpertsModular.is_supported_config(cls, *arguments)
         if serves:
-            why = why_not(moe_config)
+            why = why_not_here() or why_not(moe_config)
         return not why, why or None
 
     @property
@@ -52,7 +52,7 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return on_hopper()
+        return True  # `why_not` says more
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:

@@ -12,9 +12,9 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float8E4M3FN, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK, TMA_ROWS
+from .dsl import LayoutEnum
 from .tiles import Tile
 from .tma import expect, multicast_mask, tma_load, tma_partition
 

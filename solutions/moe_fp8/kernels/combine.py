@@ -6,10 +6,10 @@ import cutlass.pipeline as pipeline
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
 from .barriers import threads
 from .dependent import wait_for_previous
+from .dsl import SmemAllocator
 from .tiles import WARP
 from .vectors import BYTES, load, vector
 

@@ -12,10 +12,10 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
 from .barriers import Barriers
+from .dsl import LayoutEnum
 from .limits import EPILOGUE_COLUMNS, WARPGROUP
 from .tiles import Tile
 from .vectors import vector

@@ -13,12 +13,12 @@ import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from ..numerics import BLOCK
 from .a_load import SharedRows, load_of, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
+from .dsl import LayoutEnum
 from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, SMEM_BYTES, WARPGROUP

@@ -23,11 +23,11 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8
-from cutlass.memory import SmemAllocator
 
 from ..numerics import EPSILON
 from ..problem import MoeShape
 from .dependent import wait_for_previous
+from .dsl import SmemAllocator
 from .quantise import QuantisedTokens, QuantiseTokens
 from .tiles import WARP, inclusive_sum
 from .vectors import load

@@ -14,11 +14,11 @@ import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Float8E4M3FN, Float32, Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
+from ..dsl import SmemAllocator
 from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
 from ..tiles import rows_of_lane

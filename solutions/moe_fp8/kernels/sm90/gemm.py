@@ -12,11 +12,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
+from ..dsl import SmemAllocator
 from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, rows_of_lane
