@@ -219,6 +219,33 @@ class Sweep(TypedDict):
     results: list[SweepResult]
 
 
+class ServedRow(TypedDict):
+    """A figure of a backend; `size` and `value` are what the kind of figure has."""
+
+    engine: str
+    engine_version: str
+    model: str
+    layers: int
+    gpus: int
+    parallel: str
+    backend: str
+    what: str
+    size: int | None
+    value: bool | FiniteFloat
+    unit: str
+    spread: NotRequired[FiniteFloat]
+    repeats: NotRequired[int]
+
+
+class Served(TypedDict):
+    """served.json."""
+
+    hardware: str
+    method: str
+    environment: Captured
+    rows: list[ServedRow]
+
+
 _adapter = functools.cache(TypeAdapter)
 
 

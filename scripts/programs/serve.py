@@ -120,7 +120,9 @@ def main() -> int:
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
         rows += measure(group, plan, logs)
         if args.json:
-            record = {"method": METHOD, "environment": environment.capture(), "rows": rows}
+            captured = environment.capture()
+            hardware = captured["gpus"][0]["name"] if captured["gpus"] else "no GPU"
+            record = {"hardware": hardware, "method": METHOD, "environment": captured, "rows": rows}
             files.write_json(args.json, record)
     for table in (timed_table(rows), checks_table(rows)):
         print(f"\n{table.title}\n\n{table.text()}")

@@ -30,10 +30,12 @@ from scripts.table import tables
 from scripts.table.models import models_summary
 from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded, read
+from scripts.table.served import checks_table, gains_table, timed_table
 from scripts.table.tables import Table, compute_bound
 
 README = ROOT / "README.md"
-PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("results", "determinism", "models")))
+NAMES = ("results", "determinism", "models", "engines")
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 RECORD = re.compile(r"<!-- record: (\S+) -->")
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.png)\)")
@@ -318,6 +320,33 @@ def models(recorded: Recorded) -> str:
     record = schemas.read(path, schemas.Sweep)
     made = models_summary(record)
     return parts(_measured(recorded, record, "models", f"{made.title}."), table(made))
+
+
+def _served(recorded: Recorded, show: Callable[[Sequence[Any]], Sequence[Table]]) -> str:
+    """Tables of a record's served.json, or nothing where there is none."""
+    path = recorded.directory / "served.json"
+    if not path.is_file():
+        return ""
+    record = schemas.read(path, schemas.Served)
+    engines = {f"{row['engine']} {row['engine_version']}" for row in record["rows"]}
+    when = record["environment"]["time"][:10]
+    said = f"{record['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
+    where = f"(`{relative(recorded)}/served.json`)"
+    said = f"{markdown(said)} {where}: {markdown(record['method'])}."
+    made = [part for of in show(record["rows"]) for part in (f"{of.title}:", table(of))]
+    return parts(paragraph(said), *made)
+
+
+@block
+def served(recorded: Recorded) -> str:
+    """Whole models in an engine, every figure."""
+    return _served(recorded, lambda rows: (timed_table(rows), checks_table(rows)))
+
+
+@block
+def served_gains(recorded: Recorded) -> str:
+    """The same, a line a model."""
+    return _served(recorded, lambda rows: (gains_table(rows),))
 
 
 # --- the pages ---

@@ -11,6 +11,8 @@ from scripts.table.tables import Table
 TIMED = {"decode": "decode, batch", "prefill": "prefill, tokens", "mixed": "mixed load, requests"}
 LARGER_IS_BETTER = ("tokens/s",)
 OWN = ("ours", "accurate")
+LONG_PROMPT = 4096
+"""Tokens from which on the GPU, not the host, is what a prefill waits for."""
 Row = Mapping[str, Any]
 
 
@@ -28,6 +30,45 @@ def gain(values: Mapping[str, float], unit: str) -> float | None:
     if unit in LARGER_IS_BETTER:
         return values["ours"] / max(others)
     return min(others) / values["ours"]
+
+
+def gains(rows: Sequence[Row]) -> dict[tuple[str, str, int], float]:
+    """By model, what was timed, and size."""
+    grouped: dict[tuple[str, str, int], dict[str, float]] = {}
+    units = {}
+    for row in rows:
+        if row["what"] in TIMED:
+            key = served_of(row), row["what"], row["size"]
+            grouped.setdefault(key, {})[row["backend"]] = row["value"]
+            units[key] = row["unit"]
+    found = {key: gain(values, units[key]) for key, values in grouped.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def gains_table(rows: Sequence[Row]) -> Table:
+    """A line a model: ours over the best of the engine's own."""
+    lines: dict[str, dict[str, list[float]]] = {}
+    for (model, what, size), value in gains(rows).items():
+        if what != "prefill" or size >= LONG_PROMPT:
+            lines.setdefault(model, {}).setdefault(what, []).append(value)
+    heads = {
+        "decode": "a decode step",
+        "prefill": f"prefill from {LONG_PROMPT} tokens",
+        "mixed": "mixed load",
+    }
+    frame = pd.DataFrame(
+        [
+            {"served": model, **{heads[w]: between(of.get(w, [])) for w in heads}}
+            for model, of in lines.items()
+        ]
+    )
+    return Table(frame, title="Ours over the best of the engine's own kernels, end to end")
+
+
+def between(values: Sequence[float]) -> str:
+    """The least and the greatest."""
+    least, most = number(min(values, default=None), ".2f"), number(max(values, default=None), ".2f")
+    return "-" if not values else f"{least}x" if least == most else f"{least} to {most}x"
 
 
 def timed_table(rows: Sequence[Row]) -> Table:
