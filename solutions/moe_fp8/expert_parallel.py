@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .functional import fused_moe, layer_of, sizes_of
+from .arguments import check_real
+from .functional import call_of, fused_moe
 from .layer.backend import select
-from .layer.validate import validate
 from .numerics import BLOCK
 from .problem import MoeInputs, MoeShape
+from .quantise import quantise_rows
 
 if TYPE_CHECKING:
     import deep_ep
@@ -33,9 +34,9 @@ rank and adds them: from `[n, H]` bfloat16 to `[t, H]` bfloat16."""
 
 def expert_parallel_moe(
     routing_logits: torch.Tensor,
-    routing_bias: torch.Tensor,
+    routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
-    hidden_states_scale: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
     gemm1_weights: torch.Tensor,
     gemm1_weights_scale: torch.Tensor,
     gemm2_weights: torch.Tensor,
@@ -45,6 +46,7 @@ def expert_parallel_moe(
     n_group: int = 8,
     topk_group: int = 4,
     top_k: int = 8,
+    gate_first: bool = False,
     accurate: bool = False,
     group: dist.ProcessGroup | None = None,
     buffer: "deep_ep.Buffer | None" = None,
@@ -62,10 +64,11 @@ def expert_parallel_moe(
 
     Args:
         routing_logits, hidden_states, hidden_states_scale: of this rank's t tokens, as in
-            `fused_moe`; E is L times the ranks.
-        routing_bias: the same on every rank, which is not checked.
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale: of this rank's L
-            experts, as in `fused_moe`.
+            `fused_moe`; E is L times the ranks. Tokens in bfloat16 are quantised before they are
+            exchanged.
+        routing_bias: as in `fused_moe`, the same on every rank, which is not checked.
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: of this
+            rank's L experts, as in `fused_moe`.
         routed_scaling_factor, n_group, topk_group, top_k, accurate: the same on every rank.
         group: of processes, else the default one.
         buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
@@ -80,26 +83,30 @@ def expert_parallel_moe(
             argument and the rank.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    inputs = MoeInputs(
+    inputs = MoeInputs._make((
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
         0, routed_scaling_factor,  # the offset follows from the rank
-    )  # fmt: skip
+    ))  # fmt: skip
     routing = {"n_group": n_group, "topk_group": topk_group, "top_k": top_k}
-    _agree(_checked(inputs, routing, accurate, ranks, buffer), group)
+    _agree(_checked(inputs, routing, gate_first, accurate, ranks, buffer), group)
     local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
-    packed = _packed(routing_logits, hidden_states, hidden_states_scale)
+    logits, x, x_scale = routing_logits.float(), hidden_states, hidden_states_scale
+    if x_scale is None:
+        x, x_scale = quantise_rows(x)
+    packed = _packed(logits, x, x_scale)
     if buffer is None:
         received, returned = _to_all_ranks(packed, group)
     else:
         # The width of an expert is nothing to the routing.
         shape = MoeShape(experts, experts, hidden, BLOCK, n_group, topk_group, top_k)
-        chosen = _experts_of(routing_logits, routing_bias, shape)
+        chosen = _experts_of(logits, routing_bias, shape)
         received, returned = _to_ranks_of(chosen, packed, experts, buffer)
     logits, x, x_scale = _unpacked(received, experts, hidden)
     options: dict[str, Any] = {
         "local_expert_offset": rank * local,
         "routed_scaling_factor": routed_scaling_factor,
+        "gate_first": gate_first,
         "accurate": accurate,
         **routing,
     }
@@ -126,32 +133,37 @@ def deep_ep_buffer(
 
 
 def _checked(
-    inputs: MoeInputs, routing: dict[str, int], accurate: bool, ranks: int, buffer: Any
+    inputs: MoeInputs,
+    routing: dict[str, int],
+    gate_first: bool,
+    accurate: bool,
+    ranks: int,
+    buffer: Any,
 ) -> dict[str, Any] | str:
     """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
+    how: dict[str, Any] = {**routing, "gate_first": gate_first, "accurate": accurate}
     try:
-        logits, x, w13, w2 = inputs[0], inputs[2], inputs[4], inputs[6]
-        experts, local, hidden, intermediate = sizes = sizes_of(logits, x, w13, w2)
+        layer, _, output = call_of(fused_moe, *inputs[:8], **how)
+        experts, local = layer.shape.num_experts, layer.shape.num_local_experts
         if experts != ranks * local:
             raise ValueError(
                 f"routing_logits: expected {ranks * local} experts, {local} of each of {ranks} "
                 f"ranks, got {experts} (gemm1_weights: {local} experts)"
             )
-        output = torch.empty_like(x, dtype=torch.bfloat16)  # only for the check
-        tokens = validate(inputs, output, layer_of(*sizes, *routing.values(), accurate).shape)
+        check_real("routed_scaling_factor", inputs.routed_scaling_factor)
         buffer_ranks = ranks if buffer is None else getattr(buffer, "group_size", buffer)
         if buffer_ranks != ranks:
             raise ValueError(f"buffer: expected DeepEP's of {ranks} ranks, got {buffer_ranks!r}")
-        select(x.device)
+        select(output.device)
     except ValueError as error:
         return str(error)
     return {
         "buffer is None": buffer is None,
-        "hidden_states.shape[0]": tokens if buffer is None else None,
-        "hidden_states.shape[1]": hidden,
-        "hidden_states.is_cuda": x.is_cuda,
+        "hidden_states.shape[0]": len(output) if buffer is None else None,
+        "hidden_states.shape[1]": layer.shape.hidden_size,
+        "hidden_states.is_cuda": output.is_cuda,
         "routing_logits.shape[1]": experts,
-        "gemm2_weights.shape[2]": intermediate,
+        "gemm2_weights.shape[2]": layer.shape.intermediate_size,
         **{name: int(value) for name, value in routing.items()},
         "routed_scaling_factor": float(inputs.routed_scaling_factor),
         "accurate": accurate,
@@ -222,7 +234,7 @@ def _to_ranks_of(
     return rows, lambda partial: buffer.combine(partial, handle)[0]
 
 
-def _experts_of(logits: torch.Tensor, bias: torch.Tensor, shape: MoeShape) -> torch.Tensor:
+def _experts_of(logits: torch.Tensor, bias: torch.Tensor | None, shape: MoeShape) -> torch.Tensor:
     """`[t, top_k]` int64: of every token, by the routing of the layer as if all experts were here,
     which numbers the pairs by expert."""
     nothing = logits.new_empty(0)

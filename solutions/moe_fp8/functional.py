@@ -71,7 +71,8 @@ def fused_moe(
             `quantise_rows` does, to the bit.
         hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by;
             None with bfloat16. Scales that lie token by token are passed as they are, `[T, H/128]`
-            transposed by `.t()`: no copy is made.
+            transposed by `.t()`: no copy is made. Without it they are refused, but where T = H/128,
+            whose shape does not tell.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
         gemm1_weights_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
@@ -143,7 +144,8 @@ def experts(
         w2: `[L, H, I]` float8_e4m3fn.
         w2_scale: `[L, H/128, I/128]` float32.
         x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
-            passed transposed by `.t()`: no copy is made.
+            passed transposed by `.t()`: no copy is made. Without it they are refused, but where
+            T = H/128, whose shape does not tell.
         gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
         expert_map: `[E]` int32, the e-th expert's place among those here, or -1. Several may have
             the same place.
@@ -357,6 +359,13 @@ def sizes_of(
 ) -> tuple[int, int, int, int]:
     """(experts, local experts, hidden size, intermediate size), each from where it is told first;
     whether the other arguments agree is the layer's to say. Of ids, K takes the experts' place."""
+    try:
+        (_, first), (_, hidden), (local, _, _), (_, _, intermediate) = (
+            logits.shape, x.shape, w13.shape, w2.shape,
+        )  # fmt: skip
+        return first, local, hidden, intermediate
+    except (AttributeError, ValueError):  # no tensors, or of other dimensions
+        pass
     for name, tensor, dims in (
         (names[0], logits, "[T, E]" if names is MoeInputs._fields else "[T, K]"),
         (names[2], x, "[T, H]"),
@@ -365,7 +374,7 @@ def sizes_of(
     ):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
             raise ValueError(f"{name}: expected a tensor {dims}, got {_shown(tensor)}")
-    return logits.shape[1], w13.shape[0], x.shape[1], w2.shape[2]
+    raise AssertionError("a check failed that has no message")
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before

@@ -74,8 +74,9 @@ class MoeShape:
             raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
         if self.routing != "deepseek_v3" and self.n_group != 1:
             raise ValueError(f"n_group={self.n_group}: expected 1, {self.routing} knows no groups")
-        if self.num_local_experts < 1:
-            raise ValueError(f"num_local_experts={self.num_local_experts}: expected at least 1")
+        for name in ("num_experts", "num_local_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.n_group < 1 or self.num_experts % self.n_group:
             raise ValueError(
                 f"n_group={self.n_group}: expected a divisor of num_experts={self.num_experts}"

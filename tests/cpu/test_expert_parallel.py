@@ -155,6 +155,42 @@ def test_one_rank_is_the_layer(alone, with_buffer, tokens, experts):
     assert tokens == 0 or wanted.abs().sum() > 0
 
 
+def in_form(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """The arguments, one of them in another form."""
+    given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    if name == "bfloat16 tokens":
+        generator = torch.Generator().manual_seed(3)
+        given["hidden_states"] = torch.randn(9, HIDDEN, generator=generator).bfloat16()
+        given["hidden_states_scale"] = None
+    elif name == "bfloat16 logits":
+        given["routing_logits"] = given["routing_logits"].bfloat16()
+    elif name == "float32 bias":  # that bfloat16 cannot tell apart
+        given["routing_bias"] = 7 + given["routing_bias"].float() / 100
+    elif name == "no bias":
+        given["routing_bias"] = None
+    elif name == "scales by token":
+        given["hidden_states_scale"] = given["hidden_states_scale"].t().contiguous().t()
+    else:
+        given["gate_first"] = True
+    return given
+
+
+FORMS = ("bfloat16 tokens", "bfloat16 logits", "float32 bias", "no bias", "scales by token",
+         "gate first")  # fmt: skip
+
+
+@pytest.mark.parametrize("with_buffer", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
+    usual = given_to(0, 1, 9)
+    arguments = {"n_group": 1, "topk_group": 1, "top_k": 2} | in_form(form, usual)
+    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
+    wanted = fused_moe(**arguments)
+    assert torch.equal(expert_parallel_moe(**arguments, buffer=buffer), wanted)
+    if form in ("bfloat16 tokens", "float32 bias", "no bias", "gate first"):
+        assert not torch.equal(wanted, fused_moe(*usual, n_group=1, topk_group=1, top_k=2))
+
+
 def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """No tokens, by views of some: the strides are those of the tensors that they are views of."""
     logits, bias, x, x_scale, *weights = given
@@ -233,20 +269,19 @@ def wider(dims: list[int | None]) -> dict[str, Callable]:
 
 
 SAME = "expected the same on every rank, got"
+DTYPE = "expected dtype"
 REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
     # name: what changes the arguments of which ranks of three, and what every rank says.
     "e5m2": ({1: {"hidden_states": lambda x: x.float().to(torch.float8_e5m2)}},
-             "rank 1: hidden_states: expected dtype torch.float8_e4m3fn, got torch.float8_e5m2"),
+             f"rank 1: hidden_states: {DTYPE} torch.float8_e4m3fn or torch.bfloat16, got"),
     "uint8": ({2: {"hidden_states": lambda x: x.view(torch.uint8)}},
-              "rank 2: hidden_states: expected dtype torch.float8_e4m3fn, got torch.uint8"),
+              f"rank 2: hidden_states: {DTYPE} torch.float8_e4m3fn or torch.bfloat16, got"),
     "int32 logits": ({0: {"routing_logits": lambda x: x.int()}},
-                     "rank 0: routing_logits: expected dtype torch.float32, got torch.int32"),
-    "bfloat16 logits": ({1: {"routing_logits": lambda x: x.bfloat16()}},
-                        "rank 1: routing_logits: expected dtype torch.float32"),
+                     f"rank 0: routing_logits: {DTYPE} torch.float32 or torch.bfloat16, got"),
     "int32 scales": ({1: {"hidden_states_scale": lambda x: x.int()}},
                      "rank 1: hidden_states_scale: expected dtype torch.float32"),
     **{f"no {name}": ({1: {name: lambda _: None}}, f"rank 1: {name}: expected a ")
-       for name in TENSORS},
+       for name in TENSORS if name != "routing_bias"},
     "scales of other tokens": ({1: {"hidden_states_scale": twice(1)}},
                                r"rank 1: hidden_states_scale: expected shape \[2, 5\]"),
     "float32 weights": ({2: {"gemm1_weights": lambda x: x.float()}},
@@ -254,7 +289,9 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
     "weights of another width": ({2: {"gemm2_weights": twice(1)}},
                                  r"rank 2: gemm2_weights: expected shape \[4, 256, 128\]"),
     "experts": ({2: {"gemm1_weights": twice(0)}},
-                "rank 2: routing_logits: expected 24 experts, 8 of each of 3 ranks, got 12"),
+                r"rank 2: gemm1_weights_scale: expected shape \[8, 2, 2\]"),
+    "experts of others": ({2: {name: twice(0) for name in TENSORS[4:]}},
+                          "rank 2: routing_logits: expected 24 experts, 8 of each of 3 ranks, got"),
     "device": ({1: dict.fromkeys(TENSORS, lambda x: x.to("meta"))},
                "rank 1: unsupported device meta"),
     "accurate": ({1: {"accurate": lambda _: "no"}}, "rank 1: accurate: expected True or False"),

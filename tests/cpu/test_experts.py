@@ -7,7 +7,8 @@ import bruteforce
 import pytest
 import test_misuse
 import torch
-from moe_fp8 import expert_parallel, v5_fused
+from moe_fp8 import v5_fused
+from moe_fp8.arguments import has_contiguous_lines
 from moe_fp8.functional import experts, fused_moe
 from moe_fp8.layer import pipeline
 from moe_fp8.layer.metrics import calc_diff
@@ -432,7 +433,11 @@ def test_a_wrong_tensor_is_named(name, fault):
         ({"topk_weights": torch.zeros(5, 3).double()}, "topk_weights: expected dtype .*float32"),
         ({"topk_ids": torch.zeros(5, 32).int()}, "top_k=32: expected 1..31"),
         ({"topk_ids": torch.zeros(5, 0).int()}, "top_k=0: expected 1..31"),
-        ({"x_scale": torch.zeros(5, 2)}, r"x_scale: expected shape \[2, 5\]"),
+        ({"x_scale": torch.zeros(5, 2)}, r"x_scale: expected shape \[2, 5\], got \[5, 2\]"),
+        ({"x_scale": torch.zeros(10)[::2]}, r"x_scale: expected shape \[2, 5\], got \[5\]"),
+        ({"x_scale": torch.zeros(2, 5, 2)[:, :, :1]}, r"x_scale: .*, got \[2, 5, 1\]"),
+        *(({"num_experts": n}, f"num_experts={n}: expected at least 1") for n in (0, -1, -64)),
+        ({"expert_map": torch.zeros(0).int()}, "num_experts=0: expected at least 1"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(changes, message):
@@ -456,15 +461,35 @@ def test_what_the_layer_with_its_routing_refuses(changes, message):
         fused_moe(**tensors | ROUTING | changes)
 
 
-def test_an_output_between_the_lines_of_padded_scales():
-    """Which reach further than they have elements."""
-    call = call_of(4)
-    room = torch.zeros(4 * SHAPE.hidden_size + 64, dtype=torch.float32)
-    scale = room.as_strided((2, 4), (4 * SHAPE.hidden_size // 2 + 16, 1))
+@pytest.mark.parametrize("apart", [1, 0, -1])
+def test_an_output_between_the_lines_of_scales_that_lie_apart(apart):
+    """They reach further than they have elements: 32 bytes from line to line 4 KB apart, and the
+    output is past the first one's. Behind the last one it has memory of its own."""
+    call, floats = call_of(4), 4 * SHAPE.hidden_size // 2
+    room = torch.zeros(2 * floats + 64, dtype=torch.float32)
+    scale = room.as_strided((2, 4), (floats + 16, 1))
     scale.copy_(call["x_scale"])
-    out = room[4 : 4 + 4 * SHAPE.hidden_size // 2].view(torch.bfloat16).view(4, -1)
-    with pytest.raises(ValueError, match="^output: expected memory of its own, got some of x_sc"):
-        experts(**call | {"x_scale": scale, "out": out})
+    last = floats + 16 + 4
+    out = room[16 if apart > 0 else last + 4 * apart :][:floats].view(torch.bfloat16).view(4, -1)
+    given = call | {"x_scale": scale, "out": out}
+    if apart:
+        with pytest.raises(ValueError, match="^output: expected memory of its own, got .* x_scale"):
+            experts(**given)
+    else:
+        assert experts(**given) is out
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "legal"),
+    [
+        ((3, 5), (5, 1), True), ((3, 5), (9, 1), True), ((3, 5), (4, 1), False),
+        ((3, 5), (1, 3), True), ((3, 5), (1, 7), True), ((3, 5), (1, 2), False),
+        ((3, 5), (10, 2), False), ((3, 5), (2, 6), False), ((3, 5), (0, 1), False),
+    ],
+)  # fmt: skip
+def test_lines_that_can_be_read(shape, strides, legal):
+    matrix = torch.zeros(64).as_strided(shape, strides)
+    assert has_contiguous_lines(matrix) == legal
 
 
 def test_the_other_solutions_take_the_definition_s_tensors_alone():
@@ -474,8 +499,6 @@ def test_the_other_solutions_take_the_definition_s_tensors_alone():
     layer = v5_fused.FusedLayer(SHAPE)
     with pytest.raises(ValueError, match="routing_bias: expected dtype torch.bfloat16"):
         layer(inputs, out)
-    found = expert_parallel._checked(inputs, ROUTING, False, 4, None)
-    assert isinstance(found, str) and found.startswith("routing_bias: expected dtype")
 
 
 def test_a_geometry_of_given_experts():
@@ -496,6 +519,7 @@ def test_the_operator(mapped):
     call = call_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
     operator = torch.ops.moe_fp8.experts.default
+    assert torch.Tag.needs_exact_strides in operator.tags, "else rows are padded"
     tensors = (call[name] for name in NAMES)
     arguments = (*tensors, 0, random_map(), None) if mapped else (*tensors, OFFSET, None, E)
     torch.library.opcheck(operator, (*arguments, False, False, out), test_utils=TESTS)

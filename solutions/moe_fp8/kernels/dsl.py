@@ -11,7 +11,7 @@ try:
     from cutlass.memory import SmemAllocator
     from cutlass.tensor_utils import LayoutEnum
 except ModuleNotFoundError:  # before 4.8
-    from cutlass.utils import LayoutEnum, SmemAllocator
+    from cutlass.utils import LayoutEnum, SmemAllocator  # type: ignore[no-redef,assignment]
 
 __all__ = ["LayoutEnum", "SmemAllocator"]
 NEEDED = {"nvidia-cutlass-dsl": ("4.6.0", "4.9"), "apache-tvm-ffi": ("0.1.10", None)}

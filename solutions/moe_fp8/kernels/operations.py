@@ -40,8 +40,10 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # of nobody here
     offset = bounded_offset(int(inputs.local_expert_offset), local)
     scaling = float(inputs.routed_scaling_factor)
-    function = compile_route(shape, with_tokens, target_of(logits.device))
-    given = (logits, inputs.routing_bias, offset, scaling)
+    bias = inputs.routing_bias
+    form = Form(choice=logits.dtype, bias=None if bias is None else bias.dtype)
+    function = compile_route(shape, with_tokens, target_of(logits.device), form)
+    given = (logits, bias, offset, scaling)
     if tokens:
         function(*given, expert, marks, weights, m_indptr, pair_row, token_of_row, counters)
     else:
