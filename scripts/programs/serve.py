@@ -117,13 +117,14 @@ def main() -> int:
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     say(f"        starts {wanted[0].backend} once, for what the engine compiles and keeps on disk")
     rows = [first_start(wanted[0], logs)]
+    captured = environment.capture()
+    hardware = captured["gpus"][0]["name"] if captured["gpus"] else "no GPU"
+    record = {"hardware": hardware, "method": METHOD, "environment": captured, "rows": rows}
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
-        rows += measure(group, plan, logs)
-        if args.json:
-            captured = environment.capture()
-            hardware = captured["gpus"][0]["name"] if captured["gpus"] else "no GPU"
-            record = {"hardware": hardware, "method": METHOD, "environment": captured, "rows": rows}
-            files.write_json(args.json, record)
+        for row in measure(group, plan, logs):
+            rows.append(row)
+            if args.json:  # whatever ends the rest, what was measured is kept
+                files.write_json(args.json, record)
     for table in (timed_table(rows), checks_table(rows)):
         print(f"\n{table.title}\n\n{table.text()}")
     return EXIT_OK

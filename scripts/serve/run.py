@@ -53,8 +53,8 @@ def first_start(setup: Setup, logs: Path) -> Row:
         backend.close()
 
 
-def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> list[Row]:
-    """The rows of backends that share the GPU. Raises Failure."""
+def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> Iterator[Row]:
+    """The rows of backends that share the GPU, as they come. Raises Failure."""
     kept = KernelCache(cache_dir() or logs)
     before = len(kept.entries())
     with contextlib.ExitStack() as stack:
@@ -67,14 +67,14 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> list[Row]:
             backend.ready()
             note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s")
         at_start = len(kept.entries()) - before
-        rows = [row for backend in backends for row in check(backend)]
-        rows += timed(backends, plan)
+        for backend in backends:
+            yield from check(backend)
+        yield from timed(backends, plan)
         late = len(kept.entries()) - before - at_start
         for backend in backends:
-            rows += counted(backend, at_start, late)
+            yield from counted(backend, at_start, late)
         if plan.compare_tokens:
-            rows += compared(backends)
-    return rows
+            yield from compared(backends)
 
 
 def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
