@@ -150,7 +150,7 @@ class Sglang:
             max_running_requests=max(setup.batches),
             mem_fraction_static=setup.share,
             disable_radix_cache=True,
-            cuda_graph_bs=list(setup.batches),
+            cuda_graph_bs_decode=list(setup.batches),
             tp_size=setup.tensor_parallel,
             ep_size=setup.tensor_parallel if setup.expert_parallel else 1,
             log_level="info",
