@@ -5,6 +5,7 @@ fastest candidate, what ships, and what that loses.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,36 +121,53 @@ def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
     return list(dict.fromkeys([shipped, *itertools.product(*map(near, shipped, ladders))]))
 
 
-def with_pair(pair: Pair) -> Callable[[int, MoeShape, int], Pair]:
-    """The layer's configs where the heuristic would have picked these."""
+DEPTHS = (4, 6, 8)
+"""Stages of the pipelines with few rows: two shallow ones leave both GEMMs' CTAs room on one
+multiprocessor."""
+
+
+def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[..., Pair]:
+    """The layer's configs where the heuristic would have picked these, with so many stages."""
 
     def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
             first = (n, k) == (2 * shape.intermediate_size, shape.hidden_size)
             return pair[0] if first else pair[1]
 
-        return gpu.architecture().choose_layer(tokens, shape, terms, chosen)
+        first, second = gpu.architecture().choose_layer(tokens, shape, terms, chosen)
+        if depths is None:
+            return first, second
+        return replace(first, stages=depths[0]), replace(second, stages=depths[1])
 
     return configs
+
+
+def candidates(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> dict[str, Callable[..., Pair]]:
+    """By name, the shipped pair first: those beside it, and it with pipelines of other depths."""
+    found = {" + ".join(map(str, pair)): with_pair(pair) for pair in pairs(shipped, ladders)}
+    if all(config.swap_ab for config in shipped):
+        for depths in itertools.product(DEPTHS, DEPTHS):
+            name = f"shipped, {depths[0]} and {depths[1]} stages"
+            found[name] = with_pair(shipped, depths)
+    return found
 
 
 def tune_layer(
     problems: Problems, tokens: Sequence[int], terms: int, repeats: int
 ) -> Iterator[Found]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
-    heuristic's ladder, from few rows to many, for either GEMM or both. What the layer itself adds
-    to a config it adds to these. One whose output is not that of the shipped pair, to the bit, is
-    an error. The best config of a GEMM alone need not be the layer's: the second GEMM begins while
-    the first one ends."""
+    heuristic's ladder, from few rows to many, for either GEMM or both; with few rows pipelines of
+    other depths, too. What the layer itself adds to a config it adds to these. One whose output is
+    not that of the shipped pair, to the bit, is an error. The best config of a GEMM alone need not
+    be the layer's: the second GEMM begins while the first one ends."""
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     shape = MoeShape(**problems.layer.shape)
     for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
         inputs, routing = problems.of(t)
         calls = {}
-        for pair in pairs(picked(t, shape, terms), ladders):
+        for name, chosen in candidates(picked(t, shape, terms), ladders).items():
             output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
-            layer = FusedLayer(shape, terms, with_pair(pair))
-            calls[" + ".join(map(str, pair))] = Timed(layer, [inputs, output])
+            calls[name] = Timed(FusedLayer(shape, terms, chosen), [inputs, output])
         times, shipped, rows = device_times(calls, repeats), next(iter(calls)), []
         for name, call in calls.items():
             row = {"tokens": t, "routing": routing, "variant": name, **times[name]}

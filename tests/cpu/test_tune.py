@@ -254,6 +254,19 @@ def test_pairs_are_those_beside() -> None:
     assert tune.pairs(("a", "x"), ladders)[0] == ("a", "x")
 
 
+@pytest.mark.parametrize("terms", [1, 2])
+def test_with_few_rows_other_depths_are_tried(terms) -> None:
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    found = tune.candidates(tune.picked(4, DEEPSEEK_V3, terms), ladders)
+    assert next(iter(found.values()))(4, DEEPSEEK_V3, terms) == HOPPER.choose_layer(
+        4, DEEPSEEK_V3, terms
+    )
+    first, second = found["shipped, 4 and 6 stages"](4, DEEPSEEK_V3, terms)
+    assert (first.stages, second.stages) == (4, 6) and len([n for n in found if "stages" in n]) > 9
+    many = tune.candidates(tune.picked(14107, DEEPSEEK_V3, terms), ladders)
+    assert not any(name.startswith("shipped, ") for name in many)
+
+
 class Problems:
     def __init__(self, layer, *_) -> None:
         self.layer = layer
