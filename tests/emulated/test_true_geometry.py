@@ -34,16 +34,28 @@ def inputs_of(tokens: int) -> MoeInputs:
 
 
 @pytest.mark.parametrize(
-    ("target", "tokens", "terms"),
-    [("sm_90a", 3, 1), *more(("sm_90a", 3, 2), ("sm_90a", 12, 1), ("sm_100a", 3, 1))],
+    ("target", "tokens", "terms", "schedule"),
+    [
+        ("sm_90a", 3, 1, "eager"),
+        ("sm_90a", 5, 1, "lazy"),
+        *more(
+            ("sm_90a", 3, 2, "eager"),
+            ("sm_90a", 12, 1, "eager"),
+            ("sm_90a", 12, 1, "lazy"),
+            ("sm_100a", 3, 1, "eager"),
+            ("sm_100a", 12, 1, "lazy"),
+        ),
+    ],
 )
-def test_as_the_model(target, tokens, terms, emulator, monkeypatch):
+def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
+    """From 5 tokens on the second GEMM asks for rows while the first one makes them."""
     architecture = architectures.of_target(target)
     monkeypatch.setattr(kernels, "of_device", lambda device: architecture)
     monkeypatch.setattr(kernels, "target_of", lambda device: target)
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: MULTIPROCESSORS[target])
     emulator.options.poison_races = True  # boxes with rows of the next expert, still written
-    emulator.options.dependents = "early"
+    emulator.options.mode, emulator.options.dependents = schedule, "early"
+    emulator.options.max_instructions = 40_000_000  # who asks for rows does not do so all the time
     inputs = inputs_of(tokens)
     wanted, out = (
         torch.full((tokens, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16) for _ in range(2)

@@ -68,6 +68,7 @@ struct MBar {
   s64 tx = 0;
   int init_line = 0;
   Access initialised{};
+  std::vector<Warp*> sleepers;  // of its own CTA, until its phase changes
   u32 agent = 0;                // of the asynchronous copies that complete here
   Knowledge arriving, arrived;  // what arrivals of this phase, and of all phases before, know
 };
@@ -100,14 +101,34 @@ struct BulkGroups : Groups<std::vector<AsyncOp>> {
   std::deque<Tick> writing;  // groups that no wait has seen complete, by when they were committed
 };
 
+// What a load or an atomic found in memory that may ask for it again and again, and when: by the
+// effects that its warp had had.
+struct Polled {
+  struct Word {
+    u64 address;
+    const u8* at;
+    u32 n;
+    u8 value[64];
+  };
+  u32 pc;
+  u64 own_effects;
+  std::vector<Word> words;
+  bool changed() const {
+    for (auto& w : words)
+      if (memcmp(w.at, w.value, w.n)) return true;
+    return false;
+  }
+};
+
 struct Group {
   u32 pc = 0, mask = 0;
   bool arrived = false;
   u64 token = 0;  // for two-step barriers: arrival already counted
   bool blocked = false;
-  u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last try_wait that came too early
-  const MBar* awaited = nullptr;   // of its own CTA: nothing to try until this changes its phase
-  u32 awaited_in = 0;
+  u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last wait that came too early
+  u64 tried_at = 0;                // effects that its warp had had by then
+  std::shared_ptr<const Polled> polled;
+  bool sleeps = false;       // blocked until what it waits for wakes its warp
   std::function<Str()> why;  // what it waits for; put into words only where that is reported
 };
 
@@ -162,6 +183,8 @@ struct Warp {
   u64 cluster_token = 0;
   bool cluster_arrived = false;
   u64 executed = 0;
+  // Of the machine's effects those that others had; all of them when its last turn ended.
+  u64 others_effects = 0, effects_at_end = 0;
 
   u32 agent = 0;
   // Agents of what this warp starts: WGMMA and cp.async; of bulk stores, reading shared memory and
@@ -210,7 +233,12 @@ struct Cta {
   // The last access of each agent of another CTA to what this one owns, and of every copy to it.
   std::map<std::pair<u32, u32>, Access> visits;  // by agent and lanes
   int nthreads = 0;
+  u32 awake = 0;  // bit w: warp w may have something to do
+  std::vector<std::pair<int, std::shared_ptr<const Polled>>> polls;  // what its warps sleep for
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
+  void wake() {
+    for (auto& w : warps) awake |= (u32)(w.live != 0) << w.id;
+  }
   bool done() const {
     for (auto& w : warps)
       if (w.live) return false;
@@ -265,6 +293,7 @@ struct Launch {
   size_t room = 1;                                 // clusters at once
   int smid = 0;
   bool started = false, complete = false;
+  bool exits = false;  // a CTA has ended that may still be resident
   u64 ctas = 0, triggered = 0;  // CTAs in all, and those that have triggered or exited
   // Launches (as bits) that this one knows to be complete: at its start; at the trigger or exit of
   // any of its CTAs; when it waits for the launch before it.
@@ -315,10 +344,11 @@ struct Machine {
   Flags flags;
   std::vector<Agent> agents;
   Launch* current = nullptr;  // the launch that runs
-  u64 effects = 0, clock = 0;
+  u64 effects = 0, clock = 0, executed = 0;
   Tick tick = 0;
   bool force_timeout = false;
-  bool new_turn = false;  // a launch may start now
+  bool ask_again = false;  // who polls does so once more, though nothing has changed
+  bool new_turn = false;   // a launch may start now
   std::mt19937_64 rng;
 };
 
@@ -336,6 +366,7 @@ struct Ctx {
   u32 mask;  // lanes executing this instruction (after the predicate)
   const Instr* ins;
   Launch& launch() const { return *cta.launch; }
+  u64 own_effects() const { return m.effects - w.others_effects; }
   void hazard(const char* kind, const Str& msg) const { launch().hazard(kind, ins->line, msg); }
 };
 

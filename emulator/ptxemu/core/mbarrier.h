@@ -30,10 +30,16 @@ static void mbar_order(Machine& m, Launch& l, const Actor& me, Cta& self, u32 ad
                theirs.id[2], theirs.warp, b.init_line,
                owner == &self ? "" : " (fence.mbarrier_init and a barrier of the cluster?)"));
 }
+static void wake(Warp& w) { w.cta->awake |= 1u << w.id; }
+static void wake_sleepers(MBar& b) {
+  for (Warp* w : b.sleepers) wake(*w);
+  b.sleepers.clear();
+}
 static void mbar_settle(Machine& m, MBar& b) {
   m.effects++;
   if (b.pending == 0 && b.tx == 0) {
     b.phase++;
+    wake_sleepers(b);
     b.pending = b.count;
     b.arrived.join(b.arriving);
     b.arriving = Knowledge();

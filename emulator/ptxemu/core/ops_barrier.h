@@ -8,7 +8,8 @@ static int cta_expected(Cta& t) {
     if (w.live) n += 32;
   return n;
 }
-static void cta_bar_release(Machine& m, NamedBar& b) {
+static void cta_bar_release(Machine& m, Cta& t, NamedBar& b) {
+  t.wake();
   b.gen++;
   b.arrived = 0;
   b.expected = 0;
@@ -25,7 +26,7 @@ static void cta_bar_release(Machine& m, NamedBar& b) {
 static void cta_bar_check(Machine& m,
                           Cta& t) {  // after a warp exits: barriers over the whole CTA may complete
   for (auto& b : t.bars)
-    if (b.arrived && b.expected == -1 && b.arrived >= cta_expected(t)) cta_bar_release(m, b);
+    if (b.arrived && b.expected == -1 && b.arrived >= cta_expected(t)) cta_bar_release(m, t, b);
 }
 // i0: 0 sync, 1 arrive, 2 red.and, 3 red.or, 4 red.popc; i1 aligned; i2 index of the barrier
 // operand
@@ -73,7 +74,7 @@ static Status h_bar(ARGS) {
     if (b.arrived > need)
       fail(c, fmt("named barrier %u received %d threads, expected %d", id, b.arrived, need));
     if (b.arrived == need) {
-      cta_bar_release(c.m, b);
+      cta_bar_release(c.m, c.cta, b);
       finish();
       return NEXT;
     }
@@ -86,6 +87,7 @@ static Status h_bar(ARGS) {
     finish();
     return NEXT;
   }
+  c.g.sleeps = true;
   c.g.why = [id, want, &b, &cta = c.cta] {
     return fmt("barrier %u: %d of %d threads arrived", id, b.arrived,
                want == -1 ? cta_expected(cta) : want);
@@ -155,6 +157,7 @@ static Status h_mbar_init(ARGS) {
       c.hazard("mbarrier-reinit", "mbarrier.init on a barrier with arrivals pending");
     s32 n = (s32)RS(1)[l];
     if (n < 1 || n >= 1 << 20) fail(c, fmt("mbarrier.init with count %d", n));
+    wake_sleepers(b);
     b = MBar();
     b.valid = true;
     b.count = b.pending = n;
@@ -176,7 +179,9 @@ static Status h_mbar_init_fence(ARGS) {
 }
 static Status h_mbar_inval(ARGS) {
   lanes(c.mask, [&](int l) {
-    mbar_at(c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)), &c, I.line).valid = false;
+    MBar& b = mbar_at(c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)), &c, I.line);
+    b.valid = false;
+    wake_sleepers(b);
   });
   return NEXT;
 }
@@ -211,13 +216,13 @@ static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
   return NEXT;
 }
 // wait: i0 1 = parity form, i2 1 = try: the first that comes too early returns false, as on hardware,
-// where who then does not wait goes on; the next one for the same phase blocks.
+// where who then does not wait goes on; the next one for the same phase blocks. So does a test if its
+// warp has done nothing in between that others could see.
 static Status h_mbar_wait(ARGS) {
   u32 done = 0;
-  const MBar *acquired = nullptr, *waited = nullptr;
+  MBar *acquired = nullptr, *waited = nullptr;
   u32 at = 0, asked = 0;  // of a lane that waits
   bool same = true;       // all that wait do so for one
-  c.g.awaited = nullptr;
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
@@ -249,15 +254,17 @@ static Status h_mbar_wait(ARGS) {
           I.line, at & OFF_MASK, at >> RANK_SHIFT, waited->init_line, I.i0 ? "parity" : "state",
           asked, waited->phase, waited->pending, waited->count, (long)waited->tx);
     };
-  if (I.i2 && waited && !c.m.force_timeout && c.g.tried == at && c.g.tried_for == asked) {
+  bool again = waited && c.g.tried == at && c.g.tried_for == asked;
+  if (again && (I.i2 || c.g.tried_at == c.own_effects()) && !c.m.force_timeout) {
     if (same && (int)(at >> RANK_SHIFT) == c.cta.rank) {
-      c.g.awaited = waited;
-      c.g.awaited_in = waited->phase;
+      c.g.sleeps = true;
+      waited->sleepers.push_back(&c.w);
     }
     return BLOCK;
   }
   c.g.tried = waited ? at : ~0u;  // one that succeeds ends it: the same parity comes again
   c.g.tried_for = asked;
+  c.g.tried_at = c.own_effects();
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });
   return done == c.mask ? NEXT : YIELD;
 }

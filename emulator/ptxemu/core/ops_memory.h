@@ -2,10 +2,62 @@
 #pragma once
 #include "ops_arithmetic.h"
 
-static inline u64 addr_of(Ctx& c, const Opnd& o, int l) { return c.w.R(o.slot)[l] + (u64)o.off; }
-static inline u64 addr_of(Ctx& c, const Opnd& o, int l, int space) {
+static inline u64 addr_of(const Ctx& c, const Opnd& o, int l) {
+  return c.w.R(o.slot)[l] + (u64)o.off;
+}
+static inline u64 addr_of(const Ctx& c, const Opnd& o, int l, int space) {
   u64 a = c.w.R(o.slot)[l] + (u64)o.off;
   return space == 2 || space == 3 ? (u32)a : a;
+}
+
+// ---- polling
+//
+// A warp that asks the same words again, and has done nothing else that others could see, waits for
+// one of them to change. It is blocked until then: to ask before brings nothing, and takes the time
+// of those that it waits for.
+
+static void remember(Polled& p, Ctx& c, int space, u64 address, u32 n) {
+  space = space_at(address, space);
+  if (space == 3 || (!p.words.empty() && p.words.back().address == address)) return;
+  Polled::Word word{address, (const u8*)address, n, {}};
+  if (space == 2)
+    word.at = &shared_target(c.cta, (u32)address, n, &c).smem[(u32)address & OFF_MASK];
+  memcpy(word.value, word.at, n);
+  p.words.push_back(word);
+}
+// Ends an instruction that read these words and changed none: others go on meanwhile.
+static Status yield_to_others(Ctx& c, Polled& p) {
+  if (!p.words.empty()) {
+    p.pc = c.g.pc;
+    p.own_effects = c.own_effects();
+    c.g.polled = std::make_shared<const Polled>(std::move(p));
+  }
+  return YIELD;
+}
+static bool asks_in_vain(const Ctx& c, const Opnd& address, int space) {
+  const Polled* last = c.g.polled.get();
+  if (!last || last->pc != c.g.pc || last->own_effects != c.own_effects() || c.m.ask_again ||
+      last->changed())
+    return false;
+  size_t i = 0;
+  for (u32 m = c.mask; m; m &= m - 1) {  // in the order in which they were remembered
+    u64 a = addr_of(c, address, __builtin_ctz(m), space);
+    if (a == last->words[i].address) continue;
+    if (++i == last->words.size() || a != last->words[i].address) return false;
+  }
+  return true;
+}
+static Status block_until_changed(Ctx& c) {
+  auto last = c.g.polled;
+  c.g.sleeps = true;
+  c.cta.polls.push_back({c.w.id, last});
+  c.g.why = [last] {
+    auto& word = last->words[0];
+    u64 value = 0;
+    memcpy(&value, word.value, std::min<u32>(8, word.n));
+    return fmt("a change of the %u bytes at %#lx, which hold %#lx", word.n, word.address, value);
+  };
+  return BLOCK;
 }
 
 // Of the lanes in `mask` those, from the first on, that read the same place and need no check of
@@ -28,6 +80,8 @@ static Status h_ld(ARGS) {
   const Opnd& d = I.o[0];
   Actor me = thread_actor(c, 0);
   me.strong = I.sem != WEAK;
+  Polled polled;
+  if (me.strong && asks_in_vain(c, I.o[1], I.i1)) return block_until_changed(c);
   for (u32 m = c.mask; m;) {
     u8 buf[64];
     u64 a = addr_of(c, I.o[1], __builtin_ctz(m), I.i1);
@@ -36,6 +90,7 @@ static Status h_ld(ARGS) {
     me.lanes = same & -same;
     me.others = same & ~me.lanes;
     mem_read(c, me, I.i1, a, by * n, buf);
+    if (me.strong) remember(polled, c, I.i1, a, by * n);
     for (int i = 0; i < n; i++) {
       if (I.sem != WEAK) flag_read(c, I.i1, a + i * by);
       int slot = n == 1 && d.kind != 'V' ? d.slot : d.v[i].slot;
@@ -49,8 +104,7 @@ static Status h_ld(ARGS) {
       lanes(same, [&](int l) { c.w.R(slot + 1)[l] = high; });
     }
   }
-  // Who polls a word lets others go on meanwhile.
-  return I.sem == WEAK ? NEXT : YIELD;
+  return me.strong ? yield_to_others(c, polled) : NEXT;
 }
 static Status h_st(ARGS) {
   int by = ty_bytes(I.i0), n = I.i2;
@@ -125,24 +179,46 @@ static u64 atom_apply(int op, int t, u64 old, u64 b, u64 x) {
   }
   throw EmuError{fmt("atomic operation %d on type %d not modelled", op, t)};
 }
+// What an atomic makes of element `e` of a lane's word or vector; `ai`: which operand is the address.
+static u64 atom_result(const Ctx& c, const Instr& I, int ai, int l, int e, u64 old) {
+  const Opnd& s = I.o[ai + 1];
+  u64 b = c.w.R(s.kind == 'V' ? s.v[e].slot : s.slot)[l],
+      x = I.i2 == 7 ? c.w.R(I.o[ai + 2].slot)[l] : 0;
+  u64 keep = ty_bytes(I.i0) < 8 ? (1ull << 8 * ty_bytes(I.i0)) - 1 : ~0ull;
+  return atom_apply(I.i2, I.i0, old, b & keep, x & keep);
+}
+// Whether an atomic would again change nothing: a lock that is taken, a count that is read.
+static bool atom_in_vain(const Ctx& c, const Instr& I, int ai) {
+  if (!asks_in_vain(c, I.o[ai], I.i1)) return false;
+  int by = ty_bytes(I.i0);
+  auto word = c.g.polled->words.begin();
+  for (u32 m = c.mask; m; m &= m - 1) {
+    int l = __builtin_ctz(m);
+    if (addr_of(c, I.o[ai], l, I.i1) != word->address) ++word;
+    for (int e = 0; e < I.i3; e++) {
+      u64 old = 0;
+      memcpy(&old, word->value + e * by, by);
+      if (atom_result(c, I, ai, l, e, old) != old) return false;
+    }
+  }
+  return true;
+}
 // atom: i0 type, i1 space, i2 op, i3 vector width; red when i4
 static Status h_atom(ARGS) {
   int by = ty_bytes(I.i0), ai = I.i4 ? 0 : 1, n = I.i3;
+  if (atom_in_vain(c, I, ai)) return block_until_changed(c);
+  Polled polled;
+  u64 effects = c.m.effects;
+  bool changed = false;
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
+    u64 first = addr_of(c, I.o[ai], l, I.i1);
     for (int e = 0; e < n; e++) {
-      u64 a = addr_of(c, I.o[ai], l, I.i1) + e * by, old = 0;
+      u64 a = first + e * by, old = 0;
       mem_read(c, I.i1, a, by, (u8*)&old, l, true);
       flag_read(c, I.i1, a);
-      const Opnd& s = I.o[ai + 1];
-      u64 b = c.w.R(s.kind == 'V' ? s.v[e].slot : s.slot)[l],
-          x = I.i2 == 7 ? c.w.R(I.o[ai + 2].slot)[l] : 0;
-      if (by < 8) {
-        u64 k = (1ull << 8 * by) - 1;
-        b &= k;
-        x &= k;
-      }
-      u64 r = atom_apply(I.i2, I.i0, old, b, x);
+      u64 r = atom_result(c, I, ai, l, e, old);
+      changed |= r != old;
       mem_write(c, I.i1, a, by, (u8*)&r, l, true);
       flag_write(c, I.i1, a, l, true);
       if (!I.i4) {
@@ -151,8 +227,11 @@ static Status h_atom(ARGS) {
         if (ds >= 0) c.w.R(ds)[l] = old;
       }
     }
+    remember(polled, c, I.i1, first, by * n);
   }
-  return NEXT;
+  if (changed) return NEXT;
+  c.m.effects = effects;  // who asks in vain has none
+  return yield_to_others(c, polled);
 }
 // cvta: i0 window (0 none, 2 shared, 3 local), i1 1 = to the space
 static Status h_cvta(ARGS) {
@@ -253,7 +332,10 @@ static Status h_exit(ARGS) {
   c.g.mask &= ~c.mask;
   c.m.effects++;
   if (!c.w.live) cta_bar_check(c.m, c.cta);
-  if (c.cta.done()) check_visits(c);
+  if (c.cta.done()) {
+    check_visits(c);
+    c.launch().exits = true;
+  }
   if (!c.g.mask) return JUMPED;
   c.g.pc++;
   return JUMPED;
@@ -285,6 +367,7 @@ static Status h_wait_for_launch(ARGS) {
   if (!i) return NEXT;
   const Launch& before = *c.m.launches[i - 1];
   if (!before.complete) {
+    c.g.sleeps = true;
     c.g.why = [i] { return fmt("griddepcontrol.wait: launch %d has not completed", i - 1); };
     return BLOCK;
   }

@@ -134,6 +134,7 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
         }
       }
     }
+    t->wake();
     m.queues.push_back(&t->tc);
     for (auto& w : t->warps) {
       m.queues.push_back(&w.wgmma);
@@ -145,13 +146,10 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
   launch.clusters.push_back(std::move(cl));
 }
 
-// Runs one warp until every group is blocked, it yields, or the slice ends.  Returns true if any
-// instruction completed.
-static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
+// Runs the groups of a warp that are not blocked.
+static bool run_groups(Machine& m, Cta& cta, Warp& w, int slice) {
   const Program& program = *cta.launch->p;
   bool progress = false;
-  for (auto& g : w.groups)
-    g.blocked = g.awaited && g.awaited->phase == g.awaited_in && !m.force_timeout;
   while (slice > 0) {
     // drop empty groups, merge groups at the same instruction, then take the lowest runnable pc
     if (w.groups.size() > 1) {
@@ -167,8 +165,7 @@ static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
           Group &a = w.groups[i], &b = w.groups[j];
           if (a.pc == b.pc && !a.arrived && !b.arrived) {
             a.mask |= b.mask;
-            a.blocked = false;
-            a.awaited = nullptr;
+            a.blocked = a.sleeps = false;
             w.groups[j] = w.groups.back();
             w.groups.pop_back();
           } else
@@ -232,6 +229,24 @@ static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
   return progress;
 }
 
+// Runs one warp until every group is blocked, it yields, or the slice ends. Returns true if any
+// instruction completed.
+static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
+  cta.awake &= ~(1u << w.id);  // before it runs: it may be woken meanwhile
+  auto& polls = cta.polls;
+  polls.erase(std::remove_if(polls.begin(), polls.end(), [&](auto& p) { return p.first == w.id; }),
+              polls.end());
+  for (auto& g : w.groups) g.blocked = g.sleeps = false;
+  u64 executed = w.executed;
+  w.others_effects += m.effects - w.effects_at_end;
+  bool progress = run_groups(m, cta, w, slice);
+  w.effects_at_end = m.effects;
+  m.executed += w.executed - executed;
+  for (auto& g : w.groups)
+    if (g.mask && !g.sleeps) wake(w);
+  return progress;
+}
+
 static void finish_cta_checks(Machine& m, Cta& t) {
   Launch& l = *t.launch;
   Str cta = fmt("CTA (%u,%u,%u)", t.id[0], t.id[1], t.id[2]);
@@ -283,12 +298,15 @@ static Str describe_waits(Machine& m) {
 }
 // Completes one pending asynchronous operation; false if there is none.
 static bool complete_one(Machine& m) {
+  bool any = m.opt.mode == 2;
   std::vector<Queue*> pending;
   for (auto* q : m.queues)
-    if (!q->q.empty()) pending.push_back(q);
+    if (!q->q.empty()) {
+      pending.push_back(q);
+      if (!any) break;
+    }
   if (pending.empty()) return false;
-  bool any = m.opt.mode == 2;
-  Queue* q = any ? pending[m.rng() % pending.size()] : pending[0];
+  Queue* q = pending[any ? m.rng() % pending.size() : 0];
   if (q->loads && any) std::swap(q->q[0], q->q[m.rng() % q->q.size()]);
   run_front(m, *q);
   return true;
@@ -318,6 +336,7 @@ static void prepare(Machine& m, Launch& l) {
 }
 // Takes out the clusters that have ended.
 static void retire(Machine& m, Launch& l) {
+  l.exits = false;
   for (size_t i = 0; i < l.clusters.size();) {
     Cluster& cl = *l.clusters[i];
     if (!cl.done()) {
@@ -364,6 +383,11 @@ static bool may_start(Machine& m, size_t i) {
   return before.complete || m.opt.dependents == EARLY ||
          (m.opt.dependents == RANDOM && m.rng() % 8 == 0);
 }
+static void wake_all(Machine& m) {
+  for (auto& l : m.launches)
+    for (auto& cl : l->clusters)
+      for (auto& t : cl->ctas) t->wake();
+}
 // Starts and retires what can be; the launches that have something to run, in order.
 static std::vector<Launch*> launches_at_work(Machine& m) {
   std::vector<Launch*> working;
@@ -378,23 +402,29 @@ static std::vector<Launch*> launches_at_work(Machine& m) {
       if (i) l.known = m.launches[i - 1]->known_at_trigger;
     }
     if (l.complete) continue;
-    retire(m, l);
+    if (l.exits) retire(m, l);
     while (l.clusters.size() < l.room && !l.waiting.empty()) {
       auto k = l.waiting.front();
       l.waiting.pop_front();
       start_cluster(m, l, k);
     }
     l.complete = l.clusters.empty();
-    if (!l.complete) working.push_back(&l);
+    if (l.complete)
+      wake_all(m);
+    else
+      working.push_back(&l);
   }
   return working;
 }
 typedef std::vector<std::pair<Cta*, Warp*>> Warps;
 static void add_warps(Launch& l, Warps& warps) {
   for (auto& cl : l.clusters)
-    for (auto& t : cl->ctas)
-      for (auto& w : t->warps)
-        if (w.live) warps.push_back({t.get(), &w});
+    for (auto& t : cl->ctas) {
+      for (auto& poll : t->polls)
+        if (poll.second->changed()) wake(t->warps[poll.first]);
+      for (u32 awake = t->awake; awake; awake &= awake - 1)
+        warps.push_back({t.get(), &t->warps[__builtin_ctz(awake)]});
+    }
 }
 static bool run_warps(Machine& m, const Warps& warps, bool in_turns) {
   bool progress = false;
@@ -423,23 +453,14 @@ static bool turn(Machine& m, const std::vector<Launch*>& working) {
   }
   return progress;
 }
-static u64 instructions_so_far(const Machine& m) {
-  u64 total = 0;
-  for (auto& l : m.launches) {
-    total += l->executed;
-    for (auto& cl : l->clusters)
-      for (auto& t : cl->ctas)
-        for (auto& w : t->warps) total += w.executed;
-  }
-  return total;
-}
 static void run_machine(Machine& m) {
   for (auto& l : m.launches) {
     m.current = l.get();
     prepare(m, *l);
   }
+  const u64 MOST_TURNS = 2000;  // without an effect, though warps run
+  u64 last_effects = 0, idle_spins = 0, asked = 0;
   int stuck = 0;
-  u64 last_effects = 0, idle_spins = 0;
   for (;;) {
     std::vector<Launch*> working = launches_at_work(m);
     if (working.empty()) {
@@ -447,18 +468,18 @@ static void run_machine(Machine& m) {
       continue;
     }
     bool progress = turn(m, working);
-    if (instructions_so_far(m) > m.opt.max_instr)
+    if (m.executed > m.opt.max_instr)
       throw EmuError{"instruction limit reached (livelock?)" + describe_waits(m)};
-    bool timed_out = m.force_timeout;
-    m.force_timeout = false;
+    bool asking = m.ask_again, timed_out = m.force_timeout;
+    m.ask_again = m.force_timeout = false;
     bool effects = m.effects != last_effects;
     last_effects = m.effects;
     if (effects) {
       stuck = 0;
-      idle_spins = 0;
+      idle_spins = asked = 0;
       continue;
     }
-    if (progress && !timed_out && ++idle_spins < 2000) {
+    if (progress && !asking && ++idle_spins < MOST_TURNS) {
       if (idle_spins % 8 == 0) complete_one(m);
       continue;
     }
@@ -466,8 +487,12 @@ static void run_machine(Machine& m) {
       stuck = 0;
       continue;
     }
-    if (progress && !timed_out)
+    if (progress && !asking)
       throw EmuError{"no forward progress: warps spin without effect" + describe_waits(m)};
+    // Who asks for several words in turn may find one changed, or give up after some time.
+    m.ask_again = true;
+    wake_all(m);
+    if (!timed_out && (!asking || progress) && ++asked < MOST_TURNS) continue;
     if (++stuck > 40)
       throw EmuError{"DEADLOCK: every warp is blocked and nothing is in flight" +
                      describe_waits(m)};
