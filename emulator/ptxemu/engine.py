@@ -22,7 +22,8 @@ OF_MODE = {"eager": "late", "lazy": "early", "random": "random", "early_loads": 
 REPORT_BYTES = 1 << 20
 MAX_CHAIN = 60
 """Launches in flight at once; a longer chain is run in parts."""
-MAX_THREADS = 1024
+MAX_THREADS, MAX_CLUSTER, MAX_GRID = 1024, 16, (2**31 - 1, 65535, 65535)
+MAX_DYNAMIC_SMEM = 232448
 
 
 @dataclass
@@ -145,6 +146,9 @@ class _Program:
             module = parser.parse(ptx)
         except parser.PtxError as error:
             raise host.EmulationError(str(error)) from None
+        if name not in module.kernels:
+            kernels = ", ".join(module.kernels) or "none"
+            raise host.EmulationError(f"no kernel {name} in the PTX; its kernels: {kernels}")
         self.kernel = module.kernels[name]
         self.is_sm90 = ".target sm_90" in ptx
         self.globals = {
@@ -169,7 +173,7 @@ class _Program:
         for (symbol, offset), slot in k.global_consts.items():
             lines.append(f"c {slot} {ctypes.addressof(self.globals[symbol]) + offset}")
         for i in k.instrs:
-            text = i.text.replace("\n", " ")[:400]
+            text = i.text.replace("\0", " ")[:400]
             head = f"i {i.line} {i.op} {i.pred} {int(i.neg)} {len(i.operands)}"
             lines.append(" ".join([head, *i.operands, text]))
         return "\n".join(lines)
@@ -252,8 +256,13 @@ def launch(
     k = program.kernel
     if k.block and tuple(k.block) != tuple(block):
         raise host.EmulationError(f"block {block} differs from .reqntid {k.block}")
-    if math.prod(block) > MAX_THREADS or 0 in (*grid, *block, *cluster):
+    legal = math.prod(block) <= MAX_THREADS and math.prod(cluster) <= MAX_CLUSTER
+    legal = legal and all(n <= most for n, most in zip(grid, MAX_GRID, strict=True))
+    if not legal or 0 in (*grid, *block, *cluster):
         raise host.EmulationError(f"no launch has grid {grid}, block {block}, cluster {cluster}")
+    if dyn_smem > MAX_DYNAMIC_SMEM:
+        most = f"at most {MAX_DYNAMIC_SMEM} bytes of dynamic shared memory"
+        raise host.EmulationError(f"expected {most}, found {dyn_smem}")
     params = ctypes.create_string_buffer(k.param_bytes + 16)
     for i, (_, offset, size) in enumerate(k.params):
         ctypes.memmove(ctypes.addressof(params) + offset, parameters[i], size)
@@ -349,6 +358,26 @@ def _run_chain() -> None:
         raise host.EmulationError("hazards reported: " + "\n".join(hazards))
 
 
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor)
+
+
+def _value_of(argument: Any, parameter: str, size: int) -> ctypes.Array:
+    """The bytes of one of `run_ptx`'s arguments."""
+    if _is_tensor(argument):
+        raw = argument.data_ptr().to_bytes(8, "little")
+    elif isinstance(argument, float):
+        raw = bytes((ctypes.c_float if size == 4 else ctypes.c_double)(argument))
+    elif isinstance(argument, int) and argument.bit_length() <= 8 * size:
+        raw = (argument & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    else:
+        raw = bytes(argument) if isinstance(argument, (bytes, ctypes.Array)) else b""
+    if len(raw) != size:
+        what = f"{type(argument).__name__} {argument!r}"[:80]
+        raise host.EmulationError(f"parameter {parameter}: expected {size} bytes, found {what}")
+    return ctypes.create_string_buffer(raw, size)
+
+
 def run_ptx(
     ptx: str,
     name: str,
@@ -363,20 +392,19 @@ def run_ptx(
 
     Args:
         args: a CPU tensor for a pointer, else an int, a float or the bytes of the parameter.
+
+    Raises:
+        EmulationError: see `launch`, `settle`; or the arguments are not the kernel's.
     """
-    values, tokens = [], []
-    for argument, (_, _, size) in zip(args, _program(ptx, name).kernel.params, strict=True):
-        if isinstance(argument, torch.Tensor):
-            tokens.append(host.register_tensor(argument))
-            raw = argument.data_ptr().to_bytes(8, "little")
-        elif isinstance(argument, float):
-            raw = bytes((ctypes.c_float if size == 4 else ctypes.c_double)(argument))
-        elif isinstance(argument, int):
-            raw = (argument & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        else:
-            raw = bytes(argument)
-        values.append(ctypes.create_string_buffer(raw, max(size, len(raw))))
+    params = _program(ptx, name).kernel.params
+    if len(args) != len(params):
+        names = ", ".join(parameter for parameter, _, _ in params)
+        expected = f"kernel {name}: expected {len(params)} arguments ({names})"
+        raise host.EmulationError(f"{expected}, found {len(args)}")
+    tokens = [host.register_tensor(argument) for argument in args if _is_tensor(argument)]
     try:
+        both = zip(args, params, strict=True)
+        values = [_value_of(argument, parameter, size) for argument, (parameter, _, size) in both]
         addresses = [ctypes.addressof(value) for value in values]
         launch(ptx, name, grid, block, cluster, dyn_smem, addresses, programmatic)
         settle()

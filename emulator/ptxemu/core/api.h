@@ -40,8 +40,10 @@ API void* ptxemu_load(const char* text, char* err, u64 n) {
     return load_program(text).release();
   } catch (EmuError& e) {
     snprintf(err, n, "%s", e.msg.c_str());
-    return nullptr;
+  } catch (std::exception& e) {
+    snprintf(err, n, "the emulator failed: %s", e.what());
   }
+  return nullptr;
 }
 static std::unique_ptr<Launch> new_launch(const LaunchDesc& d, int index) {
   std::unique_ptr<Launch> l(new Launch);
@@ -102,11 +104,14 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
     run_machine(m);
   } catch (EmuError& e) {
     error = e.msg;
+  } catch (std::exception& e) {  // no memory is left
+    error = Str("the emulator failed: ") + e.what();
+  }
+  if (!error.empty())
     for (auto& l : m.launches)
       for (auto& cl : l->clusters)
         for (auto& t : cl->ctas)
           for (auto& w : t->warps) l->executed += w.executed;
-  }
   snprintf(out, n, "%s", json(m, error).c_str());
   return !error.empty();
 }

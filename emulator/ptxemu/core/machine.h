@@ -289,7 +289,8 @@ struct Launch {
   std::vector<u8> param_buf;
   u8* params = nullptr;
   std::vector<std::unique_ptr<Cluster>> clusters;  // resident
-  std::deque<std::array<u32, 3>> waiting;          // cluster coordinates not yet started
+  u32 shape[3];                  // of the grid, in clusters
+  u64 taken = 0, in_all = 0;     // clusters that were started or taken over, and all of them
   size_t room = 1;                                 // clusters at once
   int smid = 0;
   bool started = false, complete = false;
@@ -301,6 +302,12 @@ struct Launch {
   u64 executed = 0;
   Counts counts;
   std::vector<Hazard> hazards;
+  bool waits() const { return taken < in_all; }
+  // The coordinates of the next cluster that has not been started.
+  std::array<u32, 3> take() {
+    u64 i = taken++;
+    return {(u32)(i % shape[0]), (u32)(i / shape[0] % shape[1]), (u32)(i / shape[0] / shape[1])};
+  }
   // Counts one that has been found before; so its message need not be written again.
   bool again(const char* kind, int line) {
     for (auto& h : hazards)

@@ -7,9 +7,8 @@ static Status h_clc_try(ARGS) {  // i0 multicast
     u32 dst = (u32)addr_of(c, I.o[0], l), bar = (u32)addr_of(c, I.o[1], l);
     std::array<u32, 4> resp = {0, 0, 0, 0};
     Launch& launch = c.launch();
-    if (!launch.waiting.empty()) {
-      auto k = launch.waiting.front();
-      launch.waiting.pop_front();
+    if (launch.waits()) {
+      auto k = launch.take();
       resp = {k[0] * launch.cdim[0], k[1] * launch.cdim[1], k[2] * launch.cdim[2], 1};
     }
     bool mc = I.i0;

@@ -320,14 +320,13 @@ static void run_all(Machine& m, Queue& q) {
 static void prepare(Machine& m, Launch& l) {
   if (l.smem_size > MAX_SMEM)
     throw EmuError{fmt("shared memory %u exceeds %u bytes", l.smem_size, MAX_SMEM)};
-  u32 cluster = l.cdim[0] * l.cdim[1] * l.cdim[2], clusters[3];
+  u32 cluster = l.cdim[0] * l.cdim[1] * l.cdim[2];
+  l.in_all = 1;
   for (int i = 0; i < 3; i++) {
     if (l.grid[i] % l.cdim[i]) throw EmuError{"grid is not a multiple of the cluster shape"};
-    clusters[i] = l.grid[i] / l.cdim[i];
+    l.shape[i] = l.grid[i] / l.cdim[i];
+    l.in_all *= l.shape[i];
   }
-  for (u32 z = 0; z < clusters[2]; z++)
-    for (u32 y = 0; y < clusters[1]; y++)
-      for (u32 x = 0; x < clusters[0]; x++) l.waiting.push_back({x, y, z});
   l.ctas = (u64)l.grid[0] * l.grid[1] * l.grid[2];
   bool takes_over = false;
   for (auto& I : l.p->code) takes_over |= I.fn == h_clc_try;
@@ -403,11 +402,7 @@ static std::vector<Launch*> launches_at_work(Machine& m) {
     }
     if (l.complete) continue;
     if (l.exits) retire(m, l);
-    while (l.clusters.size() < l.room && !l.waiting.empty()) {
-      auto k = l.waiting.front();
-      l.waiting.pop_front();
-      start_cluster(m, l, k);
-    }
+    while (l.clusters.size() < l.room && l.waits()) start_cluster(m, l, l.take());
     l.complete = l.clusters.empty();
     if (l.complete)
       wake_all(m);
