@@ -8,7 +8,11 @@ symbols get registers of their own, which the core fills once when a warp starts
 
 import bisect
 import re
+import struct
 from dataclasses import dataclass, field
+
+from . import instructions
+from .operands import Operand, width
 
 # The order is the one of the enum in core/scheduler.h.
 SPECIALS = (
@@ -20,11 +24,13 @@ SPECIALS = (
     "clock_hi is_explicit_cluster dynamic_smem_size total_smem_size gridid"
 ).split()
 SPECIAL_INDEX = {name: i for i, name in enumerate(SPECIALS)}
-WIDTH = {"pred": 1, "f16": 16, "f32": 32, "f64": 64, "f16x2": 32, "b128": 128} | {
-    f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)
-}
+TYPE_OF_SPECIAL = {"clock64": "u64", "globaltimer": "u64", "is_explicit_cluster": "pred",
+                   "gridid": "u64"}  # fmt: skip
+"""Of all others u32."""
 SMEM_BASE = 1024
 """Bytes of shared memory that the system keeps for itself at its start, from sm_90 on."""
+MAX_BYTES = {"shared": 233472, "local": 512 << 10, "param": 32764, "global": 1 << 32}
+"""Of one variable, by state space; of all parameters."""
 LINKAGE = r"(?:\.(?:visible|extern|weak)\s+)*"
 TYPE = r"\.(b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f16|f16x2|f32|f64|pred)"
 ALIGN = r"(?:\.align\s+(\d+)\s+)?"
@@ -44,20 +50,22 @@ POINTER_PARAMETER = re.compile(
 SHARED_VARIABLE = re.compile(r"\.shared\s+" + ALIGN + VARIABLE + r"\s*;")
 LOCAL_VARIABLE = re.compile(r"\.local\s+" + ALIGN + VARIABLE + "$")
 CALL_PARAMETER = re.compile(r"\.param\s+" + ALIGN + VARIABLE + "$")
-REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)$", re.S)
-REGISTER_RANGE = re.compile(r"(.+)<(\d+)>$")
-LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
+REGISTERS = re.compile(r"\.reg\s+" + TYPE + r"\s+(.*)$", re.S)
+NAME = r"[A-Za-z_$%][\w$]*"
+REGISTER = re.compile(rf"({NAME})(?:<(\d+)>)?$")
+LABEL = re.compile(rf"({NAME})\s*:(?!:)")
 BRANCH_TARGETS = re.compile(r"\s*\.branchtargets\s+(.*?);", re.S)
 GUARD = re.compile(r"@(!?)([\w$%]+)\s+")
 INSTRUCTION = re.compile(r"([\w.:]+)\s*(.*)$", re.S)
 CALL = re.compile(r"(?:\((.*?)\)\s*,\s*)?([\w$]+)\s*,\s*\((.*?)\)$", re.S)
 ADDRESS = re.compile(r"([\w$%.]+)\s*(?:([+-])\s*(-?\w+))?$")
+NUMBER = re.compile(r"0|[1-9]\d{0,18}")
 SPACE = re.compile(r"\s*")
 BRACKET = re.compile(r"[\[\](){}]")
 
 
 class PtxError(Exception):
-    """The text is not PTX that this parser knows; the message names the line."""
+    """The text is not PTX that this parser knows; the message, of one line, names the line."""
 
 
 @dataclass
@@ -126,8 +134,15 @@ class Source:
         return bisect.bisect_right(self.starts, position)
 
     def error(self, position: int, message: str) -> PtxError:
-        line = self.line_of(position)
-        return PtxError(f"PTX line {line}: {message}\n    {self.lines[line - 1].strip()}")
+        line = min(self.line_of(position), len(self.lines))
+        text = self.lines[line - 1].strip()[:200]
+        return PtxError(f"PTX line {line}: {' '.join(message.split())}: {text}")
+
+    def end_of_statement(self, position: int, end: int) -> int:
+        semicolon = self.text.find(";", position, end)
+        if semicolon < 0:
+            raise self.error(position, "a semicolon is missing")
+        return semicolon
 
 
 @dataclass
@@ -156,29 +171,33 @@ def parse(ptx: str) -> Module:
             position = match.end()
         elif match := ENTRY.match(text, position):
             name, parameters, directives = match.groups()
-            end = _matching_brace(text, match.end() - 1)
-            kernel = _kernel(name, parameters, directives)
+            if name in module.kernels:
+                raise source.error(match.start(1), f"a second kernel {name}")
+            end = _matching_brace(source, match.end() - 1)
+            kernel = _kernel(source, match)
             _BodyParser(kernel, source, match.end(), end, shared, module.globals).run()
             module.kernels[name] = kernel
             position = end + 1
         elif FUNCTION.match(text, position):
             semicolon, brace = text.find(";", position), text.find("{", position)
-            if not (brace < 0 or 0 <= semicolon < brace):
+            if semicolon < 0 or 0 <= brace < semicolon:
                 raise source.error(position, "device functions (.func) are not modelled")
             position = semicolon + 1
         else:
-            semicolon = text.find(";", position)
+            semicolon = source.end_of_statement(position, len(text))
             statement = text[position:semicolon].strip()
             declaration = DECLARATION.match(statement)
             if not declaration:
                 raise source.error(position, f"cannot parse {statement[:80]!r}")
             space, align, kind, name, array, count, first = declaration.groups()
-            size = WIDTH[kind] // 8 * (int(count) if count else 0 if array else 1)
             if space == "shared":
+                size = _bytes(source, position, space, kind, count or (0 if array else 1))
                 dynamic = array is not None and not count
-                shared[name] = SharedVariable(size, int(align or WIDTH[kind] // 8), dynamic)
+                alignment = _alignment(source, position, align, kind)
+                shared[name] = SharedVariable(size, alignment, dynamic)
             elif space in ("global", "const"):
-                module.globals[name] = _contents(first, kind, size)
+                size = _bytes(source, position, "global", kind, count or (0 if array else 1))
+                module.globals[name] = _contents(source, position, first, kind, size)
             position = semicolon + 1
 
 
@@ -187,23 +206,43 @@ def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _contents(text: str | None, kind: str, size: int) -> bytes:
+def _bytes(source: Source, position: int, space: str, kind: str, count: str | int | None) -> int:
+    """The size of a variable of `count` elements, one without a count."""
+    size = -(-width(kind) // 8) * (1 if count is None else int(count))
+    if size > MAX_BYTES[space]:
+        most = f"expected at most {MAX_BYTES[space]} bytes in .{space}"
+        raise source.error(position, f"{most}, found {size}")
+    return size
+
+
+def _alignment(source: Source, position: int, align: str | None, kind: str) -> int:
+    alignment = int(align or width(kind) // 8)
+    if alignment < 1 or alignment & (alignment - 1):
+        raise source.error(position, f"expected a power of two after .align, found {alignment}")
+    return alignment
+
+
+def _contents(source: Source, position: int, text: str | None, kind: str, size: int) -> bytes:
     """The bytes of a global variable's initialiser."""
-    width = WIDTH[kind] // 8
-    values = text.strip().strip("{}").split(",") if text else []
-    data = b"".join(
-        (int(v.strip(), 0) & ((1 << 8 * width) - 1)).to_bytes(width, "little") for v in values
-    )
+    bytes_each = width(kind) // 8
+    data = b""
+    for value in text.strip().strip("{}").split(",") if text else []:
+        literal = _literal(value.strip())
+        if literal is None:
+            raise source.error(position, f"initialiser not modelled: {value.strip()[:80]!r}")
+        data += (literal.bits & ((1 << 8 * bytes_each) - 1)).to_bytes(bytes_each, "little")
+    if len(data) > size > 0:
+        raise source.error(position, f"expected at most {size} bytes to begin with")
     return data.ljust(size, b"\0")
 
 
-def _matching_brace(text: str, position: int) -> int:
+def _matching_brace(source: Source, position: int) -> int:
     depth = 0
-    for match in re.compile("[{}]").finditer(text, position):
+    for match in re.compile("[{}]").finditer(source.text, position):
         depth += 1 if match.group() == "{" else -1
         if depth == 0:
             return match.start()
-    raise PtxError("unbalanced braces")
+    raise source.error(position, "a brace has no end")
 
 
 def _align(offset: int, alignment: int) -> int:
@@ -211,10 +250,11 @@ def _align(offset: int, alignment: int) -> int:
 
 
 def _split_top(text: str) -> list[str]:
-    """Split at the commas that are in no bracket."""
+    """Split at the commas that are in no bracket; nothing where there is no text."""
+    if not text.strip():
+        return []
     if not BRACKET.search(text):
-        parts = text.split(",")
-        return [part.strip() for part in (parts if parts[-1].strip() else parts[:-1])]
+        return [part.strip() for part in text.split(",")]
     parts, depth, current = [], 0, ""
     for c in text:
         depth += (c in "[{(") - (c in "]})")
@@ -223,32 +263,65 @@ def _split_top(text: str) -> list[str]:
             current = ""
         else:
             current += c
-    if current.strip():
-        parts.append(current)
-    return [part.strip() for part in parts]
+    return [part.strip() for part in [*parts, current]]
 
 
-def _kernel(name: str, parameters: str, directives: str) -> Kernel:
+def _kernel(source: Source, entry: re.Match[str]) -> Kernel:
     """A kernel with its parameters placed, still without a body."""
+    name, parameters, directives = entry.groups()
+    position = entry.start(2)
     kernel = Kernel(name)
     offset = 0
-    for parameter in filter(None, _split_top(parameters)):
+    for parameter in _split_top(parameters):
         if match := PARAMETER.match(parameter):
             align, kind, symbol, count = match.groups()
         elif match := POINTER_PARAMETER.match(parameter):
             (kind, align, symbol), count = match.groups(), None
         else:
-            raise PtxError(f"cannot parse parameter {parameter!r}")
-        size = WIDTH[kind] // 8 * int(count or 1)
+            raise source.error(position, f"cannot parse parameter {parameter!r}")
+        size = _bytes(source, position, "param", kind, count)
+        alignment = _alignment(source, position, align, kind)
         # The alignment after .ptr is that of what the pointer points to.
-        pointer = ".ptr" in parameter
-        offset = _align(offset, WIDTH[kind] // 8 if pointer else int(align or WIDTH[kind] // 8))
+        offset = _align(offset, width(kind) // 8 if ".ptr" in parameter else alignment)
         kernel.params.append((symbol, offset, size))
         offset += size
+    if offset > MAX_BYTES["param"]:
+        most = f"expected at most {MAX_BYTES['param']} bytes of parameters"
+        raise source.error(position, f"{most}, found {offset}")
     kernel.param_bytes = offset
     if match := re.search(r"\.reqntid\s+([\d,\s]+)", directives):
-        kernel.block = tuple(int(n) for n in match.group(1).split(","))
+        sizes = [int(n) for n in match.group(1).split(",") if n.strip()]
+        kernel.block = tuple((sizes + [1, 1])[:3])
     return kernel
+
+
+class _Scope:
+    """The registers that are declared between two braces. Each gets its place when it is used."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, str] = {}
+        self.ranges: dict[str, tuple[int, str]] = {}  # %r of %r<count>
+        self.used: dict[str, tuple[int, str]] = {}  # name -> (slot, type)
+
+    def declare(self, name: str, count: str | None, kind: str) -> bool:
+        """False if there is one of this name."""
+        table = self.types if count is None else self.ranges
+        if name in table:
+            return False
+        if count is None:
+            self.types[name] = kind
+        else:
+            self.ranges[name] = int(count), kind
+        return True
+
+    def type_of(self, name: str) -> str | None:
+        if name in self.types:
+            return self.types[name]
+        for prefix, (count, kind) in self.ranges.items():
+            number = name[len(prefix) :]
+            if name.startswith(prefix) and NUMBER.fullmatch(number) and int(number) < count:
+                return kind
+        return None
 
 
 class _BodyParser:
@@ -269,9 +342,9 @@ class _BodyParser:
         self.local_symbols: dict[str, int] = {}
         self.smem_symbols = self._place_shared(shared)
         # One scope a brace: registers, and the labels that can be seen from it.
-        self.registers: list[dict[str, tuple[int, int]]] = [{}]  # name -> (slot, bits)
+        self.registers = [_Scope()]
         self.scopes = [0]
-        self.known_operands: dict[str, list[str]] = {}
+        self.known_operands: dict[str, tuple[list[str], Operand]] = {}
         self.parent: dict[int, int | None] = {0: None}
         self.labels: dict[tuple[int, str], int] = {}  # (scope, name) -> instruction
         self.branch_tables: dict[str, list[str]] = {}
@@ -284,8 +357,9 @@ class _BodyParser:
         text = self.source.text
         for match in SHARED_VARIABLE.finditer(text, self.position, self.end):
             align, kind, name, count = match.groups()
-            width = WIDTH[kind] // 8
-            own[name] = SharedVariable(width * int(count or 1), int(align or width), False)
+            size = _bytes(self.source, match.start(), "shared", kind, count)
+            alignment = _alignment(self.source, match.start(), align, kind)
+            own[name] = SharedVariable(size, alignment, False)
         for name, variable in {**variables, **own}.items():
             if not variable.dynamic:
                 placed[name] = _align(offset, variable.align)
@@ -308,23 +382,24 @@ class _BodyParser:
                 scope = len(self.parent)
                 self.parent[scope] = self.scopes[-1]
                 self.scopes.append(scope)
-                self.registers.append({})
+                self.registers.append(_Scope())
                 self.position += 1
             elif c == "}":
+                if len(self.scopes) == 1:
+                    raise self._error("a brace has no beginning")
                 self.scopes.pop()
                 self.registers.pop()
                 self.position += 1
             elif c == ";":
                 self.position += 1
             elif match := LABEL.match(text, self.position):
+                self._label_here(match.group(1))
                 self.position = match.end()
                 if targets := BRANCH_TARGETS.match(text, self.position):
                     self.branch_tables[match.group(1)] = _split_top(targets.group(1))
                     self.position = targets.end()
-                else:
-                    self.labels[self.scopes[-1], match.group(1)] = len(self.k.instrs)
             else:
-                semicolon = text.find(";", self.position)
+                semicolon = self.source.end_of_statement(self.position, self.end)
                 self._statement(text[self.position : semicolon].strip())
                 self.position = semicolon + 1
         end_line = self.source.line_of(self.end - 1)
@@ -342,20 +417,25 @@ class _BodyParser:
         self.k.nslots += 2 if bits == 128 else 1
         return slot
 
+    def _label_here(self, name: str) -> None:
+        if (self.scopes[-1], name) in self.labels:
+            raise self._error(f"a second label {name}")
+        self.labels[self.scopes[-1], name] = len(self.k.instrs)
+
     def _statement(self, statement: str) -> None:
         if not statement.startswith("."):
             self._instruction(statement)
         elif match := REGISTERS.match(statement):
-            bits = WIDTH[match.group(1)]
-            for name in _split_top(match.group(2)):
-                many = REGISTER_RANGE.match(name)
-                names = (
-                    [f"{many.group(1)}{i}" for i in range(int(many.group(2)))] if many else [name]
-                )
-                self.registers[-1].update((n, (self._slot(bits), bits)) for n in names)
+            for text in _split_top(match.group(2)):
+                register = REGISTER.match(text)
+                if not register:
+                    raise self._error(f"expected the name of a register, found {text[:80]!r}")
+                name, count = register.groups()
+                if not self.registers[-1].declare(name, count, match.group(1)):
+                    raise self._error(f"a second register {name}")
         elif match := LOCAL_VARIABLE.match(statement):
             align, kind, name, count = match.groups()
-            self._local(name, kind, count, int(align or WIDTH[kind] // 8))
+            self._local(name, kind, count, _alignment(self.source, self.position, align, kind))
         elif match := CALL_PARAMETER.match(statement):
             # An argument or result of a call is kept in local memory.
             _, kind, name, count = match.groups()
@@ -364,8 +444,11 @@ class _BodyParser:
             raise self._error(f"directive not modelled: {statement[:60]!r}")
 
     def _local(self, name: str, kind: str, count: str | None, align: int) -> None:
+        size = _bytes(self.source, self.position, "local", kind, count)
         self.local_symbols[name] = _align(self.k.local_bytes, align)
-        self.k.local_bytes = self.local_symbols[name] + WIDTH[kind] // 8 * int(count or 1)
+        self.k.local_bytes = self.local_symbols[name] + size
+        if self.k.local_bytes > MAX_BYTES["local"]:
+            raise self._error(f"expected at most {MAX_BYTES['local']} bytes of local memory")
 
     # --- instructions
 
@@ -373,7 +456,9 @@ class _BodyParser:
         predicate, negated = -1, False
         if match := GUARD.match(statement):
             negated = bool(match.group(1))
-            predicate = self._register(match.group(2))
+            predicate, kind = self._register(match.group(2)) or (-1, "")
+            if kind != "pred":
+                raise self._error(f"{match.group(2)} is not a predicate")
             statement = statement[match.end() :]
         match = INSTRUCTION.match(statement)
         if not match:
@@ -386,22 +471,21 @@ class _BodyParser:
         line = self.source.line_of(self.position)
         text = self.source.lines[line - 1].strip()
         instruction = Instr(op, line, text, predicate, negated)
-        if op in ("bra", "bra.uni"):
-            instruction.target = (self.scopes[-1], rest)
-        elif op.startswith("brx.idx"):
-            index, table = _split_top(rest)
-            instruction.operands += self._operand(index)
-            instruction.target = (self.scopes[-1], table)
-        elif op.startswith("call"):
+        operands = _split_top(rest)
+        if op.startswith("call"):
             call = CALL.match(rest)
             if not call or call.group(2) != "vprintf":
                 raise self._error("calls are not modelled, except vprintf")
             instruction.op = "call.vprintf"
-            for operand in _split_top(call.group(3)):
-                instruction.operands += self._address(operand)
-        else:
-            for operand in _split_top(rest):
-                instruction.operands += self._operand(operand)
+            operands = [f"[{operand}]" for operand in _split_top(call.group(3))]
+        jumps = operands and op.split(".")[0] in ("bra", "brx")
+        if jumps:
+            instruction.target = (self.scopes[-1], operands.pop())
+        instruction.operands, given = self._parts(operands)
+        if jumps:
+            given += (Operand("label"),)
+        if fault := instructions.fault(instruction.op, given):
+            raise self._error(fault)
         self.k.instrs.append(instruction)
 
     def _resolve_target(self, instruction: Instr) -> None:
@@ -409,77 +493,104 @@ class _BodyParser:
             return
         scope, name = instruction.target
         if instruction.op.startswith("brx"):
+            if name not in self.branch_tables:
+                raise self._error_at(instruction, f"unknown branch targets {name}")
             table = self.branch_tables[name]
             instruction.operands.append(f"V{len(table)}")
             instruction.operands += [f"L{self._label(scope, t, instruction)}" for t in table]
         else:
             instruction.operands.append(f"L{self._label(scope, name, instruction)}")
 
+    def _error_at(self, instruction: Instr, message: str) -> PtxError:
+        return self.source.error(self.source.starts[instruction.line - 1], message)
+
     def _label(self, scope: int | None, name: str, instruction: Instr) -> int:
         while scope is not None:
             if (scope, name) in self.labels:
                 return self.labels[scope, name]
             scope = self.parent[scope]
-        raise PtxError(f"PTX line {instruction.line}: unknown label {name}")
+        raise self._error_at(instruction, f"unknown label {name}")
 
     # --- operands
 
-    def _register(self, name: str) -> int:
+    def _register(self, name: str) -> tuple[int, str] | None:
+        """The slot and the type of a register; None where none has the name."""
         for scope in reversed(self.registers):
-            if name in scope:
-                return scope[name][0]
-        raise self._error(f"unknown register {name}")
+            if name in scope.used:
+                return scope.used[name]
+            if kind := scope.type_of(name):
+                scope.used[name] = self._slot(width(kind)), kind
+                return scope.used[name]
+        return None
 
-    def _is_register(self, name: str) -> bool:
-        return any(name in scope for scope in self.registers)
-
-    def _operand(self, text: str) -> list[str]:
-        """What stands for an operand in `Instr.operands`."""
+    def _operand(self, text: str) -> tuple[list[str], Operand]:
+        """What stands for an operand in `Instr.operands`, and what it is."""
         # Most are used again; those within a scope of its own may be others there.
         known = self.known_operands if len(self.scopes) == 1 else {}
         if text not in known:
             known[text] = self._parsed_operand(text)
         return known[text]
 
-    def _parsed_operand(self, text: str) -> list[str]:
-        if text == "_":
-            return ["S"]
-        if text[0] == "{":
-            items = _split_top(text[1:-1])
-            return [f"V{len(items)}", *(token for i in items for token in self._operand(i))]
-        if text[0] == "[":
-            first, *more = _split_top(text[1:-1])
-            return self._address(first) + [token for i in more for token in self._operand(i)]
-        if "|" in text:
-            return [token for part in text.split("|") for token in self._operand(part.strip())]
-        if text[0] == "!":
-            return [f"N{self._register(text[1:].strip())}"]
-        if self._is_register(text):
-            return [f"R{self._register(text)}"]
-        if text[0] == "%":
-            if text[1:] not in SPECIAL_INDEX:
-                raise self._error(f"special register {text} is not modelled")
-            return [f"R{self._constant(self.k.specials, SPECIAL_INDEX[text[1:]])}"]
-        value = _literal(text)
-        if value is not None:
-            return [f"R{self._value(value)}"]
-        return [f"R{self._symbol(text, 0)}"]
+    def _parts(self, texts: list[str]) -> tuple[list[str], tuple[Operand, ...]]:
+        both = [self._operand(text) for text in texts]
+        return [token for tokens, _ in both for token in tokens], tuple(kind for _, kind in both)
 
-    def _address(self, text: str) -> list[str]:
+    def _parsed_operand(self, text: str) -> tuple[list[str], Operand]:
+        if not text:
+            raise self._error("an operand is empty")
+        if text == "_":
+            return ["S"], Operand("sink")
+        if text[0] == "{" and text[-1] == "}":
+            items = _split_top(text[1:-1])
+            tokens, parts = self._parts(items)
+            return [f"V{len(items)}", *tokens], Operand("vector", "", parts)
+        if text[0] == "[" and text[-1] == "]" and len(text) > 2:
+            first, *more = _split_top(text[1:-1])
+            token, kind = self._address(first)
+            tokens, parts = self._parts(more)
+            return [token, *tokens], Operand("address", kind, parts)
+        if "|" in text:
+            tokens, parts = self._parts([part.strip() for part in text.split("|")])
+            return tokens, Operand("pair", "", parts)
+        if text[0] == "!":
+            slot, kind = self._register(text[1:].strip()) or (-1, "")
+            if kind != "pred":
+                raise self._error(f"{text[1:]} is not a predicate")
+            return [f"N{slot}"], Operand("negated")
+        if register := self._register(text):
+            return [f"R{register[0]}"], Operand("register", register[1])
+        if text[0] == "%":
+            name = text[1:]
+            if name not in SPECIAL_INDEX:
+                raise self._error(f"{text} is no register that is declared or modelled")
+            slot = self._constant(self.k.specials, SPECIAL_INDEX[name])
+            return [f"R{slot}"], Operand("special", TYPE_OF_SPECIAL.get(name, "u32"))
+        if literal := _literal(text):
+            self._check_range(literal, text)
+            return [f"R{self._value(literal.bits)}"], Operand("literal", literal.kind)
+        return [f"R{self._symbol(text, 0)}"], Operand("variable")
+
+    def _check_range(self, literal: "_Literal", text: str) -> None:
+        if not -(1 << 63) <= literal.bits < 1 << 64:
+            raise self._error(f"literal {text[:40]} has more than 64 bits")
+
+    def _address(self, text: str) -> tuple[str, str]:
+        """The token of an address, and the type of its register."""
         match = ADDRESS.match(text)
         if not match:
             raise self._error(f"cannot parse address {text!r}")
         base, sign, distance = match.groups()
-        offset = _literal(distance) if distance else 0
-        if offset is None:
+        literal = _literal(distance) if distance else _Literal(0, "int")
+        if literal is None or literal.kind != "int":
             raise self._error(f"cannot parse address {text!r}")
-        if sign == "-":
-            offset = -offset
-        if self._is_register(base):
-            return [f"A{self._register(base)}:{offset}"]
-        value = _literal(base)
-        slot = self._symbol(base, offset) if value is None else self._value(value + offset)
-        return [f"A{slot}:0"]
+        self._check_range(literal, text)
+        offset = -literal.bits if sign == "-" else literal.bits
+        if register := self._register(base):
+            return f"A{register[0]}:{offset}", register[1]
+        if (value := _literal(base)) and value.kind == "int":
+            self._check_range(value, base)
+            return f"A{self._value(value.bits + offset)}:0", ""
+        return f"A{self._symbol(base, offset)}:0", ""
 
     def _constant(self, table: dict, key) -> int:
         """The register that holds a constant; the first use makes one."""
@@ -499,19 +610,29 @@ class _BodyParser:
             return self._value(self.local_symbols[name] + offset)
         if name in self.globals:
             return self._constant(self.k.global_consts, (name, offset))
-        raise self._error(f"unknown symbol {name}")
+        raise self._error(f"unknown symbol {name[:80]}")
 
 
-def _literal(text: str) -> int | None:
-    """The bits of a literal, or None where the text is a name."""
+@dataclass(frozen=True)
+class _Literal:
+    """The bits of a literal; its kind is int, f32 or f64."""
+
+    bits: int
+    kind: str
+
+
+def _literal(text: str) -> _Literal | None:
+    """None where the text is a name."""
     if text == "WARP_SZ":
-        return 32
-    if re.match(r"0[fF][0-9a-fA-F]{8}$", text) or re.match(r"0[dD][0-9a-fA-F]{16}$", text):
-        return int(text[2:], 16)
-    match = re.match(r"(-?)(0[xX][0-9a-fA-F]+|\d+)U?$", text)
+        return _Literal(32, "int")
+    if match := re.match(r"0([fF])([0-9a-fA-F]{8})$|0([dD])([0-9a-fA-F]{16})$", text):
+        return _Literal(int(text[2:], 16), "f32" if match.group(1) else "f64")
+    if re.match(r"-?(\d+\.\d*|\d*\.\d+)([eE][+-]?\d+)?$", text):
+        return _Literal(int.from_bytes(struct.pack("<d", float(text)), "little"), "f64")
+    match = re.match(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$", text)
     if not match:
         return None
     sign, digits = match.groups()
-    octal = len(digits) > 1 and digits[0] == "0" and digits[1] not in "xX"
-    value = int(digits, 8 if octal else 0)
-    return -value if sign else value
+    octal = len(digits) > 1 and digits[0] == "0" and digits[1].isdigit()
+    value = int(digits, 8 if octal else 0) if len(digits) < 99 else 1 << 64  # too many anyhow
+    return _Literal(-value if sign else value, "int")

@@ -70,6 +70,8 @@ INTEGERS = {
     "neg.s32 %r5, %r2; abs.s32 %r4, %r5;": lambda a, b: abs(-a),
     "min.s32 %r4, %r2, %r3;": min,
     "max.u32 %r4, %r2, %r3;": lambda a, b: max(a & MASK, b & MASK),
+    "max.relu.s32 %r4, %r2, %r3;": lambda a, b: max(a, b, 0),
+    "min.relu.s32 %r4, %r2, %r3;": lambda a, b: max(min(a, b), 0),
     "mul.wide.s32 %rd4, %r2, %r3; shr.s64 %rd4, %rd4, 17; cvt.u32.u64 %r4, %rd4;": lambda a, b: (
         a * b >> 17
     ),

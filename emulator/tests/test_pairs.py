@@ -104,7 +104,8 @@ COUNTED_BY_THE_FIRST = (
     + """
     @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 1024;
     mapa.shared::cluster.u32 %r22, %r20, 0; shl.b32 %r23, %r9, 2;
-    cvta.shared.u64 %rd5, %r21; cvta.to.shared::cluster.u64 %rd5, %rd5; cvt.u32.u64 %r24, %rd5;
+    cvt.u64.u32 %rd5, %r21; cvta.shared.u64 %rd5, %rd5; cvta.to.shared::cluster.u64 %rd5, %rd5;
+    cvt.u32.u64 %r24, %rd5;
     @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.cta_group::2
         [%r24], [%rd1, {0, %r23}], [%r22];
     @!%p1 bra END;

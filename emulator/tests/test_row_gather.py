@@ -69,7 +69,7 @@ def test_rows_that_are_not_there():
         ({"column": 2}, "not a multiple of 16 bytes"),
         ({"target": "sm_90a"}, "need sm_100"),
         ({"box": (4, 16)}, "boxes of 4 rows: not modelled"),
-        ({"load": LOAD.replace("{rows}", "1, 2")}, "3 coordinates instead of 5"),
+        ({"load": LOAD.replace("{rows}", "1, 2")}, "tensor map with 5 coordinates"),
         ({"load": LOAD.replace("gather4", "gather8")}, "not modelled"),
     ],
 )

@@ -319,9 +319,13 @@ static T fmax2(T a, T b, bool nan) {
   if (std::isnan(a) || std::isnan(b)) return nan ? (T)NAN : std::isnan(a) ? b : a;
   return a > b || (a == b && !std::signbit(a)) ? a : b;
 }
+// I.i1: 1 a NaN is passed on, 2 what is negative becomes 0
 static Status h_min(ARGS) {
-  BY_INT(I.i0, return bi<T>(c, I, [](T a, T b) { return a < b ? a : b; }))
-  bool n = I.i1;
+  bool n = I.i1 & 1, relu = I.i1 & 2;
+  BY_INT(I.i0, return bi<T>(c, I, [relu](T a, T b) {
+           T x = a < b ? a : b;
+           return relu && x < 0 ? (T)0 : x;
+         }))
   if (I.o.size() == 4 && I.i0 == T_F32)
     return tri<float>(c, I, [n](float a, float b, float x) { return fmin2(fmin2(a, b, n), x, n); });
   BY_FLT(I.i0, return bi<T>(c, I, [n](auto a, auto b) { return fmin2(a, b, n); }))
@@ -332,8 +336,11 @@ static Status h_min(ARGS) {
   unmodelled(c);
 }
 static Status h_max(ARGS) {
-  BY_INT(I.i0, return bi<T>(c, I, [](T a, T b) { return a > b ? a : b; }))
-  bool n = I.i1;
+  bool n = I.i1 & 1, relu = I.i1 & 2;
+  BY_INT(I.i0, return bi<T>(c, I, [relu](T a, T b) {
+           T x = a > b ? a : b;
+           return relu && x < 0 ? (T)0 : x;
+         }))
   if (I.o.size() == 4 && I.i0 == T_F32)
     return tri<float>(c, I, [n](float a, float b, float x) { return fmax2(fmax2(a, b, n), x, n); });
   BY_FLT(I.i0, return bi<T>(c, I, [n](auto a, auto b) { return fmax2(a, b, n); }))
@@ -457,7 +464,6 @@ static Status h_bfi(ARGS) {
   return NEXT;
 }
 static Status h_prmt(ARGS) {
-  if (I.i0) unmodelled(c);
   u64 *d = RS(0), *a = RS(1), *b = RS(2), *s = RS(3);
   lanes(c.mask, [&](int l) {
     u64 v = (b[l] & 0xffffffff) << 32 | (a[l] & 0xffffffff);

@@ -278,6 +278,7 @@ static Status h_cp_async(ARGS) {
     o.dst = (u32)addr_of(c, I.o[0], l);
     o.src = addr_of(c, I.o[1], l);
     o.n = (u32)RS(2)[l];
+    if (o.n != 4 && o.n != 8 && o.n != 16) fail(c, fmt("cp.async of %u bytes", o.n));
     o.sn = I.o.size() > 3 && !I.i0 ? std::min((u32)RS(3)[l], o.n) : o.n;
     if (o.sn) check_global(c, o.src, o.sn, false);
     if (o.dst % o.n || (o.sn && o.src % o.n)) fail(c, "misaligned cp.async");

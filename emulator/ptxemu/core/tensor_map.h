@@ -143,7 +143,6 @@ static BoxStart box_start(const Ctx& c, u64 map, const Opnd& coordinates, int la
     if (b.map.rank != 2 || b.map.box[1] != 1)
       fail(c, fmt("gather4 or scatter4 with a map of rank %d and boxes of %u rows: not modelled",
                   b.map.rank, b.map.box[1]));
-    if (n != 5) fail(c, fmt("gather4 or scatter4 with %zu coordinates instead of 5", n));
   } else if ((int)n != b.map.rank)
     fail(c, fmt("tensor map has rank %d, instruction has %zu coordinates", b.map.rank, n));
   for (size_t i = 0; i < n; i++) b.at[i] = (s32)c.w.R(coordinates.v[i].slot)[lane];
