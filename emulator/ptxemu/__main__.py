@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import ptxemu
+from ptxemu import noise
 
 
 def report_differences() -> None:
@@ -57,6 +58,7 @@ def main() -> None:
         hazards = [report for report in ptxemu.reports if report.hazards]
         count = sum(len(report.hazards) for report in hazards)
         print(f"ptxemu: {len(ptxemu.reports)} launches, {count} hazards", file=sys.stderr)
+        print("ptxemu:", noise.how_to_repeat(), file=sys.stderr)
         for report in hazards:
             print("ptxemu:", report, file=sys.stderr)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import host, parser
+from . import host, noise, parser
 
 MODES = ("eager", "lazy", "random", "early_loads")
 """When asynchronous work takes effect, in the order of the core's numbers; see README.md."""
@@ -132,7 +132,8 @@ class _RunDesc(ctypes.Structure):
         *(
             (name, ctypes.c_uint64)
             for name in (
-                "seed max_resident clc_resident strict check_races poison_races max_instructions"
+                "seed fill max_resident clc_resident strict check_races poison_races "
+                "max_instructions"
             ).split()
         ),
     ]
@@ -323,6 +324,7 @@ def _run_chain() -> None:
         MODES.index(o.mode),
         DEPENDENTS.index(o.dependents or OF_MODE[o.mode]),
         o.seed,
+        noise.next_seed(),
         o.max_resident,
         o.clc_resident,
         o.strict,
@@ -353,9 +355,10 @@ def _run_chain() -> None:
     ]
     if failed:  # what came before it is often its cause
         before = "\nhazards reported before: " + "\n".join(hazards) if hazards else ""
-        raise host.EmulationError(result["error"] + before)
+        raise host.EmulationError(f"{result['error']}{before}\n{noise.how_to_repeat()}")
     if o.hazards_are_errors and hazards:
-        raise host.EmulationError("hazards reported: " + "\n".join(hazards))
+        found = "hazards reported: " + "\n".join(hazards)
+        raise host.EmulationError(f"{found}\n{noise.how_to_repeat()}")
 
 
 def _is_tensor(argument: Any) -> bool:

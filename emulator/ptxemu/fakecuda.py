@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import host
+from . import host, noise
 
 ALIGNMENT = 256
 """Of an address that cudaMalloc returns."""
@@ -72,7 +72,8 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % ALIGNMENT == 0 or tensor.numel() == 0 or tensor.storage_offset():
         return tensor
     size = tensor.untyped_storage().nbytes()
-    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    with torch._C.DisableTorchFunction():  # it is filled by who asked for the memory
+        raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
     moved = raw[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     if tensor.dtype.itemsize > 1:
@@ -94,7 +95,10 @@ def _register_storage(tensor: torch.Tensor) -> None:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Puts what torch is asked to put on a GPU into aligned CPU memory that kernels may use."""
+    """Puts what torch is asked to put on a GPU into aligned CPU memory that kernels may use.
+
+    What torch hands out as it is begins with random bytes, wherever it was asked for.
+    """
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -110,6 +114,8 @@ class CudaMeansCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         args = tuple("cpu" if _is_cuda(a) else a for a in args)
         out = function(*args, **kwargs)
+        if name in noise.EMPTY and isinstance(out, torch.Tensor):
+            noise.fill_storage(out)
         if not moved or not isinstance(out, torch.Tensor):
             return out
         if name == "to" and out is args[0]:
@@ -177,11 +183,9 @@ class _Stream:
 
 
 def _allocate(size: int, stream: int) -> int:
-    """An address that kernels may use; those launched before it is given back keep its memory.
-
-    What lies there is NaN in every type and -1 as an integer.
-    """
-    memory = _aligned(torch.full((size,), 0xFF, dtype=torch.uint8))
+    """An address that kernels may use; those launched before it is given back keep its memory."""
+    memory = _aligned(torch.zeros(size, dtype=torch.uint8))
+    noise.fill(memory)
     address = memory.data_ptr()
     host.ranges[address] = host.Range(address, address + size, "allocation", memory)
     return address

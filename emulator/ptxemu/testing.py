@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import ptxemu
-from ptxemu import build, host
+from ptxemu import build, host, noise
 
 
 def install(target: str) -> str:
@@ -40,7 +40,10 @@ def parametrize_mode(metafunc: pytest.Metafunc, modes: Iterable = ptxemu.MODES) 
 @pytest.fixture
 def emulator(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The emulator with default settings, any access outside the tensors an error, the mode that
-    the test asks for, and no recorded launches."""
+    the test asks for, no recorded launches, and memory that depends on nothing but the test and
+    `noise.seed`, which a test that fails says."""
+    noise.begin(request.node.nodeid)
+    print(noise.how_to_repeat())
     saved = dict(vars(ptxemu.options))
     ptxemu.options.strict = True
     if "mode" in request.fixturenames:

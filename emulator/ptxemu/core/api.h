@@ -18,7 +18,7 @@ struct RunDesc {
   u64 nmaps;
   const u64* maps;
   s32 mode, dependents;
-  u64 seed, max_resident, clc_resident, strict, check_races, poison_races, max_instr;
+  u64 seed, fill, max_resident, clc_resident, strict, check_races, poison_races, max_instr;
 };
 static Str json_escape(const Str& s) {
   Str o;
@@ -91,6 +91,7 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
   m.opt.poison_races = d->poison_races;
   m.opt.max_instr = d->max_instr;
   m.rng.seed(d->seed);
+  m.noise.begin(d->fill);
   for (u64 i = 0; i < d->nranges; i++)
     m.ranges.push_back({d->ranges[2 * i], d->ranges[2 * i + 1], d->labels[i]});
   for (u64 i = 0; i < d->nmaps; i++) m.maps.push_back({d->maps[2 * i], d->maps[2 * i + 1], ""});

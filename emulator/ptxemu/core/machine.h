@@ -341,8 +341,34 @@ struct Options {
   int clc_resident = 0;
 };
 
+// What memory holds before anything is written to it. Random bytes are made once; memory gets them
+// from a random place on.
+class Noise {
+  static const size_t BYTES = 1 << 20;
+  std::vector<u64> bytes;
+  std::mt19937_64 rng;
+
+ public:
+  void begin(u64 seed) {
+    rng.seed(seed);
+    bytes.resize(BYTES / 8);
+    for (auto& b : bytes) b = rng();
+  }
+  template <class T>
+  void fill(std::vector<T>& memory, size_t count) {
+    memory.resize(count);
+    u8* to = (u8*)memory.data();
+    for (size_t left = count * sizeof(T), n; left; left -= n, to += n) {
+      size_t place = rng() % (BYTES / 2) / 8 * 8;
+      n = std::min(left, BYTES - place);
+      memcpy(to, (u8*)bytes.data() + place, n);
+    }
+  }
+};
+
 struct Machine {
   Options opt;
+  Noise noise;
   std::vector<std::unique_ptr<Launch>> launches;
   std::vector<Queue*> queues;  // of all resident clusters
   std::vector<Range> ranges, maps;

@@ -42,15 +42,13 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
     t->nthreads = threads;
     u32 in[3] = {r % cdim[0], r / cdim[0] % cdim[1], r / (cdim[0] * cdim[1])};
     for (int i = 0; i < 3; i++) t->id[i] = k[i] * cdim[i] + in[i];
-    t->smem.assign(launch.smem_size, 0);
+    m.noise.fill(t->smem, launch.smem_size);
     t->init.assign(launch.smem_size, 0);
     t->mbars.resize(launch.smem_size / 8 + 1);
-    for (size_t i = 0; i < t->smem.size(); i++)
-      t->smem[i] = 0xA5 ^ (u8)i;  // shared memory starts as garbage
     t->agent = new_agent(m, *t, -1, "");
     t->started = ++m.tick;
     if (!launch.sm90) {
-      t->tmem.assign(128 * 512, 0x7fc0dead);
+      m.noise.fill(t->tmem, 128 * 512);
       t->tmem_init.assign(128 * 512, 0);
       t->tmem_owner.assign(512, -1);
       t->tc_agent = new_agent(m, *t, -1, "tcgen05");
@@ -68,8 +66,8 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
       w.loaded_from_tmem.resize(p.tracked.size());
       u32 left = threads - wi * 32;
       w.live = left >= 32 ? ~0u : (1u << left) - 1;
-      w.regs.assign((size_t)p.nslots * 32, 0xDEADBEEFDEADBEEFull);
-      w.local.assign((size_t)32 * p.local_bytes, 0xA5);
+      m.noise.fill(w.regs, (size_t)p.nslots * 32);
+      m.noise.fill(w.local, (size_t)32 * p.local_bytes);
       Group g;
       g.mask = w.live;
       w.groups.push_back(g);

@@ -1,0 +1,85 @@
+"""Memory that nobody has written holds random bytes, the same again with the same seed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ptx import address, kernel, run, zeros
+from ptxemu import EmulationError, fakecuda, host, noise
+
+LOOK = f"""
+    .local .align 8 .b8 stack[256]; .reg .pred %never; .reg .b32 %nothing;
+    mov.u64 %rd1, stack; ld.local.u32 %r2, [%rd1+64]; shl.b32 %r3, %r0, 2; mov.u32 %r4, own;
+    add.u32 %r4, %r4, %r3; ld.shared.u32 %r5, [%r4]; selp.b32 %r6, 1, 0, %never;
+    {address("%rd2", "out", "%r1", 16)} st.global.v4.u32 [%rd2], {{%nothing, %r2, %r5, %r6}};
+"""
+"""What a register, local memory, shared memory and a predicate hold."""
+
+
+def looked() -> torch.Tensor:
+    """Of two CTAs of a warp: (threads, kinds)."""
+    out = zeros(64, 4)
+    run(kernel("u64 out", LOOK, ".shared .align 8 .b8 own[128];"), out, ctas=2)
+    return out
+
+
+def memory() -> list[torch.Tensor]:
+    """What is handed out besides."""
+    made = [
+        torch.empty(1000, dtype=torch.uint8),
+        torch.empty(250, device="cuda").view(torch.uint8),
+        torch.zeros(3, 100).new_empty(1000, dtype=torch.uint8),
+        torch.empty_like(torch.zeros(1000, dtype=torch.uint8)),
+    ]
+    place = fakecuda._allocate(1000, 0)
+    made.append(host.ranges.pop(place).keep.clone())
+    return made
+
+
+def test_every_kind_of_memory():
+    out = looked()
+    for kind in out[:, :3].T:
+        assert len(set(kind.tolist())) > 60
+    assert 10 < out[:, 3].sum() < 54, "predicates are as often true as false"
+    for bytes_in in memory():
+        assert len(set(bytes_in.tolist())) > 200
+
+
+def test_repeated_by_the_seed(monkeypatch):
+    def all_of(seed: int, test: str) -> list[torch.Tensor]:
+        monkeypatch.setattr(noise, "seed", seed)
+        noise.begin(test)
+        return [*memory(), looked()]
+
+    first = all_of(1, "a")
+    assert all(map(torch.equal, first, all_of(1, "a")))
+    for other in (all_of(2, "a"), all_of(1, "b")):
+        assert not any(map(torch.equal, first, other))
+
+
+def test_more_than_the_bytes_that_are_made():
+    large = torch.empty(2 * noise.BLOCK + 5, dtype=torch.uint8)
+    assert len(set(large[-5:].tolist())) > 1
+    assert not torch.equal(large[: noise.BLOCK], large[noise.BLOCK : 2 * noise.BLOCK])
+
+
+def test_what_is_large_takes_no_memory_until_it_is_touched():
+    assert not torch.empty(noise.MOST + 4096, dtype=torch.uint8)[-4096:].any()
+
+
+def test_an_error_says_how_to_repeat_it():
+    with pytest.raises(EmulationError, match=f"\n.*{noise.VARIABLE}={noise.seed}$"):
+        run(kernel("u64 x", "trap;"), zeros(1))
+
+
+@pytest.mark.parametrize("given", ["7", None])
+def test_the_variable(given):
+    """Without it each process has a seed of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != noise.VARIABLE}
+    environment |= {noise.VARIABLE: given} if given else {}
+    command = [sys.executable, "-c", "from ptxemu import noise; print(noise.seed)"]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    said = {subprocess.check_output(command, env=environment, text=True) for _ in range(2)}
+    assert said == {"7\n"} if given else len(said) == 2
