@@ -315,6 +315,36 @@ def test_a_flag_that_is_not(publish, wait):
     assert handover(publish, wait) == {"global-race"}
 
 
+# CTA 0 releases a flag, CTA 1 sees it without acquiring it and writes it again, CTA 2 acquires that.
+PASSED_ON = """
+    ld.param.u64 %rd1, [x]; setp.eq.u32 %p1, %r100, 0; @%p1 bra FIRST;
+    setp.eq.u32 %p1, %r100, 1; @%p1 bra SECOND;
+THIRD: ld.relaxed.gpu.global.u32 %r4, [%rd1]; setp.lt.u32 %p2, %r4, 2; @%p2 bra THIRD;
+    ld.acquire.gpu.global.u32 %r4, [%rd1]; ld.global.u32 %r5, [%rd1+4]; bra END;
+SECOND: ld.relaxed.gpu.global.u32 %r4, [%rd1]; setp.lt.u32 %p2, %r4, 1; @%p2 bra SECOND;
+    AGAIN bra END;
+FIRST: st.global.u32 [%rd1+4], 7; st.release.gpu.global.u32 [%rd1], 1;
+END:
+"""
+
+
+@pytest.mark.parametrize(
+    ("again", "expected"),
+    [
+        ("st.relaxed.gpu.global.u32 [%rd1], 2;", {"global-race"}),
+        ("st.volatile.global.u32 [%rd1], 2;", {"global-race"}),
+        ("st.release.gpu.global.u32 [%rd1], 2;", {"global-race"}),
+        ("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%rd1], 2;", set()),
+        ("atom.relaxed.gpu.global.add.u32 %r6, [%rd1], 1;", set()),
+        ("red.relaxed.gpu.global.add.u32 [%rd1], 1;", set()),
+        ("atom.relaxed.gpu.global.exch.b32 %r6, [%rd1], 2;", set()),
+    ],
+)
+def test_a_flag_that_another_writes_again(again, expected, mode):
+    """PTX ISA, release sequences: an atomic passes on what was released, a store replaces it."""
+    assert hazards(PASSED_ON.replace("AGAIN", again), zeros(2), threads=1, ctas=3) == expected
+
+
 @pytest.mark.parametrize("between", [b for b in OF_EACH_LANE if "mbarrier" not in b])
 @pytest.mark.parametrize("publish", [PUBLISH, STORE.format("relaxed.gpu")])
 def test_one_lane_publishes_what_others_have_written(between, publish):
