@@ -73,11 +73,15 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
     if name == "shared":
         ids[:, -1] = 256
     largest = torch.iinfo(dtype)
-    ids[1, :3] = torch.tensor([largest.min, largest.max, experts + 5])
+    ids[1, :3] = torch.tensor([largest.min, largest.max, experts])
     ids[2] = 7
+    ids[4, 0] = experts + 5
     if dtype == torch.int64:
         ids[3, 0] = 2**32 + 7  # not expert 7
-    placed = torch.randint(-2, local + 2, (experts,)).int() if mapped else None
+    # What follows the map would be an expert, and is none of its own.
+    placed = torch.randint(-2, local + 2, (experts + 1,)).int()
+    placed[experts] = 2
+    placed = placed[:experts] if mapped else None
     offset = 0 if mapped or local == experts else 3
     given = RoutedInputs._make(
         (ids, torch.randn(ids.shape), *6 * (torch.empty(0),), offset, placed)
