@@ -519,6 +519,35 @@ STAGES = {
 needs_nvdisasm = pytest.mark.skipif(nvdisasm() is None, reason="no nvdisasm, also not triton's")
 
 
+POLICY = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry policy(.param .u64 out) {
+    .reg .b64 %rd<3>; ld.param.u64 %rd1, [out];
+    createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0; st.global.u64 [%rd1], %rd2; ret;
+}
+"""
+
+
+@needs_nvdisasm
+def test_the_cache_policy_is_the_one_that_ptxas_makes(tmp_path):
+    """It puts it together of a kind, 0x120, and the 16ths of the lines that it is for, 0xf: CUTLASS
+    (cute/arch/copy_sm90_desc.hpp) has the sum as a constant, too; the DSL has none."""
+    ptxas = Path(nvdisasm() or "").resolve().with_name("ptxas")
+    if not ptxas.is_file():
+        pytest.skip(f"no {ptxas}")
+    (tmp_path / "policy.ptx").write_text(POLICY)
+    command = [ptxas, "-arch", "sm_90a", tmp_path / "policy.ptx", "-o", tmp_path / "policy.cubin"]
+    subprocess.run(command, check=True)
+    code = disassemble((tmp_path / "policy.cubin").read_bytes())["policy"]
+    numbers = [int(n, 16) for n in re.findall(r"\bUMOV UR\d+, (0x[0-9a-f]+)", code)]
+    fraction, kind = numbers
+    (right,) = (int(n, 16) for n in re.findall(r"USHF\.R\.U32 .*, (0x[0-9a-f]+), URZ", code))
+    (mask,) = (int(n, 16) for n in re.findall(r"ULOP3\.LUT .*, (0x[0-9a-f]+), UR\d+, 0xf8", code))
+    (left,) = (int(n, 16) for n in re.findall(r"USHF\.L\.U32 .*, (0x[0-9a-f]+), URZ", code))
+    assert EVICT_FIRST == (kind | mask & fraction >> right) << left << 32
+
+
 def check_machine_code(text: str, config) -> None:
     """What the GEMM lives on, in the code that a GPU would run."""
     found = facts(text)

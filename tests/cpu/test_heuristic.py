@@ -1,8 +1,10 @@
-"""The choice of a GEMM config: defined everywhere, sensible at the ends, full of tiles."""
+"""The choice of a GEMM config: defined everywhere, sensible at the ends, full of tiles; and of the
+fused layer's two."""
 
 import itertools
 import math
 import sys
+from typing import Any
 
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig
@@ -10,6 +12,7 @@ from moe_fp8.kernels.sm90.heuristic import (
     EVEN,
     FEW_ROWS,
     LARGEST,
+    LAYER,
     MULTIPROCESSORS,
     SMALLER,
     TWO_TERMS,
@@ -17,6 +20,10 @@ from moe_fp8.kernels.sm90.heuristic import (
     UNEVEN,
     choose,
 )
+from moe_fp8.kernels.sm100 import heuristic as sm100
+from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
+from moe_fp8.kernels.tile_config import LayerRules, TileConfig
+from moe_fp8.problem import MoeShape
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
@@ -102,3 +109,74 @@ def test_a_wave_is_a_tile_for_every_multiprocessor():
 
 def test_few_uneven_tiles_are_not_paired():
     assert choose(128, 7168, 2048, experts=1).cluster_m == 1
+
+
+# --- the fused layer's configs --------------------------------------------------------------------
+
+
+SHAPE = MoeShape(num_local_experts=256)
+"""All experts: T tokens have 8 T rows here, and the second GEMM has 16 K blocks."""
+WEIGHTS = 3 * SHAPE.hidden_size * SHAPE.intermediate_size
+"""Bytes of an expert's."""
+SWAPPED = GemmConfig(tile_m=16, swap_ab=True)
+USUAL = GemmConfig(tile_m=128)
+
+
+def layer_configs(tokens: int, picked: TileConfig, **rules) -> tuple[Any, Any]:
+    """Of rules without bounds but for those given."""
+    of_layer = LayerRules(**{"stages": 8, "one_wave": 0, "whole_waves": 0} | rules)
+    return of_layer.configs(tokens, SHAPE, 1, lambda rows, n, k, terms=1: picked)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bound", "picked", "of", "flag", "up_to_it"),
+    [
+        ("one_wave", 24, SWAPPED, 1, "dynamic", False),
+        ("whole_waves", 16, SWAPPED, 0, "whole_waves", True),
+        ("evict_first", 24 * WEIGHTS, SWAPPED, 0, "evict_first", True),
+        ("evict_first", 24 * WEIGHTS, USUAL, 1, "evict_first", True),
+        ("in_order", 16, SWAPPED, 1, "dynamic", False),
+        ("in_order", 16, USUAL, 1, "dynamic", False),
+    ],
+)
+def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, of, flag, up_to_it):
+    """3 tokens, 24 rows: at the bound the rule holds, one below it no longer."""
+    for value, expected in ((bound + 1, up_to_it), (bound, up_to_it), (bound - 1, not up_to_it)):
+        assert getattr(layer_configs(3, picked, **{rule: value})[of], flag) == expected, value
+
+
+def test_few_tiles_of_blackwell_are_divided_among_pairs():
+    for one_wave, columns in ((25, 128), (24, 128), (23, 256)):
+        first, _ = layer_configs(3, BlackwellConfig(tile_m=16, swap_ab=True), one_wave=one_wave)
+        assert first.tile_n == columns
+
+
+def test_slices_are_for_one_tile():
+    for picked in (USUAL, GemmConfig(tile_m=192, stages=4), SWAPPED):
+        for slices in (16, 128):
+            for config in layer_configs(3, picked, slices=slices):
+                assert config.slices == (picked.tile_m == slices == 128)
+
+
+def test_rows_above_which_the_first_gemm_takes_a_larger_config():
+    """With many rows an expert has as many as there are on average: 1280 tokens, 40 rows."""
+    for above, expected in ((41, 40), (40, 40), (39, 50)):
+        asked = []
+        rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(above, 50))
+        rules.configs(
+            1280, SHAPE, 1, lambda rows, n, k, terms=1, to=asked: to.append(rows) or USUAL
+        )
+        assert asked == [expected, 40]
+    rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(10, 24))
+    asked = []
+    rules.configs(1280, SHAPE, 1, lambda rows, n, k, terms=1: asked.append(rows) or USUAL)
+    assert asked == [40, 40], "those who have more keep them"
+
+
+def test_the_layer_s_bounds_are_the_measured_ones():
+    """docs/notes/fused.md has the runs."""
+    assert LAYER == LayerRules(
+        stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2,
+        larger=(10, 24),
+    )  # fmt: skip
+    assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)
