@@ -9,6 +9,9 @@ import pytest
 import ptxemu
 from ptxemu import build, host, noise
 
+MOST_INSTRUCTIONS = 100_000_000
+"""Of a test's launches in flight: a minute or two, where a kernel takes garbage for a count."""
+
 
 def install(target: str) -> str:
     """`ptxemu.install`; returns why tests must be skipped, an empty string where they can run."""
@@ -39,13 +42,17 @@ def parametrize_mode(metafunc: pytest.Metafunc, modes: Iterable = ptxemu.MODES) 
 
 @pytest.fixture
 def emulator(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The emulator with default settings, any access outside the tensors an error, the mode that
-    the test asks for, no recorded launches, and memory that depends on nothing but the test and
-    `noise.seed`, which a test that fails says."""
+    """The emulator as a test wants it.
+
+    With default settings, but any access outside the tensors is an error, and a loop without end
+    ends sooner; in the mode that the test asks for; with no recorded launches; with memory that
+    depends on nothing but the test and `noise.seed`, which a test that fails says.
+    """
     noise.begin(request.node.nodeid)
     print(noise.how_to_repeat())
     saved = dict(vars(ptxemu.options))
     ptxemu.options.strict = True
+    ptxemu.options.max_instructions = MOST_INSTRUCTIONS
     if "mode" in request.fixturenames:
         ptxemu.options.mode = request.getfixturevalue("mode")
     ptxemu.reports.clear()

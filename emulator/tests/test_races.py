@@ -315,7 +315,7 @@ def test_a_flag_that_is_not(publish, wait):
     assert handover(publish, wait) == {"global-race"}
 
 
-# CTA 0 releases a flag, CTA 1 sees it without acquiring it and writes it again, CTA 2 acquires that.
+# CTA 0 releases a flag. CTA 1 sees it, acquires nothing and writes it again: CTA 2 acquires that.
 PASSED_ON = """
     ld.param.u64 %rd1, [x]; setp.eq.u32 %p1, %r100, 0; @%p1 bra FIRST;
     setp.eq.u32 %p1, %r100, 1; @%p1 bra SECOND;

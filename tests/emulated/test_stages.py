@@ -258,6 +258,16 @@ def test_combine_sums_slots_in_order(mode, emulator):
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
+def test_combine_rounds_a_product_with_its_sum(emulator):
+    """2**-30 is what is left of a product of 1 + 2**-7 + 2**-23 + 2**-30, less its float32."""
+    o = torch.ones(2, 1024, dtype=torch.bfloat16)
+    o[0], o[1] = -1.0, 1 + 2**-7
+    weights = torch.tensor([[1 + 2**-7 + 2**-23, 1 + 2**-23]])
+    out = torch.full((1, 1024), UNTOUCHED, dtype=torch.bfloat16)
+    compile_combine(1024, 2, TARGET)(o, torch.tensor([[0, 1]], dtype=torch.int32), weights, out, 1)
+    assert (out == 2**-30).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 70])  # 35 a CTA: a lane looks at two of them
 def test_combine(tokens, mode, emulator):
     torch.manual_seed(tokens)

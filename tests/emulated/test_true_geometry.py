@@ -55,7 +55,7 @@ def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: MULTIPROCESSORS[target])
     emulator.options.poison_races = True  # boxes with rows of the next expert, still written
     emulator.options.mode, emulator.options.dependents = schedule, "early"
-    emulator.options.max_instructions = 40_000_000  # who asks for rows does not do so all the time
+    emulator.options.max_instructions = 40_000_000  # who asks for rows seldom does so in vain
     inputs = inputs_of(tokens)
     wanted, out = (
         torch.full((tokens, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16) for _ in range(2)
