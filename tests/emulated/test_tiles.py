@@ -1,10 +1,13 @@
 """Where the tiles of all experts lie, as a warp looks them up."""
 
+import functools
+
 import cutlass.cute as cute
 import pytest
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import Int32
+from moe_fp8.kernels.cache import CACHE_VARIABLE
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
 from moe_fp8.kernels.tiles import WARP, ExpertTiles, rows_of_lane
 
@@ -89,6 +92,16 @@ def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
 
 def test_boundaries_may_lie_any_distance_apart(emulator):
     assert look_up([5, 200], 9, 64, apart=7) == look_up([5, 200], 9, 64)
+
+
+def test_tiles_are_found_by_the_shuffle_of_dsl_4_6(emulator, monkeypatch):
+    """By whose default no lane reads another."""
+    kind = cute.arch.shuffle_sync_up.keywords["kind"]
+    of_4_6 = functools.partial(cute.arch.shuffle_sync_op, kind=kind)
+    wanted = look_up([5, 200], 9, 64)
+    monkeypatch.setattr(cute.arch, "shuffle_sync_up", of_4_6)
+    monkeypatch.setenv(CACHE_VARIABLE, "")  # it would hold what was compiled with the other
+    assert look_up([5, 200], 9, 64) == wanted
 
 
 @pytest.mark.parametrize("experts", [32, 33, 1024])

@@ -189,10 +189,13 @@ def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32
 
 
 def inclusive_sum(value: Int32) -> Int32:
-    """Of this lane's value and those of the lanes below."""
+    """Of this lane's value and those of the lanes below.
+
+    The clamp, the lowest lane that may be read, is given: CuTe DSL 4.6 has 31 by default.
+    """
     lane = cute.arch.lane_idx()
     for distance in (1, 2, 4, 8, 16):
-        below = cute.arch.shuffle_sync_up(value, distance)
+        below = cute.arch.shuffle_sync_up(value, distance, mask_and_clamp=0)
         value = value + cutlass.select_(lane >= distance, below, Int32(0))
     return value
 
