@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -312,7 +313,7 @@ def install(target: str = "sm_90a", sm_count: int = 4) -> None:
         raise RuntimeError("ptxemu.install() must run before cutlass is imported")
     arch, multiprocessors = target, sm_count
     lib()
-    os.environ["CUTE_DSL_LIBS"] = str(build.library())
+    os.environ["CUTE_DSL_LIBS"] = os.pathsep.join(map(str, [build.library(), *_runtimes()]))
     os.environ["CUTE_DSL_KEEP"] = "ptx"
     # The PTX is read back from where the DSL dumps it, under the kernel's name, which may be that
     # of many kernels: a directory of this process's own, whatever it inherited.
@@ -341,6 +342,14 @@ def install(target: str = "sm_90a", sm_count: int = 4) -> None:
     for executor in (compiled, JitExecutor):
         executor.run_compiled_program = _reporting(executor.run_compiled_program)
     _installed = True
+
+
+def _runtimes() -> list[Path]:
+    """The DSL's own runtimes, one a CUDA version. Before 4.8 the DSL puts that which it chooses in
+    front of CUTE_DSL_LIBS, ahead of the core, unless it is named there already."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    roots = spec.submodule_search_locations if spec else None
+    return [so for r in roots or [] for so in Path(r).glob("cu*/lib/libcute_dsl_runtime.so")]
 
 
 @functools.cache
