@@ -17,6 +17,7 @@ PUBLIC = {
     "prepare": "compile_ahead",
     "quantise_blocks": "quantise",
     "quantise_rows": "quantise",
+    "__version__": "version",
 }
 """Imported when they are asked for: a packed solution has few of these modules."""
 

@@ -1,0 +1,109 @@
+"""The wheel, made from the sdist and installed into an environment without the project."""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import bruteforce
+import cutlass
+import pytest
+import torch
+from moe_fp8 import experts, fused_moe
+from moe_fp8.problem import MoeShape
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "solutions" / "moe_fp8"
+pytestmark = [pytest.mark.all, pytest.mark.xdist_group("wheel")]  # it is built once
+ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "traces"
+"""What a fresh clone does not have, or no build reads."""
+SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
+
+CALLS = """
+import importlib.metadata, sys
+import moe_fp8, torch
+
+assert moe_fp8.__file__.startswith(sys.prefix), moe_fp8.__file__
+version = importlib.metadata.version("moe-fp8-cutedsl")
+assert moe_fp8.__version__ == version == {version!r}, version
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    (plugin,) = importlib.metadata.entry_points(group=group, name="moe_fp8")
+    plugin.load()()  # not asked for: it does nothing
+given = torch.load("arguments.pt")
+outputs = [getattr(moe_fp8, name)(**arguments) for name, arguments in given.items()]
+torch.save(outputs, "outputs.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with both, built from a copy: a build writes beside the sources."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "clone", ignore=shutil.ignore_patterns(*ABSENT))
+    # What builds is one of the extras: without isolation nothing is fetched.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, "clone"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    metadata = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.startswith(metadata)}
+    modules = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert names == {*modules, "moe_fp8/py.typed"} and len(modules) > 50
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as file:
+        paths = [member.name.split("/")[1:] for member in file if member.isfile()]
+    top = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "solutions"}
+    assert {path[0] for path in paths} == top
+
+
+@pytest.fixture
+def environment(built: Path, tmp_path: Path) -> Path:
+    """The interpreter of an environment with the wheel, beside what it requires as it is installed
+    here: the .pth files there, which would add the clone, are not read."""
+    venv.create(tmp_path / "environment", with_pip=False, symlinks=True)
+    python = tmp_path / "environment" / "bin" / "python"
+    (packages,) = (tmp_path / "environment" / "lib").glob("python*/site-packages")
+    (wheel,) = built.glob("*.whl")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*command, "--target", packages, wheel], check=True)
+    installed = [*site.getsitepackages(), Path(cutlass.__file__).parents[1]]
+    (packages / "requirements.pth").write_text("".join(f"{path}\n" for path in installed))
+    return python
+
+
+def test_the_installed_wheel_gives_the_bits_of_the_clone(environment: Path, tmp_path: Path) -> None:
+    inputs = bruteforce.random_inputs(SHAPE, 13, 32, 13, favourite=40)
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    routed = {
+        "topk_ids": torch.randint(30, 66, (13, 8), dtype=torch.int32),
+        "topk_weights": torch.rand(13, 8),
+        "x": torch.randn(13, SHAPE.hidden_size).bfloat16(),
+        **dict(zip(names, inputs[4:8], strict=True)),
+        "local_expert_offset": 32,
+        "num_experts": SHAPE.num_experts,
+    }
+    given = {"fused_moe": inputs._asdict(), "experts": routed}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    torch.save(given, elsewhere / "arguments.pt")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    (version,) = re.findall('^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    command = [environment, "-c", CALLS.format(version=version)]
+    subprocess.run(command, cwd=elsewhere, env=clean, check=True)
+    found = torch.load(elsewhere / "outputs.pt")
+    for output, wanted in zip(
+        found, (fused_moe(**given["fused_moe"]), experts(**routed)), strict=True
+    ):
+        assert wanted.isfinite().all() and wanted.any() and torch.equal(output, wanted)
