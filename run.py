@@ -20,9 +20,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
-import importlib.metadata
-import importlib.util
-import json
 import os
 import re
 import signal
@@ -57,7 +54,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, as a job gets it at its limit: it does what Ctrl-C does."""
 
 
-# --- requirements ---------------------------------------------------------------------------------
+# --- set-up -----------------------------------------------------------------------------------
 
 
 def requirements(extras: str = "") -> list[str]:
@@ -71,86 +68,36 @@ def requirements(extras: str = "") -> list[str]:
     return [requirement for key in keys for requirement in ast.literal_eval(lists[key])]
 
 
-def unmet(wanted: list[str]) -> list[str]:
-    """The requirements that the running interpreter does not satisfy, with what it has instead."""
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:  # it is one of the requirements; a new environment has that of its pip
-        try:
-            from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
-        except ImportError:
-            return [f"{requirement}: unknown without 'packaging'" for requirement in wanted]
-    problems = []
-    for text in wanted:
-        requirement = Requirement(text)
-        try:
-            distribution = importlib.metadata.distribution(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{text}: not installed")
-            continue
-        met, version = False, distribution.version
-        with contextlib.suppress(ValueError):  # what is installed has a version that is none
-            met = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        if not met:
-            problems.append(f"{text}: version {version} is installed")
-        for needed in map(Requirement, distribution.requires or []):
-            marker, needed.marker = needed.marker, None
-            if marker is None or "extra ==" not in str(marker):
-                continue
-            if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
-                problems += unmet([str(needed)])
-    return problems
+def has(python: str, wanted: list[str]) -> bool:
+    """Whether an interpreter has these requirements, by its pip, which fetches nothing."""
+    command = [*pip(python), "--dry-run", "--no-deps", "--no-index", "--quiet", *wanted]
+    # From nowhere near ROOT: metadata of an attempt to install would count as installed.
+    return subprocess.run(command, cwd="/", capture_output=True).returncode == 0
 
 
-# --- set-up -----------------------------------------------------------------------------------
+def pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
-def venv_python() -> Path:
-    return VENV / "bin" / "python"
-
-
-def lacks(wanted: list[str]) -> list[str]:
-    """Why the running interpreter cannot be used; empty if it can."""
-    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        return unmet(wanted)
-    version, first, last = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
-    return [f"Python {version} cannot run this; start it with one of Python {first} to {last}"]
-
-
-def venv_lacks(wanted: list[str]) -> list[str]:
-    """The same of the interpreter in .venv, which is asked: only it knows what is there."""
-    if not os.path.lexists(venv_python()):
-        return [f"{VENV}: not made"]
-    ask = "import json, runpy, sys; lacks = runpy.run_path(sys.argv[1])['lacks']; "
-    ask += "print(json.dumps(lacks(sys.argv[2:])))"
-    # Not from ROOT, where pip leaves metadata of the project whether it is installed or not.
-    command = [str(venv_python()), "-c", ask, str(ROOT / "run.py"), *wanted]
-    try:
-        asked = subprocess.run(command, cwd=VENV, stdout=subprocess.PIPE, text=True)
-        return list(json.loads(asked.stdout))
-    except OSError as error:
-        why = str(error)
-    except ValueError:
-        why = "see above"
-    raise SetupError(f"the interpreter in {VENV} does not work ({why}): remove that directory")
-
-
-def ready(extras: str) -> list[str] | None:
-    """The command for an interpreter that has what the extras need, if there is one."""
+def ready(extras: str) -> str | None:
+    """An interpreter that has what the extras need, if there is one."""
     wanted = requirements(extras)
-    if not always_venv and not lacks(wanted):
-        return [sys.executable]
-    return None if venv_lacks([PROJECT, *wanted]) else [str(venv_python())]
+    if not always_venv and supported() and has(sys.executable, wanted):
+        return sys.executable
+    python = str(VENV / "bin" / "python")
+    return python if os.path.exists(python) and has(python, [PROJECT, *wanted]) else None
 
 
-def set_up(extras: str) -> list[str]:
+def supported() -> bool:
+    return PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
+
+
+def set_up(extras: str) -> str:
     """The same; installs in .venv if it must."""
     if found := ready(extras):
         return found
-    with alone():
-        if not ready(extras):  # another start may have installed it meanwhile
-            install(extras)
-    return [str(venv_python())]
+    with alone():  # another start may have installed it meanwhile
+        return ready(extras) or install(extras)
 
 
 @contextlib.contextmanager
@@ -166,34 +113,28 @@ def alone() -> Iterator[None]:
         yield
 
 
-def make_venv() -> None:
-    """Make .venv, or complete one whose making was cut short; nothing in it is removed."""
-    if not venv_lacks(["pip"]):
-        return
-    if unsupported := lacks([]):
-        raise SetupError(unsupported[0])
-    print(f"making a virtual environment in {VENV}", flush=True)
-    if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-        said = f"{sys.executable} -m venv could not make {VENV} (its own message is above)"
-        if importlib.util.find_spec("ensurepip") is None:
-            said += "; on Debian and Ubuntu the package python3-venv has what it lacks"
-        raise SetupError(said)
-
-
-def install(extras: str) -> None:
-    """Install the project in .venv, editable, with these extras."""
-    make_venv()
-    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
-    if venv_lacks(["torch"]):
-        command.append(TORCH)
+def install(extras: str) -> str:
+    """Install the project in .venv, editable, with these extras; nothing there is removed."""
+    python = str(VENV / "bin" / "python")
+    if not os.path.exists(python) or not has(python, ["pip"]):  # or its making was cut short
+        if not supported():
+            version, *range_ = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
+            raise SetupError(
+                f"Python {version} cannot run this; start it with one of Python "
+                + " to ".join(range_)
+            )
+        print(f"making a virtual environment in {VENV}", flush=True)
+        do([sys.executable, "-m", "venv", str(VENV)], f"could not make {VENV}")
+    command = [*pip(python), "--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
+    command += [] if has(python, ["torch"]) else [TORCH]
     print("installing (some minutes the first time): " + " ".join(command[1:]), flush=True)
+    do(command, "could not install the project. Without a network, use an interpreter that has all")
+    return python
+
+
+def do(command: list[str], failed: str) -> None:
     if subprocess.run(command).returncode != 0:
-        raise SetupError(
-            "pip could not install the project (its own message is above). Without a network, use "
-            "an interpreter that has the packages; this one lacks:\n  "
-            + "\n  ".join(lacks(requirements(extras)))
-        )
+        raise SetupError(f"{command[2]} {failed} (its own message is above)")
 
 
 def environment() -> dict[str, str]:
@@ -229,7 +170,7 @@ def run_script(name: str, arguments: list[str]) -> int:
     extras = EXTRAS.get(name, "bench")
     if HELP & set(arguments) and ready(extras) is None:
         return help_without_packages(known[name], arguments)
-    command = [*set_up(extras), str(known[name]), *arguments]
+    command = [set_up(extras), str(known[name]), *arguments]
     # The program gets Ctrl-C itself: scripts/common/command_line.py, once it is imported.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(command[0], command, environment())
@@ -262,7 +203,7 @@ def run_tests(arguments: list[str]) -> int:
     """All checks, or with arguments just pytest with them, whose paths are those of the caller."""
     all_checks = arguments in ([], ["--all"])
     python = set_up("bench,dev" if all_checks else "bench,test")
-    pytest = [*python, "-m", "pytest"]
+    pytest = [python, "-m", "pytest"]
     if arguments == ["--engines"]:  # a process each: what they import need not agree
         files = sorted((ROOT / "tests/engines").glob("test_*.py"))
         of_engines = [status_of([*pytest, str(path)]) for path in files]
@@ -274,9 +215,9 @@ def run_tests(arguments: list[str]) -> int:
     count = str(min(os.cpu_count() or 1, 8))
     workers = ["-n", count, "--dist", "loadgroup"]
     phases = {
-        "ruff check": [*python, "-m", "ruff", "check", "."],
-        "ruff format": [*python, "-m", "ruff", "format", "--check", "."],
-        "mypy": [*python, "-m", "mypy", "-n", count],
+        "ruff check": [python, "-m", "ruff", "check", "."],
+        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
+        "mypy": [python, "-m", "mypy", "-n", count],
         # A process of its own: the emulator must be in place before anything imports the DSL.
         "emulated tests": [*pytest, *workers, "tests/emulated", "emulator/tests"],
         # GPU tests share one device, so they are not spread over processes.
@@ -314,7 +255,7 @@ def main(arguments: list[str]) -> int:
         if command == "test":
             return run_tests(rest)
         if command == "setup":
-            print("ready: " + " ".join(set_up("bench,dev")))
+            print(f"ready: {set_up('bench,dev')}")
             return 0
         return run_script(command, rest)
     except (SetupError, OSError) as error:
