@@ -19,6 +19,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.baselines import (
+    call,
     deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
@@ -85,6 +86,11 @@ def nothing_kept() -> None:
     hpc_ops_moe.buffers.clear()
 
 
+def checks_of(module: ModuleType) -> ModuleType:
+    """The module that asks for the GPU and for the packages."""
+    return module if hasattr(module, "require_gpu") else call
+
+
 def arguments(tokens: int = 1) -> list:
     """Arguments of full size that hold nothing."""
     inputs = inspect.signature(flashinfer_moe.run).parameters
@@ -119,7 +125,7 @@ def test_packs_without_our_kernels(name):
 def test_a_missing_package_is_one_line(name, monkeypatch):
     library, requirement = LIBRARIES[name]
     module = MODULES[name]
-    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setattr(checks_of(module), "require_gpu", lambda *_: None)
     for loaded in [m for m in sys.modules if m.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, library, None)
@@ -133,8 +139,9 @@ def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
     module = MODULES[name]
     own = supported.require_gpu.__wrapped__
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(module, "require_gpu", lambda _, capabilities: own(device, capabilities))
-    monkeypatch.setattr(module, "require", None)
+    checks = checks_of(module)
+    monkeypatch.setattr(checks, "require_gpu", lambda _, capabilities: own(device, capabilities))
+    monkeypatch.setattr(checks, "require", None)
     other = (9, 0) if name in ON_BLACKWELL else (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: other)
     sm = f"{other[0]}{other[1]}"
@@ -149,7 +156,7 @@ def test_the_cpu_is_refused():
 
 @every_module
 def test_wrong_arguments_are_refused_first(name, monkeypatch):
-    monkeypatch.setattr(MODULES[name], "require_gpu", None)
+    monkeypatch.setattr(checks_of(MODULES[name]), "require_gpu", None)
     wrong = arguments()
     wrong[2] = wrong[2].to(torch.bfloat16)
     with pytest.raises(ValueError, match="^hidden_states: expected dtype"):
@@ -348,7 +355,7 @@ def layer(request, monkeypatch) -> Callable[..., None]:
         pytest.skip("the stand-ins work on CPU tensors, Triton on the GPU's")
     name = request.param.split()[0]
     module = MODULES[name]
-    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setattr(checks_of(module), "require_gpu", lambda *_: None)
     for library in (fake_libraries.sgl_kernel, fake_libraries.deep_gemm):
         fake = library(TINY, newest=request.param.endswith("newest"))
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
@@ -472,9 +479,9 @@ def test_hpcs_list_has_room_for_the_worst_routing(tokens, tiles):
     from moe_fp8.baselines.triton_stages import processors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tasks = hpc_ops_moe.buffers(tokens, DEEPSEEK_V3, device).tasks
+    tasks = hpc_ops_moe.buffers(tokens, DEEPSEEK_V3, device)[-1]
     assert tasks.shape[0] * tasks.shape[1] >= tiles * 56 + processors(device)
-    assert tasks.shape == hpc_ops_moe.buffers(287, DEEPSEEK_V3, device).tasks.shape
+    assert tasks.shape == hpc_ops_moe.buffers(287, DEEPSEEK_V3, device)[-1].shape
 
 
 @pytest.mark.parametrize("layer", ["hpc_ops_moe"], indirect=True)

@@ -15,6 +15,7 @@ from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import (
+    call,
     requirement,
     triton_fused_moe_v2,
     triton_gemm,
@@ -288,7 +289,7 @@ def layer_of(name: str, monkeypatch) -> Callable[..., None]:
     """A layer of the baselines in Triton, for the tests of every baseline in test_baselines.py."""
     module = triton_moe if name in TILES else triton_fused_moe_v2
     module.buffers.clear()
-    monkeypatch.setattr(module, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setattr(call, "require_gpu", lambda device, capabilities: None)
     if name in TILES:
         monkeypatch.setattr(module, "tiles", lambda tokens: (TILES[name], TILES[name]))
     else:

@@ -14,7 +14,7 @@ import torch
 
 from ..gemms.validate import validate_contiguous
 from ..numerics import BLOCK
-from .deepgemm_device import RECIPE, require_first_device
+from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
 
@@ -44,7 +44,7 @@ def run(a, a_scale, b, b_scale, m_indptr, out):
     validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
     device, (total, k), (experts, n, _) = out.device, a.shape, b.shape
     require_gpu(device, HOPPER)
-    deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
+    deep_gemm = require("deep_gemm", REQUIREMENT)
     require("triton", "triton")
     if total == 0:
         return

@@ -7,6 +7,7 @@ import torch
 
 from ..numerics import BLOCK
 
+REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 RECIPE = (1, BLOCK, BLOCK)
 """Rows of `a` that share a scale, then rows and columns of `b` that do."""
 

@@ -11,7 +11,7 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 import torch
 
 from ..gemms.validate import validate_masked
-from .deepgemm_device import RECIPE, require_first_device
+from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu
 
@@ -35,7 +35,7 @@ def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
     """
     validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
     require_gpu(out.device, HOPPER)
-    deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
+    deep_gemm = require("deep_gemm", REQUIREMENT)
     require("triton", "triton")
     if a.shape[1] == 0:
         return

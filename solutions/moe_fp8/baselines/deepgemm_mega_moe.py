@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
 from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
-from .deepgemm_device import require_first_device
+from .call import begin, route
+from .deepgemm_device import REQUIREMENT, require_first_device
 from .held import HeldPerStream
 from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import HOPPER, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -41,7 +41,6 @@ SOLUTION = {
     "dependencies": ["torch", "triton", "sgl-deep-gemm>=0.1.5"],
 }
 
-REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 SHAPE = DEEPSEEK_V3
 TURN = 8
 """Rows of the gate, then of the up projection, that follow each other in the kernel's weights."""
@@ -160,19 +159,13 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported or not the one that the library was first used on,
             or a package is not installed.
     """
-    tokens = validate(inputs, output, SHAPE)
-    require_gpu(output.device, HOPPER)
-    deep_gemm = require("deep_gemm", REQUIREMENT)
-    require("triton", "triton")
+    tokens, deep_gemm = begin(inputs, output, SHAPE, HOPPER, "deep_gemm", REQUIREMENT)
     if tokens == 0:
         return
     require_first_device(output.device)
-    from .triton_stages import route
-
     offset = bounded_offset(int(inputs.local_expert_offset), SHAPE.num_local_experts)
     routed = routed_tokens(tokens, SHAPE, output.device)
-    scaling = float(inputs.routed_scaling_factor)
-    route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)
+    route(inputs, SHAPE, routed)
 
     symmetric, x, x_scale, ids, weights, w13, w13_scale, w2_scale = held(
         capacity(tokens), SHAPE, output.device

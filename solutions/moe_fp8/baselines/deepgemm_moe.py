@@ -16,21 +16,16 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
 from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from .deepgemm_device import RECIPE, require_first_device
+from .call import Tables, begin, new_buffers, new_tables, route
+from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .held import HeldPerStream
-from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
-
-if TYPE_CHECKING:
-    from .triton_stages import Routed, Rows
+from .supported import HOPPER, on_its_device
 
 SOLUTION = {
     "name": "deepgemm_moe",
@@ -45,48 +40,14 @@ MASKED_ROWS = 32 * 16384
 T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
 
 
-class Tables(NamedTuple):
-    """Where the tokens go."""
-
-    routed: "Routed"
-    rows: "Rows"
-
-
-class Buffers(NamedTuple):
-    """What a call computes on its way: `[R, ...]`, or `[E, max_rows, ...]` in the masked layout."""
-
-    a: torch.Tensor  # [..., H] float8_e4m3fn
-    a_scale: torch.Tensor  # [..., H/128] float32, contiguous along the rows
-    g: torch.Tensor  # [..., 2I] bfloat16
-    q: torch.Tensor  # [..., I] float8_e4m3fn
-    q_scale: torch.Tensor  # [..., I/128] float32, contiguous along the rows
-    o: torch.Tensor  # [..., H] bfloat16
-
-
 @HeldPerStream
 def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Tables:
     """For the masked layout, or the contiguous one without `max_rows`."""
-    from .triton_stages import new_routed, new_rows, row_bound
+    from .triton_stages import row_bound
 
     bound = row_bound(tokens, shape, BLOCK)
     rows = bound if max_rows is None else shape.num_local_experts * max_rows
-    return Tables(new_routed(tokens, shape, device), new_rows(tokens, rows, shape, device))
-
-
-def new_buffers(lead: tuple[int, ...], shape: MoeShape, device: torch.device) -> Buffers:
-    h, i = shape.hidden_size, shape.intermediate_size
-
-    def new(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((*lead, width), dtype=dtype, device=device)
-
-    def new_scale(width: int) -> torch.Tensor:
-        dims = (*lead[:-1], width // BLOCK, lead[-1])
-        return torch.empty(dims, dtype=torch.float32, device=device).transpose(-1, -2)
-
-    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
-    return Buffers(
-        new(h, fp8), new_scale(h), new(2 * i, bf16), new(i, fp8), new_scale(i), new(h, bf16)
-    )
+    return new_tables(tokens, rows, shape, device)
 
 
 masked_buffers = HeldPerStream(new_buffers)
@@ -114,21 +75,17 @@ class DeepGemmLayer:
                 on, or a package is not installed.
         """
         shape, device = self.shape, output.device
-        tokens = validate(inputs, output, shape)
-        require_gpu(device, HOPPER)
-        deep_gemm = require("deep_gemm", "sgl-deep-gemm>=0.1.5")
-        require("triton", "triton")
+        tokens, deep_gemm = begin(inputs, output, shape, HOPPER, "deep_gemm", REQUIREMENT)
         if tokens == 0:
             return
         require_first_device(device)
         from . import triton_stages as stages
 
-        offset = int(inputs.local_expert_offset)
-        scaling = float(inputs.routed_scaling_factor)
         masked = tokens * shape.num_local_experts <= MASKED_ROWS
         max_rows = -(-tokens // BLOCK) * BLOCK if masked else None
         routed, rows = tables(tokens, max_rows, shape, device)
-        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
+        route(inputs, shape, routed)
+        offset = int(inputs.local_expert_offset)
         stages.place(routed, offset, rows, align=BLOCK, max_rows=max_rows)
         mark("routing")
 

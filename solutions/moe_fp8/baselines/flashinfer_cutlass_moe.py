@@ -13,16 +13,16 @@ FlashInfer builds its module `fused_moe_90` when first called, unless a prebuilt
 and compiles a GEMM for each shape and tile with nvcc when it first meets them.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
+from .call import begin, route
 from .held import HeldPerStream
 from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import HOPPER, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -37,17 +37,11 @@ REQUIREMENT = "flashinfer-python==0.7.2.post1"
 SHAPE = DEEPSEEK_V3
 
 
-class Buffers(NamedTuple):
-    """What a call writes on its way."""
-
-    routed: "Routed"
-    x: torch.Tensor  # [T, H] bfloat16
-    workspace: torch.Tensor  # uint8
-
-
 @HeldPerStream
-def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """For a number of tokens."""
+def buffers(
+    tokens: int, shape: MoeShape, device: torch.device
+) -> "tuple[Routed, torch.Tensor, torch.Tensor]":
+    """For a number of tokens; the tokens in bfloat16 and the library's workspace."""
     from .triton_stages import new_routed
 
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
@@ -64,7 +58,7 @@ def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
         use_deepseek_fp8_block_scale=True,
         device=device,
     )
-    return Buffers(
+    return (
         new_routed(tokens, shape, device),
         torch.empty((tokens, shape.hidden_size), dtype=torch.bfloat16, device=device),
         torch.empty(size, dtype=torch.uint8, device=device),
@@ -89,19 +83,14 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         ValueError: an argument is wrong.
         RuntimeError: the GPU is not supported, or a package is not installed.
     """
-    tokens = validate(inputs, output, SHAPE)
-    require_gpu(output.device, HOPPER)
-    fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
-    require("triton", "triton")
+    tokens, fused_moe = begin(inputs, output, SHAPE, HOPPER, "flashinfer.fused_moe", REQUIREMENT)
     if tokens == 0:
         return
     from .dequantise import dequantise
-    from .triton_stages import route
 
     routed, x, workspace = buffers(tokens, SHAPE, output.device)
     offset = int(inputs.local_expert_offset)
-    scaling = float(inputs.routed_scaling_factor)
-    route(inputs.routing_logits, inputs.routing_bias, scaling, offset, SHAPE, routed)
+    route(inputs, SHAPE, routed)
     ids, rank = local_ids(routed.ids, offset, SHAPE)
     dequantise(inputs.hidden_states, inputs.hidden_states_scale, x)
     fused_moe.cutlass_fused_moe(

@@ -19,20 +19,14 @@ written on the device, for which it is given room.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
-from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from .call import Buffers, Tables, begin, new_buffers, new_tables, route
 from .held import HeldPerStream
-from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
-
-if TYPE_CHECKING:
-    from .triton_stages import Routed, Rows
+from .supported import HOPPER, on_its_device
 
 SOLUTION = {
     "name": "hpc_ops_moe",
@@ -70,54 +64,30 @@ def tile_rows(mean: int) -> int:
     return next((tile for most, tile in TILES if mean <= most), LARGEST_TILE)
 
 
-class Buffers(NamedTuple):
-    """What a call writes on its way, for R rows."""
-
-    routed: "Routed"
-    rows: "Rows"
-    a: torch.Tensor  # [R, H] float8_e4m3fn
-    a_scale: torch.Tensor  # [H/128, R] float32
-    g: torch.Tensor  # [R, 2I] bfloat16
-    q: torch.Tensor  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor  # [I/128, R] float32
-    o: torch.Tensor  # [R, H] bfloat16
-    tasks: torch.Tensor | None  # [waves, multiprocessors, 4] int32, of either GEMM
-
-
 @HeldPerStream
-def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """For a number of tokens."""
-    from .triton_stages import new_routed, new_rows, processors, row_bound
+def buffers(
+    tokens: int, shape: MoeShape, device: torch.device
+) -> tuple[Tables, Buffers, torch.Tensor | None]:
+    """For a number of tokens; the last is the list of tiles of either GEMM, `[waves,
+    multiprocessors, 4]` int32."""
+    from .triton_stages import processors, row_bound
 
-    h, i = shape.hidden_size, shape.intermediate_size
     mean = mean_rows(tokens, shape)
     tile = tile_rows(mean)
     bound = row_bound(tokens, shape, tile)
-
-    def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype, device=device)
-
     tasks = None
     if mean <= LISTED_MEAN:
         ctas = processors(device)
         # For the most tokens that are listed: the library sets by this room how much shared memory
         # a launch may have, and a call of fewer tokens in another thread would lower it in between.
         most = ((LISTED_MEAN + 1) * shape.num_experts - 1) // shape.top_k
-        tiles = row_bound(most, shape, tile) // tile * -(-max(2 * i, h) // TILE_N)
+        columns = -(-max(2 * shape.intermediate_size, shape.hidden_size) // TILE_N)
+        tiles = row_bound(most, shape, tile) // tile * columns
         # After the last tile stands one entry for each CTA that says that there are no more.
-        tasks = new(-(-tiles // ctas) + 1, ctas, TASK, dtype=torch.int32)
-    fp8, f32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
-    return Buffers(
-        new_routed(tokens, shape, device),
-        new_rows(tokens, bound, shape, device),
-        new(bound, h, dtype=fp8),
-        new(h // BLOCK, bound, dtype=f32),
-        new(bound, 2 * i, dtype=bf16),
-        new(bound, i, dtype=fp8),
-        new(i // BLOCK, bound, dtype=f32),
-        new(bound, h, dtype=bf16),
-        tasks,
-    )
+        waves = -(-tiles // ctas) + 1
+        tasks = torch.empty((waves, ctas, TASK), dtype=torch.int32, device=device)
+    tables = new_tables(tokens, bound, shape, device)
+    return tables, new_buffers((bound,), shape, device), tasks
 
 
 @dataclass(eq=False)
@@ -142,21 +112,18 @@ class HpcOpsLayer:
                 installed.
         """
         shape = self.shape
-        tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER)
+        tokens, hpc = begin(inputs, output, shape, HOPPER, "hpc", REQUIREMENT)
         if shape.num_local_experts > MOST_EXPERTS:
             raise RuntimeError(
                 f"num_local_experts={shape.num_local_experts}: hpc-ops has at most {MOST_EXPERTS}"
             )
-        hpc = require("hpc", REQUIREMENT)
-        require("triton", "triton")
         if tokens == 0:
             return
         from . import triton_stages as stages
 
-        routed, rows, a, a_scale, g, q, q_scale, o, tasks = buffers(tokens, shape, output.device)
-        offset = int(inputs.local_expert_offset)
-        scaling = float(inputs.routed_scaling_factor)
+        (routed, rows), (a, a_scale, g, q, q_scale, o), tasks = buffers(
+            tokens, shape, output.device
+        )
         mean = mean_rows(tokens, shape)
         counts, starts = rows.counts[0], rows.m_indptr
 
@@ -166,14 +133,15 @@ class HpcOpsLayer:
                 b,
                 counts,
                 starts,
-                a_scale,
+                a_scale.t(),
                 b_scale,
                 num_seq_per_group_avg=mean,
                 output=out,
                 task_map_workspace=tasks,
             )
 
-        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
+        route(inputs, shape, routed)
+        offset = int(inputs.local_expert_offset)
         stages.place(routed, offset, rows, align=tile_rows(mean))
         if tasks is None:
             # Without its list the kernel divides by the number of tiles: without a pair, the first
@@ -181,11 +149,11 @@ class HpcOpsLayer:
             counts[:1].add_(starts[-1:] == 0)
         mark("routing")
 
-        stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale.t())
+        stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
         multiply(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g)
         mark("gemm1")
 
-        stages.swiglu_quant(g, q, q_scale.t(), rows)
+        stages.swiglu_quant(g, q, q_scale, rows)
         mark("swiglu_quant")
 
         # Both GEMMs would allocate their TMA descriptors at one address. Without the list they do

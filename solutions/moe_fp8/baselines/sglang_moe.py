@@ -28,13 +28,12 @@ from typing import NamedTuple
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
 from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
+from .call import begin, route
 from .held import HeldPerStream
-from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
-from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
+from .supported import BLACKWELL, HOPPER, on_its_device
 
 SOLUTION = {
     "name": "sglang_moe",
@@ -63,7 +62,6 @@ def tables(device: torch.device, experts: int) -> Tables:
 
 def choose(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
     """(weights, ids) of every token's experts, `[T, top_k]` float32 and int32."""
-    scaling = float(inputs.routed_scaling_factor)
     if hasattr(sgl, "moe_fused_gate"):
         assert inputs.routing_bias is not None  # as the shape has it
         return sgl.moe_fused_gate(
@@ -73,13 +71,13 @@ def choose(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.T
             shape.topk_group,
             shape.top_k,
             0,  # shared experts
-            scaling,
+            float(inputs.routed_scaling_factor),
             True,  # scale the weights
         )
-    from .triton_stages import new_routed, route
+    from .triton_stages import new_routed
 
     routed = new_routed(len(inputs.routing_logits), shape, inputs.routing_logits.device)
-    route(inputs.routing_logits, inputs.routing_bias, scaling, 0, shape, routed)
+    route(inputs, shape, routed)
     return routed.weights, routed.ids
 
 
@@ -103,10 +101,8 @@ class SglangLayer:
             RuntimeError: the GPU is not supported, or the package is not installed.
         """
         shape = self.shape
-        tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER + BLACKWELL)
-        sgl = require("sgl_kernel", REQUIREMENT)
-        require("triton", "triton")
+        gpus = HOPPER + BLACKWELL
+        tokens, sgl = begin(inputs, output, shape, gpus, "sgl_kernel", REQUIREMENT)
         if tokens == 0:
             return
         from .gate_first import gate_first

@@ -13,21 +13,15 @@ arguments, has kernels of its own; this project has not run them.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
-from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from .call import Buffers, Tables, begin, new_buffers, new_tables, route
 from .held import HeldPerStream
-from .requirement import require
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
-from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
-
-if TYPE_CHECKING:
-    from .triton_stages import Routed, Rows
+from .supported import BLACKWELL, HOPPER, on_its_device
 
 SOLUTION = {
     "name": "triton_fused_moe_v2",
@@ -36,24 +30,13 @@ SOLUTION = {
 }
 
 
-class Buffers(NamedTuple):
-    """What a call writes on its way, for R rows."""
-
-    routed: "Routed"
-    rows: "Rows"
-    sizes: torch.Tensor  # [2, E, 3] int32: rows, N, K of each expert in either GEMM
-    a: torch.Tensor  # [R, H] float8_e4m3fn
-    a_scale: torch.Tensor  # [R, H/128] float32
-    g: torch.Tensor  # [R, 2I] bfloat16
-    q: torch.Tensor  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor  # [R, I/128] float32
-    o: torch.Tensor  # [R, H] bfloat16
-
-
 @HeldPerStream
-def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
-    """For a number of tokens."""
-    from .triton_stages import new_routed, new_rows, row_bound
+def buffers(
+    tokens: int, shape: MoeShape, device: torch.device
+) -> tuple[Tables, Buffers, torch.Tensor]:
+    """For a number of tokens; the last is `[2, E, 3]` int32: rows, N, K of each expert in either
+    GEMM."""
+    from .triton_stages import row_bound
 
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     bound = row_bound(tokens, shape)
@@ -61,21 +44,10 @@ def buffers(tokens: int, shape: MoeShape, device: torch.device) -> Buffers:
     for gemm, (n, k) in enumerate(((2 * i, h), (h, i))):  # no copy from the host: may be captured
         sizes[gemm, :, 1] = n
         sizes[gemm, :, 2] = k
-
-    def new(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((bound, width), dtype=dtype, device=device)
-
-    fp8, f32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
-    return Buffers(
-        new_routed(tokens, shape, device),
-        new_rows(tokens, bound, shape, device, counts=sizes[:, :, 0]),
+    return (
+        new_tables(tokens, bound, shape, device, counts=sizes[:, :, 0]),
+        new_buffers((bound,), shape, device, by_row=True),
         sizes,
-        new(h, fp8),
-        new(h // BLOCK, f32),
-        new(2 * i, bf16),
-        new(i, fp8),
-        new(i // BLOCK, f32),
-        new(h, bf16),
     )
 
 
@@ -99,20 +71,18 @@ class FusedMoeV2Layer:
             RuntimeError: the GPU is not supported, or a package is not installed.
         """
         shape = self.shape
-        tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER + BLACKWELL)
-        require("sgl_kernel", REQUIREMENT)
-        require("triton", "triton")
+        gpus = HOPPER + BLACKWELL
+        tokens, _ = begin(inputs, output, shape, gpus, "sgl_kernel", REQUIREMENT)
         if tokens == 0:
             return
         from . import triton_stages as stages
 
         held = layer_scratch(output.device, shape)
-        routed, rows, sizes, a, a_scale, g, q, q_scale, o = buffers(tokens, shape, output.device)
-        offset = int(inputs.local_expert_offset)
-        scaling = float(inputs.routed_scaling_factor)
-        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
-        stages.place(routed, offset, rows)
+        (routed, rows), (a, a_scale, g, q, q_scale, o), sizes = buffers(
+            tokens, shape, output.device
+        )
+        route(inputs, shape, routed)
+        stages.place(routed, int(inputs.local_expert_offset), rows)
         mark("routing")
 
         offsets = rows.m_indptr[:-1]

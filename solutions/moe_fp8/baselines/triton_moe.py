@@ -14,21 +14,18 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..layer.calls import run_of
-from ..layer.validate import validate
-from ..numerics import BLOCK
 from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from .call import Buffers, Tables, begin, new_buffers, new_tables, route
 from .held import HeldPerStream
-from .requirement import require
-from .supported import BLACKWELL, HOPPER, on_its_device, require_gpu
+from .supported import BLACKWELL, HOPPER, on_its_device
 
 if TYPE_CHECKING:
     from .triton_gemm import Tile
-    from .triton_stages import Routed, Rows
 
 SOLUTION = {
     "name": "triton_moe",
@@ -68,35 +65,17 @@ def tiles(tokens: int) -> "tuple[Tile, Tile]":
     return next(tiles for most, tiles in tile_table() if tokens <= most)
 
 
-class Buffers(NamedTuple):
-    """What a call writes on its way, for R rows."""
-
-    routed: "Routed"
-    rows: "Rows"
-    g: torch.Tensor  # [R, 2I] bfloat16
-    q: torch.Tensor  # [R, I] float8_e4m3fn
-    q_scale: torch.Tensor  # [R, I/128] float32, contiguous along the rows
-    o: torch.Tensor  # [R, H] bfloat16
-
-
 @HeldPerStream
-def buffers(tokens: int, align: int, shape: MoeShape, device: torch.device) -> Buffers:
+def buffers(
+    tokens: int, align: int, shape: MoeShape, device: torch.device
+) -> tuple[Tables, Buffers]:
     """For a number of tokens."""
-    from .triton_stages import new_routed, new_rows, row_bound
+    from .triton_stages import row_bound
 
-    h, i = shape.hidden_size, shape.intermediate_size
     bound = row_bound(tokens, shape, align)
-
-    def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype, device=device)
-
-    return Buffers(
-        new_routed(tokens, shape, device),
-        new_rows(tokens, bound, shape, device),
-        new(bound, 2 * i, dtype=torch.bfloat16),
-        new(bound, i, dtype=torch.float8_e4m3fn),
-        new(i // BLOCK, bound, dtype=torch.float32).t(),
-        new(bound, h, dtype=torch.bfloat16),
+    return (
+        new_tables(tokens, bound, shape, device),
+        new_buffers((bound,), shape, device, copied=False),
     )
 
 
@@ -121,9 +100,7 @@ class TritonLayer:
             RuntimeError: the GPU is not supported, or Triton is not installed.
         """
         shape = self.shape
-        tokens = validate(inputs, output, shape)
-        require_gpu(output.device, HOPPER + BLACKWELL)
-        require("triton", "triton")
+        tokens, _ = begin(inputs, output, shape, HOPPER + BLACKWELL, "triton", "triton")
         if tokens == 0:
             return
         from . import triton_stages as stages
@@ -131,11 +108,9 @@ class TritonLayer:
 
         tile1, tile2 = tiles(tokens)
         align = tile1.block_m
-        routed, rows, g, q, q_scale, o = buffers(tokens, align, shape, output.device)
-        offset = int(inputs.local_expert_offset)
-        scaling = float(inputs.routed_scaling_factor)
-        stages.route(inputs.routing_logits, inputs.routing_bias, scaling, offset, shape, routed)
-        stages.place(routed, offset, rows, align)
+        (routed, rows), (_, _, g, q, q_scale, o) = buffers(tokens, align, shape, output.device)
+        route(inputs, shape, routed)
+        stages.place(routed, int(inputs.local_expert_offset), rows, align)
         mark("routing")
 
         x, x_scale = inputs.hidden_states, inputs.hidden_states_scale.t()
