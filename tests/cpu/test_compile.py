@@ -36,7 +36,6 @@ from moe_fp8.kernels.architectures import (
 from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.batched import compile_batched_gemm
 from moe_fp8.kernels.combine import Combine
-from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
 from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig
@@ -440,22 +439,6 @@ def test_slices(tokens, terms, compiled_code, tmp_path):
         shared = re.findall(r"cp\.async\.bulk\.tensor\S*multicast", gemm)
         assert len(shared) == config.tile_m // 64 * config.terms > 1
     assert resources(cubin, tmp_path)["frame"] == 0
-
-
-@pytest.mark.parametrize(("target", "terms"), [("sm_90a", 1), *more(("sm_90a", 2), ("sm_100a", 1))])
-def test_passes(target, terms, compiled_code, tmp_path):
-    """A quarter of the memory; the host function goes round a loop: no kernel is there twice."""
-    first, second = of_target(target).choose_layer(14107, DEEPSEEK_V3, terms)
-    first = dataclasses.replace(first, passes=4)
-    sizes = [workspace_bytes(DEEPSEEK_V3, terms, 14107, passes=passes) for passes in (1, 4)]
-    assert sizes[1] < 0.26 * sizes[0]
-    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, target)
-    # All have more than one word of tokens: there is no kernel for one.
-    assert len(re.findall(r"\.entry", ptx)) == 6
-    # A CTA of the combine waits also where its pass has no token for it.
-    combine = ptx[ptx.rindex(".entry") :]
-    assert combine.count("griddepcontrol.wait") == 2
-    assert target != "sm_90a" or resources(cubin, tmp_path)["frame"] == 0
 
 
 GIVEN = MoeShape(257, 257, 7168, 256, 1, 1, 9, "given")
@@ -867,7 +850,6 @@ PAIR = {"mma_ctas": 2, "cluster_m": 2}
         (BlackwellConfig, {"accumulators": 3, "tile_n": 256}, "accumulators=3: .* 2 to 2"),
         (GemmConfig, {"slices": True, "tile_m": 64}, "slices: expected several warpgroups"),
         (GemmConfig, {"slices": True, "swap_ab": True}, "slices: expected several warpgroups"),
-        (GemmConfig, {"passes": 0}, "passes=0: expected at least 1"),
         (BlackwellConfig, {"stages": 7}, r"needs \d+ bytes .* 232448"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.fused import bound, offsets, parts, share, workspace_bytes
+from moe_fp8.kernels.fused import bound, offsets, parts_of, workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
@@ -132,46 +132,6 @@ def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
     emulator.reports.clear()
     assert torch.equal(output_of(inputs, option), wanted)
     assert not any(report.hazards for report in emulator.reports)
-
-
-IN_PASSES = [  # tokens, passes, first local expert, whether the first pass has all tokens
-    (300, 3, 4, False),
-    (300, 3, 9, True),
-    (270, 8, 4, False),
-    (20, 2, 4, True),
-]
-
-
-@pytest.mark.parametrize(("tokens", "passes", "offset", "all_fit"), IN_PASSES)
-@pytest.mark.parametrize(("name", "terms"), [("192 on demand", 1), *more(("64 overlapped", 2))])
-def test_tokens_in_passes(
-    name, terms, tokens, passes, offset, all_fit, mode, emulator, monkeypatch
-):
-    """Of 128 tokens at least; what a pass has no token for is launched all the same."""
-    inputs, room = inputs_of(tokens, offset), bound(SHAPE, share(tokens, passes))
-    assert (int(route(inputs, SHAPE).m_indptr[-1]) <= room) == all_fit
-    wanted = output_of(inputs, name, terms)
-    first, second = CONFIGS[name]
-    changed = dataclasses.replace(first, passes=passes), second
-    monkeypatch.setitem(CONFIGS, "in passes", changed)
-    emulator.reports.clear()
-    assert torch.equal(output_of(inputs, "in passes", terms), wanted)
-    assert [report.hazards for report in emulator.reports] == [[]] * (2 + 4 * passes)
-    _, _, *launches = (report.grid[0] for report in emulator.reports)
-    # A later pass has fewer tokens, and most often none: its combine is one wave.
-    assert launches[::4] == [tokens] + (passes - 1) * [share(tokens, passes)]
-    assert launches[3::4] == [min(tokens, 4 * 16)] + (passes - 1) * [min(tokens, 4 * 6)]
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("which", [2, -1], ids=["permute", "combine"])
-def test_passes_without_a_wait(which, emulator, monkeypatch):
-    """Of a kernel that every pass launches."""
-    first, second = CONFIGS["192 on demand"]
-    changed = dataclasses.replace(first, passes=2), second
-    monkeypatch.setitem(CONFIGS, "in passes", changed)
-    edit = replace(r"griddepcontrol\.wait;", "", which)
-    assert noticed("in passes", edit, emulator, inputs_of(200, 4))
 
 
 @pytest.mark.all
@@ -322,7 +282,7 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     assert (wanted != 0).any(dim=1).nonzero().flatten().tolist() == [3, tokens - 1]
     assert calc_diff(out, wanted) < TOLERANCE[2]
     rows = bound(shape, tokens)
-    starts, _ = offsets(parts(shape, 2, tokens, rows))
+    starts, _ = offsets(parts_of(shape, 2, tokens, rows))
     assert workspace[starts.q : starts.q + 4 * i].count_nonzero() > 2 * i
     begin = starts.o + rows * (4 * h - h - h // 128 * 4)
     a = workspace[begin : begin + 2 * h].view(2, h)

@@ -98,16 +98,13 @@ def test_many_tokens(module, tokens, make_inputs):
     [
         (1, {"evict_first": False}, {"evict_first": False}),
         (7, {"evict_first": True}, {"evict_first": True}),
-        (1009, {"passes": 4}, {}),
-        (4096, {"passes": 3}, {}),
         (2048, {"slices": False}, {"slices": False}),
         (4096, {"slices": True}, {"slices": True}),
     ],
     ids=str,
 )
 def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, make_inputs):
-    """What the configs for so many tokens do not have, or alone have; in passes all pairs fit, or
-    do not."""
+    """What the configs for so many tokens do not have, or alone have."""
     inputs = make_inputs(tokens, routing)
     output = new_output(inputs)
     terms, architecture = module.LAYER.terms, of_device(output.device)

@@ -50,8 +50,6 @@ class Combine:
 
     ctas_per_multiprocessor = 16
     """More than its shared memory lets in at once: measured as above, 16 1461 us, 6 1469."""
-    at_once = 6
-    """Of them on a multiprocessor."""
 
     def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
         self.vector = BYTES * 8 // rows.width
@@ -67,10 +65,9 @@ class Combine:
         self.columns = self.threads * self.vector
         self.column_groups = hidden // self.columns
 
-    def most_ctas(self, multiprocessors: int, at_once: bool = False) -> int:
-        """The grid's first extent where there are as many tokens; or that of one wave."""
-        each = self.at_once if at_once else self.ctas_per_multiprocessor
-        return -(-multiprocessors * each // self.column_groups)
+    def most_ctas(self, multiprocessors: int) -> int:
+        """The grid's first extent where there are as many tokens."""
+        return -(-multiprocessors * self.ctas_per_multiprocessor // self.column_groups)
 
     @cute.jit
     def __call__(self, o, pair_row, weights, out, ctas, stream):
@@ -86,9 +83,8 @@ class Combine:
         out: cute.Tensor,  # (tokens, hidden) bf16
         ctas: Int32,
         stream: cuda.CUstream,
-        of: cute.Tensor | None = None,  # (2,) i32: first token, end; all tokens without it
     ):
-        self.kernel(o, pair_row, weights, out, of).launch(
+        self.kernel(o, pair_row, weights, out).launch(
             grid=[ctas, self.column_groups, 1],
             block=[(self.warps + 1) * WARP, 1, 1],
             stream=stream,
@@ -106,7 +102,7 @@ class Combine:
         return Storage
 
     @cute.kernel
-    def kernel(self, o, pair_row, weights, out, of):
+    def kernel(self, o, pair_row, weights, out):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         _, column_group, _ = cute.arch.block_idx()
@@ -122,19 +118,15 @@ class Combine:
         notes = storage.notes.get_tensor(per_stage), storage.weights.get_tensor(per_stage)
         held = storage.held.get_tensor(cute.make_layout((self.columns, STAGES)))
         if warp == self.warps:
-            self._load(ring, held, notes, o, pair_row, weights, first_column, of)
+            self._load(ring, held, notes, o, pair_row, weights, first_column)
         else:
             self._sum(ring, held, notes, out, first_column, thread)
 
     @cute.jit
-    def _load(self, ring, held, notes, o, pair_row, weights, first_column: Int32, of_tokens):
+    def _load(self, ring, held, notes, o, pair_row, weights, first_column: Int32):
         """By one warp: this CTA's part of all rows of its tokens, a stage each."""
         tokens = Int32(cute.size(pair_row, mode=[0]))
         cta, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(of_tokens is not None):
-            cta, tokens = cta + of_tokens[0], Int32(of_tokens[1])
-            if cta >= tokens:
-                wait_for_previous()  # before its end, as every kernel
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)

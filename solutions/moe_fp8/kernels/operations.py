@@ -119,9 +119,8 @@ def fused_call(
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(*fused_geometry(device, shape, configs, form))
     quantised = not form.has_scales and of_device(device).gather(configs[0]) is not None
-    local, passes = shape.num_local_experts, configs[0].passes
-    size = workspace_bytes(shape, terms, tokens, quantised, passes)
-    gpu, given = device.index, shape.routing == "given"
+    size = workspace_bytes(shape, terms, tokens, quantised)
+    gpu, local, given = device.index, shape.num_local_experts, shape.routing == "given"
 
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs

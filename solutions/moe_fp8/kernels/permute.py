@@ -69,28 +69,28 @@ class Permute:
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
         stream: cuda.CUstream,
-        of: cute.Tensor | None = None,  # (2,) i32: first token, end; all tokens without it
-        most: Int32 | None = None,  # tokens that there may be from the first to the end
         by_row: TokensOfRows | None = None,  # of e4m3 tokens
     ):
-        ctas = cute.size(x, mode=[0]) if most is None else most
         of_scales = Int32(0)
         if cutlass.const_expr(by_row is not None):
             of_scales = cute.ceil_div(cute.size(a, mode=[0]), WARP)
-        self.kernel(x, x_scale, pair_row, a, a_scale, of, by_row, of_scales).launch(
-            grid=[of_scales + ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        self.kernel(x, x_scale, pair_row, a, a_scale, by_row, of_scales).launch(
+            grid=[of_scales + cute.size(x, mode=[0]), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, pair_row, a, a_scale, of, by_row, of_scales: Int32):
+    def kernel(self, x, x_scale, pair_row, a, a_scale, by_row, of_scales: Int32):
         block, _, _ = cute.arch.block_idx()
         wait_for_previous()
         if cutlass.const_expr(by_row is None):
-            self._copy(x, x_scale, pair_row, a, a_scale, of, block)
+            self._copy(x, x_scale, pair_row, a, a_scale, block)
         elif block < of_scales:
             self._copy_scales(x_scale, by_row, a_scale, block)
         else:
-            self._copy(x, None, pair_row, a, None, of, block - of_scales)
+            self._copy(x, None, pair_row, a, None, block - of_scales)
 
     @cute.jit
     def _copy_scales(self, x_scale, by_row: TokensOfRows, a_scale, block: Int32):
@@ -111,21 +111,14 @@ class Permute:
                 a_scale[i * warps + warp, row] = values[i]
 
     @cute.jit
-    def _copy(self, x, x_scale, pair_row, a, a_scale, of, token: Int32):
+    def _copy(self, x, x_scale, pair_row, a, a_scale, token: Int32):
         """A token; with its scales, where they have tensors."""
         thread, _, _ = cute.arch.thread_idx()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
+        load(pair_row.iterator + token * self.top_k, rows)
         last = Int32(-1)
-        if cutlass.const_expr(of is None):
-            load(pair_row.iterator + token * self.top_k, rows)
-            for s in cutlass.range_constexpr(self.top_k):
-                last = cutlass.max(last, rows[s])
-        else:
-            token += of[0]
-            if token < of[1]:
-                load(pair_row.iterator + token * self.top_k, rows)
-                for s in cutlass.range_constexpr(self.top_k):
-                    last = cutlass.max(last, rows[s])
+        for s in cutlass.range_constexpr(self.top_k):
+            last = cutlass.max(last, rows[s])
         if last >= 0:
             values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
             quantised = x.element_type is BFloat16

@@ -71,29 +71,12 @@ class RowNumbers(NamedTuple):
     pair_row: cute.Tensor  # (tokens, top_k) i32: -1 where the expert is not local
     token_of_row: cute.Tensor  # (any) i32, written up to the last row with `names_tokens`
     counters: cute.Tensor  # (any) i32, zeroed: what follows counts in them
-    ranges: "TokenRanges | None" = None  # where the layer takes its tokens in several passes
-
-
-class TokenRanges(NamedTuple):
-    """Tokens of the passes, of which each has room for all pairs of `share` tokens.
-
-    `m_indptr` is (passes, local + 1) then. Where all local pairs fit, the first pass has all
-    tokens.
-    """
-
-    tokens: cute.Tensor  # (passes, 2) i32, written: first token, end
-    share: Int32  # a multiple of the tokens of a CTA of `NumberRows`
-    rows: Int32  # there is room for
 
 
 class Route:
-    """All kernels, from one host function; `names_tokens`: whether `token_of_row` is written.
+    """All kernels, from one host function; `names_tokens`: whether `token_of_row` is written."""
 
-    With several `passes` it is given `TokenRanges`.
-    """
-
-    def __init__(self, shape: MoeShape, names_tokens: bool = False, passes: int = 1):
-        self.passes = passes
+    def __init__(self, shape: MoeShape, names_tokens: bool = False):
         self.word = RouteWord(shape, names_tokens)
         self.choose = ChooseExperts(shape)
         self.number = NumberRows(
@@ -127,34 +110,24 @@ class Route:
         counters: cute.Tensor,
         stream: cuda.CUstream,
         tokens: QuantisedTokens | None = None,  # quantised besides
-        ranges: TokenRanges | None = None,
     ):
         inputs = RouterInputs(logits, bias, offset, scaling)
-        numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters, ranges)
+        numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)
         words = cute.size(marks, mode=[0])
         launch = {"stream": stream, "use_pdl": True}
         quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(logits, mode=[0])
-        if cutlass.const_expr(self.passes > 1):
-            self._of_more_words(inputs, expert, weights, marks, numbered, stream, tokens)
-        elif words == 1:
+        if words == 1:
             self.word.kernel(inputs, weights, numbered, tokens).launch(
                 grid=[1 + quantising, 1, 1], block=[THREADS, 1, 1], **launch
             )
         else:
-            self._of_more_words(inputs, expert, weights, marks, numbered, stream, tokens)
-
-    @cute.jit
-    def _of_more_words(self, inputs, expert, weights, marks, numbered, stream, tokens):
-        words = cute.size(marks, mode=[0])
-        launch = {"stream": stream, "use_pdl": True}
-        quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(expert, mode=[0])
-        self.choose.kernel(inputs, expert, weights, marks).launch(
-            grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
-        )
-        numbering = cute.ceil_div(words, WORDS)
-        self.number.kernel(expert, marks, numbered, tokens).launch(
-            grid=[numbering + quantising, 1, 1], block=[THREADS, 1, 1], **launch
-        )
+            self.choose.kernel(inputs, expert, weights, marks).launch(
+                grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
+            )
+            numbering = cute.ceil_div(words, WORDS)
+            self.number.kernel(expert, marks, numbered, tokens).launch(
+                grid=[numbering + quantising, 1, 1], block=[THREADS, 1, 1], **launch
+            )
 
 
 class ChooseExperts:
@@ -491,10 +464,6 @@ class NumberRows:
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
     words before its own. `grid = ceil(words / WORDS)`, and one more for each of the `tokens` to
     quantise; CTA 0 writes `m_indptr`.
-
-    Where tokens come in passes, whose rows begin anew, it counts those of its own range of tokens,
-    too, and knows whether all pairs fit in one pass. CTA 0 writes the ranges, and `m_indptr` of all
-    where the first CTA of a range does not write its own.
     """
 
     def __init__(self, local: int, top_k: int, names_tokens: bool, hidden: int, given: bool):
@@ -528,21 +497,13 @@ class NumberRows:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        words, ranges = cute.size(marks, mode=[0]), numbered.ranges
-        tokens = cute.size(expert, mode=[0])
+        words, tokens = cute.size(marks, mode=[0]), cute.size(expert, mode=[0])
         memory = SmemAllocator()
         layout = cute.make_layout(self.local)
-        # Rows of an expert in earlier blocks and in all; then the same within the range.
-        sums = 2 if cutlass.const_expr(ranges is None) else 4
-        counts = [memory.allocate_tensor(Int32, layout) for _ in range(sums)]
-        if cutlass.const_expr(ranges is not None):
-            all_fit = memory.allocate_tensor(Int32, cute.make_layout(1))
-            words_of_range = ranges.share // WORD
-            of = block * WORDS // words_of_range
-            first = of * words_of_range
+        before = memory.allocate_tensor(Int32, layout)  # rows of an expert in earlier blocks
+        total = memory.allocate_tensor(Int32, layout)
         for e in cutlass.range(thread, self.local, THREADS, unroll=1):
-            for count in counts:
-                count[e] = Int32(0)
+            before[e], total[e] = Int32(0), Int32(0)
         cute.arch.barrier()
         wait_for_previous()
         if block == 0:
@@ -551,35 +512,18 @@ class NumberRows:
         readers = THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
-            found = cute.make_rmem_tensor(sums, Int32)
+            found = cute.make_rmem_tensor(2, Int32)
             found.fill(0)
             for w in cutlass.range(thread // self.local, words, readers, unroll=4):
                 count = cute.arch.popc(marks[w, e])
-                earlier = cutlass.select_(w < block * WORDS, count, Int32(0))
-                found[0] += earlier
+                found[0] += cutlass.select_(w < block * WORDS, count, Int32(0))
                 found[1] += count
-                if cutlass.const_expr(ranges is not None):
-                    if w >= first and w < first + words_of_range:
-                        found[2] += earlier
-                        found[3] += count
-            for i in cutlass.range_constexpr(sums):
-                place = counts[i].iterator + e
-                cute.arch.atomic_add(place, found[i], sem="relaxed", scope="cta")
+            for i, sums in enumerate((before, total)):
+                cute.arch.atomic_add(sums.iterator + e, found[i], sem="relaxed", scope="cta")
         cute.arch.barrier()
         if warp == 0:
-            if cutlass.const_expr(ranges is None):
-                add_begins(counts[0], counts[1], numbered.m_indptr, block == 0)
-            else:
-                self._begin(numbered, counts, all_fit, block, of)
+            add_begins(before, total, numbered.m_indptr, block == 0)
         cute.arch.barrier()
-        if cutlass.const_expr(ranges is not None):
-            if block == 0:
-                self._write_ranges(numbered, all_fit[0], Int32(tokens), thread)
-        self._rows_of_pairs(expert, marks, numbered, counts[0], block, thread, tokens)
-
-    @cute.jit
-    def _rows_of_pairs(self, expert, marks, numbered: RowNumbers, before, block, thread, tokens):
-        """Of this CTA's tokens; an expert's begin at `before`."""
         for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
             within = i // self.top_k
             token = block * (WORDS * WORD) + within
@@ -601,52 +545,6 @@ class NumberRows:
                     elif cutlass.const_expr(self.names_tokens):
                         numbered.token_of_row[row] = token
                 numbered.pair_row[token, i % self.top_k] = row
-
-    @cute.jit
-    def _begin(self, numbered: RowNumbers, counts, all_fit, block: Int32, of: Int32):
-        """By one warp: whether all pairs fit, and where each expert's rows begin for this CTA."""
-        lane = cute.arch.lane_idx()
-        rows = Int32(0)
-        for e in cutlass.range(lane, self.local, WARP, unroll=1):
-            rows += counts[1][e]
-        rows = cute.arch.shuffle_sync(inclusive_sum(rows), WARP - 1)
-        fits = rows <= numbered.ranges.rows
-        writes = block == 0
-        if fits:
-            of = Int32(0)
-        else:
-            for e in cutlass.range(lane, self.local, WARP, unroll=1):
-                counts[0][e] = counts[2][e]
-                counts[1][e] = counts[3][e]
-            writes = block * (WORDS * WORD) == of * numbered.ranges.share
-            cute.arch.sync_warp()
-        if lane == 0:
-            all_fit[0] = Int32(fits)
-        add_begins(counts[0], counts[1], indptr_of(numbered.m_indptr, of), writes)
-
-    @cute.jit
-    def _write_ranges(self, numbered: RowNumbers, fits: Int32, tokens: Int32, thread: Int32):
-        """By all threads of one CTA; a range without tokens has no CTA that writes its rows."""
-        ranges, m_indptr = numbered.ranges, numbered.m_indptr
-        for p in cutlass.range_constexpr(cute.size(ranges.tokens, mode=[0])):
-            first = cutlass.min(p * ranges.share, tokens)
-            end = cutlass.min((p + 1) * ranges.share, tokens)
-            if fits != 0:
-                first, end = Int32(0), tokens
-                if cutlass.const_expr(p > 0):
-                    end = Int32(0)
-            if thread == 0:
-                ranges.tokens[p, 0], ranges.tokens[p, 1] = first, end
-            if cutlass.const_expr(p > 0):
-                if first >= end:
-                    for e in cutlass.range(thread, self.local + 1, THREADS, unroll=1):
-                        m_indptr[p, e] = Int32(0)
-
-
-def indptr_of(m_indptr: cute.Tensor, of: Int32) -> cute.Tensor:
-    """A pass's part."""
-    begins = cute.size(m_indptr, mode=[1])
-    return cute.make_tensor(m_indptr.iterator + of * begins, cute.make_layout(begins))
 
 
 @cute.jit

@@ -42,11 +42,6 @@ class TileConfig:
             what the GEMM gives.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
-        passes: of the layer's first GEMM, where a permute comes before it: the layer's workspace
-            has room for the pairs of so large a part of the tokens, and is used so often. Where the
-            pairs of all fit, the first pass has all tokens and the others find none (`fused`). At
-            14107 tokens 2, 3 or 4 take 0.95, 0.63 or 0.47 GB in place of 1.86, and 0.4, 1.3 or 4 %
-            more time on an H200 (1.5, 2.8 or 3 % at 11948): only by `FusedLayer.configs`.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -63,7 +58,6 @@ class TileConfig:
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
-    passes: int = 1
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -86,8 +80,6 @@ class TileConfig:
             )
         if self.whole_waves and self.dynamic:
             raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
-        if self.passes < 1:
-            raise ValueError(f"passes={self.passes}: expected at least 1")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -106,8 +98,6 @@ class TileConfig:
         if self.quantises:
             words.append(f"quantises {self.quantises}")
         words += self.set_flags("evict_first")
-        if self.passes > 1:
-            words.append(f"{self.passes} passes")
         return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:

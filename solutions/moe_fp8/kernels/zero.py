@@ -25,14 +25,10 @@ class ZeroRows:
 
         `known` is what `is_zero` looks at.
         """
-        self._zero(known, out, warp, self.rows(out), warps)
-
-    @cute.jit
-    def _zero(self, known: cute.Tensor, out: cute.Tensor, first: Int32, end: Int32, step: Int32):
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor(VECTOR, BFloat16)
         zeros.fill(0.0)
-        for row in cutlass.range(first, end, step, unroll=1):
+        for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
             if self.is_zero(known, out, Int32(row)):
                 start = out.iterator + Int64(row) * self.width
                 for column in cutlass.range(lane * VECTOR, self.width, WARP * VECTOR, unroll=4):
@@ -65,14 +61,6 @@ class ZeroTokens(ZeroRows):
         if cute.arch.lane_idx() < self.top_k:
             first = Int32(known[row, cute.arch.lane_idx()])
         return Boolean(not cute.arch.vote_any_sync(first >= 0))
-
-
-class ZeroTokensOfRange(ZeroTokens):
-    """The same of the tokens from `of[0]` to `of[1]`."""
-
-    @cute.jit
-    def run(self, known: cute.Tensor, out: cute.Tensor, of: cute.Tensor, warp: Int32, warps: Int32):
-        self._zero(known, out, of[0] + warp, of[1], warps)
 
 
 class ZeroPadding(ZeroRows):
