@@ -45,6 +45,7 @@ from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
+from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape
@@ -279,7 +280,7 @@ def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
 
 TUNED = [
     {"tile_m": 32, "swap_ab": True, "cluster_n": 2, "stages": 6, "accumulators": 2},
-    {"tile_n": 64, "cluster_m": 2, "mma_ctas": 2, "stages": 4, "dynamic": True},
+    {"tile_n": 64, "cluster_m": 2, "mma_ctas": 2, "stages": 4, "schedule": Schedule.DYNAMIC},
 ]
 
 
@@ -676,6 +677,7 @@ COMPILE = """
 from pathlib import Path
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.sm100.config import GemmConfig
+from moe_fp8.kernels.tile_config import Schedule
 from sass import disassemble, early_arrivals
 operations.compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
 (cubin,) = Path().glob("*.cubin")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
+from moe_fp8.kernels.tile_config import Schedule
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
@@ -127,7 +128,10 @@ def test_tiles_on_demand_are_never_slower_than_turns() -> None:
     config = Hopper(tile_m=192, cluster_n=2, stages=4)
     for k in (2048, 7168):
         problem = Problem(rows, 4096, k)
-        turns, demand = (predict(H200, replace(config, dynamic=d), problem) for d in (False, True))
+        turns, demand = (
+            predict(H200, replace(config, schedule=s), problem)
+            for s in (Schedule.STATIC, Schedule.DYNAMIC)
+        )
         assert demand.schedule_us <= turns.schedule_us * 1.02
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs, MoeShape
@@ -17,7 +18,7 @@ MANY = MoeShape(num_experts=128, num_local_experts=70, hidden_size=256, intermed
 """Three experts a lane, and two scale blocks."""
 CONFIGS = {
     "swapped, gathered": GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=4),
-    "permuted": GemmConfig(tile_m=64, cluster_n=2, overlap=True, dynamic=True),
+    "permuted": GemmConfig(tile_m=64, cluster_n=2, overlap=True, schedule=Schedule.DYNAMIC),
 }
 
 
@@ -50,7 +51,8 @@ def test_as_the_model(shape, name, tokens, terms, dynamic, emulator, monkeypatch
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=terms)
     rows = dict(tile_m=config.tile_m, swap_ab=config.swap_ab)
-    second = GemmConfig(**rows, stages=3, terms=terms, dynamic=dynamic)
+    schedule = Schedule.DYNAMIC if dynamic else Schedule.STATIC
+    second = GemmConfig(**rows, stages=3, terms=terms, schedule=schedule)
     configs = config.with_swiglu(terms), second
     call = kernels.fused_call(tokens, out.device, shape, terms, configs)
     call(inputs, out)

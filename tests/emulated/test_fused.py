@@ -10,6 +10,7 @@ from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.fused import bound, offsets, parts_of, workspace_bytes
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import route
@@ -23,15 +24,15 @@ from test_mutations import noticed as noticed_in
 CONFIGS = {
     "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
     "8 swapped, early": (
-        GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3, whole_waves=True),
-        GemmConfig(tile_m=8, swap_ab=True, stages=3, dynamic=True),
+        GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3, schedule=Schedule.WHOLE_WAVES),
+        GemmConfig(tile_m=8, swap_ab=True, stages=3, schedule=Schedule.DYNAMIC),
     ),
     "32 swapped": 2 * (GemmConfig(tile_m=32, swap_ab=True, cluster_n=2, stages=3),),
     "64 overlapped": 2 * (GemmConfig(tile_m=64, cluster_n=2, overlap=True),),
     "128": 2 * (GemmConfig(cluster_n=2),),
     "192 on demand": (
-        GemmConfig(tile_m=192, cluster_n=2, stages=3, dynamic=True, unroll=True),
-        GemmConfig(tile_m=192, cluster_n=1, stages=2, dynamic=True, unroll=True),
+        GemmConfig(tile_m=192, cluster_n=2, stages=3, schedule=Schedule.DYNAMIC, unroll=True),
+        GemmConfig(tile_m=192, cluster_n=1, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
     ),
 }
 CONFIGS = {name: (first.with_swiglu(1), second) for name, (first, second) in CONFIGS.items()}
@@ -116,7 +117,7 @@ def test_a_token_s_bits_depend_on_nothing_else(names, emulator):
 OPTIONS: dict[str, tuple[str, dict, dict]] = {
     "evict_first": ("8 swapped, early", {"evict_first": True}, {"evict_first": True}),
     "slices": ("192 on demand", {"slices": True}, {"slices": True}),
-    "slices of 128": ("128", *2 * ({"slices": True, "dynamic": True},)),
+    "slices of 128": ("128", *2 * ({"slices": True, "schedule": Schedule.DYNAMIC},)),
 }
 """What changes the order of nothing: a config's name and what is changed in its two."""
 

@@ -7,6 +7,7 @@ import torch
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig
+from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs
@@ -18,13 +19,13 @@ from test_mutations import replace
 pytestmark = pytest.mark.all
 CONFIGS = {
     "16 swapped": GemmConfig(tile_m=16, swap_ab=True, stages=3),
-    "32 swapped": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
+    "32 swapped": GemmConfig(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
     "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
     "16 swapped in pairs": GemmConfig(tile_m=16, swap_ab=True, stages=3),
-    "32 swapped in pairs": GemmConfig(tile_m=32, swap_ab=True, dynamic=True),
+    "32 swapped in pairs": GemmConfig(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
     "128": GemmConfig(),
-    "256 on demand": GemmConfig(tile_n=256, dynamic=True),
-    "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True),
+    "256 on demand": GemmConfig(tile_n=256, schedule=Schedule.DYNAMIC),
+    "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC),
 }
 HOPPER = HopperConfig(tile_m=64, stages=3)
 
@@ -64,8 +65,8 @@ def test_without_a_local_pair(name, emulator):
 def test_whole_waves_and_rows_handed_over(mode, emulator):
     """As `choose_layer` has it with few rows: clusters are left out, the second GEMM asks."""
     inputs, config = inputs_of(41, 4), CONFIGS["16 swapped"]
-    first = dataclasses.replace(config, whole_waves=True)
-    out = output_of(inputs, first, second=dataclasses.replace(config, dynamic=True))
+    first = dataclasses.replace(config, schedule=Schedule.WHOLE_WAVES)
+    out = output_of(inputs, first, second=dataclasses.replace(config, schedule=Schedule.DYNAMIC))
     assert not any(report.hazards for report in emulator.reports)
     assert torch.equal(out, output_of(inputs, config))
 

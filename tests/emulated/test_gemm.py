@@ -11,6 +11,7 @@ from moe_fp8.kernels.operations import compile_grouped_gemm
 from moe_fp8.kernels.sm90.config import GemmConfig as Sm90
 from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, PICKED
+from moe_fp8.kernels.tile_config import Schedule
 from problems import FP8, UNTOUCHED, Gemm, gemm
 
 HOPPER = [
@@ -23,19 +24,19 @@ HOPPER = [
     Sm90(overlap=True, stages=3),
     Sm90(tile_m=64, tile_n=64, cluster_m=2),
     Sm90(tile_m=64, cluster_n=2, overlap=True, stages=3),
-    Sm90(dynamic=True),
+    Sm90(schedule=Schedule.DYNAMIC),
     Sm90(tile_m=192),
-    Sm90(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True),
+    Sm90(tile_m=192, cluster_n=2, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
     Sm90(stages=3, unroll=True),
     Sm90(overlap=True, cluster_m=2, stages=2, unroll=True),
-    Sm90(tile_m=64, dynamic=True, cluster_m=2, stages=3),
+    Sm90(tile_m=64, schedule=Schedule.DYNAMIC, cluster_m=2, stages=3),
     Sm90(tile_m=8, swap_ab=True),
     Sm90(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
     Sm90(tile_m=32, swap_ab=True, cluster_m=2),
     Sm90(tile_m=64, swap_ab=True),
     Sm90(tile_m=128, swap_ab=True),
     Sm90(tile_m=16, tile_n=64, swap_ab=True, stages=3),
-    Sm90(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True, slices=True),
+    Sm90(tile_m=192, cluster_n=2, stages=2, schedule=Schedule.DYNAMIC, unroll=True, slices=True),
     Sm90(cluster_m=2, slices=True),
     Sm90(overlap=True, stages=3, slices=True),
 ]
@@ -47,12 +48,12 @@ BLACKWELL = list(
             Sm100(tile_n=256, accumulators=2, stages=2),
             Sm100(cluster_m=2),
             Sm100(cluster_n=2, stages=3, accumulators=3),
-            Sm100(tile_n=64, cluster_m=2, dynamic=True),
+            Sm100(tile_n=64, cluster_m=2, schedule=Schedule.DYNAMIC),
             Sm100(tile_n=256, cluster_n=2),
             Sm100(tile_n=64, cluster_m=2, mma_ctas=2, stages=2, accumulators=2),
             Sm100(tile_m=64, swap_ab=True),
             Sm100(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
-            Sm100(tile_m=32, swap_ab=True, cluster_m=2, dynamic=True),
+            Sm100(tile_m=32, swap_ab=True, cluster_m=2, schedule=Schedule.DYNAMIC),
         ]
     )
 )
@@ -110,7 +111,7 @@ def test_exact_values(config, k, mode, emulator):
         *HOPPER[::6],
         Sm100(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
         *more(*HOPPER[3::6], FEW_ROWS[0][1], LARGEST),
-        *more(Sm100(tile_n=64, cluster_m=2, dynamic=True)),
+        *more(Sm100(tile_n=64, cluster_m=2, schedule=Schedule.DYNAMIC)),
     ],
     ids=name_of,
 )
@@ -233,7 +234,7 @@ def test_tiles_on_demand_begin_anew_at_every_launch(emulator, monkeypatch):
     """A counter that kept its value would leave the second launch without tiles."""
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
     monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 3)
-    config = Sm90(tile_m=64, stages=2, dynamic=True)
+    config = Sm90(tile_m=64, stages=2, schedule=Schedule.DYNAMIC)
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):
         out = problem.output()

@@ -10,6 +10,7 @@ from moe_fp8.kernels import operations
 from moe_fp8.kernels.batched import batched_gemm, compile_batched_gemm
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
+from moe_fp8.kernels.tile_config import Schedule
 from problems import UNTOUCHED, gemm
 from test_mutations import replace
 
@@ -17,7 +18,7 @@ ROWS, FEW = (3, 129, 0, 1, 66, 6), [(0, 1), (17, 0, 129)]
 CONFIGS = [
     GemmConfig(tile_m=8, swap_ab=True),
     GemmConfig(tile_m=64, cluster_n=2, overlap=True, stages=3),
-    GemmConfig(tile_m=192, cluster_n=2, stages=2, dynamic=True, unroll=True),
+    GemmConfig(tile_m=192, cluster_n=2, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
 ]
 
 

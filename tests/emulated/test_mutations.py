@@ -10,6 +10,7 @@ import pytest
 import torch
 from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
+from moe_fp8.kernels.tile_config import Schedule
 from problems import gemm
 from ptxemu import MODES
 from test_gemm import launch
@@ -322,7 +323,7 @@ def test_the_kernel_as_it_is(config, rows, seeds, emulator):
     "config",
     [
         HopperConfig(overlap=True, stages=3),
-        HopperConfig(tile_m=192, stages=2, dynamic=True, unroll=True, cluster_n=2),
+        HopperConfig(tile_m=192, stages=2, schedule=Schedule.DYNAMIC, unroll=True, cluster_n=2),
         HopperConfig(tile_m=8, swap_ab=True),
         HopperConfig(tile_m=64, overlap=True, stages=3),
     ],
@@ -341,7 +342,7 @@ def test_registers_of_wgmma(config, emulator):
 def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
     """Lane 0 frees the slot that the other lanes still read: no result shows it. Nor do scales of B
     that the lanes of a warp keep for each other."""
-    config = HopperConfig(tile_m=192, stages=2, dynamic=True, cluster_n=cluster_n)
+    config = HopperConfig(tile_m=192, stages=2, schedule=Schedule.DYNAMIC, cluster_n=cluster_n)
     problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
     edit = replace(r"bar\.warp\.sync\s+-1;", "")
     seen = {"shared-race", "missing-warp-sync"}
@@ -351,7 +352,9 @@ def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
 
 
 @pytest.mark.parametrize(
-    "config", [HopperConfig(tile_m=8, swap_ab=True, dynamic=True), SWAPPED, PAIR], ids=str
+    "config",
+    [HopperConfig(tile_m=8, swap_ab=True, schedule=Schedule.DYNAMIC), SWAPPED, PAIR],
+    ids=str,
 )
 def test_rows_of_many_experts_without_their_barrier(config, emulator):
     """All threads copy the experts' rows to shared memory, where every warp looks its tiles up."""

@@ -8,6 +8,7 @@ from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig as Sm90
 from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
+from moe_fp8.kernels.tile_config import Schedule
 
 HOPPER = (
     Sm90(),
@@ -20,7 +21,7 @@ HOPPER = (
     sm90.LARGEST,
     replace(sm90.LARGEST, slices=True),
     Sm90(overlap=True),
-    Sm90(overlap=True, cluster_m=2, dynamic=True),
+    Sm90(overlap=True, cluster_m=2, schedule=Schedule.DYNAMIC),
     Sm90(tile_m=64, tile_n=64, cluster_m=2),
     Sm90(tile_m=64, cluster_n=2, overlap=True),
     Sm90(tile_m=8, swap_ab=True),
@@ -34,7 +35,7 @@ BLACKWELL = (
     Sm100(accumulators=2),
     Sm100(cluster_m=2),
     Sm100(cluster_n=2),
-    Sm100(cluster_m=2, dynamic=True),
+    Sm100(cluster_m=2, schedule=Schedule.DYNAMIC),
     *(config for config in sm100.PICKED if config != Sm100()),
     Sm100(tile_n=64, cluster_m=2, mma_ctas=2, stages=2, accumulators=2),
     Sm100(tile_m=64, swap_ab=True),
@@ -46,15 +47,15 @@ OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 FUSED = {
     "sm_90a": (
         Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3),
-        Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3, dynamic=True),
+        Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3, schedule=Schedule.DYNAMIC),
         Sm90(tile_m=64, cluster_n=2, overlap=True),
-        Sm90(cluster_n=2, stages=2, dynamic=True, unroll=True),
+        Sm90(cluster_n=2, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
     ),
     "sm_100a": (
         Sm100(tile_m=16, swap_ab=True, stages=3),
-        Sm100(tile_m=16, swap_ab=True, stages=3, dynamic=True),
+        Sm100(tile_m=16, swap_ab=True, stages=3, schedule=Schedule.DYNAMIC),
         Sm100(),
-        Sm100(tile_n=256, dynamic=True),
+        Sm100(tile_n=256, schedule=Schedule.DYNAMIC),
         sm100.LARGEST,
     ),
 }

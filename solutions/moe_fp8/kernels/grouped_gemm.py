@@ -22,6 +22,7 @@ from .dsl import LayoutEnum
 from .epilogue import STORE, StoreRows, TileShare
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, SMEM_BYTES, WARPGROUP
+from .tile_config import Schedule
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
 
@@ -30,7 +31,7 @@ ROWS_WARPS = (0, 3)
 WEIGHTS_WARP = 1
 """Loads B."""
 SERVER_WARP = 2
-"""Fetches the cluster's next tile, if tiles are `dynamic`."""
+"""Fetches the cluster's next tile, where the schedule is dynamic."""
 SIDE_JOB_WARP = ROWS_WARPS[-1]
 """Runs the side job, if there is one. It is free, because then only one warp loads A."""
 ALIGN = 1024
@@ -61,7 +62,7 @@ class Work(NamedTuple):
     """What a warp takes its tiles from."""
 
     tiles: ExpertTiles
-    queue: TileQueue | None  # with `dynamic`
+    queue: TileQueue | None  # of a dynamic schedule
 
 
 class Shared(NamedTuple):
@@ -87,7 +88,7 @@ class GroupedGemm:
       rows       the copies of a K block's A rows and scales (`a_load`); warp 0, or 0 and 3.
       weights    one TMA of its B tile.
       side job   optional work that has nothing to do with the GEMM.
-      server     with `dynamic`: fetches the cluster's next tile.
+      server     of a dynamic schedule: fetches the cluster's next tile.
 
     In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and of
     the B tile for those in its column (cluster_m); multicast writes it to all of them. CTAs that
@@ -192,7 +193,7 @@ class GroupedGemm:
         b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
         out,  # (rows, n) bf16, of two terms f32, or what else the epilogue writes
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
-        counter: cute.Tensor,  # (any) i32, zero; used with `dynamic` only
+        counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
         num_ctas: Int32,
         stream: cuda.CUstream,
         side_job_tensors: tuple = (),
@@ -262,7 +263,8 @@ class GroupedGemm:
         )
 
     def _queue(self, storage, reading_warps: int, idle_warps: int = 0) -> TileQueue | None:
-        """With `dynamic`; `reading_warps` of a CTA take tiles, but `idle_warps` of the cluster."""
+        """Of a dynamic schedule; `reading_warps` of a CTA take tiles, less `idle_warps` of a
+        cluster."""
         c = self.config
         if not c.dynamic:
             return None
@@ -297,12 +299,12 @@ class GroupedGemm:
     def _first_tile(self, total: Int32) -> tuple[Int32, Int32]:
         """First tile of this cluster and the distance to its next one, of `total` tiles.
 
-        With `whole_waves` those that are left out begin behind the last tile.
+        In whole waves those that are left out begin behind the last tile.
         """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         first, clusters = block // self.config.cluster_size, blocks // self.config.cluster_size
-        if cutlass.const_expr(self.config.whole_waves):
+        if cutlass.const_expr(self.config.schedule is Schedule.WHOLE_WAVES):
             waves = cutlass.max((total + (clusters - 1)) // clusters, 1)
             clusters = (total + (waves - 1)) // waves
             first = cutlass.select_(first < clusters, first, total)

@@ -1,5 +1,6 @@
 """What the grouped GEMM's configs have in common on every architecture."""
 
+import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +22,19 @@ SCALE_STAGES = 8
 """K blocks of A scales in shared memory, with `split_scales`."""
 
 
+class Schedule(enum.Enum):
+    """Which tile a cluster computes after the one it has."""
+
+    STATIC = "static"
+    """Round robin: tile i is cluster i's, modulo their number."""
+    WHOLE_WAVES = "whole_waves"
+    """The same among only as many clusters as get equal tile counts. Where the GEMM waits for
+    weights, fewer read as fast as all, and the next kernel begins on the multiprocessors that are
+    left."""
+    DYNAMIC = "dynamic"
+    """The next one that no cluster has asked for yet (`tiles.TileQueue`)."""
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """The tile and the pipeline of a grouped GEMM: compile-time constants that can be tuned.
@@ -32,10 +46,7 @@ class TileConfig:
         cluster_n: CTAs of a cluster along the columns; they share each A tile by multicast.
         stages: depth of the TMA pipeline, in K blocks; 0 takes all the shared memory.
         swap_ab: weights take the MMA's rows and tokens its columns.
-        dynamic: a cluster asks for its next tile when it needs one; else tiles go round robin.
-        whole_waves: only as many clusters take part as leave each with the same number of tiles.
-            Where the GEMM waits for weights, fewer read as fast as all, and the next kernel begins
-            on the multiprocessors that are left. Not with `dynamic`.
+        schedule: which cluster computes which tile.
         terms: FP8 values that an element of A is the sum of; both multiply the same B. Sums of
             two are stored in float32: rounding them would cost what the second term gains.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for the one that stores
@@ -53,8 +64,7 @@ class TileConfig:
     cluster_n: int = 1
     stages: int = 0
     swap_ab: bool = False
-    dynamic: bool = False
-    whole_waves: bool = False
+    schedule: Schedule = Schedule.STATIC
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
@@ -78,8 +88,6 @@ class TileConfig:
             raise ValueError(
                 f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
             )
-        if self.whole_waves and self.dynamic:
-            raise ValueError("whole_waves: expected no tiles on demand (dynamic)")
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
         if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
@@ -102,6 +110,13 @@ class TileConfig:
 
     def set_flags(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name)]
+
+    def schedule_word(self) -> list[str]:
+        return [] if self.schedule is Schedule.STATIC else [self.schedule.value]
+
+    @property
+    def dynamic(self) -> bool:
+        return self.schedule is Schedule.DYNAMIC
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -224,12 +239,14 @@ class LayerRules(NamedTuple):
         overlap = not second.swap_ab or local > self.one_wave
         overlap = overlap and i // BLOCK > self.in_order
         stages = self.stages if second.swap_ab else second.stages
-        second = replace(second, stages=stages, dynamic=overlap)
+        schedule = Schedule.DYNAMIC if overlap else Schedule.STATIC
+        second = replace(second, stages=stages, schedule=schedule)
         if first.swap_ab:
             waves = overlap and first.tile_m <= self.whole_waves
-            first = replace(first, stages=self.stages, whole_waves=waves)
+            schedule = Schedule.WHOLE_WAVES if waves else Schedule.STATIC
+            first = replace(first, stages=self.stages, schedule=schedule)
         else:
-            first = replace(first, dynamic=True)
+            first = replace(first, schedule=Schedule.DYNAMIC)
         first = first.with_swiglu(terms, few=local <= self.one_wave)
         weights = local * 3 * h * i
         return self._loading(first, weights), self._loading(second, weights)

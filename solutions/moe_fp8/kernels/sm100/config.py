@@ -118,7 +118,7 @@ class GemmConfig(TileConfig):
 
     def __str__(self) -> str:
         words = [f"{self.num_accumulators} accumulators"]
-        words += self.set_flags("swap_ab", "dynamic", "whole_waves")
+        words += self.set_flags("swap_ab") + self.schedule_word()
         if self.mma_ctas > 1:
             words.append(f"MMA of {self.mma_ctas} CTAs")
         return self.described(words)

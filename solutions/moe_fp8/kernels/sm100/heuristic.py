@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ..tile_config import LayerRules
+from ..tile_config import LayerRules, Schedule
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used. No Blackwell GPU was at hand: the bounds are
@@ -21,9 +21,9 @@ FEW_ROWS = (
 # much, two CTAs lose up to 14 % to rows that a tile has too many.
 UNEVEN = (
     (95, GemmConfig()),
-    (150, GemmConfig(tile_n=256, dynamic=True)),
+    (150, GemmConfig(tile_n=256, schedule=Schedule.DYNAMIC)),
 )
-LARGEST = GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, dynamic=True)
+LARGEST = GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC)
 # A wave takes as long as one tile, and of two tiles as large for a CTA the one whose K block is
 # shorter (384 clocks, not 512) is done first, if both its CTAs have rows.
 ONE_WAVE = (GemmConfig(cluster_m=2, mma_ctas=2), GemmConfig())

@@ -73,5 +73,5 @@ class GemmConfig(TileConfig):
         return replace(self, cluster_n=2, quantises=terms)
 
     def __str__(self) -> str:
-        flags = ("swap_ab", "overlap", "dynamic", "whole_waves", "unroll", "slices")
-        return self.described(self.set_flags(*flags))
+        words = self.set_flags("swap_ab", "overlap") + self.schedule_word()
+        return self.described(words + self.set_flags("unroll", "slices"))

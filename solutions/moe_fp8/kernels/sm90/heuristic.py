@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ..tile_config import LayerRules
+from ..tile_config import LayerRules, Schedule
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used; docs/notes/gemm_sm90.md and fused.md have the
@@ -26,16 +26,18 @@ UNEVEN = (
 EVEN = (
     (64, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),
     (128, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),
-    (192, GemmConfig(tile_m=192, stages=4, dynamic=True, unroll=True)),
+    (192, GemmConfig(tile_m=192, stages=4, schedule=Schedule.DYNAMIC, unroll=True)),
     (1024, GemmConfig(overlap=True)),
 )
 # Three warpgroups keep the tensor cores busier than two, and waste less at an expert's end; tiles
 # on demand even out what it costs.
-LARGEST = GemmConfig(tile_m=192, cluster_n=2, stages=4, dynamic=True, unroll=True)
+LARGEST = GemmConfig(tile_m=192, cluster_n=2, stages=4, schedule=Schedule.DYNAMIC, unroll=True)
 # Two terms are two products a K block: the GEMM waits for the tensor cores sooner, and a tile's
 # empty rows cost more.
 TWO_TERMS = (48, GemmConfig(tile_m=64, cluster_n=2, overlap=True, terms=2))
-TWO_TERMS_LARGEST = GemmConfig(tile_m=192, cluster_n=2, dynamic=True, unroll=True, terms=2)
+TWO_TERMS_LARGEST = GemmConfig(
+    tile_m=192, cluster_n=2, schedule=Schedule.DYNAMIC, unroll=True, terms=2
+)
 MULTIPROCESSORS = 132
 """Of the H100 and H200 (SXM)."""
 SMALLER = (
@@ -65,7 +67,7 @@ def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, ter
     return _fill(config, math.ceil(rows_per_expert), n, experts, even)
 
 
-# An H200's, docs/notes/fused.md. Tiles of 32 rows would spill with `whole_waves`. Of DeepSeek-V3 an
+# An H200's, docs/notes/fused.md. Tiles of 32 rows would spill in whole waves. Of DeepSeek-V3 an
 # expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make one wave. Weights that
 # leave L2 first, of two experts at most: T=1 51.7 -> 48.7 us, 2 31.9 -> 28.8, in eight-way tensor
 # parallelism 36.5 -> 34.2, but 80 292 -> 306, 901 367 -> 372. Slices, T=2048, where tiles have 128
