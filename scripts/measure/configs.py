@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from moe_fp8.kernels.architectures import of_target
+from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
@@ -33,15 +34,26 @@ def swapped(tiles: Sequence[int], rows: float) -> Space:
     return {"swap_ab": [True], "tile_m": heights, "cluster_n": (1, 2), "stages": (0, 6)}
 
 
+def schedules(rows: float) -> tuple[Schedule, ...]:
+    """Tiles on demand are for many of them."""
+    return (Schedule.STATIC, Schedule.DYNAMIC) if rows > 64 else (Schedule.STATIC,)
+
+
 def spaces_sm90(rows: float) -> Iterator[Space]:
     yield {**swapped((8, 16, 32, 64, 128), rows), "tile_n": (64, 128)}
     clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2)}
     tiles = {"tile_m": (64, 128, 192), "tile_n": (64, 128)}
     if rows >= 16:
-        # Tiles on demand are for many of them, constants in the main loop for large ones.
-        yield {**tiles, **clusters, "dynamic": (False, rows > 64), "overlap": (False, True)}
+        yield {**tiles, **clusters, "schedule": schedules(rows), "overlap": (False, True)}
     if rows > 64:
-        yield {"tile_m": [192], **clusters, "dynamic": [True], "unroll": [True], "stages": [4]}
+        # Constants in the main loop are for large tiles.
+        large: Space = {
+            "tile_m": [192],
+            "schedule": [Schedule.DYNAMIC],
+            "unroll": [True],
+            "stages": [4],
+        }
+        yield {**large, **clusters}
 
 
 def spaces_sm100(rows: float) -> Iterator[Space]:
@@ -50,7 +62,7 @@ def spaces_sm100(rows: float) -> Iterator[Space]:
     yield {**swapped((16, 32, 64), rows), **accumulators}
     if rows >= 16:
         clusters = {"cluster_m": (1, 2), "cluster_n": (1, 2), "mma_ctas": (1, 2)}
-        tiles = {"tile_n": (64, 128, 256), **clusters, "dynamic": (False, rows > 64)}
+        tiles = {"tile_n": (64, 128, 256), **clusters, "schedule": schedules(rows)}
         yield {**tiles, "stages": (0, 4), **accumulators}
 
 

@@ -18,6 +18,7 @@ from moe_fp8.kernels.sm100.config import CONSUMER_COLUMNS, MMA_ROWS
 from moe_fp8.kernels.sm100.config import GemmConfig as GemmConfigSm100
 from moe_fp8.kernels.sm100.heuristic import PICKED as PICKED_SM100
 from moe_fp8.kernels.sm100.heuristic import choose as choose_sm100
+from moe_fp8.kernels.tile_config import Schedule
 
 from scripts.common import schemas
 from scripts.common.project import RESULTS_DIR
@@ -221,7 +222,9 @@ def config_sm90(text: str) -> GemmConfigSm90:
     found = re.fullmatch(r"(\d+)x(\d+)x128, cluster (\d)x(\d), (\d+) stages((?:, \w+)*)", text)
     assert found is not None, text
     tile_m, tile_n, cluster_m, cluster_n, stages = map(int, found.groups()[:5])
-    flags = dict.fromkeys(found[6].split(", ")[1:], True)
+    flags: dict[str, Any] = dict.fromkeys(found[6].split(", ")[1:], True)
+    schedules = [s for s in Schedule if flags.pop(s.value, False)]
+    flags["schedule"] = schedules[0] if schedules else Schedule.STATIC
     return GemmConfigSm90(tile_m, tile_n, cluster_m, cluster_n, stages, **flags)
 
 
@@ -396,7 +399,8 @@ def chosen_sm100(problem: Problem) -> Any:
 
 def best_sm100(gpu: Gpu, problem: Problem) -> tuple[Any, Prediction]:
     """The config with the least predicted time, of all tiles, dealt in turns or on demand."""
-    configs = [replace(c, dynamic=dynamic) for c in shapes_sm100() for dynamic in (False, True)]
+    schedules = Schedule.STATIC, Schedule.DYNAMIC
+    configs = [replace(c, schedule=schedule) for c in shapes_sm100() for schedule in schedules]
     return min(((c, predict(gpu, c, problem)) for c in configs), key=lambda made: made[1].us)
 
 
@@ -454,7 +458,7 @@ def heuristic_table(gpu: Gpu = B200_AS_H200) -> Table:
     """Both GEMMs of 32 experts with every tile, by the rows that an expert has on average, uneven
     as drawn."""
     rows = []
-    configs = [replace(c, dynamic=True) for c in shapes_sm100()]
+    configs = [replace(c, schedule=Schedule.DYNAMIC) for c in shapes_sm100()]
     for mean in ROWS:
         drawn = uneven_rows(mean, 32, seed=2026)
         problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
