@@ -1,6 +1,7 @@
 """What the grouped GEMM is on every architecture: its operands, its tiles, the warps that load.
 
-An architecture's kernel class derives from `GroupedGemm` and adds the roles that compute.
+An architecture's class derives from `GroupedGemm` and adds `kernel` with the roles that compute.
+Nothing here calls them: its file reads from top to bottom.
 """
 
 from functools import partial
@@ -19,9 +20,9 @@ from .a_load import SharedRows, load_of, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
 from .dsl import LayoutEnum
-from .epilogue import STORE, StoreRows, TileShare
+from .epilogue import STORE, StoreRows
 from .handoff import Ready, wait_for_rows
-from .limits import B_SCALES, SMEM_BYTES, WARPGROUP
+from .limits import B_SCALES, SMEM_BYTES
 from .tile_config import Schedule
 from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
 from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
@@ -30,7 +31,7 @@ ROWS_WARPS = (0, 3)
 """The warps that load A: the first one, or both (`a_load.warps`)."""
 WEIGHTS_WARP = 1
 """Loads B."""
-SERVER_WARP = 2
+SCHEDULER_WARP = 2
 """Fetches the cluster's next tile, where the schedule is dynamic."""
 SIDE_JOB_WARP = ROWS_WARPS[-1]
 """Runs the side job, if there is one. It is free, because then only one warp loads A."""
@@ -58,27 +59,12 @@ class KernelArguments(NamedTuple):
     ready: Ready | None
 
 
-class Work(NamedTuple):
-    """What a warp takes its tiles from."""
-
-    tiles: ExpertTiles
-    queue: TileQueue | None  # of a dynamic schedule
-
-
 class Shared(NamedTuple):
     """The operands in shared memory, a stage after the other."""
 
     a: SharedRows
     b: cute.Tensor  # (weight_rows, 128, stages)
     b_scale: cute.Tensor  # (k_blocks, n_halves, consumer warps)
-
-
-class TileScales(NamedTuple):
-    """Where a consumer thread finds a tile's scales, in shared memory."""
-
-    a: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
-    b: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
-    thread: Int32
 
 
 class GroupedGemm:
@@ -88,7 +74,7 @@ class GroupedGemm:
       rows       the copies of a K block's A rows and scales (`a_load`); warp 0, or 0 and 3.
       weights    one TMA of its B tile.
       side job   optional work that has nothing to do with the GEMM.
-      server     of a dynamic schedule: fetches the cluster's next tile.
+      scheduler  of a dynamic schedule: fetches the cluster's next tile.
 
     In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and of
     the B tile for those in its column (cluster_m); multicast writes it to all of them. CTAs that
@@ -240,10 +226,6 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def kernel(self, args: KernelArguments):
-        """The architecture's."""
-        raise NotImplementedError
-
     def _prefetch(self, args: KernelArguments) -> None:
         """The descriptors; by one warp."""
         self.a_load.prefetch(args.a)
@@ -310,10 +292,10 @@ class GroupedGemm:
             first = cutlass.select_(first < clusters, first, total)
         return first, clusters
 
-    def _next_tile(self, work: Work, queue_state, linear: Int32, clusters: Int32):
+    def _next_tile(self, queue: TileQueue | None, queue_state, linear: Int32, clusters: Int32):
         """This cluster's tile after `linear`, and the state of the queue after it."""
         if cutlass.const_expr(self.config.dynamic):
-            return work.queue.take(queue_state)
+            return queue.take(queue_state)
         return linear + clusters, queue_state
 
     def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
@@ -331,28 +313,28 @@ class GroupedGemm:
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
     @cute.jit
-    def _producers(self, warp_idx, load, work, queue, args, shared):
-        """The roles of the first warpgroup; `queue` is that of `work`: a tuple loses constants."""
+    def _producers(self, warp_idx, load, tiles, queue, args, shared):
+        """The roles of the first warpgroup."""
         for i in cutlass.range_constexpr(self.a_load.warps):
             if warp_idx == ROWS_WARPS[i]:
                 copies = partial(self.a_load.tile_copies, args.a, shared.a, warp=i)
                 copy = partial(self.a_load.copy, args.a, load=load, warp=i)
-                self._load_rows(load, self.config.num_stages, work, args, copies, copy)
+                self._load_rows(load, self.config.num_stages, tiles, queue, args, copies, copy)
         if warp_idx == WEIGHTS_WARP:
-            self._weights_warp(load, work, args.b, shared)
+            self._weights_warp(load, tiles, queue, args.b, shared)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
                 self.side_job.run(*args.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
-            if warp_idx == SERVER_WARP and cute.arch.block_idx_in_cluster() == 0:
-                total = work.tiles.total()
+            if warp_idx == SCHEDULER_WARP and cute.arch.block_idx_in_cluster() == 0:
+                total = tiles.total()
                 first, clusters = self._first_tile(total)
-                queue.serve(args.counter.iterator, first, clusters, total)
+                queue.fetch(args.counter.iterator, first, clusters, total)
 
     @cute.jit
-    def _load_rows(self, pipe, stages: int, work: Work, args: KernelArguments, tile_copies, copy):
+    def _load_rows(self, pipe, stages: int, tiles, queue, args: KernelArguments, tile_copies, copy):
         """Load what `a_load` brings of every K block of every tile of this CTA.
 
         `tile_copies` gives what `copy` needs of a tile, which starts the copies of a K block into a
@@ -360,8 +342,7 @@ class GroupedGemm:
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = self._cta_in_cluster()
-        tiles, ready = work.tiles, args.ready
-        total = tiles.total()
+        ready, total = args.ready, tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         if cutlass.const_expr(ready is not None):
@@ -382,12 +363,12 @@ class GroupedGemm:
                 pipe.sync_object_empty.wait(state.index, state.phase)
                 copy(copies, kb, state=state)
                 state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_wait()  # before its end, as every kernel
 
     @cute.jit
-    def _weights_warp(self, load, work: Work, b: Weights, shared: Shared):
+    def _weights_warp(self, load, tiles, queue, b: Weights, shared: Shared):
         """Load B: its tile of every K block of every tile of this CTA."""
         c = self.config
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
@@ -395,7 +376,6 @@ class GroupedGemm:
         # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
         mask = multicast_mask((c.weight_shares, c.cluster_n), cta, 0)
         hint = cache_hint(c.evict_first)
-        tiles = work.tiles
         total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
@@ -419,13 +399,18 @@ class GroupedGemm:
                     **hint,
                 )
                 state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
         # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
 
+    def _b_scale_registers(self) -> cute.Tensor:
+        """For a tile's B scales: lane l has K blocks l, l + 32, ..., of each column half."""
+        blocks_per_lane = -(-self.k_blocks // WARP)
+        return cute.make_rmem_tensor((blocks_per_lane, self.epilogue.n_halves), Float32)
+
     @cute.jit
     def _load_b_scale(self, next_b_scale, b_scale, tile: Tile, consumer):
-        """Load a tile's B scales to registers: lane l has K blocks l, l + 32, ..."""
+        """Load a tile's B scales to registers; by a consumer warp."""
         for half in cutlass.range_constexpr(self.epilogue.n_halves):
             row = b_scale[tile.expert, self.epilogue.scale_block(tile.n_tile, half, consumer), None]
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
@@ -443,67 +428,3 @@ class GroupedGemm:
                 if kb < self.k_blocks:
                     cached_b_scale[kb, half] = next_b_scale[i, half]
         cute.arch.sync_warp()
-
-    def _make_scales(self) -> cute.Tensor:
-        """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
-        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
-
-    @cute.jit
-    def _load_scales(self, scales: cute.Tensor, of: TileScales, kb: Int32, stage: Int32):
-        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
-        for half in cutlass.range_constexpr(self.epilogue.n_halves):
-            scale_b = of.b[kb, half]
-            for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, of.thread)
-                scales[i, half] = of.a[token, 0, stage] * scale_b
-
-    @cute.jit
-    def _consume(self, work, source, state, shared, args, total_acc, staging, consumer, thread):
-        """By a consumer warpgroup: sums and epilogue of its part of every tile of this CTA.
-
-        `source` and `state` are the architecture's, for `_sum_tile`; `consumer` and `thread` are
-        indices among the consumers.
-        """
-        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
-        b_scale, output = args.b.scales, args.output
-        cta = self._cta_in_cluster()
-        tiles = work.tiles
-        total = tiles.total()
-        linear, clusters = self._first_tile(total)
-        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-        next_b_scale = cute.make_rmem_tensor(
-            (-(-self.k_blocks // WARP), self.epilogue.n_halves), Float32
-        )
-        if linear < total:
-            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
-            self._cache_b_scale(cached_b_scale, next_b_scale)
-        stored = Int32(0)
-        while linear < total:
-            valid = tile.rows > self.operands.first_token(consumer)
-            if valid:
-                a_scale = self.a_load.first_scale(tile, shared.a.scales)
-                scales = TileScales(a_scale, cached_b_scale, thread)
-                state = self._sum_tile(source, state, total_acc, scales)
-            else:
-                state = self._skip_tile(source, state)
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
-            # Find the next tile and ask for its B scales now: both take long, the store hides it.
-            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
-            self._load_b_scale(next_b_scale, b_scale, following, consumer)
-            if valid:
-                share = TileShare(tile, consumer, thread, stored)
-                self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
-                stored += 1
-            self._cache_b_scale(cached_b_scale, next_b_scale)
-            tile = following
-        if thread % WARPGROUP == 0:
-            self.epilogue.finish()
-
-    def _sum_tile(self, source, state, total_acc: cute.Tensor, of: TileScales):
-        """The architecture's: fill `total_acc` with a tile's sums; returns the state after it."""
-        raise NotImplementedError
-
-    def _skip_tile(self, source, state):
-        """The architecture's: free the stages of a tile in which this warpgroup has no row."""
-        raise NotImplementedError

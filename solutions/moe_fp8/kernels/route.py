@@ -516,7 +516,8 @@ class NumberRows:
             found.fill(0)
             for w in cutlass.range(thread // self.local, words, readers, unroll=4):
                 count = cute.arch.popc(marks[w, e])
-                found[0] += cutlass.select_(w < block * WORDS, count, Int32(0))
+                earlier = cutlass.select_(w < block * WORDS, count, Int32(0))
+                found[0] += earlier
                 found[1] += count
             for i, sums in enumerate((before, total)):
                 cute.arch.atomic_add(sums.iterator + e, found[i], sem="relaxed", scope="cta")

@@ -205,12 +205,12 @@ class TileQueue:
     """Tiles on demand: a cluster asks for its next tile, instead of static round robin.
 
     Tiles differ in cost where experts end; with round robin the GPU waits for the cluster that got
-    the expensive ones. One warp of a cluster (`serve`) increments a counter in global memory and
+    the expensive ones. One warp of a cluster (`fetch`) increments a counter in global memory and
     writes the result to every CTA of the cluster, where each warp that works on tiles reads it
     (`take`). One tile is fetched ahead. Which CTA computes a tile has no effect on the result.
 
     Pipeline of depth 1:
-      full   the arrival of `serve`'s expect-tx + the 4 bytes of the number
+      full   the arrival of `fetch`'s expect-tx + the 4 bytes of the number
       empty  1 arrival a reading warp of every CTA of the cluster, all at the first CTA's barrier
     """
 
@@ -237,7 +237,7 @@ class TileQueue:
         return TileQueue(pipe, slot, cluster_size)
 
     @cute.jit
-    def serve(self, counter: cute.Pointer, linear: Int32, clusters: Int32, total: Int32):
+    def fetch(self, counter: cute.Pointer, linear: Int32, clusters: Int32, total: Int32):
         """Fetch tiles until there is none left, beginning after the cluster's first, `linear`."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         lane = cute.arch.lane_idx()

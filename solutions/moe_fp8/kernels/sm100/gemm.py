@@ -19,9 +19,10 @@ from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
 from ..dsl import SmemAllocator
-from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
+from ..epilogue import TileShare
+from ..grouped_gemm import GroupedGemm, KernelArguments
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
-from ..tiles import rows_of_lane
+from ..tiles import WARP, rows_of_lane
 from .config import CONSUMER_COLUMNS, MMA_ROWS, GemmConfig
 from .operands import TokensAsColumns, TokensAsRows
 from .store import StoreByWarp
@@ -43,12 +44,14 @@ class Pipelines(NamedTuple):
     sums: pipeline.PipelineUmmaAsync
 
 
-class Source(NamedTuple):
-    """What a consumer warpgroup's sums are made of."""
+class TileInputs(NamedTuple):
+    """What a tile's sums are made of."""
 
     scales: pipeline.PipelineTmaAsync
     sums: pipeline.PipelineUmmaAsync
     tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
+    a_scale: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
+    b_scale: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
 
 
 class GroupedGemmSm100(GroupedGemm):
@@ -133,22 +136,21 @@ class GroupedGemmSm100(GroupedGemm):
         if cutlass.const_expr(not self.rows_known):
             wait_for_previous()
             rows = rows_of_lane(expert_rows)
-        work = Work(self._tiles(rows, expert_rows, storage), queue)
+        tiles = self._tiles(rows, expert_rows, storage)
 
         if group < c.producer_warpgroups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, pipes.load, work, queue, args, shared)
+            self._producers(warp_idx, pipes.load, tiles, queue, args, shared)
             if warp_idx == SCALES_WARP:
                 copies = partial(self.a_load.scale_copies, args.a, shared.a)
                 copy = partial(self.a_load.copy_scales, args.a, pipe=pipes.scales)
-                self._load_rows(pipes.scales, c.scale_stages, work, args, copies, copy)
+                self._load_rows(pipes.scales, c.scale_stages, tiles, queue, args, copies, copy)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
-                self._mma_warp(pipes.load, pipes.sums, work, storage, tmem)
+                self._mma_warp(pipes.load, pipes.sums, tiles, queue, storage, tmem)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._update_warpgroup(
-                pipes, work, group - c.producer_warpgroups, shared, args, tmem, staging
-            )
+            consumer = group - c.producer_warpgroups
+            self._consumer_warpgroup(pipes, tiles, queue, consumer, shared, args, tmem, staging)
         # The tensor memory is given back when all consumers have read what is theirs. Of a pair
         # neither goes as long as the other one may still read its memory or arrive at its barriers.
         if cutlass.const_expr(pair):
@@ -190,7 +192,7 @@ class GroupedGemmSm100(GroupedGemm):
         return Pipelines(load, scales, sums)
 
     @cute.jit
-    def _mma_warp(self, load, sums, work: Work, storage, tmem: cute.Pointer):
+    def _mma_warp(self, load, sums, tiles, queue, storage, tmem: cute.Pointer):
         """The MMA of every K block of every tile of this CTA, or of the CTAs that share them."""
         c = self.config
         of_a, of_b = self.mma_smem
@@ -207,7 +209,7 @@ class GroupedGemmSm100(GroupedGemm):
         sums_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, c.num_accumulators
         )
-        total = work.tiles.total()
+        total = tiles.total()
         linear, clusters = self._first_tile(total)
         queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         while linear < total:
@@ -232,45 +234,77 @@ class GroupedGemmSm100(GroupedGemm):
                 sums.producer_commit(sums_state)
                 sums_state.advance()
                 load_state.advance()
-            linear, queue_state = self._next_tile(work, queue_state, linear, clusters)
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
 
     @cute.jit
-    def _update_warpgroup(self, pipes, work, consumer, shared, args, tmem, staging):
+    def _consumer_warpgroup(self, pipes, tiles, queue, consumer, shared, args, tmem, staging):
         """Sums and epilogue of this warpgroup's columns of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx % WARPGROUP + consumer * WARPGROUP
+        thread = tidx % WARPGROUP + consumer * WARPGROUP  # among the consumers
         total_acc = cute.make_rmem_tensor(c.consumer_columns, Float32)
         state = (
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_accumulators),
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.scale_stages),
         )
         start = tmem + consumer * c.consumer_columns
-        source = Source(pipes.scales, pipes.sums, start)
-        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
+
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
+        b_scale, output = args.b.scales, args.output
+        cta = self._cta_in_cluster()
+        total = tiles.total()
+        linear, clusters = self._first_tile(total)
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        next_b_scale = self._b_scale_registers()
+        if linear < total:
+            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
+        stored = Int32(0)
+        while linear < total:
+            valid = tile.rows > self.operands.first_token(consumer)
+            if valid:
+                a_scale = self.a_load.first_scale(tile, shared.a.scales)
+                inputs = TileInputs(pipes.scales, pipes.sums, start, a_scale, cached_b_scale)
+                state = self._sum_tile(inputs, state, total_acc, thread)
+            else:
+                state = self._skip_tile(pipes.scales, pipes.sums, state)
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
+            # Find the next tile and ask for its B scales now: both take long, the store hides it.
+            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+            self._load_b_scale(next_b_scale, b_scale, following, consumer)
+            if valid:
+                share = TileShare(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
+                stored += 1
+            self._cache_b_scale(cached_b_scale, next_b_scale)
+            tile = following
+        if thread % WARPGROUP == 0:
+            self.epilogue.finish()
 
     @cute.jit
-    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
-        """total_acc = the tile's sum over K; returns the state after its last block."""
+    def _sum_tile(self, inputs: TileInputs, state, total_acc: cute.Tensor, thread: Int32):
+        """total_acc = the tile's sum over K; returns the states after its last block."""
         sums_state, scales_state = state
-        sums, scales_pipe = source.sums, source.scales
-        scales = self._make_scales()
+        sums, scales_pipe = inputs.sums, inputs.scales
+        scales = cute.make_rmem_tensor(
+            (self.operands.token_scales, self.epilogue.n_halves), Float32
+        )
         total_acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Read before the accumulator is waited for, so that their latency hides behind it.
             scales_pipe.consumer_wait(scales_state)
-            self._load_scales(scales, of, kb, scales_state.index)
+            self._load_scales(scales, inputs, thread, kb, scales_state.index)
             sums.consumer_wait(sums_state)
-            self._promote(source, (sums_state, scales_state), total_acc, scales, of.thread)
+            self._promote(inputs, (sums_state, scales_state), total_acc, scales, thread)
             scales_state.advance()
             sums_state.advance()
         return sums_state, scales_state
 
     @cute.jit
-    def _skip_tile(self, source: Source, state):
+    def _skip_tile(self, scales_pipe, sums, state):
         """Free what was computed of rows that nobody has."""
         sums_state, scales_state = state
-        sums, scales_pipe = source.sums, source.scales
         for _ in cutlass.range(self.k_blocks, unroll=1):
             scales_pipe.consumer_wait(scales_state)
             scales_pipe.consumer_release(scales_state)
@@ -281,13 +315,22 @@ class GroupedGemmSm100(GroupedGemm):
         return sums_state, scales_state
 
     @cute.jit
+    def _load_scales(self, scales, inputs: TileInputs, thread: Int32, kb: Int32, stage: Int32):
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
+            scale_b = inputs.b_scale[kb, half]
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = inputs.a_scale[token, 0, stage] * scale_b
+
+    @cute.jit
     def _release(self, sums, sums_state):
         """Give an accumulator back to the MMA; by all lanes of a warp."""
         with cute.arch.elect_one():
             sums.consumer_release(sums_state)
 
     @cute.jit
-    def _promote(self, source: Source, state, total_acc, scales, thread):
+    def _promote(self, inputs: TileInputs, state, total_acc, scales, thread: Int32):
         """total += scale * accumulator; gives back the stage of scales and the accumulator.
 
         All of a thread's columns that its registers have room for are under way from tensor memory
@@ -300,7 +343,7 @@ class GroupedGemmSm100(GroupedGemm):
         chunks = columns // width
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
         layout = cute.make_layout((MMA_ROWS, width), stride=(LANE, 1))
-        start = source.tmem + sums_state.index * self.config.mma_columns
+        start = inputs.tmem + sums_state.index * self.config.mma_columns
         # What the MMA wrote it wrote before.
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         for i in cutlass.range_constexpr(chunks):
@@ -313,11 +356,11 @@ class GroupedGemmSm100(GroupedGemm):
             if cutlass.const_expr(i == 0):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()  # one lane gives back what all have read
-                source.scales.consumer_release(scales_state)
+                inputs.scales.consumer_release(scales_state)
             cute.arch.fence_view_async_tmem_load()
             if cutlass.const_expr(i == chunks - 1):
                 nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
-                self._release(source.sums, sums_state)
+                self._release(inputs.sums, sums_state)
             self._add(total_acc, part, scales, i * width)
 
     def _add(self, total: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, first: int) -> None:

@@ -17,7 +17,8 @@ from ...numerics import BLOCK
 from ..barriers import threads
 from ..dependent import wait_for_previous
 from ..dsl import SmemAllocator
-from ..grouped_gemm import GroupedGemm, KernelArguments, TileScales, Work
+from ..epilogue import TileShare
+from ..grouped_gemm import GroupedGemm, KernelArguments
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
 from ..tiles import WARP, rows_of_lane
 from .config import WGMMA_M, GemmConfig
@@ -26,12 +27,14 @@ from .operands import TokensAsColumns, TokensAsRows
 WGMMA_K = 32
 
 
-class Source(NamedTuple):
-    """What a warpgroup's sums are made of: the pipeline, descriptors of the operands."""
+class TileInputs(NamedTuple):
+    """What a tile's sums are made of."""
 
     load: pipeline.PipelineTmaAsync
-    a: cute.Tensor
+    a: cute.Tensor  # WGMMA's descriptors, by K block of an instruction and stage
     b: cute.Tensor
+    a_scale: cute.Tensor  # (scale_rows, 1, stages) f32, from the tile's first row on
+    b_scale: cute.Tensor  # (k_blocks, n_halves) f32: this warp's
 
 
 class GroupedGemmSm90(GroupedGemm):
@@ -94,54 +97,75 @@ class GroupedGemmSm90(GroupedGemm):
         if cutlass.const_expr(not self.rows_known):
             wait_for_previous()
             rows = rows_of_lane(expert_rows)
-        work = Work(self._tiles(rows, expert_rows, storage), queue)
+        tiles = self._tiles(rows, expert_rows, storage)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self._producers(warp_idx, load, work, queue, args, shared)
+            self._producers(warp_idx, load, tiles, queue, args, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._mma_warpgroup(load, work, group - 1, shared, args, staging)
+            self._consumer_warpgroup(load, tiles, queue, group - 1, shared, args, staging)
 
     @cute.jit
-    def _mma_warpgroup(self, load, work, consumer, shared, args, staging):
-        """Main loop and epilogue of this warpgroup's part of every tile of this CTA."""
+    def _consumer_warpgroup(self, load, tiles, queue, consumer, shared, args, staging):
+        """Sums and epilogue of this warpgroup's part of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx % WARPGROUP + consumer * WARPGROUP
+        thread = tidx % WARPGROUP + consumer * WARPGROUP  # among the consumers
         thr_mma = self.tiled_mma.get_slice(
             cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
         )
         operand_a, operand_b = self.operands.operands(shared.a.rows, shared.b)
-        source = Source(
-            load,
-            self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a)),
-            self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b)),
-        )
+        a = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
+        b = self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b))
         acc_shape = self.tiled_mma.partition_shape_C(self.operands.accumulator_shape())
         total_acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        self._consume(work, source, state, shared, args, total_acc, staging, consumer, thread)
+
+        cached_b_scale = shared.b_scale[None, None, thread // WARP]  # (k_blocks, n_halves)
+        b_scale, output = args.b.scales, args.output
+        cta = self._cta_in_cluster()
+        total = tiles.total()
+        linear, clusters = self._first_tile(total)
+        queue_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        tile = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+        next_b_scale = self._b_scale_registers()
+        if linear < total:
+            self._load_b_scale(next_b_scale, b_scale, tile, consumer)
+            self._cache_b_scale(cached_b_scale, next_b_scale)
+        stored = Int32(0)
+        while linear < total:
+            valid = tile.rows > self.operands.first_token(consumer)
+            if valid:
+                a_scale = self.a_load.first_scale(tile, shared.a.scales)
+                inputs = TileInputs(load, a, b, a_scale, cached_b_scale)
+                if cutlass.const_expr(c.overlap):
+                    state = self._overlapped_mainloop(inputs, state, total_acc, thread)
+                else:
+                    state = self._mainloop(inputs, state, total_acc, thread)
+            else:
+                # Leave the tensor cores to the other warpgroups.
+                for _ in cutlass.range(self.k_blocks, unroll=1):
+                    load.consumer_wait(state)
+                    load.consumer_release(state)
+                    state.advance()
+            linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
+            # Find the next tile and ask for its B scales now: both take long, the store hides it.
+            following = self._tile_of_cta(tiles.locate(cutlass.min(linear, total - 1)), cta)
+            self._load_b_scale(next_b_scale, b_scale, following, consumer)
+            if valid:
+                share = TileShare(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, total_acc, share)
+                stored += 1
+            self._cache_b_scale(cached_b_scale, next_b_scale)
+            tile = following
+        if thread % WARPGROUP == 0:
+            self.epilogue.finish()
 
     @cute.jit
-    def _sum_tile(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
+    def _mainloop(self, inputs: TileInputs, state, total_acc: cute.Tensor, thread: Int32):
         """total_acc = the tile's sum over K; returns the state after its last block."""
-        overlap = cutlass.const_expr(self.config.overlap)
-        mainloop = self._overlapped_mainloop if overlap else self._mainloop
-        return mainloop(source, state, total_acc, of)
-
-    @cute.jit
-    def _skip_tile(self, source: Source, state):
-        """Leave the tensor cores to the other warpgroups."""
-        for _ in cutlass.range(self.k_blocks, unroll=1):
-            source.load.consumer_wait(state)
-            source.load.consumer_release(state)
-            state.advance()
-        return state
-
-    @cute.jit
-    def _mainloop(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
-        load = source.load
+        load = inputs.load
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
         scales = self._make_scales()
         total_acc.fill(0.0)
@@ -152,8 +176,8 @@ class GroupedGemmSm90(GroupedGemm):
                 load.consumer_wait(now, arrived)
                 self.a_load.arrived()
                 # Read before the WGMMAs start, so that their latency hides behind them.
-                self._load_scales(scales, of, first + i, now.index)
-                self._issue_wgmma(acc, source, now.index)
+                self._load_scales(scales, inputs, thread, first + i, now.index)
+                self._issue_wgmma(acc, inputs, now.index)
                 warpgroup.wait_group(0)
                 load.consumer_release(now)
                 # Ask for the next stage now: the answer comes during the promotion.
@@ -180,13 +204,13 @@ class GroupedGemmSm90(GroupedGemm):
         return after
 
     @cute.jit
-    def _overlapped_mainloop(self, source: Source, state, total_acc: cute.Tensor, of: TileScales):
+    def _overlapped_mainloop(self, inputs: TileInputs, state, total_acc, thread: Int32):
         """The same sum in the same order, K blocks promoted while the next one runs.
 
         ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
         every single one, so each iteration ends with nothing in flight.
         """
-        load = source.load
+        load = inputs.load
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
         scales = [self._make_scales() for _ in range(2)]
         total_acc.fill(0.0)
@@ -196,8 +220,8 @@ class GroupedGemmSm90(GroupedGemm):
                     now = self._stage(state, i)
                     load.consumer_wait(now)
                     self.a_load.arrived()
-                    self._load_scales(scales[i % 2], of, first + i, now.index)
-                    self._issue_wgmma(accs[i % 2], source, now.index)
+                    self._load_scales(scales[i % 2], inputs, thread, first + i, now.index)
+                    self._issue_wgmma(accs[i % 2], inputs, now.index)
                 if cutlass.const_expr(i > 0):
                     warpgroup.wait_group(1 if i < self.unroll else 0)
                     load.consumer_release(self._stage(state, i - 1))
@@ -205,8 +229,21 @@ class GroupedGemmSm90(GroupedGemm):
             state = self._stage(state, self.unroll)
         return state
 
+    def _make_scales(self) -> cute.Tensor:
+        """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
+
     @cute.jit
-    def _issue_wgmma(self, acc: cute.Tensor, source: Source, stage: Int32):
+    def _load_scales(self, scales, inputs: TileInputs, thread: Int32, kb: Int32, stage: Int32):
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
+            scale_b = inputs.b_scale[kb, half]
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = inputs.a_scale[token, 0, stage] * scale_b
+
+    @cute.jit
+    def _issue_wgmma(self, acc: cute.Tensor, inputs: TileInputs, stage: Int32):
         """Start `acc = A tile @ B tile^T` of one K block; a wait for its group completes it.
 
         The last term comes first: the tensor cores sum in 14 bits, and what is small keeps more of
@@ -220,8 +257,8 @@ class GroupedGemmSm90(GroupedGemm):
             at_a, at_b = self.operands.operands(of_tokens, stage)
             for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
                 atom.set(warpgroup.Field.ACCUMULATE, i + k != 0)
-                of_a, of_b = source.a[None, None, k, at_a], source.b[None, None, k, at_b]
-                cute.gemm(atom, acc, of_a, of_b, acc)
+                a, b = inputs.a[None, None, k, at_a], inputs.b[None, None, k, at_b]
+                cute.gemm(atom, acc, a, b, acc)
         warpgroup.commit_group()
 
     @cute.jit
