@@ -11,7 +11,7 @@ import torch
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
-from moe_fp8.layer import model, pipeline
+from moe_fp8.layer import model
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import DEEPSEEK_V3, Form, MoeInputs, MoeShape, RoutedInputs
 
@@ -65,10 +65,9 @@ def called(gpus, monkeypatch) -> list[str]:
         return output.shape[0]
 
     operations = types.SimpleNamespace(fused_call=fused_call)
-    for module in (layer_fused, pipeline):
-        monkeypatch.setattr(module, "validate", validated)
-        monkeypatch.setattr(module, "select", lambda device: operations)
-    monkeypatch.setattr(pipeline, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(layer_fused, "validate", validated)
+    monkeypatch.setattr(layer_fused, "select", lambda device: operations)
+    monkeypatch.setattr(layer_fused, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(layer_fused, "of_device", lambda device: HOPPER)
     return calls
 
@@ -196,7 +195,7 @@ def refuse(*arguments) -> int:
     ids=["none", "a scalar", "on the CPU"],
 )
 def test_another_output_is_refused_by_name(output, layer, called, monkeypatch):
-    monkeypatch.setattr(pipeline, "validate", refuse)
+    monkeypatch.setattr(layer_fused, "validate", refuse)
     with pytest.raises(ValueError, match="said why"):
         layer(call()[0], output)
     assert called == []

@@ -34,7 +34,7 @@ SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
 TOKENS = 5
 
 
-def every_layer(shape: MoeShape) -> dict[str, Layer]:
+def every_layer(shape: MoeShape) -> dict[str, Layer | FusedLayer]:
     fused = {f"{n} terms": FusedLayer(shape, n) for n in (1, 2)}
     return {**layers_of(shape), **fused}
 

@@ -10,17 +10,17 @@ import torch
 from ..arguments import Signature
 from ..kernels.architectures import of_device
 from ..problem import DEEPSEEK_V3, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
-from .backend import select
-from .pipeline import Layer, Mark, unmarked
+from .backend import on_device, select
+from .pipeline import Mark, chunks, unmarked
 from .validate import signature, tensors_of, validate
 
 
 @dataclass(frozen=True)
-class FusedLayer(Layer):
+class FusedLayer:
     """The MoE layer whose kernels one host function launches, each while the one before ends.
 
     The host knows T only and waits for nothing: a call can be captured in a CUDA graph that serves
-    any routing of T tokens. There is one stage to mark.
+    any routing of T tokens. There is one stage to mark. When to take it: see `pipeline`.
     """
 
     shape: MoeShape = DEEPSEEK_V3
@@ -50,33 +50,50 @@ class FusedLayer(Layer):
         output: torch.Tensor,
         mark: Mark = unmarked,
     ) -> None:
-        """As `Layer`'s; `RoutedInputs` with a shape whose routing is `given`.
+        """As `pipeline.Layer`'s; `RoutedInputs` with a shape whose routing is `given`.
 
         The compiled function compares its arguments with what it was compiled for before it
         launches anything. So after a call of as many tokens the host, for which the GPU waits, only
-        looks into a table: 2 us of Python instead of 7. The words for what is wrong are found when
-        the function has refused the arguments.
+        looks into a table: 2 us of Python instead of 7. Validation that names the bad argument runs
+        only after the compiled function refused it.
         """
-        try:
-            gpu = output.get_device()
-            call, known = self.calls[gpu, output.shape[0]]
-            # It takes a number for another one's type and does not compare devices or memory.
-            usual = (
-                type(inputs.local_expert_offset) is int
-                and _is_usual_last(inputs)
-                and (_one_gpu() or _all_on(gpu, inputs))
-                and known.overlapped(tensors_of(inputs, output, self.given_form)) is None
-            )
-        except (AttributeError, IndexError, KeyError):  # not even tensors, or not the first call
-            usual = False
-        if not usual:
-            return super().__call__(inputs, output, mark)
+        call = self._call_of_usual(inputs, output)
+        if call is None:
+            return self._validated(inputs, output, mark)
         try:
             call(inputs, output)
         except Exception:
             validate(inputs, output, self.shape, self.form)
             raise
         mark("fused")
+
+    def _call_of_usual(
+        self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor
+    ) -> FusedCall | None:
+        """What is left to do of a call, if one like it has been made and all that the compiled
+        function does not compare is as it was: it takes a number for another one's type, and looks
+        at neither devices nor memory."""
+        try:
+            gpu = output.get_device()
+            call, known = self.calls[gpu, output.shape[0]]
+            usual = (
+                type(inputs.local_expert_offset) is int
+                and _is_usual_last(inputs)
+                and (_one_gpu() or _all_on(gpu, inputs))
+                and known.overlapped(tensors_of(inputs, output, self.given_form)) is None
+            )
+            return call if usual else None
+        except (AttributeError, IndexError, KeyError):  # not even tensors, or not the first call
+            return None
+
+    @torch.inference_mode()
+    def _validated(self, inputs: Any, output: torch.Tensor, mark: Mark) -> None:
+        tokens = validate(inputs, output, self.shape, self.form)
+        select(output.device)  # refuse an unsupported GPU before anything is launched
+        if tokens:
+            with on_device(output.device):
+                for part, part_output in chunks(inputs, output):
+                    self.launch(part, part_output, mark)
 
     def launch(self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor, mark: Mark) -> None:
         """Compute a part of the tokens, at least one."""

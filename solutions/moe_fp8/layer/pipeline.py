@@ -1,4 +1,10 @@
-"""The layers: what the generations call, out of interchangeable parts."""
+"""The layers of one operation after the other: what v1 to flat call, out of interchangeable parts.
+
+Three classes are the layer. `fused.FusedLayer` is the one to use: it is the fastest for any number
+of tokens, and what `fused_moe`, `experts` and the engines call. The two here show the steps to it,
+and each of their stages can be timed: `PaddedLayer` copies the rows into `[E, max_rows, K]` buffers
+and back (v1, v2); `PlacedLayer` keeps them where the GEMMs want them (v3, flat).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +14,7 @@ import torch
 
 from ..kernels import architectures
 from ..numerics import BLOCK, round_up
-from ..problem import DEEPSEEK_V3, Form, GroupedRows, MoeInputs, MoeShape
+from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
 from .backend import on_device, select
 from .validate import validate
 
@@ -128,7 +134,7 @@ def mark_all(stages: tuple[str, ...], mark: Mark) -> None:
         mark(stage)
 
 
-def _chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
     """The tokens in as few parts as `CHUNK_TOKENS` allows, with their rows of the output."""
     tokens = output.shape[0]
     if tokens <= CHUNK_TOKENS:
@@ -140,10 +146,9 @@ def _chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tens
 
 
 class Layer:
-    """What all layers share: the checks, the routing, and a call without tokens."""
+    """What both share: the checks, the routing, and a call without tokens."""
 
     shape: MoeShape
-    form: Form | None = None  # of the tensors, None: the definition's
     names_tokens: ClassVar[bool]  # whether it needs `GroupedRows.token_of_row`
 
     @torch.inference_mode()  # no autograd bookkeeping: a sixth of the host time of torch's ops
@@ -156,13 +161,13 @@ class Layer:
             ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
             RuntimeError: the stream is being captured and no call with as many tokens came before.
         """
-        tokens = validate(inputs, output, self.shape, self.form)
+        tokens = validate(inputs, output, self.shape)
         device = output.device
         select(device)  # refuse an unsupported GPU before anything is launched
         if tokens == 0:
             return mark_all(STAGES, mark)
         with on_device(device):
-            for part, part_output in _chunks(inputs, output):
+            for part, part_output in chunks(inputs, output):
                 self.launch(part, part_output, mark)
 
     def launch(self, inputs: MoeInputs, output: torch.Tensor, mark: Mark) -> None:
