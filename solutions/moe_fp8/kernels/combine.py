@@ -70,12 +70,7 @@ class Combine:
         return -(-multiprocessors * self.ctas_per_multiprocessor // self.column_groups)
 
     @cute.jit
-    def __call__(self, o, pair_row, weights, out, ctas, stream):
-        """See `launch`."""
-        self.launch(o, pair_row, weights, out, ctas, stream)
-
-    @cute.jit
-    def launch(
+    def __call__(
         self,
         o: cute.Tensor,  # (rows, hidden) of `rows`
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
