@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .kernels.cache import CACHE_VARIABLE, LIMIT_BYTES, Entry, KernelCache, cache_dir
+from .kernels.cache import CACHE_VARIABLE, LIMIT_BYTES, CachedKernel, KernelCache, cache_dir
 
 
-def mebibytes(entries: Sequence[Entry]) -> str:
+def mebibytes(entries: Sequence[CachedKernel]) -> str:
     return f"{sum(entry.size for entry in entries) / 2**20:.1f} MiB"
 
 
-def line(entry: Entry) -> str:
+def line(entry: CachedKernel) -> str:
     # The file may hold any JSON.
     made_of = entry.made_of if isinstance(entry.made_of, dict) else {}
     kernel = made_of.get("kernel", entry.path.name)

@@ -52,7 +52,7 @@ def fused_moe(
 
     Runs on the current stream of the tensors' device, and does not wait for it: after one call with
     as many tokens a call can be captured in a CUDA graph, which then serves any routing. On CPU
-    tensors a model in plain torch runs. No gradient flows through it.
+    tensors the reference model runs, in plain torch. No gradient flows through it.
 
     A NaN or an infinity makes those elements of the output other than finite that it does in the
     definition's float32 reference, and no others. Whether they are NaN or infinite may differ: the

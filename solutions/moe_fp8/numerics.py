@@ -1,4 +1,4 @@
-"""Numbers of the definition that the torch model, the layer and every kernel share."""
+"""Numbers of the definition that the reference model, the layer and every kernel share."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The problem: geometry, the layer's inputs in the definition's order, and a rank's pairs as rows.
 
-What the kernels, the layers and the torch model share.
+What the kernels, the layers and the reference model share.
 """
 
 import math

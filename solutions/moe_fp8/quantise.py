@@ -1,4 +1,4 @@
-"""FP8 operands of the layer from what a model has: values in e4m3 and the scales of their blocks.
+"""FP8 operands of the layer from tensors of other types: e4m3 values and their blocks' scales.
 
 Plain torch; the scale maps a block's largest magnitude to FP8's largest value.
 """

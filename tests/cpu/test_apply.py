@@ -1,5 +1,5 @@
 """Calls that flashinfer_bench.apply and FlashInfer's Trace Apply hand to the exported solutions, on
-the CPU through the torch model."""
+the CPU through the reference model."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The torch model of the kernels against plain loops, and where its arithmetic has corners."""
+"""The reference model of the kernels against plain loops, and where its arithmetic has corners."""
 
 import math
 

@@ -51,7 +51,7 @@ KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """What vLLM asks of a GPU on the way to our classes, which run their torch model."""
+    """What vLLM asks of a GPU on the way to our classes, which run their reference model."""
     monkeypatch.setattr(served, "on_hopper", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))

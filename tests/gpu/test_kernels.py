@@ -1,4 +1,4 @@
-"""The kernels on the GPU against the torch model: odd row counts, skew, determinism, sanitizer."""
+"""Kernels on the GPU against the reference model: odd row counts, skew, determinism, sanitizer."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whole layers on the GPU, on the true geometry: generations and torch model against each other."""
+"""Whole layers on the GPU, on the true geometry: generations, and reference model, compared."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def output_of(module, inputs: MoeInputs) -> torch.Tensor:
 
 
 def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The output of the layer's torch model on the GPU."""
+    """The output of the layer's reference model on the GPU."""
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "select", lambda device: model)
         return output_of(v2, inputs)

@@ -1,4 +1,4 @@
-"""The Triton baselines on the true geometry, against the layer's torch model."""
+"""The Triton baselines on the true geometry, against the layer's reference model."""
 
 import importlib.util
 

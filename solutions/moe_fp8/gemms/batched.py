@@ -28,7 +28,7 @@ SOLUTION = {
 
 
 def multiply_on(device: torch.device) -> Callable[..., None]:
-    """The kernels for a supported GPU, the torch model for the CPU.
+    """The kernels for a supported GPU, the reference model for the CPU.
 
     Raises:
         ValueError: the device is another one.

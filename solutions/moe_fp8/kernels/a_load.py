@@ -188,7 +188,7 @@ class SlicedRows(ContiguousRows):
     def tile_copies(self, operand, shared, tile: Tile, cta, warp) -> TileCopies:
         """What `copy` needs of a tile."""
         copies = super().tile_copies(operand, shared, tile, cta, warp)
-        # A tile's rows are those behind it, too, where it has a fixed share of its expert's.
+        # `tile.rows` may reach past the tile, up to its expert's end.
         rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
         return copies._replace(slices=(rows + (SLICE - 1)) // SLICE)
 

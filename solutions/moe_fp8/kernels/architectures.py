@@ -99,7 +99,7 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 
 @functools.cache  # asked in every call of a layer
 def of_device(device: torch.device) -> Architecture:
-    """A supported GPU's; elsewhere, where the torch model pads as a kernel would, Hopper."""
+    """A supported GPU's; elsewhere Hopper, so that the reference model pads as a kernel would."""
     if device.type != "cuda":
         return HOPPER
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]

@@ -54,7 +54,7 @@ def cache_dir() -> Path | None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedKernel:
     """One compiled kernel of the cache."""
 
     path: Path  # its directory
@@ -115,7 +115,7 @@ class KernelCache:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return FileLock(self.directory / f"lock-{name}", mode=0o600)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedKernel]:
         """What is kept, the last used first."""
         found = []
         for path in self._named(ENTRY):
@@ -129,10 +129,10 @@ class KernelCache:
                 made_of = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 made_of = {}
-            found.append(Entry(path, made_of, size, used))
+            found.append(CachedKernel(path, made_of, size, used))
         return sorted(found, key=lambda entry: -entry.used)
 
-    def trim(self, limit: int = LIMIT_BYTES) -> list[Entry]:
+    def trim(self, limit: int = LIMIT_BYTES) -> list[CachedKernel]:
         """Remove the entries used longest ago until the rest fits, and what killed processes left;
         return them."""
         removed, total = [], 0

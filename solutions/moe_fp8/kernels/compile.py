@@ -52,8 +52,8 @@ class Tensor:
     column_stride: Extent | None = None
 
     def __repr__(self) -> str:
-        of = f"{self.dtype.__name__}, {self.shape}, align={self.align}"
-        return f"Tensor({of}, row_stride={self.row_stride}, column_stride={self.column_stride})"
+        made = f"{self.dtype.__name__}, {self.shape}, align={self.align}"
+        return f"Tensor({made}, row_stride={self.row_stride}, column_stride={self.column_stride})"
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,9 @@ def _host() -> str:
     return ", ".join([platform.machine(), *(known or [platform.node()])])
 
 
-def _source(of: type) -> Path:
+def _source(cls: type) -> Path:
     """The file that defines a class."""
-    file = sys.modules[of.__module__].__file__
+    file = sys.modules[cls.__module__].__file__
     assert file is not None
     return Path(file)
 

@@ -53,7 +53,7 @@ class TileShare(NamedTuple):
 
 
 class Epilogue:
-    """What all have; as it is for plain stores, which are complete when `store` returns."""
+    """Base of all. `prefetch` and `finish` suit plain stores, complete when `store` returns."""
 
     n_halves = 1  # scales of B that the columns of a tile have
 
@@ -68,7 +68,7 @@ class Epilogue:
 
 
 class StoreRows(Epilogue):
-    """What storing the sums as they are needs to know of the weights."""
+    """Base of the epilogues that store the sums as they are."""
 
     def __init__(self, config: Any, operands: Any, n: int):
         super().__init__(config, operands, n)
@@ -204,7 +204,7 @@ class StoreFloat32(StoreRows):
     would add is their order alone.
     """
 
-    staging_type = Float32  # of nothing
+    staging_type = Float32  # nothing is staged
 
     def staging_elements(self) -> int:
         return 0

@@ -71,7 +71,7 @@ def parts_of(shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: boo
 
 
 def bound(shape: MoeShape, tokens: Any) -> Any:
-    """Rows there may be, a multiple of 4: a token has an expert at most once."""
+    """Upper bound of the rows, a multiple of 4: a token has each expert at most once."""
     return round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
 
 

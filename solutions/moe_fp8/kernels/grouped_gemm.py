@@ -296,8 +296,8 @@ class GroupedGemm:
     def _tile_of_cta(self, tile: Tile, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
         """This CTA's part of its cluster's tile; `rows` is not positive where there is none.
 
-        With `shared` they are those of the CTAs beside it, also where it has no column: it loads
-        its share for them.
+        With `shared` a CTA without columns has rows, too: it loads its share for the CTAs of its
+        row in the cluster.
         """
         c = self.config
         m_row = cta[0] * c.tile_m

@@ -1,5 +1,6 @@
-"""The CuTe DSL kernels as functions of torch tensors: `layer.model` has the same functions and says
-what each computes and of which tensors.
+"""The CuTe DSL kernels as functions of torch tensors.
+
+The reference model, `layer.model`, has the same functions and says what each computes.
 
 What compiles a kernel is given its geometry and a target, and needs no GPU; sizes that change from
 call to call are `Extent`s.
@@ -37,7 +38,7 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     token_of_row = memory.as_strided((pairs,), (1,), 3 * pairs)
     marks = memory.as_strided((words, local), (local, 1), marks_at)
     m_indptr = memory.as_strided((local + 1,), (1,), m_indptr_at)
-    counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # of nobody here
+    counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # unused here
     offset = bounded_offset(int(inputs.local_expert_offset), local)
     scaling = float(inputs.routed_scaling_factor)
     bias = inputs.routing_bias
@@ -61,8 +62,8 @@ def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config=None) -> None:
             wide = a_scale.new_empty((k // BLOCK, round_up(rows, TMA_ROWS)))
             a_scale = wide[:, :rows].copy_(a_scale)
         ctas = most_ctas(config, rows, n, experts, multiprocessors_of(a.device))
-        # Of its own for every launch: launches may overlap, and a captured one is replayed. With
-        # tiles in turns nobody looks at it.
+        # One for every launch: launches may overlap, and a captured one is replayed. It is
+        # unused with static scheduling.
         counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
         function(a, a_scale, b, b_scale, out, expert_rows, counter, ctas)
 

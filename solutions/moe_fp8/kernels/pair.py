@@ -50,7 +50,7 @@ class PairBuffers:
         return arrived
 
     def of_tile(self, arrived: cute.Pointer, stored: Int32, wait: Int32 | int):
-        """(mbarrier, the parity to wait for) of a part of a tile, before which `stored` went."""
+        """(mbarrier, parity to wait for) of a part of the tile that comes after `stored` others."""
         return arrived + stored % BUFFERS * self.waits + wait, stored // BUFFERS % 2
 
 

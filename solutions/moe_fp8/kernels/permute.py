@@ -89,7 +89,7 @@ class Permute:
 
     @cute.jit
     def _copy_scales(self, x_scale, by_row: TokensOfRows, a_scale, block: Int32):
-        """Of a row in each lane. The warps take turns; what is left over is the first one's."""
+        """Of 32 rows, a row in each lane; warps alternate, the first one has an odd last block."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = block * WARP + cute.arch.lane_idx()
         warps = THREADS // WARP
@@ -107,7 +107,7 @@ class Permute:
 
     @cute.jit
     def _copy(self, x, x_scale, pair_row, a, a_scale, token: Int32):
-        """A token; with its scales, where they have tensors."""
+        """Copy a token to its rows, with its scales unless those tensors are None."""
         thread, _, _ = cute.arch.thread_idx()
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         load(pair_row.iterator + token * self.top_k, rows)
@@ -128,7 +128,7 @@ class Permute:
                     self._store(values, scales, quantised, rows[s], thread, a, a_scale)
 
     def _block(self, i: int, thread: Int32, quantised: bool) -> Int32:
-        """Of a thread's scale `i`; `blocks` where it has none."""
+        """Scale block of a thread's scale `i`; `blocks`, which is out of range, if it has none."""
         if not quantised:
             return i * THREADS + thread
         column = (i * THREADS + thread) * VECTOR

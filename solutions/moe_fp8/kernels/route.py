@@ -98,7 +98,7 @@ class Route:
         token_of_row: cute.Tensor,
         counters: cute.Tensor,
         stream: cuda.CUstream,
-        tokens: QuantisedTokens | None = None,  # quantised besides
+        tokens: QuantisedTokens | None = None,  # quantised as well, by further CTAs
     ):
         inputs = RouterInputs(logits, bias, offset, scaling)
         numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)

@@ -112,8 +112,8 @@ class SwigluEpilogue(Epilogue):
 
     @cute.jit
     def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
-        """The same of some of its rows, by one of those who stored them."""
-        rows = cutlass.min(tile.rows - first, count)  # the tile's are those behind it, too
+        """The same for some of its rows; by one of the threads that stored them."""
+        rows = cutlass.min(tile.rows - first, count)  # tile.rows may reach past the tile
         if rows > 0:
             announce(output.counts, tile.expert, rows * self.columns)
 

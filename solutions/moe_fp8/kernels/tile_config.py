@@ -200,31 +200,32 @@ class TileConfig:
 
 
 class LayerRules(NamedTuple):
-    """What the fused layer adds to the tiles and clusters that an architecture's heuristic picks.
+    """What the fused layer changes in the configs that an architecture's heuristic picks.
 
-    With few rows a deeper pipeline keeps the second GEMM's CTAs out until one of the first leaves.
+    With few rows (swapped operands):
+    - Both GEMMs have `stages` stages: so deep a pipeline leaves no room for a CTA of the second
+      GEMM until one of the first is done.
+    - The first GEMM gathers its rows. It runs in whole waves if its tiles are small, so that the
+      second one begins on the multiprocessors that are left.
+    With more rows a permute comes before the first GEMM. That pays from fewer rows on than the
+    larger tile does in the GEMM alone (`larger`).
 
-    The second GEMM takes tiles on demand where it begins while the first one runs, because its CTAs
-    begin at different times. There, if the first GEMM's tiles are small, those of its CTAs are left
-    out that would have a tile less than others, and the second GEMM begins on their
-    multiprocessors. Where its tiles are of few K blocks, asking for each costs more than beginning
-    early gains: they are taken in order, after the first GEMM.
+    The second GEMM has a dynamic schedule where it begins while the first one runs, because its
+    CTAs begin at different times. With few K blocks a tile, asking for each costs more than the
+    early start gains: then it begins after the first GEMM, with a static schedule (`in_order`).
 
-    The first GEMM gathers its rows where its operands are swapped; where they are not, a permute
-    comes before it. That pays from fewer rows on than the larger tile does in the GEMM alone.
-
-    The last four are off where they have not been measured.
+    The last four fields are off by default: where they have not been measured.
     """
 
     stages: int  # of both GEMMs with few rows
     one_wave: float  # rows on this rank up to which the first GEMM's tiles make one wave
-    whole_waves: int  # largest tile_m of the first GEMM that leaves CTAs out
-    evict_first: float = 0  # bytes of the weights of as many experts as there are rows, up to which
-    # they leave L2 first
+    whole_waves: int  # largest tile_m of the first GEMM that runs in whole waves
+    evict_first: float = 0  # weights leave L2 first where those of as many experts as there are
+    # rows have at most so many bytes
     slices: int = 0  # tile_m of which only the slices that have rows are loaded
-    in_order: int = 0  # K blocks of the second GEMM up to which it takes its tiles in order
-    larger: tuple[float, float] = (math.inf, math.inf)  # rows an expert above which the first GEMM
-    # takes the config for at least as many as the second number
+    in_order: int = 0  # K blocks of the second GEMM up to which its schedule is static
+    larger: tuple[float, float] = (math.inf, math.inf)  # above the first number of rows an expert
+    # the first GEMM takes the config for at least the second number
 
     def configs(
         self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]

@@ -43,14 +43,14 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
 
 
 def cache_hint(evict_first: bool) -> dict[str, Int64]:
-    """What `cute.copy` is given besides; a keyword without a value would be one, too."""
+    """Keywords for `cute.copy`: none without a policy, because it takes None for one, too."""
     return {"cache_policy": Int64(EVICT_FIRST)} if evict_first else {}
 
 
 def expect(load, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
-    """A stage's `full` barrier, told of `size` bytes that will come; by one warp.
+    """Announce `size` bytes at a stage's `full` barrier and return it; by one warp.
 
-    Where `mma_ctas` share an MMA, it is the first one's barrier that is told: the MMA is issued
+    Where `mma_ctas` share an MMA, they are announced at the first CTA's barrier: the MMA is issued
     there when the operands of all have come.
     """
     full = load.producer_get_barrier(state)

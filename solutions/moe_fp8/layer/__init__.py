@@ -1,1 +1,1 @@
-"""The layer on the host: its problem, its torch model, its rows, and the calls that make it up."""
+"""The layer on the host: checks, reference model, rows, and the calls that make it up."""

@@ -11,8 +11,10 @@ from ..kernels.architectures import ARCHITECTURES
 
 @functools.cache
 def select(device: torch.device) -> ModuleType:
-    """`kernels.operations` for a supported GPU, `model` for the CPU: modules of the same functions.
-    Of another device a ValueError lists what is supported."""
+    """`kernels.operations` for a supported GPU, the reference model (`model`) for the CPU.
+
+    Both have the same functions. Of another device a ValueError lists what is supported.
+    """
     if device.type == "cpu":
         from . import model
 

@@ -103,7 +103,7 @@ class FusedLayer:
             call = select(device).fused_call(
                 tokens, device, self.shape, self.terms, self.chosen(tokens, device), self.given_form
             )
-            if output.is_cuda:  # the model's call compares nothing
+            if output.is_cuda:  # the reference model's call compares nothing
                 known = signature(self.shape, tokens, self.given_form)
                 self.calls[output.get_device(), tokens] = call, known
         call(inputs, output)

@@ -1,6 +1,6 @@
-"""The arithmetic of the kernels in plain torch: same operations, same signatures.
+"""The reference model: the arithmetic of the kernels in plain torch, with the same signatures.
 
-It serves tensors on the CPU and is the oracle of the tests, on CPU and GPU alike. Unlike the
+It serves tensors on the CPU, and the tests compare the kernels with it. Unlike the
 kernels it reads row counts on the host.
 """
 

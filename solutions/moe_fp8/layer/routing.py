@@ -1,6 +1,6 @@
 """Routing of tokens to experts and grouping of the chosen pairs by expert, in vectorised torch.
 
-The model of `kernels.route`. Nothing here reads a device value on the host.
+The reference model of `kernels.route`. Nothing here reads a device value on the host.
 """
 
 import torch

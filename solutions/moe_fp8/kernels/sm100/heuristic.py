@@ -7,18 +7,18 @@ from ..tile_config import LayerRules, Schedule
 from .config import GemmConfig
 
 # Rows per active expert up to which a config is used. No Blackwell GPU was at hand: the bounds are
-# those measured on an H200 (`sm90.heuristic`), where the same change of sides is made for the same
-# reason, that a GEMM of few rows waits for its weights; by the model any of these tiles keeps DRAM
-# busy. To be measured.
+# those measured on an H200 (`sm90.heuristic`), where the operands are swapped for the same reason,
+# that a GEMM of few rows waits for its weights; any of these tiles keeps DRAM busy by the cost
+# model. To be measured.
 FEW_ROWS = (
     (10, GemmConfig(tile_m=16, swap_ab=True)),
     (20, GemmConfig(tile_m=32, swap_ab=True)),
 )
-# By the model of docs/gemm-model.md, shared memory gives and takes the operands of a 128x128 tile
-# in 512 clocks a K block whose MMA take 256, those of 128x256 in 768 of 512, those of 256x256 by
-# two CTAs, each with half of B, in 512 of 512: the larger tile is the faster one as soon as its MMA
-# have enough rows to do, predicted 1.2 to 1.3x. If TMA's writes cost nothing and L2 gives twice as
-# much, two CTAs lose up to 14 % to rows that a tile has too many.
+# By the cost model (docs/gemm-model.md) shared memory gives and takes the operands of a 128x128
+# tile in 512 clocks a K block whose MMA take 256, those of 128x256 in 768 of 512, those of 256x256
+# by two CTAs, each with half of B, in 512 of 512: the larger tile is the faster one as soon as its
+# MMA have enough rows to do, predicted 1.2 to 1.3x. If TMA's writes cost nothing and L2 gives twice
+# as much, two CTAs lose up to 14 % to rows that a tile has too many.
 UNEVEN = (
     (95, GemmConfig()),
     (150, GemmConfig(tile_n=256, schedule=Schedule.DYNAMIC)),

@@ -18,7 +18,10 @@ from .config import MMA_ROWS
 
 
 class Staging(NamedTuple):
-    """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
+    """A CTA's staging buffer.
+
+    amax is kept as int bits; non-negative floats order like integers.
+    """
 
     rows: cute.Tensor  # (tile_m, 128, terms) e4m3
     amax: cute.Tensor  # (groups, tile_m) i32: of a warpgroup's or, with swap_ab, a warp's columns

@@ -67,16 +67,9 @@ def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, ter
     return _fill(config, math.ceil(rows_per_expert), n, experts, even)
 
 
-# An H200's, docs/notes/fused.md. Tiles of 32 rows would spill in whole waves. Of DeepSeek-V3 an
-# expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make one wave. Weights that
-# leave L2 first, of two experts at most: T=1 51.7 -> 48.7 us, 2 31.9 -> 28.8, in eight-way tensor
-# parallelism 36.5 -> 34.2, but 80 292 -> 306, 901 367 -> 372. Slices, T=2048, where tiles have 128
-# rows and experts 64, 384.9 -> 381.8; of 192 rows they give nothing. In order, in eight-way tensor
-# parallelism, where a tile of the second GEMM is two K blocks: T=8 99.0 -> 97.8, 64 285 -> 277,
-# 512 457 -> 432, 4096 918 -> 856; of 12 and 16 K blocks it is 2 % slower at T=8 and 64.
-# From 10 rows an expert the first GEMM in tiles of 64 behind a permute: T=384 353.7 -> 347.9,
-# 512 366.2 -> 355.5, MiniMax-M2 910.6 -> 863.6, GLM-5 304.3 -> 301.7, Kimi-K2 EP4 965.0 -> 958.7;
-# MiniMax-M2 with 8 rows 129.3 -> 129.1.
+# Measured on an H200: docs/notes/fused.md has the figures. Tiles of 32 rows would spill in whole
+# waves. Of DeepSeek-V3 an expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make
+# one wave. evict_first: the weights of two experts of DeepSeek-V3.
 LAYER = LayerRules(
     stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2, larger=(10, 24)
 )

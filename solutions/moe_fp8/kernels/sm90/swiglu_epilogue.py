@@ -19,7 +19,10 @@ from .config import GemmConfig
 
 
 class Staging(NamedTuple):
-    """A CTA's staging buffer. Maxima are the bits of what is not negative: ordered as integers."""
+    """A CTA's staging buffer.
+
+    amax is kept as int bits; non-negative floats order like integers.
+    """
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3
     amax: cute.Tensor | None  # (warps, tile_m) i32: of a warp's columns; with swap_ab only
