@@ -1,9 +1,10 @@
 """What ptxas made of a kernel, read from its machine code: python3 tests/cpu/sass.py CUBIN...
 
-Needs nvdisasm, on the path or in triton's package. Without a GPU this is what can be said of the
-code that a GPU would run: of the grouped GEMM for Blackwell its main loops and the registers of
-each role (`facts`); of any kernel what PTX does not show (`counts`): shared memory that is given
-back while it is read, MMA and loads that wait for each other, local memory in the main loops.
+A tool that the compile tests import; it is no test itself. Needs nvdisasm, on the path or in
+triton's package. Without a GPU this is what can be said of the code that a GPU would run: of the
+grouped GEMM for Blackwell its main loops and the registers of each role (`facts`); of any kernel
+what PTX does not show (`counts`): shared memory that is given back while it is read, MMA and loads
+that wait for each other, local memory in the main loops.
 
 An instruction of sm_90 and sm_100 has 128 bits. Those from bit 105 on are its control word: clocks
 to stall, the scoreboard that a load releases when its registers are written, and the scoreboards

@@ -51,19 +51,12 @@ class Tensor:
     row_stride: Extent | None = None
     column_stride: Extent | None = None
 
-    def __repr__(self) -> str:
-        made = f"{self.dtype.__name__}, {self.shape}, align={self.align}"
-        return f"Tensor({made}, row_stride={self.row_stride}, column_stride={self.column_stride})"
-
 
 @dataclass(frozen=True)
 class Scalar:
     """A scalar argument."""
 
     dtype: Any
-
-    def __repr__(self) -> str:
-        return f"Scalar({self.dtype.__name__})"
 
 
 Argument = Tensor | Scalar | None
