@@ -1,0 +1,37 @@
+"""Every config that ships or that `tune` tries, on the GPU against the torch model."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import as_completed
+
+import every_config
+import pytest
+import torch
+from moe_fp8.kernels.operations import target_of
+
+from scripts.measure.processes import process_pool
+
+LIMIT_S = 600
+"""Of all that compile, and of all that run."""
+MOST_PROCESSES = 12
+
+
+def test_every_config():
+    """They compile side by side. They run in one process, which ends where one of them hangs or
+    takes the GPU with it; that one is the last that it names."""
+    todo = every_config.jobs(target_of(torch.device("cuda")))
+    workers = min(os.cpu_count() or 1, MOST_PROCESSES)
+    with process_pool(workers, "spawn") as pool:
+        for done in as_completed([pool.submit(every_config.compile_job, j) for j in todo], LIMIT_S):
+            done.result()
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import every_config; every_config.main()"
+    command = [sys.executable, "-c", code]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as late:
+        # As bytes, though text was asked for.
+        pytest.fail(f"hangs: {(late.stdout or b'').decode().splitlines()[-1:]}")
+    named = ran.stdout.splitlines()
+    assert ran.returncode == 0, f"the last one: {named[-1:]}\n{ran.stderr[-2000:]}"
+    assert named == list(map(str, todo))
