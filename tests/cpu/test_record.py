@@ -15,20 +15,20 @@ import pytest
 from programs import gone
 
 import run
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.measure import gpu
 from scripts.programs import record
-from scripts.programs.record import RUN
+from scripts.programs.record import Step
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def note(directory: Path, name: str, status: int = 0) -> list[str]:
+def note(directory: Path, name: str, status: int = 0, gate: bool = False) -> Step:
     """A step that appends its name to a file, prints it and ends with a status."""
     code = f"open({str(directory / 'order.txt')!r}, 'a').write({name + ' '!r}); print({name!r}); "
-    return python(f"import sys; {code}sys.exit({status})")
+    return Step(name, python(f"import sys; {code}sys.exit({status})"), gate)
 
 
 def said(directory: Path) -> dict:
@@ -43,36 +43,42 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_steps_run_in_order_and_none_stops_the_next(directory: Path) -> None:
-    chosen = {name: note(directory, name, name == "b") for name in "abc"}
+    chosen = [note(directory, name, name == "b") for name in "abc"]
     assert record.record(chosen, directory, 60, hardware="GPU") == EXIT_FAILED
     assert (directory / "order.txt").read_text().split() == ["a", "b", "c"]
     content = said(directory)
     assert content["hardware"] == "GPU" and not content["interrupted"]
     assert [(s["name"], s["status"]) for s in content["steps"]] == [("a", 0), ("b", 1), ("c", 0)]
-    assert record.record({"a": chosen["a"]}, directory, 60) == EXIT_OK
+    assert record.record(chosen[:1], directory, 60) == EXIT_OK
 
 
-@pytest.mark.parametrize("name", record.GATES)
-def test_nothing_is_timed_after_a_surprise(name: str, directory: Path, capfd) -> None:
-    """A gate that fails ends the run, with an archive that says so; --keep-going has no gates."""
-    chosen = {step: note(directory, step, step == name) for step in (*record.GATES, "bench")}
+def test_nothing_is_timed_after_a_gate_that_failed(directory: Path, capfd) -> None:
+    """With an archive that says so."""
+    failing = {"passes": 0, "fails": 1, "bench": 0, "report": 0}
+    chosen = [note(directory, *of, of[0].endswith("s")) for of in failing.items()]
     assert record.record(chosen, directory, 60) == EXIT_FAILED
-    before = list(record.GATES)[: record.GATES.index(name) + 1]
-    assert (directory / "order.txt").read_text().split() == before
+    assert (directory / "order.txt").read_text().split() == ["passes", "fails"]
     said_last = capfd.readouterr().err
-    assert f"{name} has not passed: nothing else is run (" in said_last
+    assert (
+        "fails has not passed: nothing else is run; to time all the same: --only bench report"
+        in (said_last)
+    )
     assert f"to send back: {directory}.tar.gz" in said_last
     with tarfile.open(f"{directory}.tar.gz") as packed:
         steps = packed.extractfile("record-gpu/steps.json")
-        assert steps is not None and [s["name"] for s in json.load(steps)["steps"]] == before
-    (directory / "order.txt").unlink()
-    assert record.record(chosen, directory, 60, gates=()) == EXIT_FAILED
-    assert (directory / "order.txt").read_text().split() == [*record.GATES, "bench"]
+        assert steps is not None
+        assert [s["name"] for s in json.load(steps)["steps"]] == ["passes", "fails"]
+
+
+def test_nothing_is_timed_before_the_gpu_tests_have_passed(directory: Path) -> None:
+    first, *others = record.steps(directory)
+    assert first.gate and first.command[2:4] == ["test", "tests/gpu"]
+    assert not any(step.gate for step in others)
 
 
 def test_the_archive_holds_everything(directory: Path) -> None:
     failing = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    record.record({"a": note(directory, "a"), "b": python(failing)}, directory, 60)
+    record.record([note(directory, "a"), Step("b", python(failing))], directory, 60)
     with tarfile.open(directory.with_name("record-gpu.tar.gz")) as packed:
         held = set(packed.getnames())
         log = packed.extractfile("record-gpu/logs/b.log")
@@ -93,96 +99,64 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkey
     code = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     code += f"subprocess.run([sys.executable, '-c', {child!r}])"
     monkeypatch.setattr(record, "PATIENCE_S", 0.2)
-    chosen = {"hangs": python(code), "next": note(directory, "next")}
+    chosen = [Step("hangs", python(code)), note(directory, "next")]
     assert record.record(chosen, directory, 2.0) == EXIT_FAILED
     assert [s["status"] for s in said(directory)["steps"]] == ["ended after 2.0 s", 0]
     assert gone(int(pid.read_text()))
 
 
 def test_a_gate_that_takes_too_long_has_not_passed(directory: Path, capfd) -> None:
-    chosen = {"configs": python("import time; time.sleep(600)"), "next": note(directory, "next")}
-    assert record.record(chosen, directory, 1.0) == EXIT_FAILED
-    assert [s["name"] for s in said(directory)["steps"]] == ["configs"]
-    assert "configs has not passed: nothing else is run (next" in capfd.readouterr().err
+    late = Step("tests", python("import time; time.sleep(600)"), gate=True)
+    assert record.record([late, note(directory, "next")], directory, 1.0) == EXIT_FAILED
+    assert [s["name"] for s in said(directory)["steps"]] == ["tests"]
+    assert "tests has not passed: nothing else is run" in capfd.readouterr().err
 
 
 def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
-    made = directory / RUN / "20260101-000000-gpu"
+    made = directory / "bench" / "20260101-000000-gpu"
     code = (
         f"from pathlib import Path; d = Path({str(made)!r}); d.mkdir(parents=True)\n"
         "for n in ('traces.jsonl', 'run.json', '.run.lock', 'stages.json'): (d / n).write_text(n)\n"
         "raise SystemExit(1)"
     )
     (directory / "stages.json").write_text("earlier")
-    record.record({"bench": python(code)}, directory, 60)
+    record.record([Step("bench", python(code))], directory, 60)
     assert (directory / "traces.jsonl").read_text() == "traces.jsonl"
     assert (directory / "run.json").exists() and not (directory / ".run.lock").exists()
     assert (directory / "stages.json").read_text() == "earlier", "nothing is written over"
 
 
-def as_on_a_gpu(monkeypatch, out: Path, steps: dict[str, list[str]], *options: str) -> int:
+def as_on_a_gpu(monkeypatch, out: Path, steps: list[Step], *options: str) -> int:
     """`run.py record` where these stand for the programs."""
     monkeypatch.setattr(gpu, "require_gpu", lambda: "NVIDIA B200")
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_100a")
-    monkeypatch.setattr(record, "commands", lambda directory: steps)
+    monkeypatch.setattr(record, "steps", lambda directory: steps)
     monkeypatch.setattr("sys.argv", ["record", "--out", str(out), *options])
     return record.main()
 
 
+NAMES = [name for name, *_ in record.STEPS]
+
+
 def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
-    """All steps, two of which fail in a way that stops nothing, and what peers were not there."""
-    failing = ("tune", "gemm_study")
-    steps = {name: note(tmp_path, name, name in failing) for name in record.STEPS}
-    skipped = {"flashinfer_moe": "not installed: pip install flashinfer-python"}
-    (tmp_path / "run.json").write_text(json.dumps({"skipped": skipped}))
-    finds = f"import pathlib, shutil; d = max(pathlib.Path({str(tmp_path)!r}).glob('record-*')); "
-    finds += "(d / 'bench' / 'run').mkdir(parents=True); "
-    finds += f"shutil.copy({str(tmp_path / 'run.json')!r}, d / 'bench' / 'run')"
-    steps["bench"] = python(finds)
+    """All steps, two of which fail in a way that stops nothing."""
+    steps = [note(tmp_path, name, name in ("tune", "gemm_study")) for name in NAMES]
     assert as_on_a_gpu(monkeypatch, tmp_path, steps) == EXIT_FAILED
-    ran = (tmp_path / "order.txt").read_text().split()
-    assert ran == [name for name in record.STEPS if name != "bench"]
+    assert (tmp_path / "order.txt").read_text().split() == NAMES
     said_last = capfd.readouterr().err
     assert "not passed: tune (1), gemm_study (1); their output is in the archive" in said_last
-    assert "not in the ranking: flashinfer_moe: not installed" in said_last
     (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
     assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
     with tarfile.open(archive) as packed:
         held = {Path(name).name for name in packed.getnames()}
-    assert {"environment.json", "steps.json", "run.json"} <= held
-    assert {f"{name}.log" for name in record.STEPS} <= held
+    assert {"environment.json", "steps.json", *(f"{name}.log" for name in NAMES)} <= held
 
 
-@pytest.mark.parametrize(("options", "ran"), [((), ["configs"]), (("--keep-going",), None)])
-def test_keep_going(options, ran, tmp_path: Path, monkeypatch) -> None:
-    chosen = ("tune", "configs", "probes")  # in the order of the record, whatever is asked for
-    steps = {name: note(tmp_path, name, name == "configs") for name in record.STEPS}
-    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", *chosen, *options) == EXIT_FAILED
-    expected = ran or ["configs", "probes", "tune"]
-    assert (tmp_path / "order.txt").read_text().split() == expected
-
-
-@pytest.mark.all
-def test_a_rehearsal_without_a_gpu(tmp_path: Path) -> None:
-    """The program itself, in the emulator; its probes are kept, and named as no times."""
-    command = [sys.executable, "run.py", "record", "--out", str(tmp_path), "--emulate", "sm_100a"]
-    done = subprocess.run([*command, "--only", "probes"], cwd=record.ROOT, env=run.environment())
-    assert done.returncode == EXIT_OK
-    (archive,) = tmp_path.glob("record-emulated-sm-100a-*.tar.gz")
-    with tarfile.open(archive) as packed:
-        (name,) = (name for name in packed.getnames() if name.endswith("probes.json"))
-        content = packed.extractfile(name)
-        assert content is not None
-        found = json.load(content)["probes"]
-    assert found["emulated"] and found["target"] == "sm_100a"
-    assert [row["status"] for row in found["results"]] == ["passed"] * 4
-
-
-def test_only_two_steps_can_be_emulated(tmp_path: Path, monkeypatch) -> None:
-    steps = {name: note(tmp_path, name) for name in record.STEPS}
-    with pytest.raises(UsageError, match="only with configs and probes"):
-        as_on_a_gpu(monkeypatch, tmp_path, steps, "--emulate", "sm_90a", "--only", "bench")
-    assert not list(tmp_path.iterdir())
+def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:
+    """In the order of the record, whatever is asked for."""
+    steps = [note(tmp_path, name) for name in NAMES]
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "bench", "tune") == EXIT_OK
+    assert (tmp_path / "order.txt").read_text().split() == ["tune", "bench"]
 
 
 STEP = """
@@ -204,8 +178,8 @@ def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) 
         "from scripts.common import command_line\n"
         "from scripts.programs import record\n"
         "for each in command_line.ENDING: signal.signal(each, command_line.interrupt)\n"
-        f"a = {note(directory, 'a')!r}\n"
-        f"steps = dict(a=a, b={python(STEP)!r}, c=a)\n"
+        f"a = {note(directory, 'a').command!r}\n"
+        f"steps = [record.Step(n, c) for n, c in dict(a=a, b={python(STEP)!r}, c=a).items()]\n"
         f"command_line.run_main(lambda: record.record(steps, Path({str(directory)!r}), 900))"
     )
     process = subprocess.Popen(python(code), env=run.environment(), stderr=subprocess.DEVNULL)
@@ -227,21 +201,19 @@ def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) 
 
 
 def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
-    every = record.commands(directory)
-    assert list(every) == list(record.STEPS)
-    assert {command[2] for command in every.values()} - {"test"} <= set(run.programs())
-    words = {word for command in every.values() for word in command}
+    every = [step.command for step in record.steps(directory)]
+    assert {command[2] for command in every} - {"test"} <= set(run.programs())
+    words = {word for command in every for word in command}
     kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-25").iterdir()}
     from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
     assert {str(directory / name) for name in kept - from_bench} <= words
 
 
-@pytest.mark.parametrize("step", [step for step in record.STEPS if step != "tests"])
-def test_steps_have_arguments_that_their_programs_take(step: str) -> None:
+@pytest.mark.parametrize("step", record.steps(Path("/tmp/d"))[1:], ids=lambda step: step.name)
+def test_steps_have_arguments_that_their_programs_take(step: Step) -> None:
     """Each option of a step is one that the program's own help names."""
-    command = record.commands(Path("/tmp/d"))[step]
-    path = run.programs()[command[2]]
+    path = run.programs()[step.command[2]]
     shown = subprocess.run(
         [sys.executable, str(path), "--help"], env=run.environment(), capture_output=True, text=True
     ).stdout
-    assert all(word in shown for word in command[3:] if word.startswith("--"))
+    assert all(word in shown for word in step.command[3:] if word.startswith("--"))
