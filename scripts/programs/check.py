@@ -1,9 +1,7 @@
 """Accuracy, device time, repeated bits and floors: what the benchmark's own clock does not tell.
-And of a GPU that is new to the kernels, whether every config is right, and what it does a clock.
 
     python3 run.py check --solutions 'cutedsl_*' --workloads 80     figures of these
     python3 run.py check --run DIR                                  of a run, added to it
-    python3 run.py check --only configs probes                      of a new GPU
 
 accuracy: cosine, calc_diff and matched ratios at three tolerances against the reference; each
 solution runs once a workload, and fails in the ranking if it changes its inputs. device: what a
@@ -12,10 +10,6 @@ repeat, and whether a token's are its own whatever else is in the batch; of one 
 largest of up to 1024 tokens unless --workloads names one. floors: the least time of every workload,
 from the weights that must be read and the FLOPs, at rates that are measured here.
 
-configs: every config of this architecture that ships or that `tune` tries, against the torch model;
-all must give the same bits. probes: how long hand-offs take and what shared memory, L2 and tensor
-memory give, for `model --probes`. Each runs in a process of its own; those that hang are named.
-
 With --run, the solutions and workloads of that run are taken, as far as their sources and the
 hardware are the same as then; figures go into its traces, bits into its invariance.json, floors
 into its floors.json. `bench` does so after every run on a GPU. On the CPU it is the torch model
@@ -23,7 +17,6 @@ that is looked at.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +27,6 @@ from scripts.common.command_line import (
     EXIT_OK,
     UsageError,
     parser,
-    positive,
     run_main,
     say,
     whole,
@@ -48,8 +40,7 @@ from scripts.programs.options import add_options
 if TYPE_CHECKING:
     from scripts.measure.plan import Plan
 
-OF_A_GPU = ("configs", "probes")
-MEASURES = ("accuracy", "device", "bits", "floors", *OF_A_GPU)
+MEASURES = ("accuracy", "device", "bits", "floors")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,11 +51,6 @@ def parse_arguments() -> argparse.Namespace:
     add_options(arguments, "max-tokens", "seed", "rates", "cpu", "json")
     add("--run", type=Path, metavar="DIR", help="add to this run of bench")
     add("--only", nargs="+", choices=MEASURES, help="accuracy, bits and, on a GPU, device")
-    add("--shipped", action="store_true", help="configs: only those that ship")
-    said = "configs, probes: how long each may run once it is compiled (60)"
-    add("--time-limit", type=positive, default=60, metavar="SECONDS", help=said)
-    said = "configs, probes: on the CPU, in the emulator, whose clock is no time"
-    add("--emulate", choices=("sm_90a", "sm_100a"), help=said)
     add("--repeats", type=whole(1), default=20, help="timed calls of each kind (20)")
     args = arguments.parse_args()
 
@@ -79,11 +65,8 @@ def parse_arguments() -> argparse.Namespace:
         args.only = ["accuracy", *["device"] * on_gpu, *["bits"] * layer]
     if "bits" in args.only and not layer:
         raise UsageError(f"{args.definition.name}: only a layer has tokens to put into batches")
-    alone = set(OF_A_GPU) & set(args.only)
-    if "device" in args.only or (alone and not args.emulate):
+    if "device" in args.only:
         require_gpu()
-    if args.emulate and not alone.issuperset(args.only):
-        raise UsageError(f"--emulate: only with --only {' '.join(OF_A_GPU)}")
     return args
 
 
@@ -157,37 +140,6 @@ def bits_of(args: argparse.Namespace, chosen: "Plan") -> tuple[int, dict[str, An
     }
 
 
-def of_a_gpu(args: argparse.Namespace, what: str) -> tuple[int, dict[str, Any]]:
-    """Exit status, and what became of each config or probe."""
-    from scripts.measure import alone, configs, gpu, probes
-
-    target, emulated = args.emulate or gpu.gpu_arch(), bool(args.emulate)
-    jobs: Sequence[Any] = probes.mma_of(target).probes
-    prepare: alone.Prepare = probes.prepare
-    if what == "configs":
-        jobs, prepare = configs.jobs(target, args.shipped), configs.prepare
-    rows: list[dict[str, Any]] = []
-    status = EXIT_OK
-    try:
-        for row in alone.outcomes(jobs, prepare, target, emulated, args.time_limit):
-            rows.append(row)
-    except KeyboardInterrupt:
-        status = EXIT_INTERRUPTED
-        say(f"interrupted after {len(rows)} of {len(jobs)} {what}")
-    said: dict[str, Any] = {"target": target, "emulated": emulated, "results": rows}
-    if what == "configs":
-        for row in configs.odd_ones(rows):
-            row |= {"status": "wrong", "error": "other bits than most"}
-    else:
-        said["measured"] = found = probes.measured(rows)
-        print(text_table(["probe", "value"], [[k, f"{v:.4g}"] for k, v in found.items()]))
-    failed = [row for row in rows if row["status"] != "passed"]
-    for row in failed:
-        say(f"error: {row['job']}: {row['status']}, {row['error']}")
-    print(f"{what} on {target}: {len(rows) - len(failed)} of {len(rows)} passed")
-    return status or (EXIT_FAILED if failed else EXIT_OK), said
-
-
 def main() -> int:
     args = parse_arguments()
 
@@ -203,10 +155,7 @@ def main() -> int:
         print(floors.describe(content["floors"]))
         if args.run:
             files.write_json(args.run / "floors.json", content["floors"])
-    for what in (what for what in OF_A_GPU if what in args.only and status != EXIT_INTERRUPTED):
-        failed, content[what] = of_a_gpu(args, what)
-        status = max(status, failed)
-    if {"accuracy", "device", "bits"} & set(args.only) and status != EXIT_INTERRUPTED:
+    if {"accuracy", "device", "bits"} & set(args.only):
         chosen = plan.choose(
             args.local, args.device != "cpu", args.run, args.solutions, args.workloads,
             args.max_tokens, args.run_foreign, args.definition,

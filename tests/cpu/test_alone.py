@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.layer import model
 
-from scripts.common.command_line import ENDING, EXIT_FAILED, EXIT_OK, UsageError
-from scripts.measure import alone, configs, gpu, probes
-from scripts.programs import check as program
+from scripts.common.command_line import ENDING
+from scripts.measure import alone, configs
 
 
 def does(what: str, target: str, emulated: bool) -> Callable[[], str]:
@@ -160,43 +158,3 @@ def test_configs_with_other_bits_than_most() -> None:
     rows = [{"job": job, "status": "passed", "output": bits} for job, bits in outputs.items()]
     rows.append({"job": "GEMM: e", "status": "hangs", "error": ""})
     assert [row["job"] for row in configs.odd_ones(rows)] == ["GEMM: b"]
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(gpu, "require_gpu", lambda: "GPU A")
-    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(configs, "jobs", lambda target, shipped: ["good", "hangs", "also good"])
-    monkeypatch.setattr(configs, "prepare", does)
-    monkeypatch.setattr(configs, "odd_ones", lambda rows: [r for r in rows if "also" in r["job"]])
-    monkeypatch.setattr(probes, "prepare", lambda *job, **where: lambda: {"writes": 0.5})
-    outcomes = alone.outcomes
-    forked = lambda jobs, prepare, target, _, limit: outcomes(jobs, prepare, target, True, limit)  # noqa: E731
-    monkeypatch.setattr(alone, "outcomes", forked)
-    return tmp_path / "said.json"
-
-
-def run_program(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["check", *map(str, arguments)])
-    return program.main()
-
-
-def test_the_program_names_what_failed_and_keeps_it(as_on_a_gpu, monkeypatch, capsys) -> None:
-    said = SimpleNamespace(json=as_on_a_gpu)
-    options = ("--only", "configs", "probes", "--time-limit", "1", "--json", said.json)
-    assert run_program(monkeypatch, *options) == EXIT_FAILED
-    printed = capsys.readouterr()
-    assert "error: hangs: hangs, running, ended after its limit" in printed.err
-    assert "error: also good: wrong, other bits than most" in printed.err
-    assert "configs on sm_90a: 1 of 3 passed" in printed.out
-    content = program.files.json.loads(said.json.read_text())
-    assert [row["status"] for row in content["configs"]["results"]].count("passed") == 1
-    assert content["probes"]["measured"] == {"writes": 0.5} and not content["probes"]["emulated"]
-    assert run_program(monkeypatch, "--only", "probes") == EXIT_OK
-
-
-@pytest.mark.parametrize("arguments", [("configs",), ("probes", "bits", "--emulate", "sm_90a")])
-def test_what_the_program_refuses(arguments, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="no GPU is visible|--emulate: only with"):
-        run_program(monkeypatch, "--only", *arguments)
