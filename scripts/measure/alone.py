@@ -15,8 +15,6 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
-
 from scripts.common.command_line import leave_ending_to_parent, say
 from scripts.common.text import error_line
 
@@ -29,30 +27,8 @@ Prepare = Callable[..., Callable[[], Any]]
 can be sent from process to process."""
 
 
-MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
-"""Of an H200 and a B200: how many CTAs are launched depends on it."""
-
-
 class WrongError(Exception):
     """A job gives another result than it should; the message says how far off."""
-
-
-def emulate(target: str) -> None:
-    """Put the emulator in place, for this process and those that are forked from it."""
-    import ptxemu
-
-    # Of a pool of threads that torch had before the fork, none lives on.
-    torch.set_num_threads(1)
-    # Memory that nothing has written is NaN, as in the emulator's own allocations.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # What the cache of compiled kernels holds comes without its PTX.
-    os.environ["MOE_FP8_CACHE_DIR"] = ""
-    ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
-    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
-    ptxemu.options.poison_races = True
-    # As on a GPU; otherwise each launch would find the one before it complete.
-    ptxemu.options.dependents = "early"
-    ptxemu.install(target, MULTIPROCESSORS[target])
 
 
 def _child(pipe: Connection, prepare: Prepare, job: Any) -> None:

@@ -19,7 +19,8 @@ from moe_fp8.layer.rows import flat_rows
 from moe_fp8.numerics import BLOCK, TMA_ROWS, round_up
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
-from scripts.measure.alone import Row, WrongError, emulate
+from scripts.measure.alone import Row, WrongError
+from scripts.measure.emulated import emulate
 from scripts.measure.gemm_problems import LAYER_SHAPES, ROWS
 
 # --- which there are ------------------------------------------------------------------------------

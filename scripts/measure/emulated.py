@@ -22,13 +22,14 @@ from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.data.records import LAUNCHES, PASSED
-from scripts.measure.alone import emulate
 from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.processes import process_pool
 from scripts.measure.profile import short_name, works
 
 NONE = "none"
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+"""Of an H200 and a B200: how many CTAs are launched depends on it."""
 MOST_DIFFERENT = 1e-6
 """calc_diff of the kernels' output and the model's."""
 MOST_TOKENS = 7
@@ -56,6 +57,24 @@ def why_not() -> str:
 
 
 # --- in a process of its own ----------------------------------------------------------------------
+
+
+def emulate(target: str) -> None:
+    """Put the emulator in place, for this process and those that are forked from it."""
+    import ptxemu
+
+    # Of a pool of threads that torch had before the fork, none lives on.
+    torch.set_num_threads(1)
+    # Memory that nothing has written is NaN, as in the emulator's own allocations.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # What the cache of compiled kernels holds comes without its PTX.
+    os.environ["MOE_FP8_CACHE_DIR"] = ""
+    ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
+    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
+    ptxemu.options.poison_races = True
+    # As on a GPU; otherwise each launch would find the one before it complete.
+    ptxemu.options.dependents = "early"
+    ptxemu.install(target, MULTIPROCESSORS[target])
 
 
 def _use_kernels(package: str, target: str) -> None:

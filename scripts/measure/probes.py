@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scripts.measure.alone import emulate
+from scripts.measure.emulated import emulate
 
 BLOCK = 128
 CHUNK = BLOCK * BLOCK
