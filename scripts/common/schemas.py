@@ -83,18 +83,6 @@ class Stages(TypedDict):
     solutions: NotRequired[dict[str, str]]
 
 
-class Probed(TypedDict):
-    target: str
-    emulated: bool
-    measured: dict[str, FiniteFloat]
-
-
-class Probes(TypedDict):
-    """probes.json."""
-
-    probes: Probed
-
-
 class GemmRow(TypedDict):
     """A problem and, where a variant ran, its figures."""
 

@@ -15,7 +15,7 @@ from programs import call
 import run
 from scripts.common.project import DEFINITION, ROOT
 
-PROGRAMS = ["bench", "check", "gemm_bench", "make_workloads", "model", "pack", "profile", "rank"]
+PROGRAMS = ["bench", "check", "gemm_bench", "make_workloads", "pack", "profile", "rank"]
 PROGRAMS += ["readme_tables", "record", "report", "submit", "tune"]
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

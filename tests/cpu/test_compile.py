@@ -968,19 +968,6 @@ def test_tiles_of_one_wave_are_not_made_larger():
     assert choose(4, 4096, 7168, experts=1).swap_ab
 
 
-def test_the_model_prefers_what_the_heuristic_picks():
-    """docs/gemm-model.md, 32 uneven experts: no tile is predicted to be 8 % faster."""
-    from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, uneven_rows
-    from scripts.measure.model import B200_AS_H200, best_sm100, chosen_sm100, predict
-
-    for rows in (2, 8, 16, 32, 64, 96, 128, 192, 256, 512):
-        drawn = uneven_rows(rows, 32, 2026)
-        problems = [Problem(drawn, n, k) for n, k in LAYER_SHAPES.values()]
-        chosen = sum(predict(B200_AS_H200, chosen_sm100(p), p).us for p in problems)
-        best = sum(best_sm100(B200_AS_H200, p)[1].us for p in problems)
-        assert chosen < 1.08 * best, rows
-
-
 @pytest.mark.parametrize(
     ("n", "k", "experts", "message"),
     [

@@ -6,9 +6,12 @@ import sys
 
 import pytest
 import torch
-from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from gpu.every_config import Job, jobs, shipped
+from moe_fp8.kernels.architectures import ARCHITECTURES, BLACKWELL, HOPPER, of_target
 from moe_fp8.kernels.limits import SMEM_BYTES
+from moe_fp8.kernels.sm90 import heuristic as sm90
 from moe_fp8.kernels.sm90.config import GemmConfig as Hopper
+from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
@@ -91,12 +94,27 @@ def test_a_field_of_another_architecture_is_no_candidate(monkeypatch) -> None:
     monkeypatch.setattr(gpu, "architecture", lambda: BLACKWELL)
 
     def tried(**space) -> list:
-        monkeypatch.setitem(configs.SPACES, "sm100", lambda rows: [space])
+        monkeypatch.setitem(configs.SPACES, Blackwell, lambda rows: [space])
         return configs.candidates(100, gpu.architecture())
 
     assert tried(tile_m=(64, 128), tile_n=[64]) == [Blackwell(tile_n=64)]
     with pytest.raises(TypeError, match="overlap"):
         tried(overlap=[True])
+
+
+@pytest.mark.parametrize("target", sorted({a.target for a in ARCHITECTURES.values()}))
+def test_a_gpu_test_runs_every_config_that_ships_or_is_tried(target: str) -> None:
+    architecture, ships, names = of_target(target), shipped(target), set(map(str, jobs(target)))
+    assert set(map(str, ships)) < names and len(names) == len(jobs(target))
+    for tokens in (1, 7, 80, 901, 14107):
+        for terms in (1, 2):
+            assert Job(architecture.choose_layer(tokens, DEEPSEEK_V3, terms), terms) in ships
+    tried = {str(c) for rows in program.ROWS for c in configs.candidates(rows, architecture)}
+    assert {f"GEMM: {config}" for config in tried} <= names
+    picked = [sm90.LARGEST] if architecture is HOPPER else sm100.PICKED
+    assert {Job((config,)) for config in picked} <= set(ships)
+    if architecture is not HOPPER:
+        assert len(tried) == 98, "docs/notes/gemm_sm100.md"
 
 
 def test_the_heuristics_choice_is_always_timed(architecture) -> None:
