@@ -13,6 +13,10 @@ from moe_fp8.layer import model, routing
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 
+from scripts.measure import gemm_variants
+from scripts.measure.gemm_problems import Problem
+from scripts.measure.gemm_variants import Checker, Operands, Variant, Weights
+
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import (
     call,
@@ -343,3 +347,20 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_module_that_it_needs"):
         requirement.require("broken_package", "broken-package")
+
+
+@pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
+)
+def test_gemm_bench_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
+    shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
+    monkeypatch.setattr(gemm_variants, "LAYER_SHAPES", shapes)
+    problem = Problem((3, 0, 17, 0, 1, 32), 256, 384, tokens=40)
+    operands = Operands(problem, Weights(problem.experts, 256, 384, DEVICE, seed=0))
+    variant = Variant("triton_moe", lambda x: gemm_variants.triton_call(x, tile))
+    assert Checker(operands).calc_diff(variant) < 1e-5
+    _, rows = gemm_variants.triton_rows(operands, tile.block_m)
+    assert rows.m_indptr[-1] % tile.block_m == 0
+    assert (rows.token_of_row >= 0).sum() == problem.pairs
+    assert len(rows.token_of_row) >= int(rows.m_indptr[-1])

@@ -5,9 +5,8 @@ whole blocks of rows; a block-FP8 grouped GEMM works on these blocks (`triton_ge
 rows by token, so that no row is copied; SwiGLU + FP8, the second GEMM and the weighted combine
 follow. Six launches, no host sync, buffers kept until the number of tokens changes.
 
-Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer
-(`run.py tune --what triton`). For few rows the operands are swapped, so that the weights fill the
-wide side of the tensor cores.
+Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer. For few rows
+the operands are swapped, so that the weights fill the wide side of the tensor cores.
 """
 
 import functools
@@ -39,8 +38,8 @@ SOLUTION = {
 def tile_table() -> "tuple[tuple[float, tuple[Tile, Tile]], ...]":
     """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
 
-    The winners of `run.py tune --what triton` at T = 1, 16, 80, 901 and 14107 on an H200,
-    2026-11-21: 47, 155, 302, 401 and 1951 us for the two GEMMs.
+    The winners of a search at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21: 47, 155, 302,
+    401 and 1951 us for the two GEMMs (docs/notes/baselines.md).
     """
     from .triton_gemm import Tile
 
