@@ -1,13 +1,12 @@
-"""What `tune` tries besides the configs that ship: of our grouped GEMM alone, of the two GEMMs in
-the fused layer, and of the Triton baseline's GEMMs. Each search gives, problem by problem, the
-fastest candidate, what ships, and what that loses.
+"""What `tune` tries besides the configs that ship: of our grouped GEMM alone, and of the two GEMMs
+in the fused layer. Each search gives, problem by problem, the fastest candidate, what ships, and
+what that loses.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from moe_fp8.layer.fused import FusedLayer
@@ -19,24 +18,13 @@ from scripts.measure.gemm_bench import (
     Timing,
     compile_ahead,
     compile_kernel,
-    compile_variants,
     run_problem,
     verdict,
 )
-from scripts.measure.gemm_problems import LAYER_SHAPES, Problem, histograms, uneven_rows
-from scripts.measure.gemm_variants import (
-    Variant,
-    heuristic,
-    ladder,
-    ours,
-    shipped_tile,
-    triton_call,
-)
+from scripts.measure.gemm_problems import Problem, uneven_rows
+from scripts.measure.gemm_variants import heuristic, ladder, ours
 from scripts.measure.stages import Problems
 from scripts.measure.timing import Timed, device_times
-
-if TYPE_CHECKING:
-    from moe_fp8.baselines.triton_gemm import Tile
 
 Found = tuple[list[dict[str, Any]], dict[str, Any]]
 """The rows of figures of a problem, and the verdict on them."""
@@ -176,81 +164,3 @@ def tune_layer(
             rows.append(row if "error" in row else row | {"us": 1e3 * row["ms"]})
         us = {row["variant"]: row["us"] for row in rows if "us" in row}
         yield rows, verdict(f"T={t}", "layer", us, shipped)
-
-
-# --- the Triton baseline --------------------------------------------------------------------------
-
-
-def tiles_for(rows: float) -> "list[Tile]":
-    """The tiles worth timing where an active expert has so many rows."""
-    from moe_fp8.baselines.triton_gemm import Tile
-
-    heights = [m for m in (16, 32, 64, 128) if min(64, rows / 2) <= m <= 4 * rows]
-    found = []
-    for m in heights or [16]:
-        groups = (1,) if rows <= m else (4, 16)
-        if m < 128:  # few rows
-            found += [
-                Tile(m, n, g, stages=s, swap_ab=True, tma=tma)
-                for n, g, s, tma in itertools.product((64, 128), groups, (4, 6), (False, True))
-            ]
-        if m < 64:
-            found += [Tile(m, n, g, stages=4) for n, g in itertools.product((32, 64), groups)]
-        else:
-            wide = (4, 8) if m == 64 else (8,)  # 4 warps spill at 128 rows
-            found += [
-                Tile(m, 128, g, warps, s, tma=tma, programs=2 if m == 64 else 1)
-                for g, warps, s, tma in itertools.product(groups, wide, (3, 4), (False, True))
-            ]
-    return list(dict.fromkeys(found))
-
-
-def tile_variant(tile: "Tile") -> Variant:
-    return Variant(str(tile), lambda x: triton_call(x, tile))
-
-
-def tiles_of(problem: Problem) -> "list[Tile]":
-    """The shipped tile first, then the candidates."""
-    return list(dict.fromkeys([shipped_tile(problem), *tiles_for(problem.mean_rows)]))
-
-
-def compile_tiles(problem: Problem) -> None:
-    """Leave the kernels of all its tiles in Triton's cache on disk."""
-    compile_variants(lambda problem: list(map(tile_variant, tiles_of(problem))), problem)
-
-
-def triton_problems(root: Path, tokens: Sequence[int], seed: int) -> dict[int, list[Problem]]:
-    """Both GEMMs at every token count: a workload's rows, or drawn ones."""
-    rows = {t: uneven_rows(max(1, t // 32), 32, seed) for t in sorted(tokens)}
-    rows |= {h.tokens: h.rows for h in histograms(root) if h.tokens in rows and any(h.rows)}
-    shapes = LAYER_SHAPES.values()
-    return {t: [Problem(of, n, k, t) for n, k in shapes] for t, of in rows.items()}
-
-
-def tile_pairs(timed: "Sequence[dict[Tile, float]]") -> dict[str, float]:
-    """The us of both GEMMs by each pair of tiles of one height, from those of either: they work on
-    the same rows."""
-    return {
-        f"{a}, {b}": timed[0][a] + timed[1][b]
-        for a, b in itertools.product(*timed)
-        if a.block_m == b.block_m
-    }
-
-
-def tune_triton(
-    problems: dict[int, list[Problem]], timing: Timing, workers: int
-) -> Iterator[Found]:
-    """The tiles of triton_moe's two GEMMs, for each number of tokens the pair with the least sum.
-    What wins goes into `tiles` of solutions/moe_fp8/baselines/triton_moe.py, in the words that are
-    printed."""
-    compile_ahead(compile_tiles, [p for pair in problems.values() for p in pair], workers)
-    for t in steps(list(problems), lambda t: f"T={t}"):
-        rows, timed = [], []
-        for p in problems[t]:
-            tiles = tiles_of(p)
-            found = run_problem(p, list(map(tile_variant, tiles)), timing)
-            both = zip(tiles, found, strict=True)
-            timed.append({tile: row["us"] for tile, row in both if "us" in row})
-            rows += found
-        shipped = ", ".join(str(shipped_tile(p)) for p in problems[t])
-        yield rows, verdict(f"T={t}", "both GEMMs", tile_pairs(timed), shipped)

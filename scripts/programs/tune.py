@@ -3,12 +3,11 @@
     python3 run.py tune --what gemm      our grouped GEMM alone, by rows per expert
     python3 run.py tune --what layer     the two GEMMs in the fused layer, by tokens
     python3 run.py tune --what layer --definition glm5      of another one
-    python3 run.py tune --what triton    the tiles of the baseline triton_moe, by tokens
 
 gemm: every legal candidate of the GPU's architecture, Hopper or Blackwell, against the heuristic's
 choice. layer: the shipped pair of configs against those a step away on the heuristic's ladder,
-device time of the whole layer. triton: pairs of tiles of one height on a workload's rows, or drawn
-ones. Candidates are checked first, those of a layer to the bit against the shipped pair.
+device time of the whole layer. Candidates are checked first, those of a layer to the bit against
+the shipped pair.
 
 Exit status 1: what ships loses more than --max-loss percent somewhere, or did not run.
 """
@@ -36,16 +35,15 @@ if TYPE_CHECKING:
     from scripts.measure.tune import Found
 
 LAYER_TOKENS = (80, 320, 901, 2048)
-TRITON_TOKENS = (1, 7, 16, 32, 55, 80, 256, 901, 2048, 4096, 11948, 14107)
-MAX_LOSS = {"gemm": 5.0, "layer": 2.0, "triton": 5.0}
+MAX_LOSS = {"gemm": 5.0, "layer": 2.0}
 OF = {
-    "rows": ["gemm"],
-    "uneven": ["gemm"],
-    "tokens": ["layer", "triton"],
-    "accurate": ["layer"],
-    "definition": ["layer"],
+    "rows": "gemm",
+    "uneven": "gemm",
+    "tokens": "layer",
+    "accurate": "layer",
+    "definition": "layer",
 }
-"""The searches that an option belongs to."""
+"""The search that an option belongs to."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,14 +52,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--what", choices=list(MAX_LOSS), required=True)
     add("--rows", nargs="+", type=whole(1), metavar="M", help="gemm: per expert")
     add("--uneven", action="store_true", help="gemm: drawn around the number of rows")
-    add("--tokens", nargs="+", type=whole(1), metavar="T", help="layer, triton")
+    add("--tokens", nargs="+", type=whole(1), metavar="T", help="layer")
     add("--accurate", action="store_true", help="layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
     add_options(arguments, "definition", definition={"type": find_layer, "default": None})
     add_gemm_options(arguments, repeats=10)
     args = arguments.parse_args()
-    for option, searches in OF.items():
-        if getattr(args, option) and args.what not in searches:
+    for option, what in OF.items():
+        if getattr(args, option) and args.what != what:
             raise UsageError(f"--{option}: not with --what {args.what}")
     args.definition = args.definition or DEFAULT
     args.max_loss = args.max_loss or MAX_LOSS[args.what]
@@ -73,19 +71,16 @@ def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found
     from scripts.measure.gemm_bench import Timing
     from scripts.measure.sweep import problems_of
 
-    timing = Timing(rates, args.repeats, args.seed)
     if args.what == "layer":
         problems = problems_of(args.definition, args.local, "cuda:0", args.seed)
         terms = 2 if args.accurate else 1
         return tune.tune_layer(problems, args.tokens or LAYER_TOKENS, terms, args.repeats)
-    if args.what == "triton":
-        of_tokens = tune.triton_problems(args.local, args.tokens or TRITON_TOKENS, args.seed)
-        return tune.tune_triton(of_tokens, timing, args.compile_workers)
     of = [
         tune.gemm_problem(m, n, k, not args.uneven, args.seed)
         for n, k in LAYER_SHAPES.values()
         for m in args.rows or ROWS
     ]
+    timing = Timing(rates, args.repeats, args.seed)
     return tune.tune_gemm(of, timing, args.compile_workers, args.max_loss)
 
 

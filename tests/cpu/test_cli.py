@@ -85,7 +85,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
         ["profile", "--stages"],
         ["profile", "--workloads", "1"],
         ["check", "--only", "device"],
-        *(["tune", "--what", what] for what in ("gemm", "layer", "triton")),
+        *(["tune", "--what", what] for what in ("gemm", "layer")),
     ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:

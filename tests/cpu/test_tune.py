@@ -1,4 +1,4 @@
-"""tune off the GPU: what it tries of GEMM, layer and Triton, how it judges, and what it says."""
+"""tune off the GPU: what it tries of GEMM and layer, how it judges, and what it says."""
 
 import itertools
 import json
@@ -15,22 +15,16 @@ from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
-from test_baselines_triton import DEVICE, interpreter_that_rounds
 from test_gemm_bench import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.common.project import ROOT
-from scripts.measure import configs, gemm_bench, gemm_variants, gpu, sweep, tune
+from scripts.measure import configs, gemm_bench, gpu, sweep, tune
 from scripts.measure.gemm_bench import Timing
-from scripts.measure.gemm_problems import Problem, histograms, uneven_rows
-from scripts.measure.gemm_variants import Checker, Operands, Weights, heuristic, ladder
+from scripts.measure.gemm_problems import Problem, uneven_rows
+from scripts.measure.gemm_variants import heuristic, ladder
 from scripts.programs import tune as program
 
-pytest.importorskip("triton", reason="triton is not installed")
-from moe_fp8.baselines import triton_moe
-from moe_fp8.baselines.triton_gemm import Tile
-
-__all__ = ["interpreter_that_rounds", "kernel", "no_gpu"]  # fixtures
+__all__ = ["kernel", "no_gpu"]  # fixtures
 
 
 @pytest.fixture(params=[HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
@@ -229,7 +223,7 @@ def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None
         (["--what", "layer", "--rows", "3"], "--rows: not with --what layer"),
         (["--what", "gemm", "--tokens", "3"], "--tokens: not with --what gemm"),
         (["--what", "gemm", "--definition", "glm5"], "--definition: not with --what gemm"),
-        (["--what", "triton", "--accurate"], "--accurate: not with --what triton"),
+        (["--what", "gemm", "--accurate"], "--accurate: not with --what gemm"),
     ],
 )
 def test_options_of_another_search_are_refused(arguments, message, on_a_gpu) -> None:
@@ -319,73 +313,3 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     assert record["table"][0]["loss"] == pytest.approx(100 * (gain - 1))
     errors = [row.get("error") for row in record["results"] if row["tokens"] == 3]
     assert errors.count("not the output of the shipped pair") == wrong
-
-
-# --- Triton ---------------------------------------------------------------------------------------
-
-ROWS = (3, 0, 17, 0, 1, 32)
-
-
-@pytest.mark.parametrize("rows", [1.0, 2.5, 8.0, 28.0, 64.0, 128.0, 373.4, 5000.0])
-def test_tiles(rows):
-    found = tune.tiles_for(rows)
-    assert 0 < len(found) < 60 and len(set(map(str, found))) == len(found)
-    heights = {tile.block_m for tile in found}
-    assert min(heights) <= max(16, rows) and max(heights) <= max(16, 4 * rows)
-
-
-def test_a_tile_is_printed_as_the_call_that_makes_it():
-    for tile in {*tune.tiles_for(28.0), *triton_moe.tiles(80)}:
-        assert eval(str(tile), {"Tile": Tile}) == tile
-
-
-@pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
-@pytest.mark.parametrize(
-    "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
-)
-def test_a_variant_computes_its_problem(gemm, tile, monkeypatch):
-    shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
-    monkeypatch.setattr(gemm_variants, "LAYER_SHAPES", shapes)
-    problem = Problem(ROWS, 256, 384, tokens=40)
-    source = Weights(len(ROWS), 256, 384, DEVICE, seed=0)
-    operands = Operands(problem, source)
-    assert Checker(operands).calc_diff(tune.tile_variant(tile)) < 1e-5
-    _, rows = gemm_variants.triton_rows(operands, tile.block_m)
-    assert rows.m_indptr[-1] % tile.block_m == 0
-    assert (rows.token_of_row >= 0).sum() == problem.pairs
-    assert len(rows.token_of_row) >= int(rows.m_indptr[-1])
-
-
-def test_a_pair_has_one_height_and_the_sum_of_both():
-    low, low_wide, high = Tile(16, 64), Tile(16, 128), Tile(32, 64)
-    timed = {low: 10.0, low_wide: 12.0, high: 5.0}, {low: 9.0, low_wide: 7.0, high: 13.0}
-    us = tune.tile_pairs(timed)
-    assert len(us) == 5 and us[f"{high}, {high}"] == 18.0
-    assert tune.verdict("T=1", "", us, "")["best"] == f"{low}, {low_wide}"
-    assert tune.tile_pairs([timed[0], {}]) == {}
-
-
-def test_problems_are_a_workloads_or_drawn():
-    problems = tune.triton_problems(ROOT, [300, 7], seed=1)
-    assert list(problems) == [7, 300]
-    for tokens, pair in problems.items():
-        assert [(p.tokens, p.n) for p in pair] == [(tokens, 4096), (tokens, 7168)]
-    assert problems[7][0].rows == histograms(ROOT, [7])[0].rows
-    drawn = problems[300][1]
-    assert drawn.pairs == 32 * (300 // 32) and len(drawn.rows) == 32 and not drawn.even
-
-
-def test_what_ships_is_judged_by_the_sum(on_a_gpu, monkeypatch, capsys):
-    """The shipped pair takes 10 us a GEMM; the fifth tile of each 9."""
-
-    def run_problem(problem, variants, timing):
-        return [
-            {**problem.describe(), "variant": v.name, "us": 9.0 if i == 4 else 10.0}
-            for i, v in enumerate(variants)
-        ]
-
-    monkeypatch.setattr(tune, "run_problem", run_problem)
-    found, record = on_a_gpu("--what", "triton", "--tokens", "80")
-    (row,) = record["table"]
-    assert row["shipped_us"] == 20.0 and row["shipped"] == ", ".join(map(str, triton_moe.tiles(80)))
-    assert 18.0 <= row["best_us"] <= 19.0 and found == EXIT_FAILED
