@@ -17,7 +17,8 @@ from scripts.common.project import DEFINITION, ROOT
 
 PROGRAMS = ["bench", "check", "gemm_bench", "make_workloads", "pack", "profile", "rank"]
 PROGRAMS += ["readme_tables", "record", "report", "submit", "tune"]
-RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-21"
+RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-25"
+PICTURE = ROOT / "docs" / "pictures" / "nvidia-h100-2026-11-25" / "latency.png"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -45,7 +46,7 @@ def test_help(program: str) -> None:
         ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
         ("bench", ["--local", "/absent"], "not a directory"),
         ("bench", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
-        ("rank", [str(RECORD / "latency.png")], "latency.png:1 is no trace"),
+        ("rank", [str(PICTURE)], "latency.png:1 is no trace"),
         ("rank", [str(RECORD), "--json", "/dev/null/x"], "error: /dev/null/x: "),
         *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
         ("bench", ["--no-such-option"], "unrecognized arguments"),
