@@ -100,7 +100,7 @@ def test_links(page: Path) -> None:
 
 @cache
 def defined_tests() -> set[str]:
-    sources = [p for p in (ROOT / "tests").rglob("test_*.py")]
+    sources = [p for f in ("tests", "emulator/tests") for p in (ROOT / f).rglob("test_*.py")]
     defined = {n for p in sources for n in re.findall(r"^def (test_\w+)", p.read_text(), re.M)}
     return defined | {p.stem for p in sources}
 
