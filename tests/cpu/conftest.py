@@ -1,4 +1,4 @@
-"""Fixtures shared by the CPU tests: the definition's reference and the weights of full size."""
+"""Fixtures shared by the CPU tests: the definition's reference and a stand-in of torch.cuda."""
 
 import json
 import os
@@ -52,12 +52,3 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
     yield FakeCuda(monkeypatch)
     for of_a_gpu in kept:
         of_a_gpu.cache_clear()
-
-
-@pytest.fixture(scope="session")
-def full_size_weights() -> dict[str, torch.Tensor]:
-    """1.4 GB, made once: tests that use it are marked large_memory."""
-    import bruteforce
-    from moe_fp8.problem import DEEPSEEK_V3
-
-    return bruteforce.random_weights(DEEPSEEK_V3)
