@@ -21,7 +21,10 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(f"width {hidden}: expected a multiple of {BLOCK}")
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=-1))
-    return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden), scale.t().contiguous()
+    # A copy of one token's, too, which are contiguous either way: else its layer would be another
+    # than that of more tokens.
+    by_block = scale.t().clone(memory_format=torch.contiguous_format)
+    return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden), by_block
 
 
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from moe_fp8 import v5_fused
 from moe_fp8.arguments import has_contiguous_lines
 from moe_fp8.functional import experts, fused_moe
 from moe_fp8.layer import pipeline
+from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
@@ -274,9 +275,13 @@ def test_bfloat16_tokens_are_quantised_as_by_quantise_rows(name, tokens, accurat
     assert torch.equal(call(x=x, x_scale=None, accurate=accurate), wanted) and wanted.any()
 
 
+def usual(x_scale: torch.Tensor) -> torch.Tensor:
+    return x_scale.clone(memory_format=torch.contiguous_format)
+
+
 def token_major(x_scale: torch.Tensor) -> torch.Tensor:
     """Storage `[T, H/128]`."""
-    return x_scale.t().clone(memory_format=torch.contiguous_format).t()
+    return usual(x_scale.t()).t()
 
 
 def padded(x_scale: torch.Tensor) -> torch.Tensor:
@@ -293,6 +298,17 @@ def test_scales_that_lie_otherwise(layout, tokens, name):
     assert tokens == 1 or not scale.is_contiguous()
     assert scale.data_ptr() != tensors[3].data_ptr() and torch.equal(scale, tensors[3])
     assert torch.equal(call(x_scale=scale), call())
+
+
+def test_one_token_needs_no_kernel_but_those_of_more(monkeypatch):
+    """Though its scales are contiguous whichever way they are passed: prepare makes no others."""
+    layers = []
+    monkeypatch.setattr(FusedLayer, "__call__", lambda layer, *_: layers.append(layer))
+    for tokens in (1, 2):
+        tensors = tensors_of(tokens)
+        for scale in (usual(tensors[3]), tensors[3], token_major(tensors[3])):
+            both(tensors)["experts"](x_scale=scale)
+    assert layers[:3] == layers[3:] and layers[0] == layers[1] != layers[2]
 
 
 @each
