@@ -92,7 +92,9 @@ def test_processes_compile_and_this_one_loads(geometries, compiled_here):
     assert [*operations.compile_fused.functions] == geometries
 
 
-@pytest.mark.parametrize("why", ["no directory", "one core", "a directory of others", "failure"])
+@pytest.mark.parametrize(
+    "why", ["no directory", "one core", "a directory of others", "a file in its place", "failure"]
+)
 def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypatch, tmp_path):
     asked, made = [], []
     monkeypatch.setattr(compile_ahead, "in_processes", asked.append)  # and makes nothing
@@ -104,6 +106,8 @@ def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypa
     elif why == "a directory of others":
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels").chmod(0o777)
+    elif why == "a file in its place":
+        (tmp_path / "kernels").touch()
     assert compile_ahead.compile_all(geometries) == 2
     assert made == [operations.fused_kernel(*geometry) for geometry in geometries]
     assert len(asked) == (why == "failure")
