@@ -496,6 +496,20 @@ def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
 
 
 @posix_only
+def test_what_get_would_not_load_is_not_there(tmp_path):
+    kept = kernels_in(tmp_path)
+    assert not kept.has({"kernel": "Gemm"})
+    kept.get({"kernel": "Gemm"}, lambda: "built")
+    (entry,) = kept.entries()
+    assert kept.has({"kernel": "Gemm"}) and not kept.has({"kernel": "Combine"})
+    for path in (tmp_path, entry.path):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        assert not kept.has({"kernel": "Gemm"})
+        path.chmod(mode)
+
+
+@posix_only
 @pytest.mark.parametrize("owned", ["directory", "entry", "object"])
 def test_what_another_user_owns_is_not_loaded(cache, owned, monkeypatch):
     directory, count = cache
