@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +16,14 @@ from moe_fp8 import experts
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
-from scripts.common.command_line import UsageError
+from scripts.common.command_line import Failure, UsageError
 from scripts.common.project import ROOT
 from scripts.programs import serve
 from scripts.serve import inside, models, random_weights
+from scripts.serve import run as turns
 from scripts.serve.engines import Setup
 from scripts.serve.layer_check import checking, in_float32
-from scripts.serve.measure import prompts
+from scripts.serve.measure import DECODE_STEPS, Measuring, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
@@ -100,6 +103,16 @@ def test_the_tables_are_shown(served_rows):
 def test_what_goes_wrong_is_one_error(wrong, message):
     made = run("--model", "deepseek-v3", "--compare", "ours", *QUICK, wrong=wrong)
     assert made.returncode == 1 and message in made.stderr and "Traceback" not in made.stdout
+
+
+def test_a_layer_of_which_no_call_was_seen_is_an_error(tmp_path):
+    setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", None, True))
+    backend: Any = SimpleNamespace(
+        setup=setup, version="", start_seconds=1.0, directory=tmp_path,
+        said=lambda text: [text], ask=lambda *asked: None,
+    )  # fmt: skip
+    with pytest.raises(Failure, match="^ours: no call of .* tokens was seen"):
+        list(turns.check(backend))
 
 
 def options(*given: str) -> Any:
@@ -237,6 +250,14 @@ def test_gains_are_over_the_best_of_the_engine_s_own():
     assert list(frame["accurate"]) == ["1.00 (1 %)", "-", "-"]
 
 
+def test_the_gain_of_prefill_is_that_of_long_prompts():
+    rows = []
+    for size, others, ours in ((8, 9.0, 1.0), (4096, 3.0, 2.0), (8192, 4.0, 2.0)):
+        rows += [row("engine", "prefill", size, others), row("ours", "prefill", size, ours)]
+    frame = served.gains_table(rows).frame
+    assert list(frame["prefill from 4096 tokens"]) == ["1.50 to 2.00x"]
+
+
 def test_of_the_layers_the_worst_is_named():
     what = "calc_diff of a layer"
     rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
@@ -250,6 +271,21 @@ def test_of_the_layers_the_worst_is_named():
         "m, 2 layers",
         "m, 2 layers, 2 GPUs, expert parallel",
     ]
+
+
+def test_a_step_takes_what_a_further_token_takes(monkeypatch):
+    """Of an engine that takes 5 s for the prompts and 2 s for every token after the first."""
+
+    def generate(given, tokens):
+        generated.append(tokens)
+        clock.append(5.0 + 2.0 * (tokens - 1))
+
+    clock, generated = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(clock))
+    measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
+    assert measuring.decode(2, 0) == pytest.approx(2000.0) and measuring.prefill(8, 0) == 5000.0
+    assert measuring.mixed(3, 0) == pytest.approx(3 * (512 + 64) / (5 + 2 * 63))
+    assert generated == [1, 1 + DECODE_STEPS, 1, 64]
 
 
 def test_prompts_are_drawn_once_and_for_all():
