@@ -103,9 +103,6 @@ def leave_ending_to_parent() -> None:
 started = getattr(sys.modules["__main__"], "__file__", None)
 # Of our programs alone; one that is started with a signal ignored goes on ignoring it.
 if started and ROOT / "scripts" in Path(started).resolve().parents:
-    # Python puts a program's own folder first, where `profile` would hide the module of that name.
-    folder = Path(started).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     for each in ENDING:
         if signal.getsignal(each) != signal.SIG_IGN:
             signal.signal(each, interrupt)

@@ -31,13 +31,11 @@ MAX_REASON = 300
 # Keys of what we add to a trace: in environment.libs ...
 HASH, SETTINGS, RUN, TIMING, TOLERANCE = "solution_hash", "settings", "run", "timing", "tolerance"
 EMULATED = "emulated"
-# ... and in correctness.extra.
+# ... and in correctness.extra, some of it from the rows beside the trace.
 DEVICE, HARNESS, INPUTS_CHANGED, LAUNCHES = "device", "harness", "inputs_changed", "launches"
 
 Clock = Literal["harness", "device"]
 CLOCKS: tuple[Clock, ...] = ("harness", "device")
-INVARIANCE = "invariance.json"
-"""Beside the traces: which solutions repeat their bits."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def _positive(value: Any) -> float | None:
 
 
 def _timed(found: Any) -> Timed | None:
-    """The figures of `check --only device`; None where there are none or they are no times: others
+    """The figures of `measure times`; None where there are none or they are no times: others
     may use the same names for something else."""
     if not isinstance(found, Mapping) or (ms := _positive(found.get("ms"))) is None:
         return None
@@ -170,29 +168,6 @@ def _timed(found: Any) -> Timed | None:
         p90=_positive(found.get("p90")),
         calls=calls if isinstance(calls, int) else None,
     )
-
-
-def sweep_records(sweep: Mapping[str, Any]) -> list[Record]:
-    """The rows of a sweep.json; a number of tokens stands for the workload's uuid."""
-
-    def record(row: Mapping[str, Any], name: str, of: Mapping[str, Any]) -> Record:
-        error = of.get("error", "")
-        harness = _timed(of.get(HARNESS))
-        return Record(
-            solution=name,
-            uuid=str(row["tokens"]),
-            tokens=row["tokens"],
-            status=error.split(":")[0] if error else PASSED,
-            hardware=sweep["hardware"],
-            timing=sweep["method"],
-            extra={"calc_diff": of.get("calc_diff")},
-            reason=error,
-            latency_ms=harness.ms if harness else None,
-            device=_timed(of.get(DEVICE)),
-            harness=harness,
-        )
-
-    return [record(row, *of) for row in sweep["results"] for of in row["solutions"].items()]
 
 
 def parse_record(

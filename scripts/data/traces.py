@@ -1,4 +1,4 @@
-"""Trace files, flashinfer-bench's JSON lines: reading records, appending, adding figures.
+"""Trace files, flashinfer-bench's JSON lines: reading records, appending.
 
 A file is always written beside and renamed, so that a crash or a full disk costs at most the
 results that were to be added. A last line that was cut short is left out with a remark.
@@ -14,8 +14,9 @@ from filelock import FileLock
 from pydantic import ConfigDict, TypeAdapter
 
 from scripts.common import files, schemas
-from scripts.common.command_line import UsageError, say
+from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
+from scripts.data import rows
 from scripts.data.records import Record, parse_record
 
 if TYPE_CHECKING:
@@ -33,22 +34,11 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
             found.append(path)
         elif path.is_dir():
             traces = path / "traces"
-            found += sorted((traces if traces.is_dir() else path).rglob("*.jsonl"))
+            below = (traces if traces.is_dir() else path).rglob("*.jsonl")
+            found += sorted(file for file in below if file.name != rows.FILE)
         else:
             raise UsageError(f"{path} does not exist")
     return found
-
-
-def read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """The file's lines that are not empty, by number, without a last one that was cut short."""
-    *lines, last = path.read_bytes().split(b"\n")
-    if last.strip():
-        try:
-            json.loads(last)
-            lines.append(last)  # only its end of line is missing
-        except (ValueError, RecursionError):
-            say(f"{path}: the last line is cut short and left out")
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Record]:
@@ -67,20 +57,45 @@ def read_evaluations(
 def _parsed(
     path: Path, definition: str | None = None
 ) -> Iterator[tuple[Record | None, dict[str, Any]]]:
-    """Each trace of a file, or of one definition, with the record that it is, if it is one."""
+    """Each trace of a file, or of one definition, with the record that it is, if it is one; in its
+    correctness.extra the figures of the rows beside it that are of the same source and GPU."""
     info = read_run(path)
     # For traces that do not hold their sources' hash. Of a run that was resumed, run.json says it
     # of the last part only.
     hashes = {} if info.get("earlier") else info.get("solutions", {})
-    for number, line in read_lines(path):
+    figures = figures_of_pairs(rows.read(path.parent))
+    for number, line in rows.json_lines(path):
         try:
             trace = json.loads(line.decode("utf-8-sig"))
             if definition is not None and trace.get("definition") != definition:
                 continue
             record = parse_record(trace, str(path), hashes)
+            pair = record and (record.uuid, record.solution, record.hash, record.hardware)
+            if record and record.has_output and pair in figures:
+                extra = {**record.extra, **figures[pair]}
+                trace["evaluation"]["correctness"]["extra"] = extra
+                record = parse_record(trace, str(path), hashes)
         except (ValueError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no trace: {error}") from None
         yield record, trace
+
+
+Pair = tuple[str, str, str, str]
+"""A workload's uuid, a solution, the hash of its source, the hardware."""
+
+
+def figures_of_pairs(found: rows.Rows) -> dict[Pair, dict[str, Any]]:
+    """What the rows of `rows.TIMES` say of each pair, as the extra of its trace has it."""
+    figures: dict[Pair, dict[str, Any]] = {}
+    hardware = found.measurements.get(rows.TIMES, {}).get("hardware", "")
+    for row in found.rows_of(rows.TIMES):
+        of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
+        if clock := row.get("clock"):
+            timed = {name: row[name] for name in ("p10", "p90", "calls", "method") if name in row}
+            of[clock] = {"ms": row["value"], **timed}
+        else:
+            of |= {name: row[name] for name in rows.ACCURACY if name in row}
+    return figures
 
 
 def run_file(traces: Path) -> Path:
@@ -95,7 +110,7 @@ def read_run(traces: Path) -> schemas.RunInfo:
 
 
 def _alone(path: Path) -> FileLock:
-    """Several programs may add to one file: the benchmark and the passes after it."""
+    """Several programs may add to one file."""
     return FileLock(path.with_name(f".{path.stem}.lock"))
 
 
@@ -108,7 +123,7 @@ def append(path: Path, traces: "Sequence[Trace]") -> None:
     where they cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
-        before = [line for _, line in read_lines(path)] if path.is_file() else []
+        before = [line for _, line in rows.json_lines(path)] if path.is_file() else []
         _write(path, [*before, *(t.model_dump_json().encode("utf-8") for t in traces)])
 
 
@@ -126,32 +141,6 @@ def why_not_same(record: Record, hashes: Mapping[str, str], hardware: str) -> st
     if record.hardware != hardware:
         return f"{record.solution}: measured on {record.hardware}, this is {hardware}"
     return None
-
-
-def merge_into_traces(
-    path: Path,
-    figures: Mapping[tuple[str, str], Mapping[str, Any]],
-    hashes: Mapping[str, str],
-    hardware: str,
-) -> int:
-    """Add figures to the traces of a run, and return to how many.
-
-    `figures` of each (workload's uuid, solution) go into the correctness.extra of its traces that
-    have a correctness record and were measured on `hardware` with the source of the solution whose
-    hash is in `hashes`; other traces stay as they are. The file is replaced as a whole.
-    """
-    with _alone(path):
-        lines, merged = [], 0
-        for record, trace in _parsed(path):
-            found = figures.get((record.uuid, record.solution)) if record is not None else None
-            if record and found is not None and record.has_output:
-                if why_not_same(record, hashes, hardware) is None:
-                    extra = {**record.extra, **finite(dict(found))}
-                    trace["evaluation"]["correctness"]["extra"] = extra
-                    merged += 1
-            lines.append(json.dumps(trace).encode("utf-8"))
-        _write(path, lines)
-    return merged
 
 
 def finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ one form. The forms of ours that take FP8 tell what quantising costs, what that 
 scales that lie token by token do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,15 @@ import torch
 import triton
 import triton.language as tl
 from flashinfer_bench.compile import BuilderRegistry
-from flashinfer_bench.data import Definition, Solution
 from moe_fp8 import experts, fused_moe
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_rows
 
+from scripts.common.definitions import MoeDefinition
 from scripts.common.text import error_line
+from scripts.measure import times
+from scripts.measure.calls import Chosen, Said
 from scripts.measure.timing import FAILURES, Returning, Timed
 
 FP8_MAX = tl.constexpr(448.0)
@@ -125,21 +127,18 @@ class Engines:
 
     Attributes:
         skipped: why an engine's function cannot be called, by its name.
-        peers: whether a call is of someone else's kernels, by its name.
     """
 
-    def __init__(
-        self,
-        definition: Definition,
-        solutions: Mapping[str, Solution],
-        shape: MoeShape = DEEPSEEK_V3,
-    ):
-        build = BuilderRegistry.get_instance().build
-        self.runnables = {f"{n} + quantiser": build(definition, s) for n, s in solutions.items()}
-        self.shape = shape
+    def __init__(self, layer: MoeDefinition, chosen: Chosen):
+        """`chosen` are peers, and `fused`, whose sources ours run."""
+        build, said = BuilderRegistry.get_instance().build, chosen.said
+        peers = {name: s for name, s in chosen.solutions.items() if said[name]["peer"]}
+        self.runnables = {f"{n} + quantiser": build(chosen.definition, s) for n, s in peers.items()}
+        self.said = {f"{name} + quantiser": said[name] for name in peers}
+        self.own = next((of for of in said.values() if not of["peer"]), {"peer": False})
+        self.skipped = dict(chosen.skipped)
+        self.shape = MoeShape(**layer.shape)
         self.experts: dict[int, dict[str, Experts]] = {}
-        self.skipped: dict[str, str] = {}
-        self.peers: dict[str, bool] = {}
         self.gate_first: Weights = ()
 
     def experts_of(self, offset: int) -> dict[str, Experts]:
@@ -157,8 +156,8 @@ class Engines:
                     self.skipped[name] = error_line(error)
         return self.experts[offset]
 
-    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, Mapping[str, Callable[[], Timed]]]:
-        """See `sweep.Calls`."""
+    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, times.Calls, Said]:
+        """See `calls.Calls`."""
         x = drawn.hidden_states.to(torch.bfloat16)
         q, scale = quantise_rows(x)
         inputs = drawn._replace(hidden_states=q, hidden_states_scale=scale)
@@ -201,15 +200,14 @@ class Engines:
             "experts fp8 up first": (partial(ours, False), q, scale),
             "experts fp8 token-major": (partial(ours, True), q, token_major),
         }
-        self.peers |= dict.fromkeys(runs, False)
         others = {name: (of_solution(run), x, None) for name, run in self.runnables.items()}
         theirs = self.experts_of(offset)
         others |= {name: (of_engine(run), x, None) for name, run in theirs.items()}
-        self.peers |= dict.fromkeys(others, True)
+        of = dict.fromkeys(runs, self.own) | dict.fromkeys(theirs, {"peer": True}) | self.said
 
         def prepare(name: str) -> Timed:
             kind = Returning if name in theirs else Timed
             run, *tokens = (runs | others)[name]
             return kind(run, [logits, *tokens, torch.empty_like(x)])
 
-        return inputs, {name: partial(prepare, name) for name in runs | others}
+        return inputs, {name: partial(prepare, name) for name in runs | others}, of

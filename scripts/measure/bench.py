@@ -32,8 +32,8 @@ from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import ENDING, UsageError, exit_status, note, say, steps
-from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.definitions import MoeDefinition
+from scripts.common.project import DEFINITION
 from scripts.common.text import slug
 from scripts.data import records, traces
 from scripts.data.dataset import load_tensors, named, ours, tokens
@@ -252,7 +252,8 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
             large = args.definition.large
             errors = run_on_gpu(plan.trace_set, pairs, config, store, large)
             run.save_info(finished=True, errors=errors)
-            add_measurements(run, args, plan.foreign)
+            if not args.only_harness:
+                add_measurements(run, args, plan.foreign)
         else:
             cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, emulation)
             run.save_info(finished=True)
@@ -298,27 +299,20 @@ def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
-    """What `check` measures, each in a process of its own: it must not inherit a GPU context that a
-    failed solution left broken, nor the memory that the baselines hold here. Code of the data
-    set's own solutions is run again where it was asked for. The floors are the first definition's,
-    and the bits those of a layer's tokens."""
+    """Roofline, accuracy and device times, and bits, each in a process of its own: it must not
+    inherit a GPU context that a failed solution left broken, nor the memory that the baselines hold
+    here. Code of the data set's own solutions is run again where it was asked for. The bits are
+    those of a layer's tokens."""
     options = ["--local", str(args.local), "--run", str(run.directory), "--seed", str(args.seed)]
     options += ["--run-foreign"] if foreign else []
-    if args.definition is not DEFAULT:
-        options += ["--definition", args.definition.name]
-    wanted = {
-        "floors": args.definition is DEFAULT,
-        "accuracy": not args.no_accuracy,
-        "device": not args.no_device_time,
-        "bits": not args.no_invariance and isinstance(args.definition, MoeDefinition),
-    }
-    for name in (name for name, asked_for in wanted.items() if asked_for):
-        arguments = ["--only", name, *options]
-        command = [sys.executable, str(ROOT / "scripts/programs/check.py"), *arguments]
+    layer = isinstance(args.definition, MoeDefinition)
+    for what in ("roofline", "times", "bits") if layer else ("times",):
+        arguments = [what, *options, "--definition", args.definition.name]
+        command = [sys.executable, "-m", "scripts.programs.measure", *arguments]
         # Their tables are in the ranking and the report.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
-            again = f"run.py check {shlex.join(arguments)}"
-            say(f"check --only {name} failed; its figures are incomplete: {again}")
+            again = f"run.py measure {shlex.join(arguments)}"
+            say(f"measure {what} failed; its figures are incomplete: {again}")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

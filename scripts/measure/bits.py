@@ -13,7 +13,7 @@ A solution that passes all of them is batch invariant, as far as these calls sho
 counted: tokens of those compared, and the largest relative difference of a token (Euclidean norms).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 
 from scripts.common.command_line import steps
-from scripts.measure.check import bits, fresh, refuse_changed, run_solution
+from scripts.data.rows import Writer
+from scripts.measure.times import bits, fresh, refuse_changed, run_solution
 from scripts.measure.timing import attempt, capture, waits
 
 MAX_TOKENS = 1024
@@ -35,11 +36,12 @@ CALLS, CPU_CALLS = 128, 4
 TOKEN_AXIS = "seq_len"
 
 Figures = dict[str, Any]
-"""Of one check: `compared` and `differ` (tokens) and `largest`; or why it was `not_tried`."""
+"""Of one check: `compared` and `differ` in tokens, and the `largest` relative difference; or why it
+was `not_tried`."""
 
 
 def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> list[Any]:
-    """The inputs of these tokens, in this order; what has no tokens is shared."""
+    """The inputs of these tokens, in this order; inputs without a token axis are not copied."""
     found = list(inputs)
     for i, spec in enumerate(definition.inputs.values()):
         if TOKEN_AXIS in (spec.shape or ()):
@@ -144,15 +146,26 @@ def checks(solution: Solution) -> dict[str, Figures]:
 
 
 def measure(
-    definition: Definition, solutions: Sequence[Any], inputs: list[Any], device: str
-) -> dict[str, dict[str, Any]]:
-    """Of each solution, by name, the `checks`, or an `error`."""
+    writer: Writer,
+    case: Mapping[str, Any],
+    definition: Definition,
+    solutions: Sequence[Any],
+    inputs: list[Any],
+    device: str,
+) -> None:
+    """A row for each check of each solution, or for its error."""
 
     def bits_of(solution: Any) -> dict[str, Any]:
         built = BuilderRegistry.get_instance().build(definition, solution)
         mine = Solution(built, fresh(inputs), device)
         found = checks(mine)
         refuse_changed(definition, mine.inputs, inputs)
-        return {"checks": found}
+        return found
 
-    return {s.name: attempt(bits_of, s) for s in steps(solutions, lambda s: f"bits of {s.name}")}
+    for solution in steps(solutions, lambda s: f"bits of {s.name}"):
+        found, of = attempt(bits_of, solution), {"hash": solution.hash()}
+        if "error" in found:
+            writer.add(case, solution.name, **of, **found)
+            continue
+        for part, figures in found.items():
+            writer.add(case, solution.name, **of, part=part, **figures)

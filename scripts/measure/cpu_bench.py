@@ -32,8 +32,8 @@ from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.records import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
-from scripts.measure.check import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.gemm_problems import histogram
+from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the torch model on the CPU, no GPU kernel ran"

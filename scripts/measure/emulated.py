@@ -22,10 +22,10 @@ from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
 from scripts.data.records import LAUNCHES, PASSED
-from scripts.measure.check import run_solution
 from scripts.measure.gemm_problems import Histogram
+from scripts.measure.kernels import short_name, works
 from scripts.measure.processes import process_pool
-from scripts.measure.profile import short_name, works
+from scripts.measure.times import run_solution
 
 NONE = "none"
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.project import DEFINITION
+from scripts.common.roofline import BLOCK, gemm_bytes, gemm_flops
 from scripts.data import dataset
 
-BLOCK = 128
 LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))
 """(N, K) of the default layer's two GEMMs."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
@@ -68,16 +67,14 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.pairs * self.n * self.k
+        return gemm_flops(self.pairs, self.n, self.k)
 
     @property
     def bytes(self) -> float:
-        """Each operand of the active experts read once, the output written once."""
-        weights = self.n * self.k + 4 * self.n * self.k / BLOCK**2
-        tokens = self.k + 4 * self.k / BLOCK + 2 * self.n
-        return self.active * weights + self.pairs * tokens
+        return gemm_bytes(self.active, self.pairs, self.n, self.k)
 
-    def describe(self) -> dict[str, Any]:
+    def case(self) -> dict[str, Any]:
+        """What rows say of it."""
         return {
             "experts": self.experts,
             "active": self.active,
@@ -118,14 +115,26 @@ class Histogram:
     hit: int = 0
     """Tokens that have a local expert; 0 where rows were drawn without tokens."""
 
+    def counts(self) -> dict[str, int]:
+        """What rows say of a case."""
+        return {
+            "tokens": self.tokens,
+            "hit": self.hit,
+            "active": sum(r > 0 for r in self.rows),
+            "pairs": sum(self.rows),
+            "max": max(self.rows),
+        }
 
-def histograms(root: Path, tokens: Sequence[int] | None = None) -> list[Histogram]:
+
+def histograms(
+    root: Path, tokens: Sequence[int] | None = None, layer: MoeDefinition = DEFAULT
+) -> list[Histogram]:
     """Of the data set's workloads, or those with these token counts, from their routing."""
-    trace_set, _ = dataset.load(root)
+    trace_set, _ = dataset.load(root, layer)
     selectors = [f"T={t}" for t in tokens or ()]
-    traces = dataset.select_workloads(trace_set.workloads[DEFINITION], selectors)
+    traces = dataset.select_workloads(trace_set.workloads[layer.name], selectors)
     dataset.make_missing_workloads(root, traces)
-    return [histogram(trace_set, trace.workload) for trace in traces]
+    return [histogram(trace_set, trace.workload, layer) for trace in traces]
 
 
 def histogram(trace_set: Any, workload: Any, layer: MoeDefinition = DEFAULT) -> Histogram:

@@ -14,10 +14,11 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
+from moe_fp8.numerics import TMA_ROWS
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
 
 from scripts.common.command_line import say
-from scripts.common.project import short_name
+from scripts.common.project import PREFIX
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
 from scripts.measure.timing import Call
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import Tile
     from moe_fp8.baselines.triton_stages import Rows
 
-TMA_ROWS = 4
 MOST_ROWS = 1024
 """Of an expert: the heuristics' last bounds are below."""
 
@@ -152,12 +152,20 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Call]:
 @dataclass(frozen=True)
 class Variant:
     """A kernel with its name and how to prepare a call on a set of operands; ours with its config,
-    as it prints itself."""
+    as it prints itself, and the solution that ships it."""
 
     name: str
     prepare: Callable[[Operands], Call]
     config: str = ""
     peer: bool = False
+    solution: str = ""
+
+    def said(self) -> dict[str, Any]:
+        """What rows say of it."""
+        found: dict[str, Any] = {"peer": self.peer, "config": self.config or None}
+        if self.solution:
+            found |= {"solution": self.solution, "hash": sources.current()[self.solution]}
+        return found
 
 
 def heuristic(problem: Problem) -> Any:
@@ -167,7 +175,7 @@ def heuristic(problem: Problem) -> Any:
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 
-def ours(name: str, config: Any, layout: str = "flat") -> Variant:
+def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Variant:
     """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
     def prepare(x: Operands) -> Call:
@@ -179,7 +187,7 @@ def ours(name: str, config: Any, layout: str = "flat") -> Variant:
 
         return Call(launch, placed.out, placed.index)
 
-    return Variant(name, prepare, str(config))
+    return Variant(name, prepare, str(config), solution=solution and PREFIX + solution)
 
 
 class Checker:
@@ -233,21 +241,16 @@ def solution_variants(name: str, problem: Problem) -> list[Variant]:
     """A solution's kernel and row layout with the config that it launches and, for flat, with
     those next to it: what the tables call best known is the fastest of these."""
     config, layout = shipped(name, problem), SOLUTIONS[name][1]
-    variants = [ours(name, config, layout)]
+    variants = [ours(name, config, layout, name)]
     if name == "flat":
         rungs = ladder()
         at = rungs.index(config)
         variants += [
-            ours(f"{name}, next {side}", rungs[i], layout)
+            ours(f"{name}, next {side}", rungs[i], layout, name)
             for side, i in (("smaller", at - 1), ("larger", at + 1))
             if 0 <= i < len(rungs)
         ]
     return variants
-
-
-def solution_hashes() -> dict[str, str]:
-    """The hashes of the solutions whose kernel is timed, as flashinfer-bench counts them."""
-    return {n: h for n, h in sources.current().items() if short_name(n) in SOLUTIONS}
 
 
 # --- peers ----------------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ then and can run on this machine, which must be the same kind of machine.
 
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flashinfer_bench.data import Solution, Trace, TraceSet, load_json_file
 from flashinfer_bench.utils import hardware_from_device
@@ -25,7 +24,7 @@ from scripts.data.dataset import (
     select_workloads,
     tokens,
 )
-from scripts.data.traces import merge_into_traces, read_records, why_not_same
+from scripts.data.traces import read_records, why_not_same
 from scripts.pack import pack
 from scripts.pack.availability import (
     is_peer,
@@ -80,7 +79,6 @@ class Plan:
     hardware: str
     skipped: dict[str, str]  # why a solution is left out, by its name
     packed: list[Solution]  # this checkout's own
-    traces: Path | None  # where the figures of a run go; None without a run
 
     @property
     def peers(self) -> dict[str, bool]:
@@ -93,13 +91,6 @@ class Plan:
     def foreign(self) -> bool:
         """Whether code of the data set's own solutions is run."""
         return not {s.hash() for s in self.solutions} <= {s.hash() for s in self.packed}
-
-    def merge(self, figures: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
-        """Add the figures to the run's traces; to how many they went."""
-        if self.traces is None:
-            return 0
-        hashes = {s.name: s.hash() for s in self.solutions}
-        return merge_into_traces(self.traces, figures, hashes, self.hardware)
 
 
 def choose(
@@ -127,7 +118,7 @@ def choose(
     if traces:
         wanted = _of_run(traces, definition, every, hardware)
         if not wanted:
-            return Plan(trace_set, [], [], set(), hardware, {}, packed, traces)
+            return Plan(trace_set, [], [], set(), hardware, {}, packed)
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not workloads:
             found = [t for t in found if any(t.workload.uuid == uuid for uuid, _ in wanted)]
@@ -147,7 +138,7 @@ def choose(
     make_missing_workloads(local, found)
     pairs = {(t.workload.uuid, s.name) for t in found for s in can}
     pairs = pairs & wanted if traces else pairs
-    return Plan(trace_set, can, found, pairs, hardware, skipped, packed, traces)
+    return Plan(trace_set, can, found, pairs, hardware, skipped, packed)
 
 
 def _of_run(

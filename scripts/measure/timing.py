@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from flashinfer_bench.bench import timing as harness
-from flashinfer_bench.bench.evaluators.utils import allocate_outputs
+from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.common.command_line import UsageError
 from scripts.common.text import error_line
 
 FLUSH_BYTES = 256 * 2**20
@@ -195,10 +194,12 @@ def time_variants(
 
 @dataclass(frozen=True)
 class Timed:
-    """A solution with its arguments, of which the last is the output."""
+    """A solution with its arguments, of which the last is the output; `as_defined` if those before
+    it are the definition's inputs, in its order."""
 
     runnable: Any
     arguments: list[Any]
+    as_defined: bool = False
 
     def __call__(self) -> None:
         self.runnable(*self.arguments)
@@ -228,19 +229,23 @@ def captured(call: Timed) -> Run:
     return graph.replay
 
 
-def timed(definition: Definition, solution: Solution, inputs: Sequence[Any]) -> Timed:
+def timed(definition: Definition, solution: Solution, inputs: Sequence[Any], device: str) -> Timed:
     """A call of the solution with inputs of its own but for the weights, of which there is one set,
-    and whatever else has one shape for all workloads. Raises UsageError: the solution returns its
-    output; such a call is not timed here."""
+    and whatever else has one shape for all workloads."""
     runnable = BuilderRegistry.get_instance().build(definition, solution)
-    if not runnable.metadata.destination_passing_style:
-        raise UsageError(f"{solution.name} returns its output: not timed here")
     of_workload = set(definition.var_axes)
     own = [
         x.clone() if isinstance(x, torch.Tensor) and set(spec.shape or ()) & of_workload else x
         for x, spec in zip(inputs, definition.inputs.values(), strict=True)
     ]
-    return Timed(runnable, [*own, *allocate_outputs(definition, own, "cuda")])
+    outputs = allocate_outputs(definition, own, device)
+    if runnable.metadata.destination_passing_style:
+        return Timed(runnable, [*own, *outputs], as_defined=True)
+
+    def returned(*arguments: Any) -> torch.Tensor:
+        return normalize_result(definition, runnable(*arguments[:-1]), device)[0]
+
+    return Returning(returned, [*own, *outputs], as_defined=True)
 
 
 def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
@@ -250,7 +255,8 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
     replays: dict[str, list[Run]] = {}
 
     def prepare(name: str, call: Timed) -> dict[str, Any]:
-        """The figures of a call that waits; of another one, which is to be replayed, none."""
+        """Capture the call for `time_replays`, or, if its host waits for the GPU, time it now: only
+        then figures are returned."""
         for _ in range(WARMUP):
             call()
         waiting = waits(call)
@@ -288,6 +294,20 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
             found[name] = attempt(fitted, name, call)
         time_replays()
     return found
+
+
+def both_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
+    """Of each call the times by both clocks, "device" and "harness", or the `error` for which there
+    are none. By one where flashinfer-bench's is the device's."""
+
+    def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
+        by_harness = {"harness": harness_times(call, repeats)} if HARNESS_EVENTS else {}
+        return {"device": on_device} | by_harness
+
+    return {
+        name: times if "error" in times else attempt(both, times, calls[name])
+        for name, times in device_times(calls, repeats).items()
+    }
 
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:

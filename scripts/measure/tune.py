@@ -13,22 +13,13 @@ from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import MoeShape
 
 from scripts.common.command_line import steps
+from scripts.data.rows import Writer
 from scripts.measure import configs, gpu
-from scripts.measure.gemm_bench import (
-    Timing,
-    compile_ahead,
-    compile_kernel,
-    run_problem,
-    verdict,
-)
+from scripts.measure.cases import Problems
+from scripts.measure.gemm import Timing, compile_ahead, compile_kernel, run_problem, verdict
 from scripts.measure.gemm_problems import Problem, uneven_rows
 from scripts.measure.gemm_variants import heuristic, ladder, ours
-from scripts.measure.stages import Problems
 from scripts.measure.timing import Timed, device_times
-
-Found = tuple[list[dict[str, Any]], dict[str, Any]]
-"""The rows of figures of a problem, and the verdict on them."""
-
 
 # --- our GEMM alone -------------------------------------------------------------------------------
 
@@ -47,37 +38,39 @@ def gemm_problem(rows: int, n: int, k: int, even: bool, seed: int) -> Problem:
     return Problem((rows,) * experts if even else uneven_rows(rows, experts, seed), n, k)
 
 
-def tune_problem(problem: Problem, timing: Timing, max_loss: float) -> Found:
-    """All timings of a problem, and what they say. A loss above `max_loss` percent is timed again,
-    best against choice alone and more often, before it is believed."""
+def tune_problem(
+    writer: Writer, problem: Problem, timing: Timing, max_loss: float
+) -> dict[str, Any]:
+    """Rows of all timings of a problem, and the verdict on them. A loss above `max_loss` percent is
+    timed again, best against choice alone and more often, before it is believed."""
     tried, choice = configs_of(problem), str(heuristic(problem))
 
-    def judge(chosen: Sequence[Any], timing: Timing) -> Found:
+    def judge(chosen: Sequence[Any], timing: Timing) -> dict[str, Any]:
         variants = [ours(str(config), config) for config in chosen]
-        rows = run_problem(problem, variants, timing)
-        us = {row["config"]: row["us"] for row in rows if "us" in row}
+        rows = run_problem(writer, problem, variants, timing)
+        us = {row["config"]: row["value"] for row in rows if "value" in row}
         where = f"{problem.mean_rows:g} rows x {problem.experts}"
-        return rows, verdict(where, f"{problem.n}x{problem.k}", us, choice)
+        return verdict(where, f"{problem.n}x{problem.k}", us, choice)
 
-    rows, found = judge(tried, timing)
+    found = judge(tried, timing)
     if (found["loss"] or 0.0) > max_loss:
         again = [config for config in tried if str(config) in (choice, found["best"])]
-        _, found = judge(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
-    return rows, found
+        found = judge(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
+    return found
 
 
 def tune_gemm(
-    problems: Sequence[Problem], timing: Timing, workers: int, max_loss: float
-) -> Iterator[Found]:
+    writer: Writer, problems: Sequence[Problem], timing: Timing, workers: int, max_loss: float
+) -> Iterator[dict[str, Any]]:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
-    the rows (v3 does; flat knows the tokens alone: `gemm_bench --layers`)."""
+    the rows (v3 does; flat knows the tokens alone: `measure gemm --layers`)."""
     # Those with the same weights side by side: they are drawn once.
     problems = sorted(problems, key=lambda p: (p.n, -p.experts))
     arch = gpu.gpu_arch()
     kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
     compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
     for problem in steps(problems):
-        yield tune_problem(problem, timing, max_loss)
+        yield tune_problem(writer, problem, timing, max_loss)
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
@@ -141,8 +134,8 @@ def candidates(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> dict[str, Cal
 
 
 def tune_layer(
-    problems: Problems, tokens: Sequence[int], terms: int, repeats: int
-) -> Iterator[Found]:
+    writer: Writer, problems: Problems, tokens: Sequence[int], terms: int, repeats: int
+) -> Iterator[dict[str, Any]]:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both; with few rows pipelines of
     other depths, too. What the layer itself adds to a config it adds to these. One whose output is
@@ -156,11 +149,15 @@ def tune_layer(
         for name, chosen in candidates(picked(t, shape, terms), ladders).items():
             output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
             calls[name] = Timed(FusedLayer(shape, terms, chosen), [inputs, output])
-        times, shipped, rows = device_times(calls, repeats), next(iter(calls)), []
+        times, shipped, us = device_times(calls, repeats), next(iter(calls)), {}
+        case = {"definition": problems.layer.name, "tokens": t, "routing": routing}
         for name, call in calls.items():
-            row = {"tokens": t, "routing": routing, "variant": name, **times[name]}
-            if "error" not in row and not torch.equal(call.output, calls[shipped].output):
-                row["error"] = "not the output of the shipped pair"
-            rows.append(row if "error" in row else row | {"us": 1e3 * row["ms"]})
-        us = {row["variant"]: row["us"] for row in rows if "us" in row}
-        yield rows, verdict(f"T={t}", "layer", us, shipped)
+            found = times[name]
+            if "error" not in found and not torch.equal(call.output, calls[shipped].output):
+                found = {"error": "not the output of the shipped pair"}
+            if "error" not in found:
+                us[name] = 1e3 * found.pop("ms")
+                spread = {share: 1e3 * found.pop(share) for share in ("p10", "p90")}
+                found |= {"clock": "device", "value": us[name], "unit": "us", **spread}
+            writer.add(case, name, **found)
+        yield verdict(f"T={t}", "layer", us, shipped)

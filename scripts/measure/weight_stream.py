@@ -1,8 +1,8 @@
 """A kernel that only reads: what reading the weights of the active experts takes on this GPU.
 
-No kernel that needs these weights is faster, so this is the floor of the grouped GEMM where reading
-bounds it. A rate measured on a large buffer is none: three experts' weights are read at another
-one, and a GEMM has been seen at 102 % of it.
+No kernel that needs these weights is faster, so this is the roofline of the grouped GEMM where
+reading bounds it. The rate of one large buffer is none: three experts' weights are read at another
+rate, and a GEMM has been seen at 102 % of it.
 
 Every CTA walks through chunks of 16 KB, which TMA brings into a ring in shared memory; nobody looks
 at them. Two orders, of which the faster counts: all CTAs side by side through the weights, or each

@@ -1,19 +1,21 @@
 """Which of the solutions that were measured have other sources now.
 
 A solution's hash is flashinfer-bench's own, over its packed sources: it is kept with every trace
-and with the records of stages and GEMMs.
+and row.
 """
 
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import PREFIX, short_name
 from scripts.pack.pack import PackError, generations, pack
+
+if TYPE_CHECKING:
+    from scripts.data.rows import Rows
 
 
 @functools.cache
@@ -73,16 +75,7 @@ def _list(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def changed_since(record: Mapping[str, Any]) -> str:
-    """The same for stages.json or a gemm*.json: of the solutions that it names, or else of the
-    project's sources as a whole."""
-    what = "this measurement"
-    solutions: Mapping[str, str] | None = record.get("solutions")
-    if solutions is not None:
-        return remark({name: {was} for name, was in solutions.items()}, what)
-    was = record.get("environment", {}).get("source", {}).get("hash")
-    if was is None:
-        return "It is not known which sources were measured."
-    if was == environment.source_hash():
-        return ""
-    return f"Since {what} the project's sources have changed."
+def changed_since(rows: "Rows", name: str) -> str:
+    """The same for a measurement: of the solutions whose sources its rows name."""
+    hashes = rows.hashes(name)
+    return remark({solution: {was} for solution, was in hashes.items()}, "this measurement")

@@ -63,9 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--isolated", action="store_true", help="a new process for each solution and workload")
     said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
     add("--contest", action="store_true", help=f"{said}, but for what is given")
-    add("--no-accuracy", action="store_true", help="skip the pass that adds the accuracy columns")
-    add("--no-device-time", action="store_true", help="skip the pass that adds the device's times")
-    add("--no-invariance", action="store_true", help="skip the pass that compares bits")
+    said = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
+    add("--only-harness", action="store_true", help=said)
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
     said = "also append the traces to the data set's own, as flashinfer-bench run does"
     add("--store-in-dataset", action="store_true", help=said)

@@ -40,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "against": dict(metavar="NAME", help="add the speed relative to a solution"),
     "peers": dict(NAMES, help="that count as peers, * allowed; all but this project's"),
     "by": dict(choices=CLOCKS, default="harness", help="clock that orders the ranking (harness)"),
-    "rates": dict(type=Path, metavar="JSON", help="floors with another record's rates"),
     "markdown": dict(action="store_true", help="print Markdown"),
     "json": dict(type=Path, metavar="FILE", help="write all figures there"),
 }
@@ -50,10 +49,3 @@ def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any)
     """Options by name; `changed` has what one of them is in this program alone."""
     for name in names:
         arguments.add_argument(f"--{name}", **(OPTIONS[name] | changed.get(name, {})))
-
-
-def add_gemm_options(arguments: argparse.ArgumentParser, repeats: int) -> None:
-    add = arguments.add_argument
-    add("--repeats", type=whole(1), default=repeats, help=f"replays of each graph ({repeats})")
-    add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
-    add_options(arguments, "local", "seed", "markdown", "json")

@@ -43,15 +43,15 @@ from scripts.common.text import slug
 MODEL_NAMES = " ".join(layer.short for layer in MODELS)
 STEPS = (
     ("tests", "test tests/gpu -ra --tb=short --junitxml=DIR/tests.xml", True),
-    ("tune", "tune --what gemm --json DIR/tune.json", False),
     ("bench", "bench --no-report --traces DIR/bench", False),
-    ("stages", "profile --stages --tokens 1 80 901 14107 --json DIR/stages.json", False),
-    ("gemm_layers", "gemm_bench --layers --json DIR/gemm_layers.json", False),
-    ("profile", "profile --workloads T=1 T=80 T=901 T=14107 --json DIR/profile.json", False),
-    ("sweep", "profile --sweep --json DIR/sweep.json", False),
-    ("sweep_engines", "profile --sweep --as engines --json DIR/sweep_engines.json", False),
-    ("models", f"profile --sweep --definition {MODEL_NAMES} --json DIR/models.json", False),
-    ("gemm_study", "gemm_bench --grid study --json DIR/gemm_study.json", False),
+    ("sweep", "measure sweep --out DIR/rows.jsonl", False),
+    ("sweep_engines", "measure sweep --as engines --out DIR/rows.jsonl", False),
+    ("models", f"measure sweep --definition {MODEL_NAMES} --out DIR/rows.jsonl", False),
+    ("stages", "measure stages --tokens 1 80 901 14107 --out DIR/rows.jsonl", False),
+    ("kernels", "measure kernels --workloads T=1 T=80 T=901 T=14107 --out DIR/rows.jsonl", False),
+    ("gemm_layers", "measure gemm --layers --out DIR/rows.jsonl", False),
+    ("gemm_study", "measure gemm --grid study --out DIR/rows.jsonl", False),
+    ("tune", "tune --what gemm --out DIR/rows.jsonl", False),
     ("report", "report DIR", False),
 )
 """Name, arguments of run.py, and whether the steps behind it would time what is wrong where it

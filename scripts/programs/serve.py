@@ -71,7 +71,7 @@ def arguments(argv: Sequence[str] | None = None):
     add("--expert-parallel", action="store_true", help="experts whole, spread over these GPUs")
     add("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 for all backends")
     add("--logs", type=Path, metavar="DIR", help="where the engines' logs go")
-    add("--json", type=Path, metavar="FILE", help="write the rows and the environment")
+    add("--out", type=Path, metavar="FILE", help="append all figures there, as they come")
     return options.parse_args(argv)
 
 
@@ -106,9 +106,10 @@ def setups(args) -> list[Setup]:
 def main() -> int:
     args = arguments()
     wanted = setups(args)
-    from scripts.common import environment, files
+    from scripts.common import environment
+    from scripts.data.rows import Writer
     from scripts.serve.run import Plan, first_start, measure
-    from scripts.table.served import checks_table, timed_table
+    from scripts.table.served import SERVED, checks_table, timed_table
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
@@ -116,15 +117,14 @@ def main() -> int:
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     say(f"        starts {wanted[0].backend} once, for what the engine compiles and keeps on disk")
-    rows = [first_start(wanted[0], logs)]
-    captured = environment.capture()
-    hardware = captured["gpus"][0]["name"] if captured["gpus"] else "no GPU"
-    record = {"hardware": hardware, "method": METHOD, "environment": captured, "rows": rows}
+    first = first_start(wanted[0], logs)
+    hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
+    into = Writer(SERVED, hardware, METHOD, args.out)
+    into.add(first, first["subject"])
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
         for row in measure(group, plan, logs):
-            rows.append(row)
-            if args.json:  # whatever ends the rest, what was measured is kept
-                files.write_json(args.json, record)
+            into.add(row, row["subject"])
+    rows = into.rows
     for table in (timed_table(rows), checks_table(rows)):
         print(f"\n{table.title}\n\n{table.text()}")
     return EXIT_OK

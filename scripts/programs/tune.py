@@ -14,7 +14,8 @@ Exit status 1: what ships loses more than --max-loss percent somewhere, or did n
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -29,10 +30,10 @@ from scripts.common.command_line import (
 from scripts.common.definitions import DEFAULT, find_layer
 from scripts.common.text import markdown_table, text_table
 from scripts.measure.gemm_problems import LAYER_SHAPES, ROWS
-from scripts.programs.options import add_gemm_options, add_options
+from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
-    from scripts.measure.tune import Found
+    from scripts.data.rows import Writer
 
 LAYER_TOKENS = (80, 320, 901, 2048)
 MAX_LOSS = {"gemm": 5.0, "layer": 2.0}
@@ -56,7 +57,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--accurate", action="store_true", help="layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
     add_options(arguments, "definition", definition={"type": find_layer, "default": None})
-    add_gemm_options(arguments, repeats=10)
+    add("--repeats", type=whole(1), default=10, help="replays of each graph (10)")
+    add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
+    add("--out", type=Path, metavar="FILE", help="append all figures there, a row each")
+    add_options(arguments, "local", "seed", "markdown")
     args = arguments.parse_args()
     for option, what in OF.items():
         if getattr(args, option) and args.what != what:
@@ -66,22 +70,23 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def search(args: argparse.Namespace, rates: dict[str, float]) -> "Iterator[Found]":
+def search(args: argparse.Namespace, into: "Writer") -> Iterator[dict[str, Any]]:
+    """The verdicts."""
     from scripts.measure import tune
-    from scripts.measure.gemm_bench import Timing
-    from scripts.measure.sweep import problems_of
+    from scripts.measure.cases import problems_of
+    from scripts.measure.gemm import Timing
 
     if args.what == "layer":
         problems = problems_of(args.definition, args.local, "cuda:0", args.seed)
         terms = 2 if args.accurate else 1
-        return tune.tune_layer(problems, args.tokens or LAYER_TOKENS, terms, args.repeats)
+        return tune.tune_layer(into, problems, args.tokens or LAYER_TOKENS, terms, args.repeats)
     of = [
         tune.gemm_problem(m, n, k, not args.uneven, args.seed)
         for n, k in LAYER_SHAPES.values()
         for m in args.rows or ROWS
     ]
-    timing = Timing(rates, args.repeats, args.seed)
-    return tune.tune_gemm(of, timing, args.compile_workers, args.max_loss)
+    timing = Timing(into.measurement["rates"], args.repeats, args.seed)
+    return tune.tune_gemm(into, of, timing, args.compile_workers, args.max_loss)
 
 
 def main() -> int:
@@ -89,25 +94,22 @@ def main() -> int:
 
     import torch
 
+    from scripts.data.rows import Writer
     from scripts.measure import gpu
-    from scripts.measure.gemm_bench import new_record, save, verdict_table
+    from scripts.measure.gemm import verdict_table
 
-    hardware, verdicts = gpu.require_gpu(), []
+    hardware, rates = gpu.require_gpu(), gpu.measure_rates()
+    method = "CUDA graph replays in turns, L2 overwritten, medians"
+    into = Writer(f"tune_{args.what}", hardware, method, args.out, rates=rates)
     with torch.no_grad():
-        rates = gpu.measure_rates()
-        record = new_record(hardware, rates, what=args.what, max_loss=args.max_loss)
-        for rows, verdict in search(args, rates):
-            record["results"] += rows
-            verdicts.append(verdict)
-            save(args.json, record | {"table": verdicts})
-    save(args.json, record | {"table": verdicts, "finished": True})
+        verdicts = list(search(args, into))
     print(f"{'### ' if args.markdown else ''}{hardware}: tune --what {args.what}\n")
     print(f"{gpu.describe_rates(rates)}\n")
     table = verdict_table(verdicts)
     print((markdown_table if args.markdown else text_table)(list(table), table.values.tolist(), 0))
-    failed = [row for row in record["results"] if "us" not in row]
+    failed = [row for row in into.rows if "error" in row]
     for row in failed:
-        say(f"error: {row['variant']}: {row['error']}")
+        say(f"error: {row['subject']}: {row['error']}")
     losing = [v for v in verdicts if v["loss"] is None or v["loss"] > args.max_loss]
     for v in losing:
         lost = "did not run" if v["loss"] is None else f"loses {v['loss']:.1f} %"

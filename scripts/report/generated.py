@@ -11,27 +11,27 @@ import hashlib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from scripts.common import files, schemas
+from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable
+from scripts.data.rows import BITS, FILE
 from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report.plots import image
 from scripts.report.report import run_figures
-from scripts.table import tables
-from scripts.table.models import models_summary
+from scripts.table import pivots, tables
 from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded, read
-from scripts.table.served import checks_table, gains_table, timed_table
-from scripts.table.tables import Table, compute_bound
+from scripts.table.served import SERVED, checks_table, gains_table, timed_table
+from scripts.table.tables import Table
 
 README = ROOT / "README.md"
 NAMES = ("results", "determinism", "models", "engines")
@@ -81,7 +81,7 @@ def relative(recorded: Recorded) -> str:
 
 
 def pictures_of(recorded: Recorded) -> Path:
-    """Where the pictures of a record lie: the records themselves hold data alone."""
+    """The folder of a record's pictures: in docs/, since results/ holds data alone."""
     directory = recorded.directory.resolve()
     if not directory.is_relative_to(RESULTS_DIR):
         return directory
@@ -101,8 +101,8 @@ def short_ranking(recorded: Recorded) -> str:
     text = f"{where} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
     if not limits.empty:
         text += (
-            " TB/s: weights read, where DRAM is the limit; TFLOP/s: elsewhere; of the limit: mean "
-            "of floor over device time."
+            " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "
+            "of roofline over device time."
         )
     return parts(paragraph(text, sources_of(recorded)), table(tables.short_table(main, limits)))
 
@@ -133,18 +133,20 @@ def ladder(recorded: Recorded) -> str:
 @block
 def latency(recorded: Recorded) -> str:
     main = recorded.main
-    floors = recorded.floor_ms(main)
-    made = tables.latency_table(main, floors)
+    roofline_ms = recorded.roofline_ms(main)
+    made = tables.latency_table(main, roofline_ms)
     text = made.title.replace("* the fastest", "the fastest in bold")
-    if floors:
-        text += "; floor: the larger of bytes over measured bandwidth and FLOPs over measured rate"
+    if roofline_ms:
+        text += (
+            "; roofline: the larger of bytes over measured bandwidth and FLOPs over measured rate"
+        )
     by_tokens = replace(made, frame=made.frame.drop(columns="workload"))
     return parts(paragraph(text + ":"), table(by_tokens))
 
 
 @block
 def latency_plot(recorded: Recorded) -> str:
-    return picture(recorded, "latency.png", "Latency of all solutions and the floor")
+    return picture(recorded, "latency.png", "Latency of all solutions and the roofline")
 
 
 @block
@@ -152,7 +154,7 @@ def first_plot(recorded: Recorded) -> str:
     """By the clock nearest to the kernels."""
     if "device" not in recorded.main.clocks:
         return latency_plot(recorded)
-    return picture(recorded, "latency_device.png", "Device time of all solutions and the floor")
+    return picture(recorded, "latency_device.png", "Device time of all solutions and the roofline")
 
 
 @block
@@ -176,109 +178,114 @@ def invariance(recorded: Recorded) -> str:
     """Which solutions repeat their bits, check by check."""
     checks = tables.checks_table(recorded.main)
     where = f"{markdown(recorded.main.hardware)}, {recorded.day} (`{relative(recorded)}/`)"
-    if recorded.invariance is None or not checks:
+    if BITS not in recorded.rows or not checks:
         return paragraph(f"{where}: not recorded.")
-    of = [c for checks in recorded.main.summary.checks for c in checks.values()]
-    largest = max((float(c["largest"]) for c in of if "largest" in c), default=0.0)
+    f = recorded.rows.frame(BITS)
+    largest = f.largest.astype(float).max()
     return parts(
         paragraph(
-            f"{where}, T={recorded.invariance['tokens']}. Where not, the tokens that differ of "
-            f"those compared; the largest relative difference of any token is {largest:.1e}.",
+            f"{where}, T={f.tokens.max():g}. Where not, the tokens that differ of those compared; "
+            f"the largest relative difference of any token is {largest:.1e}.",
             sources_of(recorded),
         ),
         table(checks),
     )
 
 
-def _gemm(recorded: Recorded, name: str) -> tuple[dict[str, Any], pd.DataFrame]:
-    """A record of the GEMMs, and of its timings those that it is about, as far as a peer was timed
-    beside them."""
-    if name not in recorded.gemm:
-        raise UsageError(f"{recorded.directory} has no {name}.json")
-    record = recorded.gemm[name]
-    f = tables.gemm_frame(record["results"])
-    ours = f[(f.variant == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
+def _gemm(recorded: Recorded, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A measurement of the GEMMs, and of its rows those that it is about, as far as a peer was
+    timed beside them."""
+    if name not in recorded.rows:
+        raise UsageError(f"{recorded.directory} has no measurement {name}")
+    f = pivots.gemm_frame(recorded.rows, name)
+    ours = f[(f.subject == pivots.first_of_ours(f)) & f.vs_best_peer.notna()]
     if ours.empty:
-        raise UsageError("no timing of ours stands beside a peer's in the record of the GEMMs")
-    return record, ours
+        raise UsageError("no timing of ours stands beside a peer's in the measurement of the GEMMs")
+    return f, ours
 
 
 @block
 def gemm_layers(recorded: Recorded) -> str:
     """What our GEMMs reach on the workloads' rows, in a sentence."""
-    record, ours = _gemm(recorded, "gemm_layers")
-    every, ratios = tables.gemm_frame(record["results"]), ours.vs_best_peer
+    every, ours = _gemm(recorded, "gemm_layers")
+    ratios, rates = ours.vs_best_peer, recorded.rows.measurements["gemm_layers"]["rates"]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
     least = ratios.idxmin()
     gemm = "GEMM1" if first[least] else "GEMM2"
-    workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.variant.iloc[0]
+    workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.subject.iloc[0]
     shipped = f"of {name}, with the configs that it ships, " if " " not in name else ""
     text = (
-        f"On the rows of the {workloads} workloads (flat rows, `gemm_bench --layers`) the two "
+        f"On the rows of the {workloads} workloads (flat rows, `measure gemm --layers`) the two "
         f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
         f"{ratios.min():.2f}x at the least ({gemm} at T={ours.tokens[least]})"
     )
     if every.beside.any():
-        known = tables.best_known(every).vs_best_peer
+        known = pivots.best_known(every).vs_best_peer
         text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
-    reading = ours[first & (ours.active >= MANY_EXPERTS) & ~compute_bound(ours, record["floors"])]
+    reading = ours[first & (ours.active >= MANY_EXPERTS) & ~pivots.compute_bound(ours, rates)]
     if not reading.empty:
-        shares, measured = reading.percent_of_floor, reading.read_us.notna().all()
+        shares, measured = reading.percent, reading.read.notna().all()
         rate = "rate of a kernel that only reads them" if measured else "bandwidth of a large read"
         text += (
             f". From {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads its "
             f"weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
         )
-    return paragraph(text + ".", changed_since(record))
+    return paragraph(text + ".", changed_since(recorded.rows, "gemm_layers"))
 
 
 @block
 def gemm_study(recorded: Recorded) -> str:
-    record, ours = _gemm(recorded, "gemm_study")
+    _, ours = _gemm(recorded, "gemm_study")
     ratios = ours.vs_best_peer
     return paragraph(
         f"Over the {len(ratios)} configurations of the original study (`--grid study`: 1, 4 or 8 "
         f"experts with even rows) the median is {ratios.median():.2f}x, the least "
         f"{ratios.min():.2f}x; {(ratios < 1.0).sum()} of them are below 1.0x.",
-        changed_since(record),
+        changed_since(recorded.rows, "gemm_study"),
     )
 
 
 @block
 def gemm_plot(recorded: Recorded) -> str:
-    what = "The two GEMMs of the layer against the floor and the peers"
+    what = "The two GEMMs of the layer against the roofline and the peers"
     return picture(recorded, "gemm_layers.png", what)
 
 
-def _measured(recorded: Recorded, record: Mapping[str, Any], name: str, text: str) -> str:
+def _measured(recorded: Recorded, name: str, text: str) -> str:
     """What a sweep was measured on, where it lies and what it lacks."""
-    where = markdown(f"{record['hardware']}, {record['environment']['time'][:10]}")
-    left = say_skipped(record["skipped"])
+    rows = recorded.rows
+    of = rows.measurements[name]
+    where = markdown(f"{of['hardware']}, {of['environment']['time'][:10]}")
+    left = say_skipped(
+        {r["subject"]: r["not_tried"] for r in rows.rows_of(name) if "not_tried" in r}
+    )
     text += f" Not run: {left}." if left else ""
-    said = f"{where} (`{relative(recorded)}/{name}.json`). {markdown(text)}"
-    return paragraph(said, changed_since(record))
+    said = f"{where} (`{relative(recorded)}/{FILE}`, `{name}`). {markdown(text)}"
+    return paragraph(said, changed_since(rows, name))
 
 
 def _sweep(recorded: Recorded, name: str, title: str, text: str, forms: bool = False) -> str:
     """A section with its heading, or nothing where the record has no such sweep. With `forms` a
     sentence says what those of `experts` cost, and every other number of tokens has a row."""
-    if name not in recorded.sweeps:
+    if name not in recorded.rows:
         return ""
-    record = recorded.sweeps[name]
-    times, _, failed = tables.sweep_tables(record)
-    costs = form_costs(record["results"]) if forms else {}
-    if costs:
-        said = ", ".join(f"{form} {min(of):.2f} to {max(of):.2f}" for form, of in costs.items())
+    times, failed = (
+        pivots.sweep_table(recorded.rows, name),
+        pivots.failed_table(pivots.called(recorded.rows, name)),
+    )
+    costs = form_costs(pivots.called(recorded.rows, name)) if forms else pd.DataFrame()
+    if not costs.empty:
+        said = ", ".join(f"{n} {of.min():.2f} to {of.max():.2f}" for n, of in costs.items())
         text += f" Device time over that of {FORM} bf16: {said}."
-    text = f"{text} {record['method']}."
+    text = f"{text} {recorded.rows.measurements[name]['method']}."
     named = times.title.replace("* the fastest", "the fastest in bold")
-    left_out = ["pairs", "active", "floor / best", *costs]
+    left_out = ["pairs", "active", "roofline / best", *costs]
     times = replace(times, frame=times.frame.drop(columns=left_out)[:: 2 if forms else 1])
-    why = [f"{r.solution} at T={r.T} ({r.reason})" for r in failed.frame.itertuples()]
+    why = [f"{r.call} at T={r.T} ({r.error})" for r in failed.frame.itertuples()]
     return parts(
         f"## {title}",
-        _measured(recorded, record, name, text),
-        picture(recorded, f"{name}.png", "Device time over the number of tokens, and the floor"),
+        _measured(recorded, name, text),
+        picture(recorded, f"{name}.png", "Device time over the number of tokens, and the roofline"),
         paragraph(f"{named}:"),
         table(times),
         paragraph(f"Failed: {', '.join(map(markdown, why))}.") if why else "",
@@ -300,40 +307,33 @@ def sweep_engines(recorded: Recorded) -> str:
     return _sweep(recorded, "sweep_engines", "As engines call it", text, forms=True)
 
 
-def form_costs(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """By each form of `experts` with FP8 tokens: its device times over those with bfloat16."""
-    found: dict[str, list[float]] = {}
-    for row in results:
-        ms = {name: of.get("device", {}).get("ms") for name, of in row["solutions"].items()}
-        for name in ms:
-            if name.startswith(f"{FORM} fp8") and ms[name] and ms[f"{FORM} bf16"]:
-                found.setdefault(name, []).append(ms[name] / ms[f"{FORM} bf16"])
-    return found
+def form_costs(f: pd.DataFrame) -> pd.DataFrame:
+    """Of each form of `experts` with FP8 tokens its device times over those with bfloat16."""
+    ms = pivots.wide(f, pivots.SWEEP)
+    forms = [name for name in ms if name.startswith(f"{FORM} fp8")]
+    return ms[forms].div(ms[f"{FORM} bf16"], axis=0)
 
 
 @block
 def models(recorded: Recorded) -> str:
     """Several layers of one sweep, or nothing where the record has none."""
-    path = recorded.directory / "models.json"
-    if not path.is_file():
+    if "models" not in recorded.rows:
         return ""
-    record = schemas.read(path, schemas.Sweep)
-    made = models_summary(record)
-    return parts(_measured(recorded, record, "models", f"{made.title}."), table(made))
+    made = pivots.models_summary(recorded.rows, "models")
+    return parts(_measured(recorded, "models", f"{made.title}."), table(made))
 
 
 def _served(recorded: Recorded, show: Callable[[Sequence[Any]], Sequence[Table]]) -> str:
-    """Tables of a record's served.json, or nothing where there is none."""
-    path = recorded.directory / "served.json"
-    if not path.is_file():
+    """Tables of the served models of a record, or nothing where there are none."""
+    if SERVED not in recorded.rows:
         return ""
-    record = schemas.read(path, schemas.Served)
-    engines = {f"{row['engine']} {row['engine_version']}" for row in record["rows"]}
-    when = record["environment"]["time"][:10]
-    said = f"{record['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
-    where = f"(`{relative(recorded)}/served.json`)"
-    said = f"{markdown(said)} {where}: {markdown(record['method'])}."
-    made = [part for of in show(record["rows"]) for part in (f"{of.title}:", table(of))]
+    of, rows = recorded.rows.measurements[SERVED], recorded.rows.rows_of(SERVED)
+    engines = {f"{row['engine']} {row['engine_version']}" for row in rows}
+    when = of["environment"]["time"][:10]
+    said = f"{of['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
+    where = f"(`{relative(recorded)}/{FILE}`, `{SERVED}`)"
+    said = f"{markdown(said)} {where}: {markdown(of['method'])}."
+    made = [part for of in show(rows) for part in (f"{of.title}:", table(of))]
     return parts(paragraph(said), *made)
 
 

@@ -1,20 +1,30 @@
-"""Figures of a run: latency over the workloads with the floor, stages, grouped GEMMs.
+"""Figures of a run: latency over the workloads with the roofline, stages, grouped GEMMs.
 
 matplotlib figures whose colours and grey background stand out on light and on dark pages.
 """
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
+from scripts.common.roofline import bandwidth
 from scripts.common.schemas import STAGES, TOTAL
 from scripts.common.text import printable
 from scripts.data.records import Clock
-from scripts.table.rankings import Ranking, sweep_ranking
-from scripts.table.tables import compute_bound
+from scripts.data.rows import Rows
+from scripts.table.pivots import (
+    SWEEP,
+    called,
+    compute_bound,
+    fastest_first,
+    peers_of,
+    roofline_of,
+    wide,
+)
+from scripts.table.rankings import Ranking
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,14 +68,13 @@ def image(figure: "Figure", form: str, source: str = "") -> bytes:
     return out.getvalue()
 
 
-def styles(ranking: Ranking) -> dict[str, dict[str, Any]]:
-    """Colour, line and marker of each solution: ours solid and cool, peers dashed and warm."""
+def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
+    """Colour, line and marker of each subject: ours solid and cool, peers dashed and warm."""
     found: dict[str, dict[str, Any]] = {}
-    s = ranking.summary
     for peer, colours in ((False, OUR_COLOURS), (True, PEER_COLOURS)):
-        for number, solution in enumerate(s.solution[s.peer == peer]):
+        for number, subject in enumerate(peers.index[peers == peer]):
             colour = colours[number % len(colours)]
-            found[solution] = {
+            found[subject] = {
                 "color": colour,
                 "marker": MARKERS[number % len(MARKERS)],
                 "linestyle": "--" if peer else "-",
@@ -76,42 +85,62 @@ def styles(ranking: Ranking) -> dict[str, dict[str, Any]]:
     return found
 
 
-def sweep_figure(sweep: dict[str, Any], clock: Clock = "device") -> "Figure":
-    """Of a sweep.json, over the number of tokens."""
-    floors = {str(row["tokens"]): row["floor_ms"] for row in sweep["results"]}
-    return latency_figure(sweep_ranking(sweep), floors, clock, by_tokens=True)
-
-
 def latency_figure(
-    ranking: Ranking, floors: dict[str, float], clock: Clock = "harness", by_tokens: bool = False
+    ranking: Ranking, roofline_ms: dict[str, float], clock: Clock = "harness"
 ) -> "Figure":
-    """Latency of every solution over the workloads by T, and the floor where it is known. The
-    workloads are evenly spaced, or stand at their T on a log scale."""
-    from matplotlib.ticker import LogLocator
-
-    figure, (ax,) = new_figure(1, f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}", 5.2)
+    """Latency of every solution over the workloads by T, evenly spaced, and the roofline where it
+    is known."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    ms = ms.set_axis(tokens if by_tokens else range(len(uuids)))
-    for solution, style in styles(ranking).items():
-        if (known := ms[solution].dropna()).any():
-            ax.plot(known, label=printable(short_name(solution)), **style)
-    floor = pd.Series(floors, dtype=float).reindex(uuids).set_axis(ms.index).dropna()
-    if floor.any():
-        ax.plot(floor, color=INK, linestyle=":", linewidth=1.8, label="floor")
+    roofline = pd.Series(roofline_ms, dtype=float).reindex(uuids)
+    title = f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}"
+    peers = ranking.summary.set_index("solution").peer
+    figure, ax = times_figure(ms, roofline, peers, list(range(len(uuids))), tokens, title)
+    ax.set_xlim(-0.4, len(uuids) - 0.6)
+    ax.set_xlabel("tokens of the workload")
+    return figure
+
+
+def sweep_figure(rows: Rows, name: str) -> "Figure":
+    """Device times over the number of tokens, on a log scale."""
+    f = called(rows, name)
+    ms, tokens, roofline = wide(f, SWEEP), list(f.tokens.unique()), roofline_of(f, SWEEP)
+    hardware = rows.measurements[name]["hardware"]
+    title = f"{CLOCK_TITLES['device']} of the layer, {hardware}"
+    peers = peers_of(f).reindex(fastest_first(ms))
+    figure, ax = times_figure(ms, roofline, peers, tokens, tokens, title)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(tokens, list(map(str, tokens)), fontsize=9)
+    ax.set_xlabel("tokens, log scale")
+    return figure
+
+
+def times_figure(
+    ms: pd.DataFrame,
+    roofline: "pd.Series[float]",
+    peers: "pd.Series[bool]",
+    places: Sequence[float],
+    tokens: Sequence[int],
+    title: str,
+) -> "tuple[Figure, Any]":
+    """A line of times for each subject, in the order of `peers`, and the roofline."""
+    from matplotlib.ticker import LogLocator
+
+    figure, (ax,) = new_figure(1, title, 5.2)
+    ms, roofline = ms.set_axis(places), roofline.set_axis(places).dropna()
+    for subject, style in styles(peers).items():
+        if (known := ms[subject].dropna()).any():
+            ax.plot(known, label=printable(short_name(subject)), **style)
+    if roofline.any():
+        ax.plot(roofline, color=INK, linestyle=":", linewidth=1.8, label="roofline")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("")
     ax.set_ylabel("ms, log scale")
-    ax.set_xlabel("tokens, log scale" if by_tokens else "tokens of the workload")
-    if by_tokens:
-        ax.set_xscale("log", base=2)
-    else:
-        ax.set_xlim(-0.4, len(uuids) - 0.6)
-    ax.set_xticks(ms.index, list(map(str, tokens)), fontsize=9)
+    ax.set_xticks(places, list(map(str, tokens)), fontsize=9)
     legend_below(figure, ax)
-    return figure
+    return figure, ax
 
 
 def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
@@ -121,19 +150,18 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
     )
 
 
-def stages_figure(record: dict[str, Any]) -> "Figure":
-    """Stacked medians of the stages, a panel for each token count of stages.json; lines and figures
-    are of the whole calls."""
-    panels = [
-        pd.DataFrame({short_name(name): of["median_ms"] for name, of in r["solutions"].items()})
-        for r in record["results"]
-    ]
-    title = f"Where the time of a call goes, {record['hardware']}"
-    height = 1.1 + 0.36 * max(len(ms.columns) for ms in panels)
-    figure, axes = new_figure(len(panels), title, height, grid="x")
-    found = dict.fromkeys(stage for ms in panels for stage in ms.index)
-    stages = [*filter(found.__contains__, STAGES), *(s for s in found if s not in (*STAGES, TOTAL))]
-    for ax, result, ms in zip(axes, record["results"], panels, strict=True):
+def stages_figure(rows: Rows, name: str) -> "Figure":
+    """Stacked medians of the stages, a panel for each number of tokens; lines and figures are of
+    the whole calls."""
+    f = rows.frame(name)
+    title = f"Where the time of a call goes, {rows.measurements[name]['hardware']}"
+    height = 1.1 + 0.36 * f.subject.nunique()
+    figure, axes = new_figure(f.tokens.nunique(), title, height, grid="x")
+    found = f.part.unique()
+    stages = [*(s for s in STAGES if s in found), *(s for s in found if s not in (*STAGES, TOTAL))]
+    for ax, (tokens, of) in zip(axes, f.groupby("tokens", sort=False), strict=True):
+        ms = of.pivot(index="part", columns="subject", values="value")[of.subject.unique()]
+        ms = ms.astype(float).rename(columns=short_name)
         parts = ms.reindex(stages).fillna(0.0).rename(index=printable, columns=printable).T
         style = {"width": 0.66, "color": COLOURS, "edgecolor": "#ffffff", "legend": False}
         parts.plot.barh(ax=ax, stacked=True, fontsize=9, **style)
@@ -144,7 +172,7 @@ def stages_figure(record: dict[str, Any]) -> "Figure":
         ax.bar_label(ax.containers[-1], said, padding=9, fontsize=9, color=INK)
         ax.margins(x=0.12)
         ax.invert_yaxis()
-        ax.set_title(f"T={result['tokens']}, ms", loc="left", fontsize=10, color=INK)
+        ax.set_title(f"T={tokens:g}, ms", loc="left", fontsize=10, color=INK)
     legend_below(figure, axes[0], len(stages))
     return figure
 
@@ -154,23 +182,23 @@ def grid_figure(mine: pd.DataFrame, hardware: str) -> "Figure":
     panels = list(mine.groupby("rows"))
     figure, axes = new_figure(len(panels), f"Grouped FP8 GEMM against the best peer, {hardware}", 3)
     for ax, (count, panel) in zip(axes, panels, strict=True):
-        wide = panel.pivot(index=["experts", "n", "k"], columns="variant", values="vs_best_peer")
-        wide = wide.reindex(columns=mine.variant.unique())
-        wide.columns = [f"{printable(v)}, median {wide[v].median():.2f}x" for v in wide]
-        wide.index = [f"E={e:.0f} {n}x{k}" for e, n, k in wide.index]
-        wide.plot.bar(ax=ax, width=0.8, color=COLOURS, fontsize=7, ylabel="best peer / ours")
+        ratios = panel.pivot(index=["experts", "n", "k"], columns="subject", values="vs_best_peer")
+        ratios = ratios.reindex(columns=mine.subject.unique())
+        ratios.columns = [f"{printable(v)}, median {ratios[v].median():.2f}x" for v in ratios]
+        ratios.index = [f"E={e:.0f} {n}x{k}" for e, n, k in ratios.index]
+        ratios.plot.bar(ax=ax, width=0.8, color=COLOURS, fontsize=7, ylabel="best peer / ours")
         ax.axhline(1.0, color=INK, linewidth=1.0)
         ax.set_title(f"{count:g} rows per expert", loc="left", fontsize=10, color=INK)
         ax.legend(fontsize=8, loc="lower right")
     return figure
 
 
-def layers_figure(f: pd.DataFrame, floors: dict[str, float], hardware: str) -> "Figure":
+def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":
     """Reached rate over the tokens: memory-bound workloads in TB/s, the others in TFLOP/s."""
-    reading, peak = bandwidth(floors) / 1e12, floors["fp8_flops_per_s"] / 1e12
-    f = f.assign(computes=compute_bound(f, floors), tbytes=f.gbytes / 1e3)
-    shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.variant.unique())
-    title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and floor"
+    reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
+    f = f.assign(computes=compute_bound(f, rates), tbytes=f.gbytes / 1e3)
+    shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
+    title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and roofline"
     figure, axes = new_figure(len(shapes), title, 4)
     for ax, ((n, k), panel) in zip(axes, shapes, strict=True):
         tokens = sorted(panel.tokens.unique())
@@ -178,14 +206,15 @@ def layers_figure(f: pd.DataFrame, floors: dict[str, float], hardware: str) -> "
         first = panel.place[panel.computes].min() if panel.computes.any() else len(tokens)
         right = ax.twinx()
         for number, variant in enumerate(variants):
-            of = panel[panel.variant == variant]
+            of = panel[panel.subject == variant]
             style = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4}
             reads, computes = of[of.place < first], of[of.place >= first]
             ax.plot(reads.place, reads.tbytes, label=printable(variant), **style)
             right.plot(computes.place, computes.tflops, **style)
             if variant == variants[0] and first:
-                floor = reads.tbytes * reads.us / reads.floor_us
-                ax.plot(reads.place, floor, color=INK, linestyle="--", label="floor", zorder=3)
+                roofline = reads.tbytes * reads.us / reads.roofline
+                style = {"color": INK, "linestyle": "--", "zorder": 3}
+                ax.plot(reads.place, roofline, label="roofline", **style)
         if first < len(tokens):
             right.hlines(peak, first - 0.5, len(tokens) - 0.6, color=INK, linestyle="--")
             ax.axvline(first - 0.5, color="#888888", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The HTML page and the pictures of a run: ranking, latency against the floor, stages, GEMMs.
+"""The HTML page and the pictures of a run: ranking, latency against the roofline, stages, GEMMs.
 
 The page needs no network, follows the reader's light or dark setting and is readable on a phone.
 Needs jinja2 and matplotlib: the extra `report`.
@@ -16,15 +16,18 @@ from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.text import printable
 from scripts.data.records import Clock
+from scripts.data.rows import Rows
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report import plots
-from scripts.table import rank_text, tables
+from scripts.table import pivots, rank_text, tables
 from scripts.table.rankings import Ranking
 from scripts.table.recorded import Recorded, read, recorded_runs
 from scripts.table.tables import Table
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 NEEDED = ("jinja2", "matplotlib")
+GEMMS = ("gemm_layers", "gemm_study")
+SWEEPS = {"sweep": "Device time", "sweep_engines": "Device time, as engines call it"}
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,22 @@ class Section:
     parts: list[Part] = field(default_factory=list)
 
 
-def latency_parts(ranking: Ranking, floor_ms: dict[str, float]) -> list[Part]:
+def latency_parts(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Part]:
     caption, text = "Workloads by their number of tokens; dashed lines and open markers: peers.", ""
-    if floor_ms:
+    if roofline_ms:
         caption += (
-            " Floor: weights and activations over the measured bandwidth or FLOPs over the "
+            " Roofline: weights and activations over the measured bandwidth or FLOPs over the "
             "measured FP8 rate, whichever takes longer."
         )
     else:
-        text = "This record holds no rates measured on this GPU (floors.json): no floor is drawn."
+        text = "This record holds no rates measured on this GPU: no roofline is drawn."
     parts = []
     for clock in ranking.clocks:
         if ranking.summary[f"{clock}_count"].any():
-            figure = plots.latency_figure(ranking, floor_ms, clock)
+            figure = plots.latency_figure(ranking, roofline_ms, clock)
             title = f"{plots.CLOCK_TITLES[clock]}, over the workloads"
             parts.append(Part(title, [text], figure, caption))
-    table = tables.latency_table(ranking, floor_ms)
+    table = tables.latency_table(ranking, roofline_ms)
     return [*parts, Part(table.title, table=table)]
 
 
@@ -75,16 +78,17 @@ def ranking_section(
     head, *text = rank_text.headline(ranking)
     failures = tables.failures_table(ranking)
     if ranking.cpu:
-        counted = tables.counts_table(ranking, known), tables.counts_table(ranking, by_launch=True)
-        shown = [tables.correctness_table(ranking), *counted, failures]
+        shown = [tables.correctness_table(ranking), failures, tables.counts_table(ranking, known)]
         parts = [Part(table.title, [table.note], table=table) for table in shown]
+        launches = tables.counts_table(ranking, by_launch=True)
+        parts.append(Part(table=launches, folded=launches.title))
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
     text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
     parts = [
         Part(table=tables.short_table(ranking, recorded.limits(ranking))),
+        *latency_parts(ranking, recorded.roofline_ms(ranking)),
         Part("Speed-ups", table=tables.summary_table(ranking)),
     ]
-    parts += latency_parts(ranking, recorded.floor_ms(ranking))
     for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))
     parts += [Part(table.title, [table.note], table=table) for table in rank_text.figures(ranking)]
@@ -98,62 +102,64 @@ def recorded_section(recorded: Recorded, number: int) -> Section:
     return replace(section, title=f"Recorded: {section.title}", text=text)
 
 
+def said_of(rows: Rows, name: str) -> list[str]:
+    """On what and how a measurement was made, and which sources have changed since."""
+    of = rows.measurements[name]
+    return [f"{of['hardware']}: {of['method']}.", changed_since(rows, name)]
+
+
 def stages_section(recorded: Recorded) -> list[Section]:
-    record = recorded.stages
-    if record is None or not record["results"]:
+    rows = recorded.rows
+    if not rows.rows_of("stages"):
         return []
-    text = f"{record['hardware']}; {record['timing']}; medians of {record['iterations']} calls."
     caption = (
         "The black line is the whole call, timed without events between the stages; where "
         "the bar is longer, the events themselves cost the difference."
     )
-    parts = [Part(figure=plots.stages_figure(record), caption=caption)]
-    for result in record["results"]:
-        title = f"T={result['tokens']}, ms (routing: {result['routing']})"
-        parts.append(Part(title, table=tables.stages_table(result)))
-    return [Section("stages", "Stages", [text, changed_since(record)], parts)]
+    parts = [Part(figure=plots.stages_figure(rows, "stages"), caption=caption)]
+    for (tokens, routing), of in rows.frame("stages").groupby(["tokens", "routing"], sort=False):
+        title = f"T={tokens:g}, ms (routing: {routing})"
+        parts.append(Part(title, table=pivots.stages_table(of)))
+    return [Section("stages", "Stages", said_of(rows, "stages"), parts)]
 
 
-def gemm_figure(record: dict[str, Any]) -> Any:
-    """The figure of one gemm*.json; None where no peer stands beside ours."""
-    f = tables.gemm_frame(record["results"])
+def gemm_figure(rows: Rows, name: str) -> Any:
+    """The figure of a measurement of GEMMs; None where no peer stands beside ours."""
+    f, of = pivots.gemm_frame(rows, name), rows.measurements[name]
     if not f.peer.any():
         return None
     if f.tokens.any():
-        shown = f[(f.tokens > 0) & ~f.beside]
-        return plots.layers_figure(shown, record["floors"], record["hardware"])
+        return plots.layers_figure(f[(f.tokens > 0) & ~f.beside], of["rates"], of["hardware"])
     shown = f[~f.peer.astype(bool) & f.vs_best_peer.notna()]
-    return None if shown.empty else plots.grid_figure(shown, record["hardware"])
+    return None if shown.empty else plots.grid_figure(shown, of["hardware"])
 
 
-def gemm_part(name: str, record: dict[str, Any]) -> Part:
-    text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
-    if tables.gemm_frame(record["results"]).tokens.any():
+def gemm_part(rows: Rows, name: str) -> Part:
+    f = pivots.gemm_frame(rows, name)
+    if f.tokens.any():
         title = "On the rows of the workloads"
         caption = "Reached rate against what a large read and a dense product reach (dashed)."
     else:
         title = "Even rows"
         caption = "Best peer's time over ours: above the line ours is faster."
-    table, folded = tables.gemm_table(record["results"]), f"{title}: the figures, in us"
-    return Part(title, text, gemm_figure(record), caption, table, folded)
+    table, folded = pivots.gemm_table(f), f"{title}: the figures, in us"
+    return Part(title, said_of(rows, name), gemm_figure(rows, name), caption, table, folded)
 
 
 def gemm_section(recorded: Recorded) -> list[Section]:
-    parts = [
-        gemm_part(name, record)
-        for name, record in recorded.gemm.items()
-        if any("us" in row for row in record["results"])
-    ]
+    rows = recorded.rows
+    parts = [gemm_part(rows, name) for name in GEMMS if len(pivots.gemm_frame(rows, name))]
     text = ["The grouped GEMM alone, without the rest of the layer."]
     return [Section("gemm", "Grouped GEMM", text, parts)] if parts else []
 
 
 def sweep_section(recorded: Recorded) -> list[Section]:
-    parts = []
-    for name, record in recorded.sweeps.items():
-        text = [f"{name}.json, {record['hardware']}: {record['method']}.", changed_since(record)]
-        parts.append(Part(f"Device time, {record['form']}", text, plots.sweep_figure(record)))
-        parts += [Part(of.title, table=of) for of in tables.sweep_tables(record) if of]
+    rows, parts = recorded.rows, []
+    for name, title in SWEEPS.items():
+        if name in rows:
+            parts.append(Part(title, said_of(rows, name), plots.sweep_figure(rows, name)))
+            found = pivots.sweep_table(rows, name), pivots.failed_table(pivots.called(rows, name))
+            parts += [Part(of.title, table=of) for of in found if of]
     return [Section("sweep", "Over the number of tokens", parts=parts)] if parts else []
 
 
@@ -201,14 +207,14 @@ def write(
 
 def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
     ranking = recorded.main
-    floor_ms = recorded.floor_ms(ranking)
+    roofline_ms = recorded.roofline_ms(ranking)
     figures: dict[str, Callable[[], Any]] = {
-        "latency.png": lambda: plots.latency_figure(ranking, floor_ms),
+        "latency.png": lambda: plots.latency_figure(ranking, roofline_ms),
     }
     if "device" in ranking.clocks:
-        figures["latency_device.png"] = lambda: plots.latency_figure(ranking, floor_ms, "device")
-    for name, record in recorded.gemm.items():
-        figures[f"{name}.png"] = partial(gemm_figure, record)
-    for name, record in recorded.sweeps.items():
-        figures[f"{name}.png"] = partial(plots.sweep_figure, record)
+        figures["latency_device.png"] = lambda: plots.latency_figure(ranking, roofline_ms, "device")
+    for name in filter(recorded.rows.__contains__, GEMMS):
+        figures[f"{name}.png"] = partial(gemm_figure, recorded.rows, name)
+    for name in filter(recorded.rows.__contains__, SWEEPS):
+        figures[f"{name}.png"] = partial(plots.sweep_figure, recorded.rows, name)
     return figures

@@ -82,8 +82,8 @@ def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more
     return {
         "engine": setup.engine, "engine_version": backend.version, "model": setup.model.name,
         "layers": setup.model.layers, "gpus": setup.tensor_parallel,
-        "parallel": "expert" if setup.expert_parallel else "tensor", "backend": setup.backend,
-        "what": what, "size": size, "value": value, "unit": unit, **more,
+        "parallel": "expert" if setup.expert_parallel else "tensor", "subject": setup.backend,
+        "part": what, "size": size, "value": value, "unit": unit, **more,
     }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
             median = statistics.median(found)
             spread = round((found[-1] - found[0]) / abs(median), 4)
             say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
-            yield row_of(backend, what, size, median, unit, spread=spread, repeats=len(found))
+            yield row_of(backend, what, size, median, unit, spread=spread, calls=len(found))
 
 
 def counted(backend: Backend, at_start: int, late: int) -> Iterator[Row]:

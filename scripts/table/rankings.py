@@ -2,8 +2,8 @@
 
 A ranking holds results of one machine, timing method and tolerance, and of one source of each
 solution; what does not compare is kept apart or said. There are two clocks: the harness's
-(flashinfer-bench's own figure, host included) and the device's (`check`), where a record has
-it. Ratios between solutions are formed of latencies of one run.
+(flashinfer-bench's own figure, host included) and the device's (`measure times`), where a record
+has it. Ratios between solutions are formed of latencies of one run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scripts.common import schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import ACCURACY_TOLERANCES, OURS
+from scripts.data import rows
 from scripts.data.dataset import matches
-from scripts.data.records import CLOCKS, INVARIANCE, Clock, Record, finite_number, sweep_records
+from scripts.data.records import CLOCKS, Clock, Record, finite_number
+from scripts.data.rows import BITS, Rows
 from scripts.data.traces import read_run
 
 TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
 ACCURACY = ("matched_ratio", "cosine", "calc_diff")
 
 Checks = Mapping[str, Mapping[str, Any]]
-"""Of each check of invariance.json how many tokens were compared and how many of them differ."""
+"""The row of each check of bits: how many tokens were compared and how many of them differ."""
 
 
 @dataclass
@@ -199,19 +200,20 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
 # --- whether a solution repeats its bits ----------------------------------------------------------
 
 
-def read_invariance(directory: Path) -> schemas.Invariance | None:
-    """The file in a run's directory; None where there is none. Raises UsageError."""
-    path = directory / INVARIANCE
-    return schemas.read(path, schemas.Invariance) if path.is_file() else None
+def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
+    """Rows of bits by subject and check."""
+    checks: dict[str, dict[str, Any]] = {}
+    for row in found:
+        if "part" in row:
+            checks.setdefault(row["subject"], {})[row["part"]] = row
+    return checks
 
 
-def _checks(r: Record, invariance: schemas.Invariance | None) -> Checks:
-    """Those of a result's solution, of the same source and hardware; else none."""
-    if invariance is None or invariance["hardware"] != r.hardware:
-        return {}
-    if not r.hash or invariance["solutions"].get(r.solution) != r.hash:
-        return {}
-    return invariance["results"].get(r.solution, {}).get("checks", {})
+def checks_of(found: Rows) -> dict[tuple[str | None, str], Checks]:
+    """Those of a run's rows, by (hash of the source, hardware)."""
+    hardware, hashes = found.measurements.get(BITS, {}).get("hardware", ""), found.hashes(BITS)
+    by_subject = by_part(found.rows_of(BITS))
+    return {(hashes.get(name), hardware): checks for name, checks in by_subject.items()}
 
 
 # --- what is said of the results ------------------------------------------------------------------
@@ -289,9 +291,9 @@ def rankings(
     if against is not None and against not in {r.solution for r in chosen}:
         raise UsageError(f"--against {against}: no trace of that solution")
     if by == "device" and not any(r.device for r in chosen):
-        raise UsageError("--by device: no trace has a device time (run.py check --only device)")
+        raise UsageError("--by device: no trace has a device time (run.py measure times)")
     runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
-    invariance = {source: read_invariance(Path(source).parent) for source in runs}
+    bits = {source: checks_of(rows.read(Path(source).parent)) for source in runs}
     groups: dict[tuple[str, str, bool, str, str], list[Record]] = {}
     for r in chosen:
         groups.setdefault((r.hardware, r.timing, r.cpu, r.tolerance, r.emulated), []).append(r)
@@ -309,7 +311,9 @@ def rankings(
         order: Clock = by if summary[f"{by}_count"].any() else "harness"
         summary = _in_order(summary, order)
         checks = {
-            r.solution: of for r in latest.values() if (of := _checks(r, invariance[r.source]))
+            r.solution: of
+            for r in latest.values()
+            if (of := bits[r.source].get((r.hash, r.hardware)))
         }
         summary["checks"] = [checks.get(name, {}) for name in summary.solution]
         skipped = {n: why for info in infos for n, why in sorted(info.get("skipped", {}).items())}
@@ -334,13 +338,3 @@ def rankings(
             )
         )
     return found
-
-
-def sweep_ranking(sweep: Mapping[str, Any]) -> Ranking:
-    """The rows of a sweep.json as a ranking by the device's clock; its speed-ups are empty."""
-    records = {(r.uuid, r.solution): r for r in sweep_records(sweep)}
-    results = results_of(records.values(), sweep["peers"], None)
-    summary = _in_order(summary_of(results), "device")
-    summary["checks"] = [{} for _ in summary.solution]
-    told = {"skipped": sweep["skipped"], "by": "device"}
-    return Ranking(sweep["hardware"], sweep["method"], "", False, records, results, summary, **told)

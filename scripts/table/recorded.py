@@ -1,23 +1,20 @@
-"""What a run's directory holds.
-
-A run of `bench` or a recorded result: traces.jsonl with run.json, and, where they were measured,
-floors.json, invariance.json, stages.json, the gemm*.json of the grouped GEMM alone and the
-sweep*.json over numbers of tokens.
-"""
+"""What a run's directory holds: traces.jsonl with run.json, and rows.jsonl of whatever else was
+measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
-from scripts.common.floors import floor_ms, pair_flops, weight_bytes
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
+from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
+from scripts.data import rows
+from scripts.data.rows import ROOFLINE, Rows
 from scripts.data.traces import read_records, read_run
-from scripts.table.rankings import Clock, Ranking, rankings, read_invariance
+from scripts.table.rankings import Clock, Ranking, rankings
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,7 @@ class Recorded:
     directory: Path
     info: schemas.RunInfo
     rankings: list[Ranking]
-    floors: dict[str, Any] | None = None
-    stages: dict[str, Any] | None = None
-    invariance: schemas.Invariance | None = None
-    gemm: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the file's stem."""
-    sweeps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: Rows = field(default_factory=Rows)
 
     @property
     def definition(self) -> str:
@@ -48,19 +40,20 @@ class Recorded:
         return self.info.get("environment", {}).get("time", "")[:10]
 
     def limits(self, ranking: Ranking) -> pd.DataFrame:
-        """The floor of every workload, by its uuid, if it was measured on the ranking's GPU: `ms`,
-        and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
-        rows = {}
-        if self.floors is not None and self.floors.get("hardware") == ranking.hardware:
-            for w in self.floors["workloads"]:
-                reading, computing = floor_ms(w, self.floors["floors"])
+        """The roofline of every workload, by its uuid, if it was measured on the ranking's GPU:
+        `ms`, and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
+        found = {}
+        measured = self.rows.measurements.get(ROOFLINE, {})
+        if measured.get("hardware") == ranking.hardware:
+            for w in self.rows.rows_of(ROOFLINE):
+                reading, computing = roofline_ms(w, measured["rates"], w.get("value"))
                 reads = {"tbytes": w["active"] * weight_bytes() / 1e12}
                 flops = {"tflop": w["pairs"] * pair_flops() / 1e12}
                 bound = reads if reading >= computing else flops
-                rows[w["uuid"]] = {"ms": max(reading, computing), **bound}
-        return pd.DataFrame(rows.values(), list(rows), ["ms", "tbytes", "tflop"], dtype=float)
+                found[w["uuid"]] = {"ms": max(reading, computing), **bound}
+        return pd.DataFrame(found.values(), list(found), ["ms", "tbytes", "tflop"], dtype=float)
 
-    def floor_ms(self, ranking: Ranking) -> dict[str, float]:
+    def roofline_ms(self, ranking: Ranking) -> dict[str, float]:
         return self.limits(ranking).ms.to_dict()
 
 
@@ -74,17 +67,7 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
     ranked = rankings(records, peers=peers, by=by)
     if not ranked:
         raise UsageError(f"{traces} has no results")
-    stages, floors = directory / "stages.json", directory / "floors.json"
-    return Recorded(
-        directory=directory,
-        info=info,
-        rankings=ranked,
-        floors=schemas.read(floors, schemas.Floors) if floors.is_file() else None,
-        stages=schemas.read(stages, schemas.Stages) if stages.is_file() else None,
-        invariance=read_invariance(directory),
-        gemm={p.stem: schemas.read(p, schemas.Gemm) for p in sorted(directory.glob("gemm*.json"))},
-        sweeps={p.stem: schemas.read(p, schemas.Sweep) for p in directory.glob("sweep*.json")},
-    )
+    return Recorded(directory, info, ranked, rows.read(directory))
 
 
 def recorded_runs(root: Path = RESULTS_DIR, definition: str = DEFINITION) -> list[Recorded]:

@@ -1,4 +1,4 @@
-"""The rows of served.json as tables: ours beside the engine's own backends."""
+"""The rows of served models as tables: ours beside the engine's own backends."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +10,8 @@ from scripts.table.tables import Table
 
 TIMED = {"decode": "decode, batch", "prefill": "prefill, tokens", "mixed": "mixed load, requests"}
 LARGER_IS_BETTER = ("tokens/s",)
+SERVED = "served"
+"""The measurement's name."""
 OWN = ("ours", "accurate")
 LONG_PROMPT = 4096
 """Tokens from which on the GPU, not the host, is what a prefill waits for."""
@@ -37,9 +39,9 @@ def gains(rows: Sequence[Row]) -> dict[tuple[str, str, int], float]:
     grouped: dict[tuple[str, str, int], dict[str, float]] = {}
     units = {}
     for row in rows:
-        if row["what"] in TIMED:
-            key = served_of(row), row["what"], row["size"]
-            grouped.setdefault(key, {})[row["backend"]] = row["value"]
+        if row["part"] in TIMED:
+            key = served_of(row), row["part"], row["size"]
+            grouped.setdefault(key, {})[row["subject"]] = row["value"]
             units[key] = row["unit"]
     found = {key: gain(values, units[key]) for key, values in grouped.items()}
     return {key: value for key, value in found.items() if value is not None}
@@ -73,11 +75,11 @@ def between(values: Sequence[float]) -> str:
 
 def timed_table(rows: Sequence[Row]) -> Table:
     """Times of every model and size, a column a backend."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    backends = list(dict.fromkeys(row["subject"] for row in rows))
     grouped: dict[tuple, dict[str, Row]] = {}
     for row in rows:
-        if row["what"] in TIMED:
-            grouped.setdefault((served_of(row), row["what"], row["size"]), {})[row["backend"]] = row
+        if row["part"] in TIMED:
+            grouped.setdefault((served_of(row), row["part"], row["size"]), {})[row["subject"]] = row
     lines = []
     for (model, what, size), of in grouped.items():
         unit = next(iter(of.values()))["unit"]
@@ -99,11 +101,11 @@ def checks_table(rows: Sequence[Row]) -> Table:
     """What is no time: start, worst layer, compilations, tokens."""
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        if row["what"] in TIMED:
+        if row["part"] in TIMED:
             continue
-        key, name, value = (served_of(row), row["what"]), row["backend"], row["value"]
+        key, name, value = (served_of(row), row["part"]), row["subject"], row["value"]
         cells = lines.setdefault(key, {})
-        if row["what"].startswith("calc_diff"):
+        if row["part"].startswith("calc_diff"):
             worst = float(cells.get(name, "0 ").split()[0])
             if value >= worst:
                 cells[name] = f"{value:.2e} (layer {row['size']})"
@@ -111,7 +113,7 @@ def checks_table(rows: Sequence[Row]) -> Table:
             cells[name] = "yes" if value else "no"
         else:
             cells[name] = f"{value:.4g} {row['unit']}".strip()
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    backends = list(dict.fromkeys(row["subject"] for row in rows))
     frame = pd.DataFrame(
         [
             {"model": model, "what": what, **{name: of.get(name, "-") for name in backends}}

@@ -2,21 +2,19 @@
 
 A table is a frame of text whose columns are its header; text, Markdown and HTML are renderings of
 it. Where a ranking has device times, a cell holds "harness/device": the time that flashinfer-bench
-measured, with the host's part, and that of `check` on the GPU alone.
+measured, with the host's part, and that of `measure times` on the GPU alone.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from scripts.common.floors import bandwidth
 from scripts.common.project import short_name
-from scripts.common.schemas import TOTAL
 from scripts.common.text import markdown_table, number, percent, printable, text_table
-from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking, sweep_ranking
+from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking
 
 if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 BATCH_INVARIANT = "batch invariant"
 ACCURACY_NOTE = "Worst over the workloads; matched: flashinfer-bench's own figure, which decides."
 BITS_NOTE = (
-    "Whether the same tokens give the same bits (run.py check --only bits); where not, the tokens "
+    "Whether the same tokens give the same bits (run.py measure bits); where not, the tokens "
     "that differ of those compared."
 )
 
@@ -75,8 +73,8 @@ def numbers(values: "pd.Series[Any]", form: str = ".2f", unit: str = "") -> "pd.
 ratio = functools.partial(number, unit="x")
 
 
-def joined(columns: "Iterable[pd.Series[str]]") -> "pd.Series[str]":
-    """A column with the texts of several: one for each clock."""
+def joined(columns: Iterable[Any]) -> Any:
+    """A column, or a frame, with the texts of several: one for each clock."""
     return functools.reduce(lambda first, next: first + "/" + next, columns)
 
 
@@ -139,18 +137,20 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
         "passed": _passed(s),
         **{f"{c} ms": _means(s, c, "mean_ms", ".3f") for c in ranking.clocks},
     }
-    floor = {"solution": "floor", "of": "limit"}
+    roofline = {"solution": "roofline", "of": "limit"}
     if not limits.empty:
         ms = ranking.results.pivot(index="uuid", columns="solution", values=clock)
-        ms = ms[s.solution].assign(**{"the floor": limits.ms})
-        floor[f"{clock} ms"] = number(ms["the floor"].mean(), ".3f")
+        ms = ms[s.solution].assign(**{"the roofline": limits.ms})
+        roofline[f"{clock} ms"] = number(ms["the roofline"].mean(), ".3f")
         columns |= dict(reached(ms, limits).reset_index(drop=True).items())
     if ranking.compares_peers:
         columns["vs best peer"] = s[f"{clock}_vs_peer"].map(ratio)
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
-    frame.loc[len(s) :, list(floor)] = list(floor.values())  # the row that the limits' rates began
+    frame.loc[len(s) :, list(roofline)] = list(
+        roofline.values()
+    )  # the row that the limits' rates began
     return Table(frame.astype(object).fillna("-"), left=3)
 
 
@@ -311,9 +311,9 @@ def by_workload(
     return pd.concat([*parts, pd.DataFrame(after or {}, index=wide.index)], axis=1)
 
 
-def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = ".3f") -> Table:
+def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str = ".3f") -> Table:
     """Workloads down, solutions across in ms, the fastest marked with *; the reference as the
-    harness timed it; the floor where it is known, and its share of the fastest time; the best
+    harness timed it; the roofline where it is known, and its share of the fastest time; the best
     peer's time over that of our best."""
     f = ranking.results
     before = {"reference": numbers(ranking.references(), form)}
@@ -324,11 +324,13 @@ def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = "
         return numbers(f[clock], form) + (f.solution == best).map({True: "*", False: ""})
 
     uuids = [uuid for _, uuid in ranking.workloads]
-    if floor_ms:
-        floor = pd.Series(floor_ms).reindex(uuids)
-        before["floor"] = numbers(floor, ".3f")
+    if roofline_ms:
+        roofline = pd.Series(roofline_ms).reindex(uuids)
+        before["roofline"] = numbers(roofline, ".3f")
         fastest = f.groupby("uuid")[list(ranking.clocks)].min()
-        after["floor / best"] = joined((floor / fastest[c]).map(percent) for c in ranking.clocks)
+        after["roofline / best"] = joined(
+            (roofline / fastest[c]).map(percent) for c in ranking.clocks
+        )
     if ranking.compares_peers:
         ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
         after["best peer / ours"] = by_clock(ranking, ours, "vs_peer")
@@ -339,10 +341,12 @@ def latency_table(ranking: Ranking, floor_ms: Mapping[str, float], form: str = "
     return Table(frame, left=0, title=title)
 
 
-def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = None) -> list[Table]:
+def workload_tables(
+    ranking: Ranking, roofline_ms: Mapping[str, float] | None = None
+) -> list[Table]:
     """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
     f = ranking.results
-    found = [latency_table(ranking, floor_ms or {}, ".4f")]
+    found = [latency_table(ranking, roofline_ms or {}, ".4f")]
     speedup = by_workload(ranking, f.speedup.map(ratio))
     found.append(Table(speedup, left=0, title="Speed-up over the reference"))
     if ranking.compares_peers:
@@ -358,99 +362,7 @@ def workload_tables(ranking: Ranking, floor_ms: Mapping[str, float] | None = Non
     return found
 
 
-def sweep_tables(sweep: Mapping[str, Any]) -> list[Table]:
-    """Of a sweep.json: times, the floor's share of the device's, and what failed."""
-    ranking = sweep_ranking(sweep)
-    rows = {str(row["tokens"]): row for row in sweep["results"]}
-    floors = {tokens: row["floor_ms"] for tokens, row in rows.items()}
-    f = ranking.results
-    shares = by_workload(ranking, (f.uuid.map(floors) / f.device).map(percent))
-    found = [
-        latency_table(ranking, floors, ".4f"),
-        Table(shares, left=0, title="Floor over device time"),
-        failures_table(ranking),
-    ]
-    for name in ("active", "pairs"):
-        found[0].frame.insert(1, name, [str(rows[t][name]) for t in found[0].frame["T"]])
-    twice = ["workload", "reference", "status"]
-    *made, failed = (replace(t, frame=t.frame.drop(columns=twice, errors="ignore")) for t in found)
-    of_each = failed.frame.groupby(["solution", "reason"], sort=False, as_index=False)
-    return [*made, replace(failed, frame=of_each.agg(", ".join)[["solution", "T", "reason"]])]
-
-
-# --- stages, GEMMs, environment -------------------------------------------------------------------
-
-
-def stages_table(result: dict[str, Any]) -> Table:
-    """Median ms of every stage, solutions across, of one token count of stages.json."""
-    medians = {short_name(name): of["median_ms"] for name, of in result["solutions"].items()}
-    stages = list(dict.fromkeys(stage for m in medians.values() for stage in m))
-    stages.sort(key=lambda stage: stage == TOTAL)
-    frame = pd.DataFrame({"stage": stages})
-    for name, of in medians.items():
-        frame[name] = [number(of.get(stage), ".3f") for stage in stages]
-    return Table(frame)
-
-
-PROBLEM = ["tokens", "active", "rows", "n", "k"]
-"""What tells the problems of a gemm*.json apart."""
-
-
-def gemm_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The rows of a gemm*.json that have a time. `solution` is the variant or, of a config beside
-    the shipped one ("flat, next larger"), which only says what would have been better, its
-    solution: `beside` says that it is one."""
-    names = [*PROBLEM, "experts", "pairs", "variant", "peer", "us", "tflops", "gbytes"]
-    names += ["floor_us", "vs_best_peer", "percent_of_floor", "read_us"]
-    f = pd.DataFrame([r for r in rows if "us" in r]).reindex(columns=names)
-    f["tokens"] = f.tokens.astype(float).fillna(0).astype(int)  # 0: rows of no workload
-    f["active"] = f.active.astype(float).fillna(f.experts).astype(int)
-    f["solution"] = f.variant.astype(str).str.split(", next ").str[0]
-    return f.assign(beside=f.solution != f.variant)
-
-
-def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
-    """Of the rows of a gemm_frame whether the FLOPs take longer than the bytes."""
-    return 1e12 * f.tflops / rates["fp8_flops_per_s"] > 1e9 * f.gbytes / bandwidth(rates)
-
-
-def first_of_ours(f: pd.DataFrame) -> str:
-    """The variant that a record is about: a solution as it ships, or the first config of ours;
-    empty where there is none."""
-    ours = f[~f.peer.astype(bool) & ~f.beside].variant
-    return "" if ours.empty else str(ours.iloc[0])
-
-
-def best_known(f: pd.DataFrame) -> pd.DataFrame:
-    """Of each problem the fastest of the shipped config of ours and of those beside it."""
-    mine = f[f.solution == first_of_ours(f)]
-    return mine.sort_values("us").drop_duplicates(PROBLEM)
-
-
-def gemm_table(rows: list[dict[str, Any]]) -> Table:
-    """Problems down, the variants across in us, ours against the best peer, our TFLOP/s; where
-    configs beside the shipped one were timed, the best known one's time."""
-    f = gemm_frame(rows)
-    first, variants = first_of_ours(f), list(f[~f.beside].variant.unique())
-    problems = pd.MultiIndex.from_frame(f[PROBLEM].drop_duplicates())
-
-    def of(rows: pd.DataFrame) -> pd.DataFrame:
-        return rows.set_index(PROBLEM).reindex(problems)
-
-    ours, us = of(f[f.variant == first]), {v: of(f[f.variant == v]).us for v in variants}
-    fastest = pd.DataFrame(us).min(axis=1)
-    named = problems.to_frame().astype(str).assign(rows=[f"{r:g}" for *_, r, _, _ in problems])
-    named = named.set_axis(["T", "experts", "rows", "N", "K"], axis=1)
-    columns = {
-        v: numbers(us[v], ".1f") + (us[v] == fastest).map({True: "*", False: ""}) for v in variants
-    }
-    if f.beside.any():
-        columns[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f")
-    columns["best peer / ours"] = ours.vs_best_peer.map(ratio)
-    columns["TFLOP/s"] = numbers(ours.tflops, ".0f")
-    columns["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
-    named = named if f.tokens.any() else named.drop(columns="T")
-    return Table(pd.concat([named, pd.DataFrame(columns)], axis=1), left=0)
+# --- the environment ------------------------------------------------------------------------------
 
 
 def environment_table(recorded: "Recorded") -> Table:

@@ -83,13 +83,15 @@ def json_of(trace: Trace) -> dict:
     return json.loads(trace.model_dump_json())
 
 
-def check(
-    monkeypatch: Any, ours: list[Solution], lengths: tuple[int, ...], measure: str
+def measure(
+    monkeypatch: Any, ours: list[Solution], lengths: tuple[int, ...], what: str
 ) -> Callable[..., int]:
-    """`check --only MEASURE` with more arguments, on a data set of these lengths, these solutions
-    of ours and one of somebody else, on the CPU 'GPU A'."""
+    """`measure WHAT` with more arguments, on a data set of these lengths, these solutions of ours
+    and one of somebody else, on the CPU 'GPU A'."""
+    import flashinfer_bench.utils
+
     from scripts.measure import plan
-    from scripts.programs import check
+    from scripts.programs import measure
 
     def load(root: Path, definition: object) -> tuple[TraceSet, list[Solution]]:
         found = trace_set(lengths=lengths)
@@ -97,11 +99,12 @@ def check(
         return found, list(ours)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["check.py", "--cpu", "--only", measure, *arguments])
-        return check.main()
+        monkeypatch.setattr(sys, "argv", ["measure.py", what, "--cpu", *arguments])
+        return measure.main()
 
     own = frozenset(s.hash() for s in ours)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU A")
+    for module in (plan, flashinfer_bench.utils):
+        monkeypatch.setattr(module, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
     monkeypatch.setattr(plan, "load_with_ours", load)

@@ -353,7 +353,7 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
 )
-def test_gemm_bench_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
+def test_measure_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
     shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
     monkeypatch.setattr(gemm_variants, "LAYER_SHAPES", shapes)
     problem = Problem((3, 0, 17, 0, 1, 32), 256, 384, tokens=40)

@@ -13,12 +13,11 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
 from test_rank import ranked, trace
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.data.records import INVARIANCE
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK
+from scripts.data import rows
 from scripts.measure import bits as measured
 from scripts.report import generated, report
 from scripts.table import rank_text, recorded, tables
-from scripts.table.rankings import read_invariance
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.
@@ -55,8 +54,11 @@ def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
 
 
 def looked_at(content: str, **options: Any) -> dict[str, Any]:
+    into = rows.Writer("bits", "GPU A", "m")
     of = [small.solution("x", content)]
-    return measured.measure(small.definition(), of, inputs(**options), "cpu")["x"]["checks"]
+    measured.measure(into, {}, small.definition(), of, inputs(**options), "cpu")
+    told = ("compared", "differ", "largest")
+    return {row["part"]: {name: row[name] for name in told} for row in into.rows}
 
 
 def failing(content: str) -> list[str]:
@@ -175,7 +177,7 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 def program(monkeypatch):
     named = {"own": OWN, "few": FEW, "fails": FAILS, "vandal": VANDAL}
     ours = [small.solution(name, content) for name, content in named.items()]
-    return small.check(monkeypatch, ours, (3, 901, 14), "bits")
+    return small.measure(monkeypatch, ours, (3, 901, 14), "bits")
 
 
 def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
@@ -192,9 +194,9 @@ def traces_of(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
 def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path, capsys) -> None:
     ranked(tmp_path, traces_of({n: program.hashes[n] for n in ("own", "few")}))
     assert program("--run", str(tmp_path), "--workloads", "901") == EXIT_OK
-    record = json.loads((tmp_path / INVARIANCE).read_text())
-    assert record["tokens"] == 901 and set(record["results"]) == {"own", "few"}
-    assert record["solutions"] == {n: program.hashes[n] for n in ("own", "few")}
+    found = rows.read(tmp_path)
+    assert {row["tokens"] for row in found.rows} == {901}
+    assert found.hashes("bits") == {n: program.hashes[n] for n in ("own", "few")}
 
     # Another source of `few` was measured than was looked at, and `absent` was not looked at.
     hashes = {"own": program.hashes["own"], "few": "f" * 40, "absent": "a" * 40}
@@ -208,10 +210,10 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     assert column(tables.summary_table(other)) == {"own": "yes", "few": "-", "absent": "-"}
     assert column(tables.short_table(same, pd.DataFrame())) == {"own": "yes", "few": "no"}
     checks = tables.checks_table(same)
-    header, rows = checks.header, checks.rows
+    header, lines = checks.header, checks.rows
     assert header == ["solution", *EVERY, tables.BATCH_INVARIANT]
-    assert rows[1] == ["own", *["yes"] * len(EVERY), "yes"]
-    few = dict(zip(header, rows[0], strict=True))
+    assert lines[1] == ["own", *["yes"] * len(EVERY), "yes"]
+    few = dict(zip(header, lines[0], strict=True))
     # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
     assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
     assert few["alone"] == "no: 4/4"
@@ -233,20 +235,12 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
 
 
 def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:
-    path = tmp_path / "figures.json"
-    assert program("--json", str(path)) == EXIT_FAILED
-    record = json.loads(path.read_text())["bits"]
-    assert record["tokens"] == 14, "the largest that the CPU takes unasked"
-    results = record["results"]
-    assert results["fails"] == {"error": "KeyError: 'a\\nb'"}
-    assert "changes its inputs: w" in results["vandal"]["error"]
+    path = tmp_path / "figures.jsonl"
+    assert program("--out", str(path)) == EXIT_FAILED
+    found = rows.read(path).rows
+    assert {row["tokens"] for row in found} == {14}, "the largest that the CPU takes unasked"
+    errors = {row["subject"]: row["error"] for row in found if "error" in row}
+    assert errors["fails"] == "KeyError: 'a\\nb'" and "changes its inputs: w" in errors["vandal"]
     out, err = capsys.readouterr()
-    assert "error: fails: KeyError" in err and "error: vandal: " in err
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["few", "own"]
-
-
-def test_a_broken_file_is_named_in_one_line(tmp_path: Path) -> None:
-    assert read_invariance(tmp_path) is None
-    (tmp_path / INVARIANCE).write_text('{"hardware": "x", "tokens": 1, "solutions": {}}')
-    with pytest.raises(UsageError, match=r"invariance\.json: results: Field required"):
-        read_invariance(tmp_path)
+    assert "error: fails at T=14: KeyError" in err and "error: vandal at T=14: " in err
+    assert [line.split()[0] for line in out.splitlines()[2:] if line] == ["few", "own"]

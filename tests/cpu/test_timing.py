@@ -7,7 +7,6 @@ import small
 import torch
 from fake_cuda import Kernel
 
-from scripts.common.command_line import UsageError
 from scripts.measure import timing
 from scripts.measure.timing import Span, Timed
 
@@ -125,22 +124,18 @@ def test_the_harness_gets_copies_and_keeps_every_call(cuda, monkeypatch) -> None
 
 
 def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_path) -> None:
-    real = timing.allocate_outputs
-    monkeypatch.setattr(
-        timing,
-        "allocate_outputs",
-        lambda definition, inputs, device: real(definition, inputs, "cpu"),
-    )
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
     x, w = torch.ones(3, small.WIDTH), torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16)
-    call = timing.timed(small.definition(), small.solution("right"), [x, w, 2.0])
-    assert call is not None and call.arguments[0] is not x and torch.equal(call.arguments[0], x)
+    call = timing.timed(small.definition(), small.solution("right"), [x, w, 2.0], "cpu")
+    assert call.as_defined and call.arguments[0] is not x and torch.equal(call.arguments[0], x)
     assert call.arguments[1] is w and call.arguments[2] == 2.0
     call()
     assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
     returns = small.solution("returns", small.REFERENCE, dps=False)
-    with pytest.raises(UsageError, match="returns its output: not timed here"):
-        timing.timed(small.definition(), returns, [x, w, 2.0])
+    call = timing.timed(small.definition(), returns, [x, w, 2.0], "cpu")
+    before = call.output
+    call()
+    assert call.output is not before and torch.equal(call.output.float(), before.float() * 0 + 16)
 
 
 @pytest.mark.parametrize(

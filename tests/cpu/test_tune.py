@@ -1,7 +1,6 @@
 """tune off the GPU: what it tries of GEMM and layer, how it judges, and what it says."""
 
 import itertools
-import json
 import sys
 
 import pytest
@@ -15,11 +14,12 @@ from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
-from test_gemm_bench import FLOORS, kernel, no_gpu
+from test_measure_gemm import FLOORS, kernel, no_gpu
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.measure import configs, gemm_bench, gpu, sweep, tune
-from scripts.measure.gemm_bench import Timing
+from scripts.data import rows
+from scripts.measure import cases, configs, gemm, gpu, tune
+from scripts.measure.gemm import Timing
 from scripts.measure.gemm_problems import Problem, uneven_rows
 from scripts.measure.gemm_variants import heuristic, ladder
 from scripts.programs import tune as program
@@ -112,10 +112,10 @@ def test_a_gpu_test_runs_every_config_that_ships_or_is_tried(target: str) -> Non
 
 
 def test_the_heuristics_choice_is_always_timed(architecture) -> None:
-    for rows in program.ROWS:
+    for many in program.ROWS:
         for even in (True, False):
-            problem = tune.gemm_problem(rows, 4096, 7168, even, 1)
-            assert problem.experts == (32 if rows <= 128 else 8)
+            problem = tune.gemm_problem(many, 4096, 7168, even, 1)
+            assert problem.experts == (32 if many <= 128 else 8)
             assert problem.even or not even
             names = [str(c) for c in tune.configs_of(problem)]
             assert names[0] == str(heuristic(problem))
@@ -136,7 +136,7 @@ def timed(no_gpu, kernel, monkeypatch):
     def clock(calls, repeats):
         return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
 
-    monkeypatch.setattr(gemm_bench, "time_variants", clock)
+    monkeypatch.setattr(gemm, "time_variants", clock)
     return spans
 
 
@@ -144,14 +144,15 @@ def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> No
     problem = Problem((2,) * 4, 128, 256)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: 10.4, other: 10.0})
-    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
+    into = rows.Writer("tune_gemm", "a GPU", "m")
+    found = tune.tune_problem(into, problem, Timing(FLOORS, 3), 5.0)
     assert (found["best"], found["shipped"]) == (other, choice)
     assert found["loss"] == pytest.approx(4.0)
-    assert len(rows) == len(tune.configs_of(problem))
+    assert len(into.rows) == len(tune.configs_of(problem))
     lost = tune.verdict("here", "x", {other: 10.0}, choice)
     none = tune.verdict("here", "x", {}, choice)
     assert lost["loss"] is None is none["loss"] and none["best"] == "none ran"
-    table = gemm_bench.verdict_table([found, lost, none])
+    table = gemm.verdict_table([found, lost, none])
     assert table.loss.tolist() == ["4.0 %", "not run", "not run"]
     assert table.us.tolist() == ["10.0", "10.0", "-"]
 
@@ -162,16 +163,17 @@ def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None
     timed.update({choice: 11.0, other: 10.0})
     seen, run = [], tune.run_problem
 
-    def noting(problem, variants, timing):
+    def noting(into, problem, variants, timing):
         seen.append(([v.name for v in variants], timing.repeats))
         if len(seen) == 2:
             timed[choice] = 10.1
-        return run(problem, variants, timing)
+        return run(into, problem, variants, timing)
 
     monkeypatch.setattr(tune, "run_problem", noting)
-    rows, found = tune.tune_problem(problem, Timing(FLOORS, 3), 5.0)
+    into = rows.Writer("tune_gemm", "a GPU", "m")
+    found = tune.tune_problem(into, problem, Timing(FLOORS, 3), 5.0)
     assert seen[1] == ([choice, other], tune.CONFIRM_REPEATS) and len(seen) == 2
-    assert found["loss"] == pytest.approx(1.0) and len(rows) == len(seen[0][0])
+    assert found["loss"] == pytest.approx(1.0) and len(into.rows) == len(seen[0][0]) + 2
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -179,17 +181,17 @@ def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
-    """The program with these arguments; (exit status, content of its JSON)."""
-    path = tmp_path / "record.json"
+    """The program with these arguments; (exit status, its rows)."""
+    path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
     monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
     monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
     monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
     monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
 
-    def run(*arguments: str) -> tuple[int, dict]:
-        monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--json", str(path)])
-        return program.main(), json.loads(path.read_text())
+    def run(*arguments: str) -> tuple[int, list[dict]]:
+        monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--out", str(path)])
+        return program.main(), rows.read(path).rows_of(f"tune_{arguments[1]}")
 
     return run
 
@@ -197,12 +199,12 @@ def on_a_gpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("us", "status"), [(10.4, EXIT_OK), (11.0, EXIT_FAILED)])
 def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsys) -> None:
     monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256)})
-    monkeypatch.setattr(gemm_bench, "LAUNCHES", 2)
+    monkeypatch.setattr(gemm, "LAUNCHES", 2)
     problem = tune.gemm_problem(2, 128, 256, True, 1)
     choice, other = (str(c) for c in tune.configs_of(problem)[:2])
     timed.update({choice: us, other: 10.0})
-    found, record = on_a_gpu("--what", "gemm", "--rows", "2", "--repeats", "3")
-    assert found == status and record["finished"] and len(record["table"]) == 1
+    found, made = on_a_gpu("--what", "gemm", "--rows", "2", "--repeats", "3")
+    assert found == status and {choice, other} <= {row["config"] for row in made}
     out, err = capsys.readouterr()
     assert other in out
     assert (f"{choice} loses 10.0 %; best: {other}" in err) == (status == EXIT_FAILED)
@@ -211,8 +213,8 @@ def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsy
 
 
 def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None:
-    nothing = gemm_bench.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
-    monkeypatch.setattr(program, "search", lambda args, rates: iter([([], nothing)]))
+    nothing = gemm.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
+    monkeypatch.setattr(program, "search", lambda args, into: iter([nothing]))
     assert on_a_gpu("--what", "gemm")[0] == EXIT_FAILED
     assert "2 rows, 128x256: shipped did not run; best: another" in capsys.readouterr().err
 
@@ -302,14 +304,16 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
         figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
         return dict(zip(calls, figures, strict=True))
 
-    monkeypatch.setattr(sweep, "problems_of", Problems)
+    monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     definition = ["--definition", "dsv3_tp8"] if wrong else []
-    found, record = on_a_gpu("--what", "layer", "--tokens", "3", "901", *definition)
+    found, made = on_a_gpu("--what", "layer", "--tokens", "3", "901", *definition)
     assert found == (1 if wrong else status)
     out, err = capsys.readouterr()
     assert "T=901" in out and ("T=901, layer: " in err) == (status == 1)
-    assert [one["where"] for one in record["table"]] == ["T=3", "T=901"]
-    assert record["table"][0]["loss"] == pytest.approx(100 * (gain - 1))
-    errors = [row.get("error") for row in record["results"] if row["tokens"] == 3]
+    assert {row["tokens"] for row in made} == {3, 901}
+    first, second = [row for row in made if row["tokens"] == 3][:2]
+    assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"
+    assert second["p10"] == second["p90"] == second["value"]
+    errors = [row.get("error") for row in made if row["tokens"] == 3]
     assert errors.count("not the output of the shipped pair") == wrong

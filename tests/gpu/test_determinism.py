@@ -1,13 +1,12 @@
 """The promise of docs/determinism.md for our packed solutions, by the program that measures it."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts.programs import check
+from scripts.data import rows
+from scripts.programs import measure
 
 pytestmark = pytest.mark.gpu
 
@@ -18,21 +17,22 @@ WAITING = {"v1", "v2", "v3"}
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory) -> dict[str, Any]:
-    path: Path = tmp_path_factory.mktemp("invariance") / "figures.json"
-    arguments = ["--only", "bits", "--solutions", "cutedsl_moe_fp8_*"]
+def found(tmp_path_factory) -> list[dict]:
+    """The rows of our solutions."""
+    path: Path = tmp_path_factory.mktemp("bits") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["check.py", *arguments, "--json", str(path)])
-        assert check.main() == 0
-    return json.loads(path.read_text())["bits"]
+        arguments = ["bits", "--solutions", "cutedsl_moe_fp8_*", "--out", str(path)]
+        patch.setattr(sys, "argv", ["measure.py", *arguments])
+        assert measure.main() == 0
+    return rows.read(path).rows_of("bits")
 
 
 @pytest.mark.parametrize("name", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])
-def test_the_bits_of_a_token_are_its_own(name, record):
-    assert record["tokens"] == 901
-    checks = record["results"][f"cutedsl_moe_fp8_{name}"]["checks"]
+def test_the_bits_of_a_token_are_its_own(name, found):
+    assert {row["tokens"] for row in found} == {901}
+    checks = {row["part"]: row for row in found if row["subject"] == f"cutedsl_moe_fp8_{name}"}
     assert list(checks) == RUN_TO_RUN + BATCH
     assert ("not_tried" in checks["graph"]) == (name in WAITING)
-    tried = {check: found for check, found in checks.items() if "not_tried" not in found}
-    assert {check: found["differ"] for check, found in tried.items()} == dict.fromkeys(tried, 0)
+    tried = {check: row for check, row in checks.items() if "not_tried" not in row}
+    assert {check: row["differ"] for check, row in tried.items()} == dict.fromkeys(tried, 0)
     assert checks["doubled"]["compared"] == 1802 and checks["alone"]["compared"] == 128

@@ -24,14 +24,14 @@ CYCLES = 2_000_000
 
 
 def by_device_time(run, out: torch.Tensor) -> tuple[float, str]:
-    """(ms of a call, method) as `check` has them."""
+    """(ms of a call, method) as `measure times` has them."""
     found = device_times({"": Timed(run, [out])}, REPEATS)[""]
     assert "error" not in found, found
     return found["ms"], found["method"]
 
 
 def by_time_variants(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
-    """The same of a launch, of so many in a graph, as gemm_bench has them."""
+    """The same of a launch, of so many in a graph, as `measure gemm` has them."""
     calls = {"": [Call(lambda: run(out), out)] * launches}
     samples, method = time_variants(calls, REPEATS)[""]
     return 1e-3 * median(samples), method

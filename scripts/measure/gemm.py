@@ -5,16 +5,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from moe_fp8.kernels.operations import compile_grouped_gemm
 
-from scripts.common import environment, files
 from scripts.common.command_line import duration, say
 from scripts.common.text import error_line, number
+from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import SOLUTIONS, Problem
 from scripts.measure.gemm_variants import (
     Checker,
@@ -24,7 +23,6 @@ from scripts.measure.gemm_variants import (
     ours,
     peer_variants,
     readings,
-    solution_hashes,
     solution_variants,
     weights,
 )
@@ -36,27 +34,6 @@ MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
 READING = "reading"
 """Beginning of the names under which the readings of the weights are timed with the variants."""
-
-
-# --- a run's JSON ---------------------------------------------------------------------------------
-
-
-def new_record(hardware: str, rates: Rates, **more: Any) -> dict[str, Any]:
-    return {
-        "hardware": hardware,
-        **more,
-        "floors": rates,
-        "environment": environment.capture(),
-        "solutions": solution_hashes(),
-        "finished": False,
-        "results": [],
-    }
-
-
-def save(path: Path | None, record: dict[str, Any]) -> None:
-    """Called after every problem: a run that is cut off keeps what was measured."""
-    if path is not None:
-        files.write_json(path, record)
 
 
 # --- compiling ------------------------------------------------------------------------------------
@@ -98,24 +75,6 @@ def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers:
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def figures(
-    problem: Problem, samples: Sequence[float], rates: Rates, read_us: float
-) -> dict[str, Any]:
-    """The columns of one timing, from its samples in us, with what reading the weights took."""
-    floor = max(1e-6 * read_us, problem.flops / rates["fp8_flops_per_s"])
-    seconds = 1e-6 * statistics.median(samples)
-    return {
-        "us": 1e6 * seconds,
-        "us_p10": percentile(samples, 0.1),
-        "us_p90": percentile(samples, 0.9),
-        "tflops": problem.flops / seconds / 1e12,
-        "gbytes": problem.bytes / seconds / 1e9,
-        "read_us": read_us,
-        "floor_us": 1e6 * floor,
-        "percent_of_floor": 100 * floor / seconds,
-    }
-
-
 class Timing(NamedTuple):
     """How to time: the GPU's rates, replays of each graph, seed of the operands."""
 
@@ -125,20 +84,19 @@ class Timing(NamedTuple):
 
 
 def run_problem(
-    problem: Problem, variants: Sequence[Variant], timing: Timing
+    writer: Writer, problem: Problem, variants: Sequence[Variant], timing: Timing
 ) -> list[dict[str, Any]]:
-    """One row of figures for each variant, or its error; those checked wrong are not timed."""
+    """A row for each variant, with its time in us or its error; those checked wrong are not
+    timed."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = min(LAUNCHES, max(2, -(-4 * l2 // int(problem.bytes)) + 1))
     source = weights(problem.experts, problem.n, problem.k, "cuda", timing.seed)
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
-    rows: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {variant.name: variant.said() for variant in variants}
     calls: dict[str, Sequence[Call]] = {}
     for variant in variants:
-        row: dict[str, Any] = {"variant": variant.name, "peer": variant.peer}
-        row |= {**problem.describe(), "config": variant.config}
-        rows[variant.name] = row
+        row = found[variant.name]
         try:
             row["calc_diff"] = checker.calc_diff(variant)
             if row["calc_diff"] > MAX_CALC_DIFF:
@@ -152,14 +110,13 @@ def run_problem(
     for order, read in enumerate(orders):
         calls[f"{READING} {order}"] = [read[i % sets] for i in range(LAUNCHES)]
     timed = time_variants(calls, timing.repeats)
-    readings_us = [statistics.median(timed.pop(n)[0]) for n in calls if n.startswith(READING)]
+    read_us = min(statistics.median(timed.pop(n)[0]) for n in calls if n.startswith(READING))
+    least = max(read_us, 1e6 * problem.flops / timing.rates["fp8_flops_per_s"])
     for name, (samples, method) in timed.items():
-        rows[name].update(figures(problem, samples, timing.rates, min(readings_us)), method=method)
-    peers = [r["us"] for r in rows.values() if r["peer"] and "us" in r]
-    for row in rows.values():
-        if peers and "us" in row:
-            row["vs_best_peer"] = min(peers) / row["us"]
-    return list(rows.values())
+        found[name] |= {"value": statistics.median(samples), "unit": "us", "roofline": least}
+        spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
+        found[name] |= {**spread, "read": read_us, "method": method}
+    return [writer.add(problem.case(), name, **row) for name, row in found.items()]
 
 
 # --- what ships and what is fastest ---------------------------------------------------------------
@@ -194,5 +151,5 @@ def collect_variants(layers: bool, peers: tuple[str, ...], problem: Problem) -> 
     if layers:
         own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
     else:
-        own = [ours("ours default", heuristic(problem), "batched")]
+        own = [ours("ours default", heuristic(problem), "batched", "v3")]
     return own + peer_variants(peers)

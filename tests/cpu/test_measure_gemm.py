@@ -17,11 +17,11 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.rows import flat_rows
 
-from scripts.common import schemas
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
-from scripts.data import workload_specs
-from scripts.measure import gemm_bench, gemm_variants, gpu, timing
-from scripts.measure.gemm_bench import Timing, run_problem
+from scripts.data import rows, workload_specs
+from scripts.measure import gemm, gemm_variants, gpu, timing
+from scripts.measure.gemm import Timing, run_problem
 from scripts.measure.gemm_problems import (
     BLOCK,
     LAYER_SHAPES,
@@ -42,7 +42,8 @@ from scripts.measure.gemm_variants import (
     weights,
 )
 from scripts.measure.timing import Call
-from scripts.programs import gemm_bench as program
+from scripts.programs import measure as program
+from scripts.table import pivots
 
 CPU = torch.device("cpu")
 
@@ -224,46 +225,43 @@ def test_histograms_are_those_of_the_spec() -> None:
     assert layer_problems([Histogram("x", 1, (0,) * 32)]) == []
 
 
-def row_of(ratio: float | None, rows: float = 64, tokens: int | None = None, **more) -> dict:
-    row = {**Problem((int(rows),) * 8, 256, 256, tokens).describe()}
-    row.update(variant="ours default", peer=False, config="128x128", calc_diff=0.0)
-    if ratio is not None:
-        row.update(us=10.0 / ratio, us_p10=1.0, us_p90=2.0, tflops=1.0, gbytes=2.0)
-        row.update(percent_of_floor=50.0, method="graph", vs_best_peer=ratio)
-    return row | more
+def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10.0) -> rows.Rows:
+    """Rows of our config and of a peer, by our ratio to it, rows an expert and tokens."""
+    into = rows.Writer("gemm_quick", "a GPU", "m", rates=FLOORS)
+    for number, (ratio, each, tokens) in enumerate(ratios, 1):
+        case = Problem((int(each),) * 8, 256, 256 * number, tokens).case()
+        mine = {"peer": False, "config": "128x128"}
+        if ratio is None:
+            into.add(case, "ours default", error="wrong: calc_diff 1", **mine)
+            continue
+        into.add(case, "ours default", value=peer_us / ratio, unit="us", roofline=2.0, **mine)
+        into.add(case, "a peer", value=peer_us, unit="us", roofline=2.0, peer=True)
+        into.add(case, "slow peer", value=2 * peer_us, unit="us", roofline=2.0, peer=True)
+    return into.result
 
 
 def test_the_ratios_to_the_best_peer() -> None:
-    rows = [row_of(r, m) for r, m in [(0.8, 64), (1.2, 64), (1.1, 64), (0.9, 128), (2.0, 128)]]
-    rows += [row_of(1.0, peer=True), row_of(None, error="wrong: calc_diff 1")]
-    ratios = program.ratios(rows)
-    assert ratios.values.tolist() == [
-        ["ours default", "all", 5, "1.100x", "0.800x", 2],
-        ["ours default", "64 rows", 3, "1.100x", "0.800x", 1],
-        ["ours default", "128 rows", 2, "1.450x", "0.900x", 1],
+    few, many = [(r, 64, None) for r in (0.8, 1.2, 1.1)], [(0.9, 128, None), (2.0, 128, None)]
+    f = pivots.gemm_frame(written(*few, *many, (None, 64, None)), "gemm_quick")
+    assert pivots.ratios_table(f).rows == [
+        ["ours default", "all", "5", "1.100x", "0.800x", "2"],
+        ["ours default", "64 rows", "3", "1.100x", "0.800x", "1"],
+        ["ours default", "128 rows", "2", "1.450x", "0.900x", "1"],
     ]
-    assert program.ratios([row_of(1.0, tokens=7)]).of.tolist() == ["all", "256x256"]
-    assert program.ratios(rows[-1:]).empty
+    of_workload = pivots.gemm_frame(written((1.0, 64, 7)), "gemm_quick")
+    assert pivots.ratios_table(of_workload).frame["of"].tolist() == ["all", "256x256"]
 
 
-def test_a_line_says_the_time_or_what_went_wrong() -> None:
-    timed, wrong = program.line(row_of(2.0)), program.line(row_of(None, error="wrong: no"))
-    assert list(timed) == list(wrong)
-    assert (timed["us"], timed["vs best peer"], timed["experts"]) == ("5.0", "2.00x", "8 of 8")
-    assert (wrong["us"], wrong["vs best peer"], wrong["T"]) == ("wrong: no", "-", "-")
-    assert program.line(row_of(2.0, method="events"))["us"] == "5.0 (events)"
-
-
-def test_figures_of_a_problem() -> None:
-    problem = Problem((128,) * 8, 4096, 7168)
-    floors = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1e15}
-    found = gemm_bench.figures(problem, [100.0, 900.0, 200.0], floors, read_us=70.0)
-    assert found["us"] == pytest.approx(200.0)
-    assert found["tflops"] == pytest.approx(problem.flops / 200e-6 / 1e12)
-    assert found["read_us"] == found["floor_us"] == pytest.approx(70.0)
-    assert found["percent_of_floor"] == pytest.approx(35.0)
-    found = gemm_bench.figures(problem, [100.0], floors, read_us=20.0)
-    assert found["floor_us"] == pytest.approx(problem.flops / 1e9) and found["floor_us"] > 20
+def test_the_table_has_the_rates_of_ours() -> None:
+    f = pivots.gemm_frame(written((2.0, 128, 7), (0.5, 64, 9)), "gemm_quick")
+    problem = Problem((128,) * 8, 256, 256, 7)
+    assert f.tflops[0] == pytest.approx(problem.flops / 5e-6 / 1e12)
+    assert f.gbytes[0] == pytest.approx(problem.bytes / 5e-6 / 1e9) and f.percent[0] == 40.0
+    table = pivots.gemm_table(f)
+    shown = dict(zip(table.header, table.rows[0], strict=True))
+    assert (shown["T"], shown["ours default"], shown["a peer"]) == ("7", "5.0*", "10.0")
+    assert (shown["best peer / ours"], shown["experts"]) == ("2.00x", "8")
+    assert table.rows[1][table.header.index("a peer")] == "10.0*"
 
 
 def call_of(kernel: Kernel) -> Call:
@@ -311,30 +309,33 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = types.SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm_bench, "time_variants", clock)
+    monkeypatch.setattr(gemm, "time_variants", clock)
     source = weights
-    monkeypatch.setattr(
-        gemm_bench, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed)
-    )
+    monkeypatch.setattr(gemm, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed))
 
     def readings(*_):
         return [Call(lambda: None, torch.zeros(1)) for _ in range(2)]
 
-    monkeypatch.setattr(gemm_bench, "readings", readings)
+    monkeypatch.setattr(gemm, "readings", readings)
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.flat.index))
     problem = Problem(UNEVEN, 256, 384, tokens=7)
     variants = [ours("ours", heuristic(problem)), *peers, wrong]
-    rows = run_problem(problem, variants, Timing(FLOORS, 3))
-    assert [r["variant"] for r in rows] == [v.name for v in variants]
-    assert rows[0]["vs_best_peer"] == pytest.approx(1.1) and rows[0]["us"] == pytest.approx(10.0)
-    assert rows[0]["config"] == str(heuristic(problem))
-    assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in rows)
+    into = rows.Writer("gemm_quick", "a GPU", "m")
+    found = run_problem(into, problem, variants, Timing(FLOORS, 3))
+    assert found == into.rows and [r["subject"] for r in found] == [v.name for v in variants]
+    assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
+    assert found[0]["config"] == str(heuristic(problem)) and not found[0]["peer"]
+    assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in found)
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
-    assert all(r["read_us"] == pytest.approx(14.0) for r in rows[:-1])
-    assert "us" not in rows[-1] and rows[-1]["error"].startswith("wrong: calc_diff")
+    assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in found[:-1])
+    assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
+    (mine, *_), ratio = found, pivots.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
+    assert ratio == pytest.approx(1.1) and "hash" not in mine
+    slow = Timing(FLOORS | {"fp8_flops_per_s": 1e9}, 3)
+    assert run_problem(into, problem, variants[:1], slow)[0]["roofline"] == problem.flops / 1e3
 
 
 def test_launches_rotate_over_more_operands_than_the_cache_holds(
@@ -347,10 +348,11 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
         seen.update({name: [id(call) for call in of] for name, of in calls.items()})
         return clock(calls, repeats)
 
-    monkeypatch.setattr(gemm_bench, "time_variants", time_variants)
-    monkeypatch.setattr(gemm_bench, "LAUNCHES", 40)
+    monkeypatch.setattr(gemm, "time_variants", time_variants)
+    monkeypatch.setattr(gemm, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
-    run_problem(problem, [ours("ours", None)], Timing(FLOORS, 3))
+    into = rows.Writer("gemm_quick", "a GPU", "m")
+    run_problem(into, problem, [ours("ours", None)], Timing(FLOORS, 3))
     assert list(seen) == ["ours", "reading 0", "reading 1"]
     for launches in seen.values():
         sets = len(set(launches))
@@ -359,10 +361,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    gemm_bench.compile_ahead(math.factorial, [3, -1, 4], 2)
+    gemm.compile_ahead(math.factorial, [3, -1, 4], 2)
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    gemm_bench.compile_ahead(math.factorial, [3, 4], 0)
+    gemm.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
@@ -371,16 +373,16 @@ def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gemm_bench, "as_completed", interrupted)
+    monkeypatch.setattr(gemm, "as_completed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gemm_bench.compile_ahead(time.sleep, [600.0] * 9, 2)
+        gemm.compile_ahead(time.sleep, [600.0] * 9, 2)
     assert not multiprocessing.active_children()
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     gemm_variants.peer_variants.cache_clear()
-    variants = gemm_bench.collect_variants(False, ("sgl",), Problem((1,), 128, 128))
+    variants = gemm.collect_variants(False, ("sgl",), Problem((1,), 128, 128))
     assert [v.name for v in variants] == ["ours default"]
     assert "sgl: not measured" in capsys.readouterr().err
 
@@ -449,10 +451,17 @@ def test_beside_flats_config_stand_those_next_to_it() -> None:
     assert v3.name == "v3"
 
 
-def test_records_name_the_solutions_that_they_measured() -> None:
-    hashes = gemm_variants.solution_hashes()
-    assert list(hashes) == ["cutedsl_moe_fp8_v3", "cutedsl_moe_fp8_flat"]
-    assert all(len(value) == 40 for value in hashes.values())
+def test_rows_name_the_solutions_whose_kernel_was_timed() -> None:
+    n, k = LAYER_SHAPES["gemm1"]
+    variants = gemm.collect_variants(True, (), Problem((1,) * 32, n, k, 80))
+    said = {v.name: v.said().get("solution") for v in variants}
+    flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
+    assert said == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
+        "v3": v3
+    }
+    assert all(len(v.said()["hash"]) == 40 for v in variants)
+    (default,) = gemm.collect_variants(False, (), Problem((1,), 128, 128))
+    assert default.said()["solution"] == v3
 
 
 def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
@@ -490,27 +499,27 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
 def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> None:
     """Everything but the timing, on the layer's GEMMs at the smallest workload."""
 
-    def run_problem(problem, variants, timing):
-        rows = []
+    def run_problem(into, problem, variants, timing):
         for number, variant in enumerate(variants):
-            row = {**problem.describe(), "variant": variant.name, "peer": False}
-            row |= {"config": variant.config, "calc_diff": 0.0, "vs_best_peer": 1.0}
-            figures = gemm_bench.figures(problem, [10.0 - number], timing.rates, 5.0)
-            rows.append(row | ({"error": "wrong"} if wrong else {**figures, "method": "graph"}))
-        assert wrong or rows[0]["variant"] == "flat"
-        return rows
+            time = {"value": 10.0 - number, "unit": "us", "roofline": 5.0}
+            more = {"error": "wrong"} if wrong and variant.name == "v3" else time
+            into.add(problem.case(), variant.name, **variant.said(), **more)
 
-    monkeypatch.setattr(gemm_bench, "run_problem", run_problem)
-    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
+    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
+    monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
-    monkeypatch.setattr(gemm_bench, "compile_ahead", lambda *_: None)
-    out = tmp_path / "gemm_layers.json"
-    arguments = ["--layers", "--tokens", "1", "--peers", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["gemm_bench.py", *arguments])
-    assert program.main() == (1 if wrong else 0)
-    record = schemas.read(out, schemas.Gemm)
-    assert record["finished"] and list(record["solutions"])
-    assert {row["variant"] for row in record["results"]} >= {"flat", "v3", "flat, next larger"}
+    monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["gemm", "--layers", "--tokens", "1", "--gemm-peers", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
+    assert program.main() == (EXIT_FAILED if wrong else EXIT_OK)
+    found = rows.read(out)
+    assert {row["subject"] for row in found.rows_of("gemm_layers")} == {
+        "flat", "v3", "flat, next larger",
+    }  # fmt: skip
+    assert list(found.hashes("gemm_layers")) == ["cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"]
     said = capsys.readouterr()
-    assert "a GPU: grouped FP8 GEMM" in said.out
-    assert ("error: flat, " in said.err) == wrong
+    assert "flat, best known" in said.out and "FP8 matmul 1000 TFLOP/s" in said.out
+    assert ("error: v3 at T=1: wrong" in said.err) == wrong

@@ -9,12 +9,14 @@ import torch
 from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
-from scripts.common import schemas
+from scripts.common.command_line import EXIT_FAILED
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import ROOT
-from scripts.measure import stages
+from scripts.data import rows
+from scripts.measure import cases, stages
 from scripts.pack import sources
-from scripts.programs import profile as program
+from scripts.programs import measure as program
+from scripts.table.pivots import stages_table
 
 OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
 
@@ -105,15 +107,15 @@ def test_outputs_are_compared_with_the_first() -> None:
 
 
 def test_table_shows_the_ratio_to_the_first_solution() -> None:
-    def solution(factor: float, *extra: str) -> dict:
-        return {"median_ms": {s: factor for s in (*stages.STAGES, *extra, stages.TOTAL)}}
-
-    frame = stages.table({"solutions": {"a": solution(2.0), "b": solution(0.5, "fused")}})
-    rows = frame.values.tolist()
-    assert list(frame) == ["stage", "a", "b", "b vs first"]
-    assert rows[0] == ["routing", "2.0000", "0.5000", "4.00x"]
-    assert rows[-2] == ["fused", "-", "0.5000", "-"]
-    assert rows[-1][0] == stages.TOTAL
+    into = rows.Writer("stages", "a GPU", "m")
+    for name, ms, parts in (("a", 2.0, stages.STAGES), ("b", 0.5, (*stages.STAGES, "fused"))):
+        for part in (*parts, stages.TOTAL):
+            into.add({"tokens": 4}, name, part=part, value=ms, unit="ms")
+    table = stages_table(into.result.frame("stages"))
+    assert table.header == ["stage", "a", "b", "b vs first"]
+    assert table.rows[0] == ["routing", "2.000", "0.500", "4.00x"]
+    assert table.rows[-2] == ["fused", "-", "0.500", "-"]
+    assert table.rows[-1][0] == stages.TOTAL
 
 
 @pytest.mark.all
@@ -125,31 +127,35 @@ def test_layers_are_those_of_the_generations() -> None:
     assert all(name.startswith("cutedsl_moe_fp8_") for name in without_gpu), "peers need a GPU"
 
 
-def test_the_record_names_the_sources_that_were_timed(monkeypatch, tmp_path) -> None:
+def test_the_rows_name_the_sources_that_were_timed(monkeypatch, tmp_path, capsys) -> None:
     def problem(self, length: int):
-        inputs = type("Inputs", (), {"hidden_states": torch.zeros(length, 8)})()
-        return inputs, "drawn"
+        return SimpleNamespace(hidden_states=torch.zeros(length, 8)), "drawn"
 
-    monkeypatch.setattr(stages, "load_layers", lambda names, use_gpu: {"triton_moe": Layer(1.0, 0)})
-    monkeypatch.setattr(stages.Problems, "__init__", lambda self, *arguments: None)
-    monkeypatch.setattr(stages.Problems, "of", problem)
-    out = tmp_path / "stages.json"
-    arguments = ["--stages", "--cpu", "--tokens", "4", "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", ["profile.py", *arguments, "--json", str(out)])
-    assert program.main() == 0
-    record = schemas.read(out, schemas.Stages)
-    assert record["solutions"] == {"triton_moe": sources.current()["triton_moe"]}
-    assert record["results"][0]["solutions"]["triton_moe"]["output"] == "first"
+    layers = {"triton_moe": Layer(1.0, 0), "cutedsl_moe_fp8_flat": Layer(float("nan"), 0)}
+    monkeypatch.setattr(stages, "load_layers", lambda names, use_gpu: layers)
+    monkeypatch.setattr(cases.Problems, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(cases.Problems, "layer", DEFAULT, raising=False)
+    monkeypatch.setattr(cases.Problems, "of", problem)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["stages", "--cpu", "--tokens", "4", "--repeats", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
+    assert program.main() == EXIT_FAILED, "not finite"
+    found = rows.read(out)
+    assert found.hashes("stages") == {name: sources.current()[name] for name in layers}
+    total = {r["subject"]: r["output"] for r in found.rows if r["part"] == stages.TOTAL}
+    assert total == {"triton_moe": "first", "cutedsl_moe_fp8_flat": "not finite"}
+    assert all(r["least"] <= r["value"] <= r["most"] and r["calls"] == 2 for r in found.rows)
+    assert "cutedsl_moe_fp8_flat at T=4: not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("length", "nearest"), [(7, 7), (24, 32), (300, 901), (10**6, 14107)])
 def test_the_nearest_workload_is_that_by_ratio(length: int, nearest: int) -> None:
-    assert stages.nearest_spec(DEFAULT, length).seq_len == nearest
+    assert cases.nearest_spec(DEFAULT, length).seq_len == nearest
 
 
 @pytest.mark.large_memory
 def test_inputs_of_any_token_count() -> None:
-    problems = stages.Problems(ROOT, "cpu", seed=1)
+    problems = cases.Problems(ROOT, "cpu", seed=1)
     drawn, said = problems.of(24)
     assert said == "drawn as workload 6230e838 is (T=32)"
     assert drawn.routing_logits.shape == (24, 256) and drawn.hidden_states.shape == (24, 7168)

@@ -1,4 +1,4 @@
-"""One call of a solution kernel by kernel: time, gap, bytes and rates against a floor.
+"""One call of a solution kernel by kernel: time, gap, bytes and FLOPs against the roofline.
 
 A kernel's work is what it has to move and to compute on a workload. Bytes: every operand once, the
 weights of the experts that have rows, the rows of the pairs there are; no padding, nothing read
@@ -7,21 +7,20 @@ its name.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 
 from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
-from scripts.common.floors import bandwidth
-from scripts.common.text import number
+from scripts.common.roofline import bandwidth
+from scripts.data.rows import Writer
+from scripts.measure import roofline
 from scripts.measure.gemm_problems import BLOCK, Histogram, Problem
 from scripts.measure.gpu import Rates
 from scripts.measure.timing import (
     WARMUP,
-    Span,
     Timed,
     captured,
     device_times,
@@ -58,6 +57,10 @@ STAGES: tuple[tuple[str, str], ...] = (
 class Work(NamedTuple):
     bytes: float
     flops: float = 0.0
+
+    def least_us(self, rates: Rates) -> float:
+        """The time that it takes at least."""
+        return 1e6 * max(self.bytes / bandwidth(rates), self.flops / rates["fp8_flops_per_s"])
 
 
 def short_name(kernel: str) -> str:
@@ -117,18 +120,6 @@ def work(
     }
 
 
-def rates_of(done: Work, us: float, rates: Rates) -> dict[str, float]:
-    """The rates that work of this time reached, and the least time that it can take."""
-    floor_us = 1e6 * max(done.bytes / bandwidth(rates), done.flops / rates["fp8_flops_per_s"])
-    return {
-        **done._asdict(),
-        "gbytes": done.bytes / us / 1e3,
-        "tflops": done.flops / us / 1e6,
-        "floor_us": floor_us,
-        "percent_of_floor": 100 * floor_us / us,
-    }
-
-
 def works(
     names: Sequence[str], h: Histogram, layer: MoeDefinition = DEFAULT
 ) -> list[tuple[str, str | None, Work | None]]:
@@ -146,56 +137,60 @@ def works(
     ]
 
 
-def with_work(
-    kernels: Sequence[dict[str, Any]], h: Histogram, rates: Rates, layer: MoeDefinition = DEFAULT
-) -> list[dict[str, Any]]:
-    """Timings of a call's kernels with what is known of each one's work."""
-    described = works([kernel["name"] for kernel in kernels], h, layer)
-    found = []
-    for kernel, (name, stage, done) in zip(kernels, described, strict=True):
-        reached = rates_of(done, kernel["us"], rates) if done else {}
-        found.append({**kernel, "short": name, "stage": stage, **reached})
-    return found
-
-
 # --- the trace of a call --------------------------------------------------------------------------
 
 
-def timings(calls: Sequence[Sequence[Span]]) -> dict[str, Any]:
-    """Medians over the calls, in us: of each kernel, in the order of beginning, its time with the
-    spread, and the gap to the end of the kernel before it (None for the first); of the call the sum
-    of the kernels, and from the first's start to the last's end. A negative gap is a dependent
-    launch that began before."""
-    spans = np.array([[(s.start, s.end) for s in call] for call in calls])
-    start, end = spans[..., 0], spans[..., 1]  # [calls, kernels]
-    us, gaps = end - start, start[:, 1:] - end[:, :-1]
-    kernels = [
-        {
-            "name": kernel.name,
-            "us": float(np.median(us[:, i])),
-            "us_p10": percentile(us[:, i].tolist(), 0.1),
-            "us_p90": percentile(us[:, i].tolist(), 0.9),
-            "gap_us": float(np.median(gaps[:, i - 1])) if i else None,
-        }
-        for i, kernel in enumerate(calls[0])
-    ]
-    return {
-        "kernels": kernels,
-        "sum_us": float(np.median(us.sum(axis=1))),
-        "span_us": float(np.median(end.max(axis=1) - start[:, 0])),
-    }
-
-
-def measure(call: Timed, repeats: int, eager: bool) -> dict[str, Any]:
+def measure(
+    writer: Writer,
+    case: Mapping[str, Any],
+    subject: str,
+    call: Timed,
+    h: Histogram,
+    layer: MoeDefinition,
+    rates: Rates,
+    repeats: int,
+    eager: bool,
+    **of: Any,
+) -> None:
+    """Rows of a call's kernels in the order of beginning, medians over the calls in us: the time,
+    the `gap` to the end of the kernel before it (negative: a dependent launch that began before),
+    its work; then from the first's start to the last's end, and the call without the profiler.
+    """
     for _ in range(WARMUP):
         call()
     replay = None if eager or waits(call) else captured(call)
     calls = traced_calls(replay or call, flush_buffer().zero_, repeats)
-    return {
-        "traced": "replays of a CUDA graph" if replay else "calls",
-        **timings(calls),
-        "device": device_times({"": call}, repeats)[""],
-    }
+    spans = np.array([[(s.start, s.end) for s in kernels] for kernels in calls])
+    start, end = spans[..., 0], spans[..., 1]  # [calls, kernels]
+    us, gaps = end - start, start[:, 1:] - end[:, :-1]
+    names = [kernel.name for kernel in calls[0]]
+
+    def add(value: float, least: float | None, **figures: Any) -> None:
+        writer.add(case, subject, value=value, unit="us", roofline=least, **of, **figures)
+
+    for i, (short, stage, done) in enumerate(works(names, h, layer)):
+        add(
+            float(np.median(us[:, i])),
+            done and done.least_us(rates),
+            part=stage or short,
+            kernel=names[i],
+            p10=percentile(us[:, i].tolist(), 0.1),
+            p90=percentile(us[:, i].tolist(), 0.9),
+            gap=float(np.median(gaps[:, i - 1])) if i else None,
+            **(done._asdict() if done else {}),
+        )
+    least = 1e3 * roofline.least_ms(h, rates, repeats, layer)
+    span = float(np.median(end.max(axis=1) - start[:, 0]))
+    traced = "replays of a CUDA graph" if replay else "calls"
+    add(
+        span, least, part="span", sum=float(np.median(us.sum(axis=1))), calls=repeats, method=traced
+    )
+    device = device_times({"": call}, repeats)[""]
+    if "error" in device:
+        writer.add(case, subject, error=device["error"], **of)
+    else:
+        ms = {name: 1e3 * device.pop(name) for name in ("ms", "p10", "p90")}
+        add(ms.pop("ms"), least, clock="device", **ms, **device)
 
 
 def one_call(call: Timed) -> None:
@@ -207,49 +202,3 @@ def one_call(call: Timed) -> None:
     call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-COLUMNS = {
-    "us": ("us", 1, ".2f"),
-    "gap": ("gap_us", 1, "+.2f"),
-    "MB": ("bytes", 1e6, ".2f"),
-    "GFLOP": ("flops", 1e9, ".2f"),
-    "GB/s": ("gbytes", 1, ".0f"),
-    "TFLOP/s": ("tflops", 1, ".0f"),
-    "floor us": ("floor_us", 1, ".2f"),
-    "% of floor": ("percent_of_floor", 1, ".0f"),
-}
-"""Key of a kernel's figures, what it is divided by, and its format."""
-
-
-def table(result: dict[str, Any]) -> pd.DataFrame:
-    """A line for each kernel, in the order of launch."""
-    f = pd.DataFrame(result["kernels"]).reindex(
-        columns=["stage", "short", "us_p10", "us_p90", *(key for key, *_ in COLUMNS.values())]
-    )
-    f[["flops", "tflops"]] = f[["flops", "tflops"]].where(f.flops > 0)  # none: no 0 TFLOP/s
-    text = {"kernel": f.stage.fillna(f.short)}
-    for name, (key, by, form) in COLUMNS.items():
-        text[name] = (f[key].astype(float) / by).map(lambda value, form=form: number(value, form))
-    text["p10-p90"] = f.us_p10.map("{:.2f}-".format) + f.us_p90.map("{:.2f}".format)
-    return pd.DataFrame(text)
-
-
-def title(result: dict[str, Any]) -> str:
-    w = result["workload"]
-    return (
-        f"{result['solution']}, T={w['tokens']} ({w['uuid'][:8]}: {w['pairs']} pairs, "
-        f"{w['active']} experts, the fullest has {w['max']} rows): {result['traced']}, us"
-    )
-
-
-def summary(result: dict[str, Any]) -> str:
-    device, floor = result["device"], result["floor_us"]
-    without = device.get("error") or f"{1e3 * device['ms']:.2f} ({device['method']})"
-    return (
-        f"sum of the kernels {result['sum_us']:.2f}, first start to last end "
-        f"{result['span_us']:.2f}, without the profiler {without}, floor {floor:.2f} "
-        f"({100 * floor / result['span_us']:.0f} % of the span)"
-    )

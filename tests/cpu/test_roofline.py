@@ -1,6 +1,5 @@
-"""The floors: bytes and FLOPs by hand, and records that are none."""
+"""The roofline: bytes and FLOPs by hand, and what is measured of it."""
 
-import json
 import statistics
 import sys
 import types
@@ -10,13 +9,12 @@ import pytest
 import torch
 from fake_cuda import Kernel
 
-from scripts.common import schemas
-from scripts.common.command_line import UsageError
-from scripts.common.floors import floor_ms, pair_flops, weight_bytes
 from scripts.common.project import ROOT
-from scripts.measure import floors, gpu
+from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
+from scripts.data import rows
+from scripts.measure import gpu, roofline
 from scripts.measure.gemm_problems import Histogram
-from scripts.programs import check
+from scripts.programs import measure
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-25"
@@ -28,21 +26,21 @@ def test_sizes_are_those_of_the_layer() -> None:
     assert weight_bytes() == weights + 4 * (32 * 56 + 56 * 16)
 
 
-def test_floor_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:
+def test_it_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:
     few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3}
     size = 3 * weight_bytes() + (7168 + 224) + 2 * (4 * 256 + 2 * 7168)
-    memory, compute = floor_ms(few, RATES)
+    memory, compute = roofline_ms(few, RATES, None)
     assert memory == pytest.approx(1e3 * size / 4e12)
     assert compute == pytest.approx(1e3 * 3 * 88_080_384 / 1.5e15)
     many = {"tokens": 14107, "hit": 8004, "active": 32, "pairs": 16099}
-    memory, compute = floor_ms(many, RATES)
+    memory, compute = roofline_ms(many, RATES, None)
     assert compute > memory and compute == pytest.approx(0.9453, abs=1e-3)
 
 
 def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
     few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3, "uuid": "a"}
-    without = floor_ms(few, RATES)
-    assert floor_ms({**few, "read_ms": 0.5}, RATES) == (0.5, without[1])
+    without = roofline_ms(few, RATES, None)
+    assert roofline_ms(few, RATES, 0.5) == (0.5, without[1])
 
 
 def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
@@ -71,13 +69,13 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         assert all(len(launches) == 2 for launches in calls.values())
         return {name: ([1.0, spans[name], 1000.0], "graph") for name in calls}
 
-    monkeypatch.setattr(floors, "time_variants", clock)
+    monkeypatch.setattr(roofline, "time_variants", clock)
     found = [
         Histogram("a", 1, (0, 1, 2)),
         Histogram("b", 2, (1, 0, 0)),
         Histogram("none", 3, (0, 0, 0)),
     ]
-    read = floors.measure_reading(found, 3, layer)
+    read = roofline.measure_reading(found, 3, layer)
     assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})
     assert asked == [
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
@@ -86,28 +84,30 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
 
 
 def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys) -> None:
-    """With the rates of a record; the recorded floors are those of the workloads as they are."""
-    arguments = ["--rates", str(RECORD / "gemm_layers.json"), "--run", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["check.py", "--only", "floors", *arguments])
-    assert check.main() == 0
-    made = json.loads((tmp_path / "floors.json").read_text())
-    counted = {w["tokens"]: w for w in made["workloads"]}
-    assert len(counted) == 19
+    """The recorded rooflines are those of the workloads as they are."""
+
+    def reading(found, repeats, layer):
+        return {h.uuid: 1e-4 * h.tokens for h in found}
+
+    monkeypatch.setattr(roofline, "measure_reading", reading)
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
+    monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(tmp_path)])
+    assert measure.main() == 0
+    made = rows.read(tmp_path)
+    counted = {row["tokens"]: row for row in made.rows}
+    assert len(counted) == 19 and counted[7]["value"] == pytest.approx(7e-4)
     assert [counted[1][key] for key in ("hit", "active", "pairs")] == [1, 3, 3]
     assert [counted[7][key] for key in ("hit", "active", "pairs", "max")] == [2, 7, 7, 1]
-    assert all(w["max"] <= w["pairs"] and w["hit"] <= w["tokens"] for w in made["workloads"])
-    recorded = schemas.read(RECORD / "floors.json", schemas.Floors)
-    counts = ("uuid", "tokens", "hit", "active", "pairs", "max")
-    assert made["workloads"] == [{key: w[key] for key in counts} for w in recorded["workloads"]]
-    assert "NVIDIA H200" in capsys.readouterr().out
-
-
-def test_rates_come_from_a_record_or_from_a_gpu(tmp_path, monkeypatch) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    arguments = ["--only", "floors", "--rates", str(tmp_path / "x.json")]
-    monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
-    with pytest.raises(UsageError, match="no measured rates"):
-        check.main()
+    assert all(row["max"] <= row["pairs"] and row["hit"] <= row["tokens"] for row in made.rows)
+    recorded = rows.read(RECORD)
+    told = ("uuid", "tokens", "hit", "active", "pairs", "max", "definition")
+    assert [[row[key] for key in told] for row in made.rows] == [
+        [row[key] for key in told] for row in recorded.rows_of("roofline")
+    ]
+    printed = capsys.readouterr().out
+    assert "FP8 matmul 1500 TFLOP/s" in printed and "compute" in printed and "memory" in printed
 
 
 def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> None:

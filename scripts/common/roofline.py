@@ -1,0 +1,56 @@
+"""The roofline: the least time that a call can take on a GPU, from rates measured there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.common.definitions import DEFAULT, MoeDefinition
+
+BLOCK = 128
+
+
+def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:
+    """Of one expert, with the scales."""
+    return layer.expert_weights + 4 * layer.expert_weights // BLOCK**2
+
+
+def pair_flops(layer: MoeDefinition = DEFAULT) -> int:
+    """Of a token at one of its experts."""
+    return 2 * layer.expert_weights
+
+
+def bandwidth(rates: Mapping[str, float]) -> float:
+    """Bytes a second that memory gives at best: a large read or a copy, whichever is faster."""
+    return max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
+
+
+def roofline_ms(
+    case: Mapping[str, Any],
+    rates: Mapping[str, float],
+    read_ms: float | None,
+    layer: MoeDefinition = DEFAULT,
+) -> tuple[float, float]:
+    """Milliseconds that reading takes, and that the FLOPs take; the roofline is the larger.
+
+    Args:
+        case: `tokens`, `hit` (tokens with a local expert), `active` (experts with rows), `pairs`.
+        read_ms: measured of reading the weights; None: bytes over bandwidth.
+    """
+    h = layer.hidden_size
+    flops_ms = 1e3 * case["pairs"] * pair_flops(layer) / rates["fp8_flops_per_s"]
+    if read_ms is not None:
+        return read_ms, flops_ms
+    size = case["active"] * weight_bytes(layer)
+    size += case["hit"] * (h + 4 * h // BLOCK)  # FP8 tokens and scales
+    size += case["tokens"] * (4 * layer.num_experts + 2 * h)  # logits and output
+    return 1e3 * size / bandwidth(rates), flops_ms
+
+
+def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:
+    """Of a grouped GEMM with weights [n, k] on `pairs` rows; numbers or series of them."""
+    return 2.0 * pairs * n * k
+
+
+def gemm_bytes(active: Any, pairs: Any, n: Any, k: Any) -> Any:
+    """Each operand of the active experts read once, the output written once."""
+    weights = n * k + 4 * n * k / BLOCK**2
+    return active * weights + pairs * (k + 4 * k / BLOCK + 2 * n)

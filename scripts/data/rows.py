@@ -1,0 +1,211 @@
+"""rows.jsonl: the figures of a run that flashinfer-bench's traces have no place for, one a line.
+
+A line with a `name` begins a measurement: what was measured, on which machine and how. Every other
+line is a row of the measurement that its `of` names: a case (a workload, a number of tokens, a
+GEMM's problem, a served model), a subject (a solution, a kernel, an engine's backend), and a
+figure, what a check found, or the error for which there is neither.
+"""
+
+import json
+import math
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field, FiniteFloat
+from typing_extensions import NotRequired, Required, TypedDict
+
+from scripts.common import environment, schemas
+from scripts.common.command_line import UsageError, say
+
+FILE = "rows.jsonl"
+TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
+"""The measurements that follow a run of the benchmark, of its pairs, solutions and workloads."""
+ACCURACY = ("cosine", "calc_diff", "matched_ratios", "inputs_changed")
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+
+
+class Rates(TypedDict):
+    """What a GPU's memory and tensor cores reach."""
+
+    copy_bytes_per_s: Positive
+    read_bytes_per_s: Positive
+    fp8_flops_per_s: Positive
+
+
+class Measurement(TypedDict):
+    """What its rows have in common."""
+
+    id: str
+    name: str  # what tables and pages know it by: "times", "sweep", "gemm_layers", ...
+    hardware: str
+    method: str
+    environment: schemas.Captured
+    rates: NotRequired[Rates]
+
+
+class Row(TypedDict, total=False):
+    """A case, a subject, and what is known of both together."""
+
+    of: Required[str]  # a measurement's id
+    subject: Required[str]
+    solution: str  # whose sources the subject runs, if that is not its name
+    hash: str  # of these sources
+    peer: bool
+    config: str
+    part: str  # of a call: a stage, a kernel, a check; of a served model: what was looked at
+
+    # The case.
+    definition: str
+    uuid: str
+    tokens: int | None
+    hit: Count  # tokens with a local expert
+    active: Count  # experts with rows
+    pairs: Count
+    n: int  # of a GEMM's weights [n, k]
+    k: int
+    experts: int
+    rows: FiniteFloat  # on average, of an expert that has some
+
+    # A figure.
+    clock: str  # "device" or "harness"
+    value: bool | FiniteFloat | None
+    unit: str
+    p10: Positive
+    p90: Positive
+    spread: FiniteFloat
+    calls: int
+    roofline: Annotated[FiniteFloat, Field(ge=0)]  # the least that `value` can be
+    method: str
+
+    # Checks.
+    cosine: FiniteFloat | str
+    calc_diff: FiniteFloat | str
+    matched_ratios: dict[str, FiniteFloat]
+    inputs_changed: list[str]
+    compared: Count  # tokens
+    differ: Count
+    largest: FiniteFloat | str
+    not_tried: str  # why there is nothing: it cannot be done here
+    error: str  # why there is nothing: it failed
+
+
+@dataclass
+class Rows:
+    """What a file of rows holds: of each name the measurement made last."""
+
+    measurements: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.measurements
+
+    def rows_of(self, name: str) -> list[dict[str, Any]]:
+        """Of the latest measurement of that name."""
+        wanted = self.measurements.get(name, {}).get("id")
+        return [row for row in self.rows if row["of"] == wanted]
+
+    def frame(self, name: str) -> pd.DataFrame:
+        """The same as a frame with every column that a row may have, NaN where it has not."""
+        known = [column for column in Row.__annotations__ if column != "of"]
+        f = pd.DataFrame(self.rows_of(name))
+        return f.reindex(columns=list(dict.fromkeys([*known, *f.columns])))
+
+    def hashes(self, name: str) -> dict[str, str]:
+        """Of the sources that its subjects run, by the solutions' names."""
+        rows = self.rows_of(name)
+        return {r.get("solution", r["subject"]): r["hash"] for r in rows if "hash" in r}
+
+
+def json_lines(path: Path) -> list[tuple[int, bytes]]:
+    """The file's lines that are not empty, by number, without a last one that was cut short."""
+    *lines, last = path.read_bytes().split(b"\n")
+    if last.strip():
+        try:
+            json.loads(last)
+            lines.append(last)  # only its end of line is missing
+        except (ValueError, RecursionError):
+            say(f"{path}: the last line is cut short and left out")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def read(path: Path) -> Rows:
+    """Of a file, or of a run's directory; empty where there is none. Raises UsageError."""
+    path = path / FILE if path.is_dir() else path
+    found = Rows()
+    if not path.is_file():
+        return found
+    ids = set()
+    for number, line in json_lines(path):
+        try:
+            content = json.loads(line.decode("utf-8-sig"))
+            if isinstance(content, dict) and "name" in content:
+                schemas.checked(content, Measurement)
+                found.measurements[content["name"]] = content
+                ids.add(content["id"])
+                continue
+            schemas.checked(content, Row)
+            if content["of"] not in ids:
+                raise ValueError(f"no measurement {content['of']} stands before it")
+            found.rows.append(content)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}:{number} is no row: {error}") from None
+    return found
+
+
+class Writer:
+    """A measurement under way: rows are kept as they come, in a file too if there is one."""
+
+    def __init__(
+        self, name: str, hardware: str, method: str, path: Path | None = None, **more: Any
+    ):
+        captured = environment.capture()
+        self.rows: list[dict[str, Any]] = []
+        self.path = path
+        self.measurement = {
+            "id": f"{name}-{uuid.uuid4().hex[:8]}",
+            "name": name,
+            "hardware": hardware,
+            "method": method,
+            "environment": captured,
+            **more,
+        }
+        self._write(self.measurement)
+
+    @property
+    def result(self) -> Rows:
+        return Rows({self.measurement["name"]: self.measurement}, self.rows)
+
+    def add(self, case: Mapping[str, Any], subject: str, **figures: Any) -> dict[str, Any]:
+        """Keep a row of a case and a subject."""
+        row = {"of": self.measurement["id"], "subject": subject, **case, **figures}
+        row = {key: _finite(value) for key, value in row.items() if value is not None}
+        self.rows.append(row)
+        self._write(row)
+        return row
+
+    def _write(self, *contents: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            append(self.path, contents)
+
+
+def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
+    """Add lines to a file that may not be there yet; what a write cut short left is taken away."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        before = file.read()
+        file.truncate(before.rfind(b"\n") + 1)
+        for content in contents:
+            file.write(json.dumps(content).encode("utf-8") + b"\n")
+
+
+def _finite(value: Any) -> Any:
+    """What is no number in JSON as text, as flashinfer-bench writes it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

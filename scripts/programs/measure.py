@@ -1,0 +1,414 @@
+"""What the benchmark's own clock does not tell: accuracy, device times, bits, where time goes.
+
+    python3 run.py measure times --solutions 'cutedsl_*' --workloads 80
+    python3 run.py measure bits
+    python3 run.py measure roofline
+    python3 run.py measure kernels --workloads 80           of fused, or of other --solutions
+    python3 run.py measure stages --tokens 1024 2048
+    python3 run.py measure sweep                            T = 1, 2, 4 ... 16384
+    python3 run.py measure sweep --as engines
+    python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
+    python3 run.py measure gemm --grid study                81 configurations, even rows
+    python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
+
+times: cosine, calc_diff and matched ratios at three tolerances against the reference, then the time
+of a call on the GPU alone and by flashinfer-bench's loop. bits: whether outputs repeat, and whether
+a token's are its own whatever else is in the batch; of one workload, the largest of up to 1024
+tokens unless --workloads names one. roofline: the least time of every workload, from the weights
+that must be read and the FLOPs, at rates that are measured here. On the CPU, times (without times)
+and bits look at the torch model. With --run, these three take the solutions and workloads of that
+run of bench, as far as sources and hardware are the same as then, and add to it, as `bench` does
+after every run on a GPU.
+
+kernels: a call of each solution is captured in a CUDA graph and replayed while torch's profiler
+(CUPTI) notes when every kernel begins and ends; with --eager, or where the host waits in a call,
+the calls themselves are traced, and gaps are then the host's, too. A gap is the time from the end
+of the kernel before; where it is negative, the kernel was launched early (programmatic dependent
+launch) and its time holds what it waited for: only the span from the first start to the last end
+adds up. Beside it stands the device time without the profiler. MB and GFLOP are what a kernel has
+to move and to compute for the routing of the workload. A workload whose weights or intermediates
+stay in the L2 cache can beat its roofline. For Nsight Compute or Systems --only-call makes one call
+between cudaProfilerStart and Stop:
+
+    ncu --profile-from-start off --target-processes all --metrics dram__bytes_read.sum,... \\
+        python3 run.py measure kernels --workloads 80 --only-call
+
+stages: routing, GEMM1, SwiGLU + requantisation, GEMM2 and combine of every solution that marks
+them, by CUDA events; gemm1 and gemm2 include the padding before and the unpadding after the kernel.
+Where the GPU waits for the host, that wait counts. End to end is measured by calls of their own.
+Routing is that of the workload with this token count, if there is one, else drawn as that of the
+nearest is.
+
+sweep: the times of whole calls, beside the roofline; an output that is wrong has no time. Of fused,
+fused_hifi, flat and three peers unless --solutions names others. With --as engines tokens are
+bfloat16, and experts are chosen and tokens quantised within the call: `moe_fp8.experts` in all its
+forms, what vLLM and SGLang have in its place where they are installed, and the peers.
+dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert fused, and has
+`moe_fp8.experts` beside its solutions.
+
+gemm: the grouped FP8 GEMM alone beside DeepGEMM, sgl_kernel and Triton: CUDA graphs of eight
+launches that rotate over copies of the operands (together at least four times the L2 cache). A
+variant that cannot be captured is timed by events around single launches and marked so. With
+--layers our kernel has the configs that flat and v3 launch on these workloads; beside flat stand
+the configs next to its own, and "best known" is the fastest of the three. Elsewhere the config is
+what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
+
+Everywhere the L2 cache is overwritten before a call, what is compared takes turns, and medians are
+reported. --out appends every figure to a file, a row each, as it comes.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    UsageError,
+    parser,
+    run_main,
+    say,
+    steps,
+    whole,
+)
+from scripts.common.definitions import (
+    DEFAULT,
+    MODEL_TOKENS,
+    RENORMALIZE,
+    SHARED,
+    MoeDefinition,
+    find,
+)
+from scripts.data.dataset import Inputs, definition_of, named, tokens
+from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
+from scripts.measure.gemm_problems import GRIDS, PEERS, grid_problems, histograms, layer_problems
+from scripts.programs.options import add_options
+
+if TYPE_CHECKING:
+    from scripts.data.rows import Writer
+    from scripts.measure.plan import Plan
+    from scripts.table.tables import Table
+
+FUSED = "cutedsl_moe_fp8_fused"
+REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
+ON_CPU = ("times", "bits", "stages")
+OF_A_RUN = ("times", "bits", "roofline")
+REPEATS = {"stages": 50}
+OPTIONS = {
+    "run": OF_A_RUN,
+    "workloads": ("times", "bits", "kernels"),
+    "max_tokens": ("times",),
+    "tokens": ("stages", "sweep", "gemm"),
+    "form": ("sweep",),
+    "eager": ("kernels",),
+    "only_call": ("kernels",),
+    "grid": ("gemm",),
+    "layers": ("gemm",),
+}
+"""What has an option that not all have."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("what", choices=list(MEASURES), help="what is measured")
+    add_options(
+        arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
+        "seed", "cpu", "markdown", definition={"nargs": "+", "default": [], "type": defined},
+    )  # fmt: skip
+    add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
+    add("--out", type=Path, metavar="FILE", help="append all figures there")
+    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages: 50)")
+    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers"
+    add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
+    said = "sweep: what is called, the definition's solutions or what engines call"
+    add("--as", dest="form", choices=("definition", "engines"), help=said)
+    add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
+    add("--only-call", action="store_true", help="kernels: one call for ncu or nsys, no figures")
+    grid = arguments.add_mutually_exclusive_group()
+    grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
+    grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
+    add("--gemm-peers", nargs="*", default=PEERS, choices=PEERS, help="gemm: all of these")
+    said = "gemm: processes that compile ahead, 0 for none (12)"
+    add("--compile-workers", type=int, default=12, metavar="N", help=said)
+    args = arguments.parse_args()
+    for option, whats in OPTIONS.items():
+        if getattr(args, option) and args.what not in whats:
+            name = "as" if option == "form" else option.replace("_", "-")
+            raise UsageError(f"--{name}: only with {', '.join(whats)}")
+    if args.tokens and args.what == "gemm" and not args.layers:
+        raise UsageError("--tokens: only with --layers")
+    if len(args.definition) > 1 and args.what not in ("kernels", "sweep"):
+        raise UsageError(f"{args.what}: of one --definition")
+    if SHARED in args.definition and args.what != "sweep":
+        raise UsageError(f"{SHARED.short}: only with sweep, it has no workloads")
+    args.definition = args.definition or [DEFAULT]
+    layers = all(isinstance(of, MoeDefinition) for of in args.definition)
+    if not layers and args.what != "times":
+        raise UsageError(f"{args.what}: only of a layer, not of a GEMM's definition")
+    args.repeats = args.repeats or REPEATS.get(args.what, 20)
+    args.path = args.run / FILE if args.run else args.out
+
+    import torch
+
+    from scripts.measure.gpu import require_gpu
+
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    if not on_gpu and (args.what not in ON_CPU or (args.what == "stages" and not args.cpu)):
+        require_gpu()
+        raise UsageError(f"{args.what}: not with --cpu")
+    args.device = "cuda:0" if on_gpu else "cpu"
+    return args
+
+
+def defined(name: str) -> Any:
+    """A definition, also the one that is in no data set."""
+    return SHARED if name in (SHARED.short, SHARED.name) else find(name)
+
+
+def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Writer":
+    from flashinfer_bench.utils import hardware_from_device
+
+    from scripts.data.rows import Writer
+
+    of = {"repeats": args.repeats, "seed": args.seed, **more}
+    return Writer(name, hardware_from_device(args.device), method, args.path, **of)
+
+
+def planned(args: argparse.Namespace, **options: Any) -> "Plan":
+    """What is measured on workloads."""
+    from scripts.measure import plan
+
+    chosen = {"solutions": args.solutions, "run": args.run, "definition": args.definition[0]}
+    return plan.choose(
+        args.local,
+        args.device != "cpu",
+        workloads=args.workloads,
+        max_tokens=args.max_tokens,
+        run_foreign=args.run_foreign,
+        **(chosen | options),
+    )
+
+
+Shown = Iterator["Writer | tuple[str, Table]"]
+"""The measurement under way, as soon as it has begun, then tables and their titles."""
+
+
+def times(args: argparse.Namespace) -> Shown:
+    from scripts.measure import times
+    from scripts.table import pivots
+
+    on_gpu = args.device != "cpu"
+    method = "accuracy against the reference" + f"; {REPLAYED}" * on_gpu
+    plan, into = planned(args), writer(args, TIMES, method)
+    yield into
+    times.of_plan(plan, into, args.device, args.seed, args.repeats * on_gpu)
+    yield "", pivots.pairs_table(into.result, TIMES)
+
+
+def bits(args: argparse.Namespace) -> Shown:
+    from scripts.measure import bits
+    from scripts.measure.plan import CPU_MAX_TOKENS
+    from scripts.table.rankings import by_part
+    from scripts.table.tables import bits_table
+
+    plan, most = planned(args), bits.MAX_TOKENS if args.device != "cpu" else CPU_MAX_TOKENS
+    fitting = [t.workload for t in plan.workloads if args.workloads or tokens(t.workload) <= most]
+    if not fitting:
+        raise UsageError(f"bits: no workload of at most {most} tokens; --workloads names one")
+    workload = max(fitting, key=tokens)
+    solutions = [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
+    say(f"T={tokens(workload)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
+    definition, inputs_of = (
+        definition_of(plan.trace_set),
+        Inputs(plan.trace_set, args.device, args.seed),
+    )
+    case = {"definition": definition.name, "uuid": workload.uuid, "tokens": tokens(workload)}
+    into = writer(args, BITS, "the same tokens again and in other batches, bit by bit")
+    yield into
+    bits.measure(into, case, definition, solutions, inputs_of.of(workload), args.device)
+    yield "", bits_table(by_part(into.rows))
+
+
+def roofline(args: argparse.Namespace) -> Shown:
+    from scripts.measure import gpu, roofline
+    from scripts.table import pivots
+
+    (layer,) = args.definition
+    rates = gpu.measure_rates()
+    into = writer(args, ROOFLINE, "reading the weights, CUDA graph replays", rates=rates)
+    yield into
+    roofline.measure(into, histograms(args.local, layer=layer), args.repeats, layer)
+    yield gpu.describe_rates(rates), pivots.roofline_table(into.result, layer)
+
+
+def kernels(args: argparse.Namespace) -> Shown:
+    import torch
+
+    from scripts.measure import gpu, kernels
+    from scripts.measure.gemm_problems import histogram
+    from scripts.measure.timing import timed
+    from scripts.table import pivots
+
+    rates = {} if args.only_call else gpu.measure_rates()
+    method = "torch.profiler (CUPTI), L2 overwritten before each call, medians"
+    into = writer(args, "kernels", method, rates=rates)
+    yield into
+    for layer in args.definition:
+        names = list(map(layer.packed_name, args.solutions or [FUSED]))
+        plan = planned(args, solutions=names, definition=layer)
+        inputs_of, definition = (
+            Inputs(plan.trace_set, "cuda", args.seed),
+            definition_of(plan.trace_set),
+        )
+        for trace in steps(plan.workloads, lambda t: named(t.workload)):
+            h = histogram(plan.trace_set, trace.workload, layer)
+            case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
+            with torch.no_grad():
+                inputs = inputs_of.of(trace.workload)
+                for s in plan.solutions:
+                    call = timed(definition, s, inputs, "cuda")
+                    if args.only_call:
+                        kernels.one_call(call)
+                        continue
+                    of = (h, layer, rates, args.repeats, args.eager)
+                    kernels.measure(into, case, s.name, call, *of, hash=s.hash())
+                    title = (
+                        f"{s.name}, T={h.tokens}: {case['pairs']} pairs, {case['active']} experts"
+                    )
+                    yield title, pivots.kernels_table(into.result, s.name, h.uuid)
+
+
+def stages(args: argparse.Namespace) -> Shown:
+    from scripts.measure import stages
+    from scripts.measure.cases import Problems
+    from scripts.table import pivots
+
+    on_gpu = args.device != "cpu"
+    timing = (
+        "CUDA events between the stages, L2 overwritten" if on_gpu else "host clock, torch model"
+    )
+    layers = stages.load_layers(args.solutions, use_gpu=on_gpu)
+    problems = Problems(args.local, args.device, args.seed, args.definition[0])
+    into = writer(args, "stages", timing)
+    yield into
+    text = f"T={{}}: {', '.join(layers)}".format
+    for length in steps(args.tokens or (1024, 2048), text, lambda t: 4000 + t):
+        stages.measure(into, layers, problems, length, args.repeats)
+        f = into.result.frame("stages")
+        yield f"T={length}, median ms ({timing})", pivots.stages_table(f[f.tokens == length])
+
+
+def sweep(args: argparse.Namespace) -> Shown:
+    import torch
+
+    from scripts.measure import calls, gpu
+    from scripts.measure.cases import problems_of
+    from scripts.table import pivots
+
+    engines, layers = args.form == "engines", args.definition
+    if engines and any(layer.routing == RENORMALIZE for layer in layers):
+        raise UsageError("--as engines: not of a layer that routes by renormalisation")
+    wanted = args.solutions or ([FUSED, *calls.PEERS] if engines else calls.SOLUTIONS)
+    name = "sweep_engines" if engines else "sweep" if len(layers) == 1 else "models"
+    rates = gpu.measure_rates()
+    into = writer(args, name, REPLAYED, rates=rates)
+    yield into
+    lengths = args.tokens or (calls.TOKENS if len(layers) == 1 else MODEL_TOKENS)
+    for layer in layers:
+        chosen = calls.choose(layer, wanted, args.local, args.run_foreign)
+        called: calls.Calls = calls.OfDefinition(layer, chosen)
+        if engines:
+            from scripts.measure.as_engines import Engines
+
+            called = Engines(layer, chosen)
+        problems = problems_of(layer, args.local, "cuda", args.seed)
+        with torch.no_grad():
+            text = f"{layer.short} T={{}}".strip().format
+            for length in steps(lengths, text, lambda t: 4000 + t):
+                calls.measure(into, layer, problems, called, length, rates, args.repeats)
+        for subject, why in called.skipped.items():
+            into.add({}, subject, not_tried=why)
+        del problems, called  # with the layer's weights
+    shown = pivots.models_table if name == "models" else pivots.sweep_table
+    for table in (shown(into.result, name), pivots.failed_table(pivots.called(into.result, name))):
+        yield table.title, table
+
+
+def gemm(args: argparse.Namespace) -> Shown:
+    import torch
+
+    from scripts.measure import gemm, gpu
+    from scripts.table import pivots
+
+    name = "gemm_layers" if args.layers else f"gemm_{args.grid or 'quick'}"
+    problems = grid_problems(args.grid or "quick")
+    if args.layers:
+        problems = layer_problems(histograms(args.local, args.tokens))
+    collect = functools.partial(gemm.collect_variants, args.layers, tuple(args.gemm_peers))
+    compile_all = functools.partial(gemm.compile_variants, collect)
+    gemm.compile_ahead(compile_all, problems, args.compile_workers)
+    rates = gpu.measure_rates()
+    method = (
+        f"graphs of {gemm.LAUNCHES} launches over rotating operands, {args.repeats} replays in "
+        "turns, L2 overwritten before each; median"
+    )
+    into = writer(args, name, method, rates=rates)
+    yield into
+    with torch.no_grad():
+        for problem in steps(problems):
+            timing = gemm.Timing(rates, args.repeats, args.seed)
+            gemm.run_problem(into, problem, collect(problem), timing)
+    f = pivots.gemm_frame(into.result, name)
+    yield f"{method}. {gpu.describe_rates(rates)}", pivots.gemm_table(f)
+    yield "Ratio to the best peer", pivots.ratios_table(f)
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
+    of.__name__: of for of in (times, bits, roofline, kernels, stages, sweep, gemm)
+}
+
+
+def main() -> int:
+    args = parse_arguments()
+    into: Writer | None = None
+    interrupted = False
+    shown = MEASURES[args.what](args)
+    try:
+        for each in shown:
+            if not isinstance(each, tuple):
+                into = each
+                continue
+            title, table = each
+            if table:
+                text = table.markdown() if args.markdown else table.text()
+                print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        say("interrupted; the figures so far are kept")
+    rows = into.rows if into else []
+    for row in rows:
+        if why := why_failed(row):
+            at = f" at T={row['tokens']}" if row.get("tokens") is not None else ""
+            say(f"error: {row['subject']}{at}: {why}")
+    if args.path and rows:
+        say(f"{len(rows)} rows added to {args.path}")
+    if interrupted:
+        return EXIT_INTERRUPTED
+    failed = [row for row in rows if why_failed(row)]
+    spared = args.what in ("sweep", "gemm")  # there a peer's failure is no news of ours
+    return EXIT_FAILED if any(not (spared and row.get("peer")) for row in failed) else EXIT_OK
+
+
+def why_failed(row: dict[str, Any]) -> str:
+    """Empty where it did not."""
+    if changed := row.get("inputs_changed"):
+        return f"changes its inputs: {', '.join(changed)}"
+    return row.get("error") or ("not finite" if row.get("output") == "not finite" else "")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,329 @@
+"""Tables of rows: cases down, subjects across."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scripts.common.definitions import MoeDefinition
+from scripts.common.project import short_name
+from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms
+from scripts.common.schemas import STAGES, TOTAL
+from scripts.common.text import number, percent
+from scripts.data.records import CLOCKS
+from scripts.data.rows import ROOFLINE, Rows
+from scripts.table.tables import Table, joined, numbers, ratio
+
+Case = Mapping[str, str]
+"""The columns that tell cases apart, by what the table calls them."""
+DEVICE = ("device",)
+SWEEP: Case = {"T": "tokens", "active": "active", "pairs": "pairs"}
+MODELS: Case = {"layer": "definition", "T": "tokens", "active": "active"}
+GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K": "k"}
+
+
+def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFrame:
+    """The values by case and subject, both in the order of the rows; every case of the frame has a
+    line."""
+    columns = list(case.values())
+    at_clock = f.clock.isna() if clock is None else f.clock == clock
+    timed = f[f.value.notna() & at_clock].drop_duplicates([*columns, "subject"], keep="last")
+    values = timed.set_index([*columns, "subject"]).value.astype(float).unstack()
+    cases = pd.MultiIndex.from_frame(f[columns].drop_duplicates())
+    return values.reindex(index=cases, columns=list(timed.subject.unique()))
+
+
+def marked(values: pd.DataFrame, form: str) -> pd.DataFrame:
+    """As text, the least of a case with a *."""
+    least = values.eq(values.min(axis=1), axis=0)
+    return values.map(lambda v: number(v, form)) + least.map(lambda best: "*" if best else "")
+
+
+def roofline_of(f: pd.DataFrame, case: Case) -> "pd.Series[float]":
+    """Of each case, in the order of the rows."""
+    return f.groupby(list(case.values()), sort=False).roofline.first().astype(float)
+
+
+def called(rows: Rows, name: str) -> pd.DataFrame:
+    """The rows of a sweep but for what was not tried at all."""
+    f = rows.frame(name)
+    f = f[f.tokens.notna()]
+    return f.astype({column: int for column in ("tokens", "active", "pairs")})
+
+
+def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
+    """Whether a subject is someone else's, by its name."""
+    return (
+        f.dropna(subset=["peer"]).drop_duplicates("subject").set_index("subject").peer.astype(bool)
+    )
+
+
+def versus(values: pd.DataFrame, peers: "pd.Series[bool]") -> "pd.Series[float]":
+    """Of each case the best peer's time over our best."""
+    peer = peers.reindex(values.columns)
+    return values.loc[:, peer.eq(True)].min(axis=1) / values.loc[:, peer.eq(False)].min(axis=1)
+
+
+def fastest_first(values: pd.DataFrame) -> list[str]:
+    """The subjects with the most cases first, and of these by their geometric means."""
+    logs = np.log(values)
+    order = pd.DataFrame(
+        {"missing": values.isna().sum(), "mean": logs.mean(), "name": values.columns}
+    )
+    return list(order.sort_values(["missing", "mean", "name"]).index)
+
+
+def named_cases(values: pd.DataFrame, case: Case) -> dict[str, Any]:
+    """The first columns of a table."""
+    index = values.index.to_frame().set_axis(list(case), axis=1).reset_index(drop=True)
+    return {
+        name: index[name].map(
+            lambda value: f"{value:g}" if isinstance(value, float) else str(value)
+        )
+        for name in index
+    }
+
+
+def times_table(
+    f: pd.DataFrame,
+    case: Case,
+    title: str,
+    clocks: Sequence[str] = DEVICE,
+    form: str = ".1f",
+    scale: float = 1.0,
+    first: Sequence[str] = (),
+) -> Table:
+    """The times of a frame's subjects by each clock, the roofline, its share of the best time, and
+    the best peer's time over ours; `first` are subjects in the order of their columns."""
+    values = {clock: scale * wide(f, case, clock) for clock in clocks}
+    subjects = [*first] or list(values[clocks[-1]])
+    subjects += [name for of in values.values() for name in of if name not in subjects]
+    values = {clock: of.reindex(columns=subjects) for clock, of in values.items()}
+    cells = joined(marked(of, form).reset_index(drop=True) for of in values.values())
+    lines = named_cases(values[clocks[-1]], case)
+    roofline = scale * roofline_of(f, case).to_numpy()
+    best = [of.min(axis=1).to_numpy() for of in values.values()]
+    shares = [pd.Series(roofline / of).map(percent) for of in best]
+    ratios = [versus(of, peers_of(f)).reset_index(drop=True).map(ratio) for of in values.values()]
+    found = pd.concat(
+        [
+            pd.DataFrame(
+                {**lines, "roofline": numbers(pd.Series(roofline), ".3f" if scale == 1 else form)}
+            ),
+            cells,
+        ],
+        axis=1,
+    )
+    found.columns = [short_name(name) for name in found]
+    found["roofline / best"], found["best peer / ours"] = joined(shares), joined(ratios)
+    return Table(found, left=0 if "layer" not in case else 1, title=title)
+
+
+def failed_table(f: pd.DataFrame) -> Table:
+    """What has no time, and why."""
+    f = f[f.error.notna()]
+    named = pd.DataFrame(
+        {"layer": f.definition, "call": f.subject.map(short_name), "error": f.error}
+    )
+    named["T"] = f.tokens.map(lambda tokens: f"{tokens:.0f}")
+    by = ["layer", "call", "error"]
+    found = named.groupby(by, sort=False, dropna=False, as_index=False)["T"].agg(", ".join)
+    several = found.layer.nunique() > 1
+    return Table(found[[*["layer"] * several, "call", "T", "error"]], left=4, title="Failed")
+
+
+def sweep_table(rows: Rows, name: str) -> Table:
+    """Whole calls over the number of tokens."""
+    f = called(rows, name)
+    title = "Harness/device time in ms, * the fastest"
+    return times_table(f, SWEEP, title, CLOCKS, ".4f", first=fastest_first(wide(f, SWEEP)))
+
+
+def models_table(rows: Rows, name: str) -> Table:
+    """The same of several layers, on the device, in us."""
+    f = called(rows, name)
+    peers = peers_of(f)
+    title = "Device time in us, * the fastest; active: experts with rows"
+    return times_table(
+        f, MODELS, title, scale=1e3, first=list(peers.sort_values(kind="stable").index)
+    )
+
+
+def models_summary(rows: Rows, name: str) -> Table:
+    """The same in fewer words: layers down, tokens across."""
+    f = called(rows, name)
+    values, peer = 1e3 * wide(f, MODELS), peers_of(f)
+    ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
+    share = (1e3 * roofline_of(f, MODELS) / ours).map(lambda of: percent(of).replace(" ", ""))
+    cells = numbers(ours, ".1f") + " (" + share + ", " + versus(values, peer).map(ratio) + ")"
+    cells.index = cells.index.droplevel("active")
+    found = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
+    found.columns = [f"T={tokens:.0f}" for tokens in found]
+    title = "Our best device time in us (roofline over it, best peer's time over it)"
+    return Table(found.rename_axis("layer").reset_index(), title=title)
+
+
+def stages_table(f: pd.DataFrame) -> Table:
+    """Median ms of every stage, solutions across, of one number of tokens; the speed of each
+    relative to the first."""
+    ms = f.pivot(index="part", columns="subject", values="value")[f.subject.unique()]
+    others = [part for part in f.part.unique() if part not in (*STAGES, TOTAL)]
+    ms = ms.reindex([*(s for s in STAGES if s in ms.index), *others, TOTAL])
+    text = ms.map(lambda value: number(value, ".3f")).rename(columns=short_name)
+    for name in ms.columns[1:]:
+        text[f"{short_name(name)} vs first"] = (ms.iloc[:, 0] / ms[name]).map(ratio)
+    return Table(text.rename_axis("stage").rename_axis(None, axis=1).reset_index())
+
+
+KERNEL_COLUMNS = {
+    "us": ("value", 1, ".2f"),
+    "gap": ("gap", 1, "+.2f"),
+    "MB": ("bytes", 1e6, ".2f"),
+    "GFLOP": ("flops", 1e9, ".2f"),
+    "GB/s": ("gbytes", 1, ".0f"),
+    "TFLOP/s": ("tflops", 1, ".0f"),
+    "roofline us": ("roofline", 1, ".2f"),
+    "% of roofline": ("percent", 1, ".0f"),
+}
+"""Column of a kernel's row, what it is divided by, and its format."""
+
+
+def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
+    """A call's kernels in the order of launch, then the span from the first start to the last
+    end, and the call without the profiler."""
+    f = rows.frame("kernels")
+    f = f[(f.subject == solution) & (f.uuid == uuid) & f.value.notna()]
+    f = f.reindex(columns=list(dict.fromkeys([*f, "gap", "bytes", "flops"])))
+    f = f.assign(part=f.part.fillna("without the profiler"), flops=f.flops.where(f.flops > 0))
+    f = f.assign(
+        gbytes=f.bytes / f.value / 1e3,
+        tflops=f.flops / f.value / 1e6,
+        percent=100 * f.roofline / f.value,
+    )
+    found = pd.DataFrame({"kernel": f.part})
+    for name, (column, by, form) in KERNEL_COLUMNS.items():
+        found[name] = numbers(f[column].astype(float) / by, form)
+    spread = f.p10.map("{:.2f}-".format) + f.p90.map("{:.2f}".format)
+    found["p10-p90"] = spread.where(f.p10.notna(), "-")
+    return Table(found)
+
+
+# --- what follows a run of the benchmark ----------------------------------------------------------
+
+
+def pairs_table(rows: Rows, name: str) -> Table:
+    """A line for each workload and solution: accuracy, times in ms, or what went wrong."""
+    f = rows.frame(name)
+    by = ["tokens", "uuid", "subject"]
+    found = f.groupby(by, sort=False)[["cosine", "calc_diff", "error"]].first()
+    for clock in CLOCKS:
+        at_clock = f[f.clock == clock].drop_duplicates(by, keep="last").set_index(by)
+        found[f"{clock} ms"] = at_clock.value.astype(float)
+    shown = found.reset_index()
+    shown["uuid"] = shown.uuid.astype(str).str[:8]
+    shown["error"] = shown.error.astype(object).fillna("").astype(str).str[:60]
+    forms = {"cosine": ".6f", "calc_diff": ".1e"} | {f"{clock} ms": ".4f" for clock in CLOCKS}
+    for column, form in forms.items():
+        shown[column] = numbers(pd.to_numeric(shown[column], errors="coerce"), form)
+    shown = shown[[*by, *forms, "error"]].astype(str)
+    return Table(shown.rename(columns={"tokens": "T", "subject": "solution"}), left=3)
+
+
+def roofline_table(rows: Rows, layer: MoeDefinition) -> Table:
+    """What bounds every workload."""
+    rates, lines = rows.measurements[ROOFLINE]["rates"], []
+    for row in rows.rows_of(ROOFLINE):
+        reading, computing = roofline_ms(row, rates, row["value"], layer)
+        counts = {name: str(row[name]) for name in ("tokens", "hit", "pairs", "active", "max")}
+        bound = "memory" if reading >= computing else "compute"
+        times = {"read ms": f"{reading:.4f}", "FLOPs ms": f"{computing:.4f}", "bound": bound}
+        lines.append(counts | times)
+    return Table(pd.DataFrame(lines), left=0)
+
+
+# --- the grouped GEMM alone -----------------------------------------------------------------------
+
+
+def gemm_frame(rows: Rows, name: str) -> pd.DataFrame:
+    """The rows of a measurement of GEMMs that have a time, with what follows from it. `shipped` is
+    the subject or, of a config beside the shipped one ("flat, next larger"), which only says what
+    would have been better, its solution: `beside` says that it is one."""
+    f = rows.frame(name)
+    f = f[f.value.notna()].reset_index(drop=True)
+    f["read"] = f["read"] if "read" in f else np.nan
+    f["tokens"] = f.tokens.astype(float).fillna(0).astype(int)  # 0: rows of no workload
+    for column in ("active", "pairs", "n", "k", "experts"):
+        f[column] = f[column].astype(int)
+    us = f.value.astype(float)
+    best = f[f.peer.astype(bool)].groupby(list(GEMM.values())).value.min()
+    of_case = pd.MultiIndex.from_frame(f[list(GEMM.values())])
+    shipped = f.subject.astype(str).str.split(", next ").str[0]
+    return f.assign(
+        us=us,
+        tflops=gemm_flops(f.pairs, f.n, f.k) / us / 1e6,
+        gbytes=gemm_bytes(f.active, f.pairs, f.n, f.k) / us / 1e3,
+        percent=100 * f.roofline / us,
+        vs_best_peer=best.reindex(of_case).to_numpy() / us,
+        shipped=shipped,
+        beside=shipped != f.subject,
+    )
+
+
+def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
+    """Of the rows of a gemm_frame whether the FLOPs take longer than the bytes."""
+    return 1e12 * f.tflops / rates["fp8_flops_per_s"] > 1e9 * f.gbytes / bandwidth(rates)
+
+
+def first_of_ours(f: pd.DataFrame) -> str:
+    """The subject that a measurement is about: a solution as it ships, or the first config of ours;
+    empty where there is none."""
+    ours = f[~f.peer.astype(bool) & ~f.beside].subject
+    return "" if ours.empty else str(ours.iloc[0])
+
+
+def best_known(f: pd.DataFrame) -> pd.DataFrame:
+    """Of each problem the fastest of the shipped config of ours and of those beside it."""
+    mine = f[f.shipped == first_of_ours(f)]
+    return mine.sort_values("us").drop_duplicates(list(GEMM.values()))
+
+
+def gemm_table(f: pd.DataFrame) -> Table:
+    """Problems down, the subjects across in us, ours against the best peer, our TFLOP/s; where
+    configs beside the shipped one were timed, the best known one's time."""
+    first = first_of_ours(f)
+    values = wide(f[~f.beside], GEMM, None)
+
+    def of(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.set_index(list(GEMM.values())).reindex(values.index)
+
+    ours = of(f[f.subject == first])
+    found = pd.concat(
+        [pd.DataFrame(named_cases(values, GEMM)), marked(values, ".1f").reset_index(drop=True)],
+        axis=1,
+    )
+    if f.beside.any():
+        found[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f").to_numpy()
+    found["best peer / ours"] = ours.vs_best_peer.map(ratio).to_numpy()
+    found["TFLOP/s"] = numbers(ours.tflops, ".0f").to_numpy()
+    found["TB/s"] = numbers(ours.gbytes / 1e3, ".2f").to_numpy()
+    return Table(found if f.tokens.any() else found.drop(columns="T"), left=0)
+
+
+def ratios_table(f: pd.DataFrame) -> Table:
+    """The ratio to the best peer of each of our subjects: over all problems, and for each row count
+    (even rows) or weight shape (workloads)."""
+    ours = f[~f.peer.astype(bool) & f.vs_best_peer.notna()]
+    shape = ours.n.astype(str) + "x" + ours.k.astype(str)
+    each = shape.where(ours.tokens > 0, ours["rows"].map("{:g} rows".format))
+    both = pd.concat([ours.assign(of="all"), ours.assign(of=each)])
+    grouped = both.groupby(["subject", "of"], sort=False).vs_best_peer
+    found = grouped.agg(problems="count", median="median", min="min")
+    found["below 1.0"] = (
+        both[both.vs_best_peer < 1]
+        .groupby(["subject", "of"])
+        .size()
+        .reindex(found.index, fill_value=0)
+    )
+    found[["median", "min"]] = found[["median", "min"]].map(lambda value: number(value, ".3f", "x"))
+    return Table(found.reset_index().astype(str), left=2, title="Ratio to the best peer")

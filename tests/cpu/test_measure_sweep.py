@@ -1,0 +1,318 @@
+"""Calls over the number of tokens: what is called, the rows, and the program."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flashinfer_bench.data import Definition
+from moe_fp8 import experts, fused_moe
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.routing import choose_experts
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.quantise import quantise_blocks, quantise_rows
+from programs import packed_once
+from test_baselines_triton import DEVICE, interpreter_that_rounds
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, find
+from scripts.common.project import ROOT
+from scripts.data import rows
+from scripts.data.interfaces import build_definition
+from scripts.data.workload_specs import load_specs
+from scripts.measure import as_engines, calls, cases, gpu, plan, roofline, times, timing
+from scripts.pack import pack
+from scripts.programs import measure as program
+
+RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
+__all__ = ["interpreter_that_rounds"]  # a fixture
+OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
+
+OTHER = MoeShape(num_experts=48, n_group=1, topk_group=1, top_k=3)
+
+
+def inputs(tokens: int, hidden=256, width=128, local=32, experts=256) -> MoeInputs:
+    g = torch.Generator().manual_seed(tokens)
+    w13, w13_scale = quantise_blocks(torch.randn(local, 2 * width, hidden, generator=g) / 8)
+    w2, w2_scale = quantise_blocks(torch.randn(local, hidden, width, generator=g) / 8)
+    x, scale = quantise_rows(torch.randn(tokens, hidden, generator=g))
+    logits = torch.randn(tokens, experts, generator=g)
+    bias = torch.rand(experts, generator=g).bfloat16()
+    offset = min(32, experts - local)
+    return MoeInputs(logits, bias, x, scale, w13, w13_scale, w2, w2_scale, offset, 2.5)
+
+
+def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
+    monkeypatch.setattr(cases.Inputs, "of", lambda self, workload: [workload] * 10)
+    problems = cases.Problems(ROOT, "cpu", 1)
+    drawn, said = problems.of(8)
+    (spec,) = [s for s in load_specs() if s.seq_len == 7]
+    expected = replace(spec, seq_len=8).draw().logits
+    assert said == f"drawn as workload {spec.uuid[:8]} is (T=7)"
+    assert torch.equal(drawn.routing_logits, torch.from_numpy(expected))
+    changed = drawn.routing_bias
+    assert changed.axes == {"seq_len": 8}
+    assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
+
+
+@pytest.fixture
+def sweep_of(monkeypatch):
+    """Rows of calls on 8 tokens, timed by a clock of our own."""
+
+    def both_times(calls, repeats):
+        clock = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": repeats}
+        return {name: {"device": {"method": "graph", **clock}} for name in calls}
+
+    monkeypatch.setattr(times, "both_times", both_times)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def run(layer, problems, called) -> list[dict]:
+        into = rows.Writer("sweep", "a GPU", "m")
+        calls.measure(into, layer, problems, called, 8, RATES, 3)
+        return into.rows
+
+    return run
+
+
+def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch) -> None:
+    """The layer that no definition has too, by its true routing, reference and call of given
+    experts."""
+
+    def reading(found, repeats, layer):
+        assert layer.gemms == ((256, 256), (256, 128))
+        return {found[0].uuid: 0.04}
+
+    sizes = {"hidden_size": 256, "intermediate_size": 128}
+    few, shared = replace(DSV3_TP8, **sizes, num_local_experts=64), replace(SHARED, **sizes)
+    monkeypatch.setattr(roofline, "measure_reading", reading)
+    for module in (cases, calls):
+        monkeypatch.setattr(module, "SHARED", shared)
+    drawn, definition = inputs(8, local=64), Definition(**build_definition(few))
+    problems = cases.Problems.__new__(cases.Problems)
+    problems.layer, problems.of = few, lambda length: (drawn, "drawn")
+    problems.inputs = SimpleNamespace(definition=definition)
+
+    class Given:
+        skipped = {}
+
+        def __call__(self, drawn):
+            return drawn, {"experts": lambda: calls.given_experts(few, drawn)}, {}
+
+    of_all = Definition(**build_definition(shared))
+    of_shared = calls.OfDefinition(shared, calls.Chosen(of_all, {}, {}, {}))
+    found = [
+        sweep_of(few, problems, Given()),
+        sweep_of(shared, cases.problems_of(shared, ROOT, "cpu", 1), of_shared),
+    ]
+    for layer, (checked, timed) in zip((few, shared), found, strict=True):
+        assert checked["definition"] == layer.short and 0 < checked["calc_diff"] < 1e-3
+        assert checked["subject"] == timed["subject"] == "experts"
+        assert (timed["value"], timed["clock"], timed["roofline"]) == (1.0, "device", 0.04)
+        assert 0 < timed["active"] <= timed["pairs"]
+    assert found[0][0]["routing"] == "drawn" and found[1][0]["peer"] is False
+    assert found[1][0]["pairs"] == 8 * 9 and found[1][0]["max"] >= 8
+
+
+def test_the_shared_expert_is_every_tokens_with_a_weight_of_one(monkeypatch) -> None:
+    monkeypatch.setattr(cases, "SHARED", replace(SHARED, hidden_size=128, intermediate_size=128))
+    problems = cases.problems_of(cases.SHARED, ROOT, "cpu", 1)
+    drawn, _ = problems.of(64)
+    shape = MoeShape(**problems.layer.shape)
+    factor = drawn.routed_scaling_factor
+    ids, weights = choose_experts(drawn.routing_logits, drawn.routing_bias, factor, shape)
+    (spec,) = [s for s in load_specs(DSV3_TP8) if s.seq_len == 64]
+    assert ids[:, :8].tolist() == spec.draw().ids.tolist() and (ids[:, 8] == 256).all()
+    assert torch.allclose(weights[:, 8], torch.ones(64), atol=1e-5)
+    assert torch.allclose(weights[:, :8].sum(1), torch.full((64,), 2.5), atol=1e-5)
+
+
+# --- as engines -----------------------------------------------------------------------------------
+
+
+def test_the_quantiser_is_that_of_the_layer() -> None:
+    x = torch.randn(5, 7168).bfloat16().to(DEVICE)
+    x[2, :128] = 0
+    for got, wanted in zip(as_engines.quantise(x), quantise_rows(x), strict=True):
+        assert got.shape == wanted.shape and got.is_contiguous()
+        assert calc_diff(got.float(), wanted.float()) < 1e-8
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a sweep checks its outputs")
+@pytest.mark.parametrize("shape", [DEEPSEEK_V3, OTHER], ids=["deepseek_v3", "another"])
+def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
+    def engine(weights, places):
+        return lambda ids, given, x: experts(ids, given, x, *weights, expert_map=places)
+
+    def absent(weights, places):
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    def solution(logits, bias, x, scale, *rest):
+        *weights, offset, factor, out = rest
+        how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+        how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
+        fused_moe(logits, bias, x, scale, *weights, **how, out=out)
+
+    monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
+    said = {"a peer": {"peer": True, "hash": "1"}, OURS: {"peer": False, "hash": "2"}}
+    monkeypatch.setattr(
+        as_engines,
+        "BuilderRegistry",
+        SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
+    )
+    chosen = calls.Chosen(None, {"a peer": solution, OURS: None}, said, {})
+    engines = as_engines.Engines(DEFAULT, chosen)
+    engines.shape = shape
+    given, prepare, of = engines(inputs(6, experts=shape.num_experts))
+    wanted = torch.empty(6, 256, dtype=torch.bfloat16)
+    model.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
+    assert len(prepare) == 8 and {*prepare} == {*of}
+    peers = {name: said["peer"] for name, said in of.items()}
+    assert [name for name in prepare if peers[name]] == ["a peer + quantiser", "an engine"]
+    assert of["a peer + quantiser"]["hash"] == "1" and of["experts bf16"]["hash"] == "2"
+    assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
+    for name, make in prepare.items():
+        call = make()
+        assert isinstance(call, timing.Returning) == (name == "an engine")
+        call.output.fill_(float("nan"))
+        call()
+        assert calc_diff(call.output, wanted) < times.LARGEST_DIFF, name
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The program's rows of two numbers of tokens: (exit status, rows, what was chosen). A peer
+    has no memory for the second."""
+    solutions = [SimpleNamespace(name=n, hash=lambda n=n: f"hash of {n}") for n in (OURS, PEER)]
+    seen: dict = {}
+
+    def choose(local, use_gpu, definition, **kind):
+        seen.update(kind)
+        name = definition.packed_name
+        return SimpleNamespace(
+            trace_set=SimpleNamespace(definitions={"d": None}),
+            solutions=[SimpleNamespace(name=name(s.name), hash=s.hash) for s in solutions],
+            peers={name(OURS): False, name(PEER): True},
+            skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
+        )
+
+    def measure(into, layer, problems, called, length, rates, repeats):
+        case = {"definition": layer.short or layer.name, "tokens": length, "hit": 1, "active": 1}
+        case |= {"pairs": 1, "routing": "drawn"}
+        for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.08)):
+            of = called.chosen.said[name]
+            if name == PEER and length == 2:
+                into.add(case, name, roofline=0.04, error="OutOfMemoryError: CUDA", **of)
+                continue
+            into.add(case, name, calc_diff=3e-4, **of)
+            for clock, more in (("device", 0.0), ("harness", 0.03)):
+                timed = {"value": ms + more, "unit": "ms", "clock": clock, "roofline": 0.04}
+                into.add(case, name, **timed, **of)
+
+    def run(*arguments: str) -> tuple[int, rows.Rows, dict]:
+        out = tmp_path / "sweep.jsonl"
+        words = ["measure.py", "sweep", "--tokens", "1", "2", *arguments, "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", words)
+        return program.main(), rows.read(out), seen
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
+    monkeypatch.setattr(plan, "choose", choose)
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(cases, "problems_of", lambda layer, *_: layer)
+    monkeypatch.setattr(calls, "measure", measure)
+    monkeypatch.setattr(pack, "pack", packed_once)
+    return run
+
+
+def printed(capsys) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_program_keeps_and_prints_every_row(measured, capsys) -> None:
+    status, found, seen = measured("--markdown")
+    assert status == EXIT_OK and seen["solutions"] == [*calls.SOLUTIONS]
+    assert found.hashes("sweep") == {name: f"hash of {name}" for name in (OURS, PEER)}
+    assert found.measurements["sweep"]["rates"] == RATES
+    not_tried = [row for row in found.rows if "not_tried" in row]
+    assert [(row["subject"], row["not_tried"]) for row in not_tried] == [
+        ("hpc_ops_moe", "not installed")
+    ]
+    text = printed(capsys)
+    assert "Harness/device time in ms, * the fastest" in text
+    assert (
+        "| 1 | 1 | 1 | 0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x |" in text
+    )
+    assert "| 2 | 1 | 1 | 0.040 | 0.0900*/0.0600* | -/- |" in text
+    assert "| triton_moe | 2 | OutOfMemoryError: CUDA |" in text
+
+
+def test_it_fails_where_one_of_ours_does(measured, monkeypatch, capsys) -> None:
+    def wrong(into, layer, problems, called, length, *_):
+        into.add({"tokens": length, "active": 1, "pairs": 1}, OURS, error="wrong", peer=False)
+
+    monkeypatch.setattr(calls, "measure", wrong)
+    assert measured()[0] == EXIT_FAILED
+    assert f"error: {OURS} at T=2: wrong" in capsys.readouterr().err
+
+
+def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
+    def engines(layer, chosen):
+        return SimpleNamespace(chosen=chosen, skipped={"vllm fused_experts": "no"} | chosen.skipped)
+
+    monkeypatch.setattr(as_engines, "Engines", engines)
+    status, found, seen = measured("--as", "engines")
+    assert status == EXIT_OK and seen["solutions"] == [OURS, *calls.PEERS]
+    assert list(found.measurements) == ["sweep_engines"]
+    assert {row["subject"] for row in found.rows if "not_tried" in row} == {
+        "vllm fused_experts",
+        "hpc_ops_moe",
+    }
+
+
+def test_what_takes_one_shape_is_left_out(measured) -> None:
+    _, found, _ = measured("--definition", "glm5", "--solutions", OURS, PEER, "sglang_moe")
+    (row,) = (row for row in found.rows if row["subject"] == "sglang_moe")
+    assert "one shape" in row["not_tried"]
+
+
+def test_layers_have_their_own_rows_in_one_table(measured, capsys) -> None:
+    _, found, seen = measured("--definition", "glm5", SHARED.short, "--markdown")
+    assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 6
+    assert {*found.hashes("models")} == {
+        layer.packed_name(name) for layer in (find("glm5"), DSV3_TP8) for name in (OURS, PEER)
+    }
+    text = printed(capsys)
+    assert "| glm5 | 1 | 1 | 40.0 | 50.0* | 80.0 | 80 % | 1.60x |" in text
+    assert f"| {SHARED.short} | 2 | 1 | 40.0 | 60.0* | - | 67 % | - |" in text
+    assert f"| {SHARED.short} | triton_moe | 2 | OutOfMemoryError: CUDA |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--as", "engines", "--definition", "qwen3_next"], "renormalisation"),
+        (["--solutions", "sglang_moe", "--definition", "glm5"], "none of sglang_moe"),
+        (["--definition", "gemm1"], "only of a layer"),
+    ],
+)
+def test_what_no_layer_has_is_refused(measured, arguments, said) -> None:
+    with pytest.raises(UsageError, match=said):
+        measured(*arguments)
+
+
+def test_rows_before_the_end_are_kept(measured, monkeypatch) -> None:
+    real = calls.measure
+
+    def until_the_first(into, layer, problems, called, length, *rest):
+        if length == 2:
+            raise KeyboardInterrupt
+        real(into, layer, problems, called, length, *rest)
+
+    monkeypatch.setattr(calls, "measure", until_the_first)
+    status, found, _ = measured()
+    assert status == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
