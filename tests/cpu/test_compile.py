@@ -996,10 +996,10 @@ def test_an_illegal_width(kernel, width, multiple):
 @pytest.mark.parametrize(
     ("package", "found", "wrong"),
     [
-        ("nvidia-cutlass-dsl", "4.6.0", ""),
+        ("nvidia-cutlass-dsl", "4.6.2", ""),
         ("nvidia-cutlass-dsl", "4.8.2.dev3", ""),
-        ("nvidia-cutlass-dsl", "4.5.2", "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 4.5.2"),
-        ("nvidia-cutlass-dsl", "4.9.0", "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 4.9.0"),
+        ("nvidia-cutlass-dsl", "4.6.1", "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 4.6.1"),
+        ("nvidia-cutlass-dsl", "4.9.0", "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 4.9.0"),
         ("apache-tvm-ffi", "0.1.9", "needs apache-tvm-ffi >= 0.1.10, found 0.1.9"),
         ("apache-tvm-ffi", "0.1.15.post2", ""),
     ],

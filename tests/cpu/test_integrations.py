@@ -67,7 +67,7 @@ def test_why_not_here(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.9")
     monkeypatch.delitem(sys.modules, "moe_fp8.kernels.dsl")
     monkeypatch.delattr(kernels, "dsl")
-    assert served.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.0, < 4.9, found 0.1.9"
+    assert served.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 0.1.9"
 
 
 def test_versions():

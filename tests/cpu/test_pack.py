@@ -226,7 +226,7 @@ def test_what_a_solution_does_not_say_is_that_of_our_own_kernels(package: Path) 
     (path,) = write(package)
     made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
     assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
-    assert "nvidia-cutlass-dsl>=4.6,<4.9" in made["spec"]["dependencies"]
+    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
 
 
 def test_an_annotated_solution_is_a_generation_too(package: Path) -> None:

@@ -585,7 +585,7 @@ def test_the_build_file_of_kernels(flat: Export) -> None:
         "torch-noarch": {"cuda_capabilities": ["10.0", "10.3", "9.0"]},
     }
     assert {"build.toml", "flake.nix", "CARD.md"} == {n for n in files if "/" not in n}
-    assert "nvidia-cutlass-dsl>=4.6,<4.9" in files["CARD.md"]
+    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in files["CARD.md"]
 
 
 def test_kernels_gets_what_its_list_of_dependencies_allows(flat: Export) -> None:

@@ -309,9 +309,9 @@ def test_weights_on_the_inputs_are_refused(problem):
 def test_an_older_vllm_is_refused_in_one_line(monkeypatch, said):
     theirs = engine_fp8.select_fp8_moe_backend
     monkeypatch.setenv(plugin.VARIABLE, "1")
-    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.23.0")
+    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.26.0")
     plugin.register()
-    assert said == ["moe_fp8 needs vLLM 0.24 or newer, found 0.23.0: it serves nothing"]
+    assert said == ["moe_fp8 needs vLLM 0.28 or newer, found 0.26.0: it serves nothing"]
     assert engine_fp8.select_fp8_moe_backend is theirs
 
 

@@ -1,4 +1,4 @@
-"""A plugin of vLLM (0.24 to 0.33): its FP8 experts with 128 x 128 blocks by the fused layer.
+"""A plugin of vLLM (0.28 to 0.33): its FP8 experts with 128 x 128 blocks by the fused layer.
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
@@ -15,7 +15,7 @@ from typing import Any
 from .served import asked_for, described, older_than
 
 VARIABLE = "MOE_FP8_VLLM"
-OLDEST = "0.24"
+OLDEST = "0.28"
 SELECT = "select_fp8_moe_backend"
 """vLLM's function that chooses a layer's kernel. What quantises imports it by name."""
 

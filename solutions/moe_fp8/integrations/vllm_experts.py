@@ -1,4 +1,4 @@
-"""The fused layer as an experts class of vLLM (0.24 to 0.33), which its kernel object calls."""
+"""The fused layer as an experts class of vLLM (0.28 to 0.33), which its kernel object calls."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ except ModuleNotFoundError:  # before 4.8
     from cutlass.utils import LayoutEnum, SmemAllocator  # type: ignore[no-redef,assignment]
 
 __all__ = ["LayoutEnum", "SmemAllocator"]
-NEEDED = {"nvidia-cutlass-dsl": ("4.6.0", "4.9"), "apache-tvm-ffi": ("0.1.10", None)}
+NEEDED = {"nvidia-cutlass-dsl": ("4.6.2", "4.9"), "apache-tvm-ffi": ("0.1.10", None)}
 """From the first version on, and before the second one: those that the tests have passed with."""
 
 
