@@ -98,7 +98,7 @@ class BatchedGemm:
             stream=stream,
             use_pdl=True,
         )
-        self.gemm(
+        self.gemm.launch(
             flat_a, flat_scales, b, b_scale, flat_out,
             expert_rows, counter, num_ctas, stream, side_job_tensors=(masked_m, out),
         )  # fmt: skip

@@ -161,7 +161,7 @@ class FusedMoe:
         begin = cute.recast_ptr(begin + Int64(rows) * h, dtype=Float32).align(16)
         a_scale = cute.make_tensor(begin, cute.make_layout((h // BLOCK, rows), stride=(rows, 1)))
 
-        self.route(
+        self.route.launch(
             logits, bias, offset, scaling,
             parts.expert, parts.marks, parts.weights, parts.m_indptr,
             parts.pair_row, parts.token_of_row, parts.counters, stream,
@@ -173,29 +173,29 @@ class FusedMoe:
             parts.m_indptr.iterator, cute.make_layout((2, local), stride=(1, 1))
         )
         rows_of_a: tuple = (a, a_scale)
-        side_job_tensors: tuple | None = (parts.pair_row, out)
+        side_job_tensors: tuple = (parts.pair_row, out)
         writable_rows: Any = Int32(Int64(rows) * before_a // row_bytes)
         if cutlass.const_expr(self.gathers):
             rows_of_a = (x, parts.token_of_row), x_scale
-            side_job_tensors = writable_rows = None
+            side_job_tensors, writable_rows = (), None
         else:
             by_row = None
             if cutlass.const_expr(x.element_type is not BFloat16):
                 end = cute.domain_offset((local,), parts.m_indptr)
                 by_row = TokensOfRows(parts.token_of_row, end)
-            self.permute(x, x_scale, parts.pair_row, a, a_scale, stream, by_row)
+            self.permute.launch(x, x_scale, parts.pair_row, a, a_scale, stream, by_row)
         counts = ready = None
         if cutlass.const_expr(self.overlaps_gemms):
             begin = cute.domain_offset((COUNTERS,), parts.counters).iterator
             counts = cute.make_tensor(begin, cute.make_layout(local))
             ready = Ready(counts, writable_rows)
-        self.gemm1(
+        self.gemm1.launch(
             *rows_of_a, w13, w13_scale, (parts.q, parts.q_scale, counts),
             expert_rows, parts.counters, self._ctas(self.gemm1, rows), stream,
             side_job_tensors=side_job_tensors,
         )  # fmt: skip
         second = cute.domain_offset((1,), parts.counters)
-        self.gemm2(
+        self.gemm2.launch(
             parts.q, parts.q_scale, w2, w2_scale, parts.o,
             expert_rows, second, self._ctas(self.gemm2, rows), stream, ready=ready,
         )  # fmt: skip

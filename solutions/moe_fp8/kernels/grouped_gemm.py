@@ -55,7 +55,7 @@ class KernelArguments(NamedTuple):
     output: Any  # what the epilogue made of out
     expert_rows: cute.Tensor
     counter: cute.Tensor
-    side_job_tensors: tuple | None
+    side_job_tensors: tuple
     ready: Ready | None
 
 
@@ -166,7 +166,12 @@ class GroupedGemm:
         assert self.counts.b_bytes == b_bytes
 
     @cute.jit
-    def __call__(
+    def __call__(self, a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream):
+        """See `launch`."""
+        self.launch(a, a_scale, b, b_scale, out, expert_rows, counter, num_ctas, stream)
+
+    @cute.jit
+    def launch(
         self,
         a,  # (rows, k) e4m3, or what else `a_load` takes
         a_scale: cute.Tensor,  # (k / 128, rows) f32
@@ -177,7 +182,7 @@ class GroupedGemm:
         counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
         num_ctas: Int32,
         stream: cuda.CUstream,
-        side_job_tensors: tuple | None = None,
+        side_job_tensors: tuple = (),
         ready: Ready | None = None,  # of A's rows, where they are handed over by expert
     ):
         self._setup_attributes()

@@ -56,7 +56,12 @@ class Permute:
         self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
-    def __call__(
+    def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
+        """See `launch`."""
+        self.launch(x, x_scale, pair_row, a, a_scale, stream)
+
+    @cute.jit
+    def launch(
         self,
         x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16

@@ -85,6 +85,17 @@ class Route:
 
     @cute.jit
     def __call__(
+        self, logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
+        token_of_row, counters, stream,
+    ):  # fmt: skip
+        """See `launch`."""
+        self.launch(
+            logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
+            token_of_row, counters, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
         self,
         logits: cute.Tensor,  # these four as in `RouterInputs`, or in `GivenExperts`
         bias: cute.Tensor | None,
