@@ -25,6 +25,11 @@ FILE = "rows.jsonl"
 TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
 """The measurements that follow a run of the benchmark, of its pairs, solutions and workloads."""
 ACCURACY = ("cosine", "calc_diff", "matched_ratios", "inputs_changed")
+NEEDED = {
+    TIMES: ("uuid", "hash"),
+    ROOFLINE: ("uuid", "tokens", "hit", "active", "pairs", "rates"),
+}
+"""What a row or its measurement must have, of what every ranking reads."""
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
@@ -96,7 +101,7 @@ class Row(TypedDict, total=False):
 
 @dataclass
 class Rows:
-    """What a file of rows holds: of each name the measurement made last."""
+    """What a file of rows holds: of each name the last measurement that has rows."""
 
     measurements: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -121,15 +126,21 @@ class Rows:
         return {r.get("solution", r["subject"]): r["hash"] for r in rows if "hash" in r}
 
 
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def json_lines(path: Path) -> list[tuple[int, bytes]]:
     """The file's lines that are not empty, by number, without a last one that was cut short."""
     *lines, last = path.read_bytes().split(b"\n")
-    if last.strip():
-        try:
-            json.loads(last)
-            lines.append(last)  # only its end of line is missing
-        except (ValueError, RecursionError):
-            say(f"{path}: the last line is cut short and left out")
+    if _is_json(last):  # only its end of line is missing
+        lines.append(last)
+    elif last.strip():
+        say(f"{path}: the last line is cut short and left out")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -139,18 +150,22 @@ def read(path: Path) -> Rows:
     found = Rows()
     if not path.is_file():
         return found
-    ids = set()
+    begun: dict[str, dict[str, Any]] = {}  # by id
     for number, line in json_lines(path):
         try:
             content = json.loads(line.decode("utf-8-sig"))
             if isinstance(content, dict) and "name" in content:
                 schemas.checked(content, Measurement)
-                found.measurements[content["name"]] = content
-                ids.add(content["id"])
+                begun[content["id"]] = content
                 continue
             schemas.checked(content, Row)
-            if content["of"] not in ids:
+            if content["of"] not in begun:
                 raise ValueError(f"no measurement {content['of']} stands before it")
+            of = begun[content["of"]]
+            for name in NEEDED.get(of["name"], ()):
+                if name not in content and name not in of:
+                    raise ValueError(f"{name}: Field required")
+            found.measurements[of["name"]] = of
             found.rows.append(content)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no row: {error}") from None
@@ -198,8 +213,11 @@ def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
-        before = file.read()
-        file.truncate(before.rfind(b"\n") + 1)
+        last = file.read().rpartition(b"\n")[2]
+        if _is_json(last):  # only its end of line is missing
+            file.write(b"\n")
+        else:
+            file.truncate(file.tell() - len(last))
         for content in contents:
             file.write(json.dumps(content).encode("utf-8") + b"\n")
 

@@ -1,0 +1,88 @@
+"""Small records made by hand: traces as flashinfer-bench writes them, and rows beside them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.common.project import DEFINITION
+
+UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
+
+
+def trace(
+    solution: str,
+    length: int,
+    latency: float | None,
+    reference: float = 10.0,
+    status: str = "PASSED",
+    log: str = "",
+    hardware: str = "GPU A",
+    extra: dict | None = None,
+    timestamp: str = "2026-01-01T00:00:00",
+    libs: dict | None = None,
+) -> dict[str, Any]:
+    correct = status in ("PASSED", "INCORRECT_NUMERICAL")
+    performance = {
+        "latency_ms": latency,
+        "reference_latency_ms": reference,
+        "speedup_factor": reference / latency if latency else 0.0,
+    }
+    error = {"max_relative_error": 0.1, "max_absolute_error": 0.5, "extra": extra}
+    return {
+        "definition": DEFINITION,
+        "workload": {"axes": {"seq_len": length}, "inputs": {}, "uuid": UUIDS[length]},
+        "solution": solution,
+        "evaluation": {
+            "status": status,
+            "environment": {"hardware": hardware, "libs": libs or {}},
+            "timestamp": timestamp,
+            "log": log,
+            "correctness": error if correct else None,
+            "performance": performance if status == "PASSED" else None,
+        },
+    }
+
+
+def write(path: Path, traces: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(t) + "\n" for t in traces))
+    return path
+
+
+def clocked(solution: str, length: int, harness: float, device: float, **options: Any) -> dict:
+    method = options.pop("method", "graph")
+
+    def figures(ms: float, share: float) -> dict:
+        return {"ms": ms, "p10": ms * (1 - share / 4), "p90": ms * (1 + 3 * share / 4), "calls": 9}
+
+    extra = {"device": {"method": method, **figures(device, 0.02)}, "harness": figures(9.0, 0.2)}
+    return trace(solution, length, harness, extra=extra, **options)
+
+
+RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
+COUNTS = {
+    7: {"hit": 2, "active": 7, "pairs": 7, "max": 1},
+    80: {"hit": 48, "active": 28, "pairs": 109, "max": 9},
+}
+
+
+def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: Any) -> list[dict]:
+    """The lines of a measurement in rows.jsonl."""
+    captured = {"time": "2026-01-02T00:00:00+00:00"}
+    head = {"id": f"{name} {len(rows)}", "name": name, "hardware": hardware, "method": "m"}
+    of = {"of": head["id"], "subject": "x"}
+    return [head | {"environment": captured} | more, *(of | row for row in rows)]
+
+
+def roofline(hardware: str = "GPU A") -> list[dict]:
+    """Of two of the workloads, from the rates."""
+    rows = [{"uuid": UUIDS[n], "tokens": n, **counts} for n, counts in COUNTS.items()]
+    return measurement("roofline", rows, hardware, rates=RATES)
+
+
+def record(path: Path, traces: list[dict], *measurements: list[dict], **info: Any) -> Path:
+    """A run's directory; `info` is what run.json has."""
+    write(path / "traces.jsonl", traces)
+    write(path / "rows.jsonl", [line for lines in measurements for line in lines])
+    (path / "run.json").write_text(json.dumps(info))
+    return path
