@@ -1,27 +1,27 @@
-"""The README's figures are those of the record that it names."""
+"""The figures of README and docs are those of the records that they name."""
 
 import json
+import re
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from programs import call
+from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
+from scripts.data import rows
 from scripts.pack import sources
-from scripts.programs import readme_tables
 from scripts.report import generated
 from scripts.table.recorded import Recorded, read
 from scripts.table.tables import Table
 
 RESULTS = ROOT / "docs" / "results.md"
 TEXT = generated.passages(RESULTS.read_text(encoding="utf-8"))[1]
-STUDY = ROOT / "results" / "nvidia-h200" / "2026-11-25"
-"""A record with GEMMs of even rows."""
-
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
+FLAT = "cutedsl_moe_fp8_flat"
 
 
 @pytest.fixture(scope="module")
@@ -29,39 +29,95 @@ def recorded() -> Recorded:
     return read(generated.record_of(TEXT))
 
 
-@pytest.mark.parametrize("page", generated.PAGES, ids=lambda page: page.name)
-def test_pages_and_pictures_are_current(page: Path) -> None:
+@pytest.fixture
+def copy(recorded: Recorded, tmp_path: Path) -> Path:
+    """The record's data, to be changed."""
+    return shutil.copytree(recorded.directory, tmp_path / "record")
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def made(recorded: Recorded, *blocks: str) -> str:
+    """Some blocks in one line: where lines end depends on the length of the path."""
+    text = "".join(map(BLOCK.format, blocks))
+    return " ".join(generated.generate(text, recorded).split())
+
+
+# --- the published figures ------------------------------------------------------------------------
+
+
+def test_every_published_figure_is_what_the_records_say() -> None:
     """On failure: python3 run.py readme_tables"""
-    _, *passages = generated.passages(page.read_text(encoding="utf-8"))
-    assert passages
-    for text in passages:
-        recorded = read(generated.record_of(text))
-        assert generated.stale(text, recorded, page) == []
-        assert generated.BLOCK.findall(text)
+    pytest.importorskip("matplotlib")
+    done = call("readme_tables", "--check")
+    assert (done.stdout, done.returncode) == ("", 0)
+    for page in generated.PAGES:
+        _, *passages = generated.passages(page.read_text(encoding="utf-8"))
+        assert passages and all(map(generated.BLOCK.search, passages))
 
 
-def test_a_changed_figure_is_noticed(recorded: Recorded) -> None:
-    (block,) = [m[0] for m in generated.BLOCK.finditer(TEXT) if m[2] == "latency"]
-    digit = block.rindex(" %") - 1
-    changed = block[:digit] + str((int(block[digit]) + 1) % 10) + block[digit + 1 :]
-    (problem,) = generated.stale(TEXT.replace(block, changed), recorded, RESULTS)
-    assert problem.startswith("results.md, block latency")
+FIGURES = {
+    "roofline": ("latency", lambda row: row["tokens"] == 80),
+    "times": ("latency", lambda row: row.get("clock") == "device" and row["tokens"] == 80),
+    "bits": ("invariance", lambda row: "differ" in row),
+    "sweep": ("sweep", lambda row: row.get("clock") == "device"),
+    "sweep_engines": ("sweep_engines", lambda row: row.get("clock") == "device"),
+    "models": ("models", lambda row: row.get("clock") == "device" and not row["peer"]),
+    "gemm_layers": ("gemm_layers", lambda row: row["subject"] == "flat"),
+    "gemm_study": ("gemm_study", lambda row: row["peer"]),
+    "served": ("served", lambda row: row["part"] == "decode"),
+}
 
 
-def test_a_changed_record_is_noticed(recorded: Recorded, tmp_path: Path) -> None:
-    for path in recorded.directory.iterdir():
-        shutil.copy(path, tmp_path)
-    traces = tmp_path / "traces.jsonl"
-    lines = traces.read_text().splitlines(keepends=True)
-    traces.write_text("".join(lines[1:]))
-    shutil.copy(generated.pictures_of(recorded) / "latency.png", tmp_path)
-    text = generated.generate(TEXT, read(tmp_path), RESULTS.parent)
-    problems = generated.stale(TEXT + text, read(tmp_path), RESULTS)
-    assert any("block latency" in p for p in problems)
-    assert any("latency.png of" in p and "drawn from other data" in p for p in problems)
-    (tmp_path / "latency.png").unlink()
-    problems = generated.stale(text, read(tmp_path), RESULTS)
-    assert any("latency.png of" in p and "missing" in p for p in problems)
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_changed_figure_of_a_row_is_noticed(
+    name: str, recorded: Recorded, tmp_path: Path
+) -> None:
+    """In each measurement that the pages have figures of."""
+    block, chosen = FIGURES[name]
+    found, info = recorded.rows, json.loads((recorded.directory / "run.json").read_text("utf-8"))
+    traces = lines_of(recorded.directory / "traces.jsonl")
+    traces = [t for t in traces if t["workload"]["axes"]["seq_len"] == 80]
+
+    def text(lines: list[dict]) -> str:
+        made_of = [found.measurements[name], *lines]
+        return made(read(record(tmp_path, traces, made_of, **info)), block)
+
+    lines = found.rows_of(name)
+    field = "differ" if name == "bits" else "value"
+    changed = [row | {field: 2 * row[field] + 1} if chosen(row) else row for row in lines]
+    assert changed != lines and text(changed) != text(lines)
+
+
+def test_a_changed_page_picture_or_row_fails_the_check(
+    copy: Path, recorded: Recorded, monkeypatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    lines = (copy / rows.FILE).read_text().splitlines(keepends=True)
+    page = copy.parent / "README.md"
+    for name in ("README", "PAGES"):
+        monkeypatch.setattr(generated, name, page if name == "README" else [page])
+    page.write_text(
+        f"<!-- record: {copy} -->\n" + BLOCK.format("latency") + BLOCK.format("latency_plot")
+    )
+    assert "block latency: not what" in call("readme_tables", "--check").stdout
+    assert call("readme_tables").stdout == f"{copy / 'latency.png'}\n"
+    written = page.read_text()
+    assert call("readme_tables", "--check").returncode == 0
+    page.write_text(re.sub(r"\d %", lambda m: f"{(int(m[0][0]) + 1) % 10} %", written, count=1))
+    changed = call("readme_tables", "--check")
+    assert changed.returncode == 1 and "README.md, block latency: not what" in changed.stdout
+    page.write_text(written)
+    last = json.loads(lines[-1])  # which is in no block here
+    (copy / rows.FILE).write_text("".join(lines[:-1]) + json.dumps(last | {"value": 5.0}) + "\n")
+    assert "latency.png of" in (said := call("readme_tables", "--check").stdout)
+    assert "drawn from other data" in said and len(said.splitlines()) == 1
+    (copy / "latency.png").unlink()
+    assert "latency.png of" in (said := call("readme_tables", "--check").stdout)
+    assert "missing" in said
+    assert page.read_text() == written, "a check writes nothing"
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
@@ -76,26 +132,33 @@ def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> Non
     assert generated.shown(generated.generate(text, recorded), recorded)
 
 
-def test_figures_without_a_record_are_refused() -> None:
+def test_pictures_carry_the_hash_of_their_data(copy: Path, recorded: Recorded) -> None:
+    pytest.importorskip("matplotlib")
+    names = ["latency.png", "gemm_layers.png"]
+    written = generated.draw(read(copy), names)
+    assert written == [copy / name for name in names]
+    source = generated.data_hash(copy)
+    assert all(source.encode() in p.read_bytes() for p in written)
+    assert source == generated.data_hash(recorded.directory), "not of the place"
+    with pytest.raises(UsageError, match="nothing to draw absent.png"):
+        generated.draw(read(copy), ["absent.png"])
+    (copy / ".traces.jsonl.lock").touch()
+    assert source == generated.data_hash(copy), "of the data alone"
+
+
+def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must follow"):
         generated.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
-
-
-def test_pictures_carry_the_hash_of_their_data(recorded: Recorded, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for path in recorded.directory.glob("*.json*"):
-        shutil.copy(path, tmp_path)
-    copy = read(tmp_path)
-    names = ["latency.png", "gemm_layers.png"]
-    written = generated.draw(copy, names)
-    assert written == [tmp_path / name for name in names]
-    source = generated.data_hash(tmp_path).encode()
-    assert all(source in p.read_bytes() for p in written)
-    assert source.decode() == generated.data_hash(recorded.directory), "not of the place"
-    with pytest.raises(UsageError, match="nothing to draw absent.png"):
-        generated.draw(copy, ["absent.png"])
-    (tmp_path / ".traces.jsonl.lock").touch()
-    assert source.decode() == generated.data_hash(tmp_path), "of the data alone"
+    with pytest.raises(UsageError, match="must name one record"):
+        generated.record_of("# no record")
+    only_traces = read(record(tmp_path, [trace("x", 7, 1.0)]))
+    with pytest.raises(UsageError, match="no block absent"):
+        generated.generate(BLOCK.format("absent"), only_traces)
+    with pytest.raises(UsageError, match="has no measurement gemm_study"):
+        generated.generate(BLOCK.format("gemm_study"), only_traces)
+    # What a record may lack leaves nothing.
+    assert all(generated.BLOCKS[n](only_traces) == "" for n in ("sweep", "models", "served"))
+    assert generated.invariance(only_traces).endswith(": not recorded.")
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
@@ -104,129 +167,82 @@ def test_best_cells_are_bold_and_bars_escaped() -> None:
     assert "**0.5**/0.7" in text and "x\\|y" in text
 
 
-def test_a_block_or_record_that_is_not_there(recorded: Recorded, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no block absent"):
-        generated.generate("<!-- generated: absent -->\n<!-- /generated -->\n", recorded)
-    with pytest.raises(UsageError, match="must name one record"):
-        generated.record_of("# no record")
-    shutil.copy(recorded.directory / "traces.jsonl", tmp_path)
-    only_traces = read(tmp_path)
-    with pytest.raises(UsageError, match="gemm_study.json"):
-        generated.generate(BLOCK.format("gemm_study"), only_traces)
+# --- what is said -----------------------------------------------------------------------------
 
 
-# --- what is said of sources and clocks -----------------------------------------------------------
+def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None:
+    now = {FLAT: "1", "cutedsl_moe_fp8_v3": "1"}
+    monkeypatch.setattr(sources, "current", lambda *_: now)
+    sweep = [
+        {"subject": name, "hash": "1", "tokens": 7, "active": 7, "pairs": 7, "clock": "device",
+         "value": 0.1, "roofline": 0.05}
+        for name in now
+    ]  # fmt: skip
+    of = {"libs": {"solution_hash": "1"}}
+    traces = [trace(name, 7, 1.0, **of) for name in (*now, "cutedsl_moe_fp8_v1")]
+    recorded = read(record(tmp_path, traces[:2], measurement("sweep", sweep)))
+    assert "changed" not in made(recorded, "ranking", "sweep")
+    recorded = read(record(tmp_path, [*traces, trace("x", 7, 1.0)], measurement("sweep", sweep)))
+    now |= {FLAT: "2", "cutedsl_moe_fp8_v1": "1"}
+    said = made(recorded, "ranking", "sweep")
+    assert said.count("Since this run the source of flat has changed.") == 1
+    assert said.count("Since this measurement the source of flat has changed.") == 1
+    now["cutedsl_moe_fp8_v3"] = "2"
+    said = made(recorded, "ranking", "sweep")
+    assert "Since this run the sources of flat and v3 have changed." in said
+    assert "Since this measurement the sources of all 2 solutions have changed." in said
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A record's data, to be changed."""
-    for path in STUDY.glob("*.json*"):
-        shutil.copy(path, tmp_path)
-    return tmp_path
-
-
-def change_json(path: Path, **fields) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def sources_are(monkeypatch, copy: Path, **changed: str) -> Recorded:
-    """The record with its sources as those of now, but for the changed ones."""
-    measured = json.loads((copy / "run.json").read_text())["solutions"]
-    now = measured | {f"cutedsl_moe_fp8_{name}": value for name, value in changed.items()}
-    monkeypatch.setattr(sources, "current", lambda: now)
-    for path in copy.glob("gemm*.json"):
-        change_json(path, solutions=measured)
-    return read(copy)
-
-
-def test_a_readme_that_does_not_say_which_sources_changed_is_stale(
-    monkeypatch, copy: Path, capsys
-) -> None:
-    same = sources_are(monkeypatch, copy)
-    text = f"<!-- record: {copy} -->\n" + "".join(
-        BLOCK.format(n) for n in ("ranking", "gemm_study")
-    )
-    silent = generated.generate(text, same)
-    assert "changed" not in silent
-    changed = sources_are(monkeypatch, copy, v3="x", flat="x")
-    said = generated.generate(text, changed)
-    sentence = "the sources of flat and v3 have changed."
-    assert " ".join(said.split()).count(f"Since this run {sentence}") == 1
-    assert " ".join(said.split()).count(f"Since this measurement {sentence}") == 1
-
-    monkeypatch.setattr(generated, "README", copy / "README.md")
-    monkeypatch.setattr(generated, "PAGES", [copy / "README.md"])
-    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
-    (copy / "README.md").write_text(silent)
-    assert readme_tables.main() == 1
-    assert "README.md, block ranking: not what" in capsys.readouterr().out
-    (copy / "README.md").write_text(said)
-    assert readme_tables.main() == 0
-
-
-def test_both_clocks_are_shown_and_named_where_the_record_has_them(copy: Path) -> None:
-    path = copy / "traces.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for trace in lines:
-        for clock in ("device", "harness"):
-            trace["evaluation"]["correctness"]["extra"].pop(clock, None)
-    path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    text = BLOCK.format("ranking") + BLOCK.format("latency") + BLOCK.format("latency_plot")
-    without = generated.generate(text + BLOCK.format("first_plot"), read(copy))
+def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:
+    blocks = ("ranking", "latency", "latency_plot", "first_plot")
+    without = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
     assert "Time in ms, the fastest in bold" in without and "evice" not in without
-    for trace in lines:
-        figures = {"ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 100}
-        extra = trace["evaluation"]["correctness"]["extra"]
-        extra |= {"device": {"method": "graph", **figures}, "harness": figures}
-    path.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    made = generated.generate(text + BLOCK.format("first_plot"), read(copy))
-    made = " ".join(made.split())  # where lines end depends on the length of the path
-    assert "Harness/device time in ms, the fastest in bold" in made
-    assert "(replay of a CUDA graph)" in made and "/**0.500**" in made
-    assert made.index("/latency.png") < made.index("/latency_device.png")
+    both = made(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
+    assert "Harness/device time in ms, the fastest in bold; roofline: the larger of" in both
+    assert "(replay of a CUDA graph)" in both and "**1.000**/**0.500**" in both
+    assert both.index("/latency.png") < both.index("/latency_device.png")
 
 
-def test_the_gemms_are_those_that_flat_ships(copy: Path) -> None:
+def gemms(
+    *subjects: tuple[str, float], n: int = 4096, k: int = 7168, length: int = 7
+) -> list[dict]:
+    """Rows of one GEMM: subjects with their us, of a peer 10.0 us."""
+    counts = {"experts": 32, "active": 20, "pairs": 40, "rows": 2.0, "tokens": length}
+    ours = [{"subject": name, "value": us, "peer": False} for name, us in subjects]
+    peer = {"subject": "deepgemm", "value": 10.0, "peer": True}
+    return [counts | {"n": n, "k": k, "roofline": 5.0, "read": 5.0} | row for row in (*ours, peer)]
+
+
+def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
     """The configs beside them only say what would have been better."""
-    path = copy / "gemm_layers.json"
-    record = json.loads(path.read_text())
-    mine = [r for r in record["results"] if r["variant"] == "flat"]
-    for row in mine:
-        row["vs_best_peer"] = 0.5
-    mine[0]["vs_best_peer"] = 0.25
-    beside = [r | {"variant": "flat, next larger", "us": r["us"] / 2} for r in mine[:2]]
-    for row in beside:
-        row["vs_best_peer"] = 2.0
-    other = [r | {"variant": "v3", "vs_best_peer": 0.01} for r in mine]
-    peers = [r for r in record["results"] if r["peer"]]
-    path.write_text(json.dumps(record | {"results": mine + beside + other + peers}))
-    text = generated.gemm_layers(read(copy)).replace("\n", " ")
-    first = f"GEMM1 at T={mine[0]['tokens']}"
+
+    def sentence(*rows_of: dict) -> str:
+        gemm_layers = measurement("gemm_layers", list(rows_of), rates=RATES)
+        return made(read(record(tmp_path, [trace(FLAT, 7, 1.0)], gemm_layers)), "gemm_layers")
+
+    first = gemms(("flat", 40.0), ("flat, next larger", 20.0), ("v3", 1.0))
+    second = gemms(("flat", 12.5), ("flat, next larger", 25.0), n=7168, k=2048)
+    third = gemms(("flat", 20.0), length=80)
     assert (
-        "the two GEMMs of flat, with the configs that it ships, are 0.50x the best peer in the "
-        f"median, 0.25x at the least ({first}); with the best configs known 0.50x and 0.50x"
-    ) in text
-    assert "% of the rate of a kernel that only reads them" in text
-    path.write_text(json.dumps(record | {"results": peers}))
+        "On the rows of the 2 workloads (flat rows, `measure gemm --layers`) the two GEMMs of "
+        "flat, with the configs that it ships, are 0.50x the best peer in the median, 0.25x at "
+        "the least (GEMM1 at T=7); with the best configs known 0.50x and 0.50x. From 16 active "
+        "experts on, where reading bounds it, GEMM1 reads its weights at 12 to 25 % of the rate "
+        "of a kernel that only reads them."
+    ) in sentence(*first, *second, *third)
     with pytest.raises(UsageError, match="no timing of ours"):
-        generated.gemm_layers(read(copy))
+        sentence(first[-1])
+    of_grid = measurement("gemm_study", [*first, *second, *gemms(("flat", 5.0))], rates=RATES)
+    study = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)], of_grid)), "gemm_study")
+    assert "the median is 0.80x, the least 0.25x; 2 of them are below 1.0x." in study
 
 
-def test_configurations_below_the_best_peer_are_counted() -> None:
-    recorded = read(STUDY)
-    rows = recorded.gemm["gemm_study"]["results"]
-    below = sum(not r["peer"] and r["vs_best_peer"] < 1.0 for r in rows)
-    assert f"{below} of them are below 1.0x" in generated.gemm_study(recorded)
-
-
-def test_the_ladder_compares_with_the_generation_above(recorded: Recorded, monkeypatch) -> None:
+def test_the_ladder_compares_with_the_generation_above(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(generated, "GENERATIONS", ("v1", "none of ours", "fused"))
-    *_, v1, missing, fused = generated.ladder(recorded).splitlines()
-    uuid = next(uuid for length, uuid in recorded.main.workloads if length == 1)
-    above, ms = (
-        recorded.main.figure(uuid, f"cutedsl_moe_fp8_{name}", "device") for name in ("v1", "fused")
-    )
-    assert above and ms and above > ms
+    traces = [
+        clocked(f"cutedsl_moe_fp8_{n}", 80, 9.0, ms) for n, ms in {"v1": 3, "fused": 2}.items()
+    ]
+    *_, v1, missing, fused = generated.ladder(read(record(tmp_path, traces))).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (v1, missing, fused)]
-    assert [cell[1] for cell in cells] == [f"{above:.3f}", "-", f"{ms:.3f} ({above / ms:.2f}x)"]
+    assert [cell[2] for cell in cells] == ["3.000", "-", "2.000 (1.50x)"]
+    assert [cell[1] for cell in cells] == ["-"] * 3
