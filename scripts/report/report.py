@@ -83,11 +83,11 @@ def ranking_section(
         launches = tables.counts_table(ranking, by_launch=True)
         parts.append(Part(table=launches, folded=launches.title))
         return Section(f"ranking{number}", head, text, [part for part in parts if part.table])
-    text += [rank_text.notes(ranking), changed_sources(ranking.records.values())]
+    text.append(changed_sources(ranking.records.values()))
     parts = [
         Part(table=tables.short_table(ranking, recorded.limits(ranking))),
         *latency_parts(ranking, recorded.roofline_ms(ranking)),
-        Part("Speed-ups", table=tables.summary_table(ranking)),
+        Part("Speed-ups", [rank_text.notes(ranking)], table=tables.summary_table(ranking)),
     ]
     for table in tables.workload_tables(ranking)[1:]:
         parts.append(Part(table=table, folded=f"{table.title}, workload by workload"))

@@ -417,7 +417,7 @@ def passes(monkeypatch, tmp_path):
     commands: list[list[str]] = []
 
     def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
-        assert Path(command[1]).name == "check.py" and command[2] == "--only"
+        assert command[1:3] == ["-m", "scripts.programs.measure"]
         assert stdout == subprocess.DEVNULL, "the tables are in the ranking and the report"
         commands.append(command[3:])
         return subprocess.CompletedProcess(command, len(commands) - 1)
@@ -435,21 +435,27 @@ def passes(monkeypatch, tmp_path):
 
 def test_the_passes_have_the_options_of_the_run(passes, capsys) -> None:
     every = passes("--seed", "7")
-    assert list(every) == ["floors", "accuracy", "device", "bits"]
+    assert list(every) == ["roofline", "times", "bits"]
     for options in every.values():
-        assert options[:3] == ["--local", str(ROOT), "--run"] and options[4:] == ["--seed", "7"]
+        assert options[:3] == ["--local", str(ROOT), "--run"] and options[4:6] == ["--seed", "7"]
+        assert options[6:] == ["--definition", DEFINITION]
     assert capsys.readouterr().err.splitlines() == [
-        f"check --only {name} failed; its figures are incomplete: "
-        f"run.py check --only {name} {' '.join(every[name])}"
+        f"measure {name} failed; its figures are incomplete: "
+        f"run.py measure {name} {' '.join(every[name])}"
         for name in list(every)[1:]
     ]
-    assert passes(foreign=True)["device"][-1] == "--run-foreign"
+    assert "--run-foreign" in passes(foreign=True)["times"]
     of_another = passes("--definition", "kimi_k2")
-    assert list(of_another) == ["accuracy", "device", "bits"], "floors: one geometry"
-    assert all(c[-2] == "--definition" and "_ng1_kg1_e48_" in c[-1] for c in of_another.values())
-    assert list(passes("--no-accuracy")) == ["floors", "device", "bits"]
-    assert list(passes("--no-device-time")) == ["floors", "accuracy", "bits"]
-    assert list(passes("--no-invariance")) == ["floors", "accuracy", "device"]
+    assert list(of_another) == list(every)
+    assert all("_ng1_kg1_e48_" in options[-1] for options in of_another.values())
+    assert list(passes("--definition", "gemm1")) == ["times"], "no layer"
+
+
+def test_only_the_harness_measures_where_it_is_asked_for(h200, monkeypatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
+    assert h200("--workloads", "1", "--only-harness") == 0 and done == []
+    assert h200("--workloads", "1") == 0 and done == ["passes"]
 
 
 @pytest.fixture

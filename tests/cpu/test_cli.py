@@ -15,10 +15,7 @@ from programs import call
 import run
 from scripts.common.project import DEFINITION, ROOT
 
-PROGRAMS = ["bench", "check", "gemm_bench", "make_workloads", "pack", "profile", "rank"]
-PROGRAMS += ["readme_tables", "record", "report", "submit", "tune"]
-RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-25"
-PICTURE = ROOT / "docs" / "pictures" / "nvidia-h100-2026-11-25" / "latency.png"
+RECORD = max((ROOT / "results").glob("*/*/rows.jsonl")).parent
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -32,7 +29,7 @@ def start(program: str, *arguments: str, **env: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", run.programs())
 def test_help(program: str) -> None:
     result = start(program, "--help")
     assert result.returncode == 0, result.stderr
@@ -46,19 +43,20 @@ def test_help(program: str) -> None:
         ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
         ("bench", ["--local", "/absent"], "not a directory"),
         ("bench", ["--rtol", "0"], "argument --rtol: '0' is no finite number above 0"),
-        ("rank", [str(PICTURE)], "latency.png:1 is no trace"),
+        ("rank", [str(RECORD / "rows.jsonl")], "rows.jsonl:2 is no trace"),
         ("rank", [str(RECORD), "--json", "/dev/null/x"], "error: /dev/null/x: "),
         *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
         ("bench", ["--no-such-option"], "unrecognized arguments"),
         ("rank", ["/absent"], "does not exist"),
         ("report", ["/absent"], "no traces.jsonl"),
         ("readme_tables", ["--record", "/absent"], "no traces.jsonl"),
-        ("check", ["--only", "floors", "--rates", "/absent"], "no measured rates"),
         ("pack", ["absent"], "no generation named absent"),
-        ("profile", ["--stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
-        ("gemm_bench", ["--tokens", "1"], "only with --layers"),
+        ("measure", ["stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
+        ("measure", ["gemm", "--tokens", "1"], "only with --layers"),
+        ("measure", ["bits", "--grid", "study"], "--grid: only with gemm"),
+        ("measure", ["sweep", "--run", "/absent"], "--run: only with times, bits, roofline"),
+        ("measure", [], "the following arguments are required: what"),
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
-        ("profile", [], "--workloads --stages --sweep is required"),
         ("tune", [], "the following arguments are required: --what"),
     ],
 )
@@ -82,10 +80,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
     "command",
     [
         ["record"],
-        ["gemm_bench"],
-        ["profile", "--stages"],
-        ["profile", "--workloads", "1"],
-        ["check", "--only", "device"],
+        *(["measure", what] for what in ("roofline", "kernels", "stages", "sweep", "gemm")),
         *(["tune", "--what", what] for what in ("gemm", "layer")),
     ],
 )

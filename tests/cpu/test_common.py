@@ -177,7 +177,7 @@ def test_ctrl_c_while_something_is_imported_is_quiet(
         if mask and not ignored:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
-    command = [sys.executable, str(run.programs()["check"]), "--run", "/absent"]
+    command = [sys.executable, str(run.programs()["measure"]), "times", "--run", "/absent"]
     paths = f"{tmp_path}{os.pathsep}{run.environment()['PYTHONPATH']}"
     with subprocess.Popen(
         command,

@@ -300,7 +300,7 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     ("command", "option", "said"),
     [
         ("pack", "-h", "--no-build"),
-        ("profile", "--help", "--eager"),
+        ("measure", "--help", "--eager"),
         ("submit", "--help", "Its options are listed after: python3 run.py setup"),
         ("test", "-h", "run.py test [args]"),
         ("setup", "--help", "run.py setup "),

@@ -1,6 +1,5 @@
 """`run.py serve` on a stand-in of an engine; its loader, layer check and tables."""
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.project import ROOT
+from scripts.data.rows import FILE, read
 from scripts.programs import serve
 from scripts.serve import inside, models, random_weights
 from scripts.serve import run as turns
@@ -41,26 +41,27 @@ def run(*options: str, wrong: str = "") -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def served_rows(tmp_path_factory) -> tuple[list[dict[str, Any]], str]:
     """What is written and what is shown of three backends, two of them at once."""
-    file = tmp_path_factory.mktemp("serve") / "served.json"
+    file = tmp_path_factory.mktemp("serve") / FILE
     options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
-    made = run(*options, *QUICK, "--together", "2", "--json", str(file))
+    made = run(*options, *QUICK, "--together", "2", "--out", str(file))
     assert made.returncode == 0, made.stderr
-    record = json.loads(file.read_text())
-    assert record["environment"]["versions"]["torch"] and record["method"] == serve.METHOD
-    return record["rows"], made.stdout
+    found = read(file)
+    of = found.measurements[served.SERVED]
+    assert of["environment"]["versions"]["torch"] and of["method"] == serve.METHOD
+    return found.rows_of(served.SERVED), made.stdout
 
 
 def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
-    return [row["value"] for row in rows if (row["what"], row["backend"]) == (what, backend)]
+    return [row["value"] for row in rows if (row["part"], row["subject"]) == (what, backend)]
 
 
 def test_a_record_has_every_figure_of_every_backend(served_rows):
     rows, _ = served_rows
     for backend in ("engine", "ours", "accurate"):
-        of = [row for row in rows if row["backend"] == backend and "repeats" in row]
+        of = [row for row in rows if row["subject"] == backend and "calls" in row]
         figures = [("decode", 1), ("decode", 2), ("prefill", 8), ("mixed", 128)]
-        assert [(row["what"], row["size"]) for row in of] == figures
-        assert all(row["repeats"] == 2 and row["spread"] >= 0 for row in of)
+        assert [(row["part"], row["size"]) for row in of] == figures
+        assert all(row["calls"] == 2 and row["spread"] >= 0 for row in of)
         (seconds,) = values(rows, "start", backend)
         assert len(values(rows, "first start", backend)) == (backend == "engine")
         assert seconds > 0 and values(rows, "same tokens alone and among others", backend) == [True]
@@ -233,8 +234,8 @@ def test_one_call_of_a_layer_is_checked():
 
 
 def row(backend: str, what: str, size: Any, value: Any, unit: str = "ms", **more: Any) -> dict:
-    head = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "backend": backend}
-    return head | {"what": what, "size": size, "value": value, "unit": unit, "spread": 0.01} | more
+    head = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "subject": backend}
+    return head | {"part": what, "size": size, "value": value, "unit": unit, "spread": 0.01} | more
 
 
 def test_gains_are_over_the_best_of_the_engine_s_own():

@@ -1,11 +1,10 @@
 """What bench says on a machine without a GPU: no time of the CPU, and a record's of real GPUs."""
 
 import dataclasses
-import json
-import shutil
 from pathlib import Path
 
 import pytest
+from small_record import clocked, record, trace
 
 from scripts.common.project import RESULTS_DIR, short_name
 from scripts.data.traces import read_records
@@ -77,23 +76,17 @@ def test_whether_the_sources_have_changed_since_is_said(monkeypatch) -> None:
 
 
 def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
-    for path in RECORD.glob("*.json*"):
-        shutil.copy(path, tmp_path)
-    traces = tmp_path / "traces.jsonl"
-    lines = [json.loads(line) for line in traces.read_text().splitlines()]
-    for trace in lines:
-        if correctness := trace["evaluation"].get("correctness"):
-            timed = {"method": "graph", "ms": 0.5, "p10": 0.49, "p90": 0.51, "calls": 9}
-            correctness["extra"]["device"] = timed
-    traces.write_text("".join(json.dumps(trace) + "\n" for trace in lines))
-    said = rank_text.recorded_ranking(read(tmp_path))
+    with_times, without = clocked("x", 7, 1.0, 0.5), trace("x", 7, 1.0)
+    said = rank_text.recorded_ranking(read(record(tmp_path, [with_times])))
     assert "on the GPU alone (replay of a CUDA graph)" in said
     assert "0.500" in said and "not recorded" not in said
+    said = rank_text.recorded_ranking(read(record(tmp_path, [without])))
+    assert "The time on the GPU alone is not recorded." in said and "0.500" not in said
 
 
 def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path) -> None:
     for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
-        shutil.copytree(RECORD, tmp_path / place)
+        record(tmp_path / place, [trace("x", 7, 1.0)])
     found = [r.directory.relative_to(tmp_path) for r in recorded_runs(tmp_path)]
     assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
     assert recorded_runs(tmp_path / "absent") == []
