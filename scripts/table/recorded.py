@@ -9,6 +9,7 @@ import pandas as pd
 
 from scripts.common import schemas
 from scripts.common.command_line import UsageError
+from scripts.common.definitions import find_layer
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
 from scripts.data import rows
@@ -45,10 +46,11 @@ class Recorded:
         found = {}
         measured = self.rows.measurements.get(ROOFLINE, {})
         if measured.get("hardware") == ranking.hardware:
+            layer = find_layer(self.definition)
             for w in self.rows.rows_of(ROOFLINE):
-                reading, computing = roofline_ms(w, measured["rates"], w.get("value"))
-                reads = {"tbytes": w["active"] * weight_bytes() / 1e12}
-                flops = {"tflop": w["pairs"] * pair_flops() / 1e12}
+                reading, computing = roofline_ms(w, measured["rates"], w.get("value"), layer)
+                reads = {"tbytes": w["active"] * weight_bytes(layer) / 1e12}
+                flops = {"tflop": w["pairs"] * pair_flops(layer) / 1e12}
                 bound = reads if reading >= computing else flops
                 found[w["uuid"]] = {"ms": max(reading, computing), **bound}
         return pd.DataFrame(found.values(), list(found), ["ms", "tbytes", "tflop"], dtype=float)

@@ -77,7 +77,7 @@ def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: An
 def roofline(hardware: str = "GPU A") -> list[dict]:
     """Of two of the workloads, from the rates."""
     rows = [{"uuid": UUIDS[n], "tokens": n, **counts} for n, counts in COUNTS.items()]
-    return measurement("roofline", rows, hardware, rates=RATES)
+    return measurement("roofline", rows, hardware, rates=dict(RATES))
 
 
 def record(path: Path, traces: list[dict], *measurements: list[dict], **info: Any) -> Path:

@@ -11,7 +11,9 @@ from programs import call
 from small_record import UUIDS, clocked, record, roofline, trace, write
 
 from scripts.common.command_line import UsageError
+from scripts.common.definitions import find_layer
 from scripts.common.project import BASELINES, OURS
+from scripts.common.roofline import pair_flops, weight_bytes
 from scripts.common.text import markdown_table, percent
 from scripts.data.traces import read_records
 from scripts.pack.pack import every_generation
@@ -424,25 +426,30 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
     assert tables.short_table(partly, recorded.limits(partly)).rows[1][5] == "2.000 (1)"
 
 
-def test_the_limits_stand_below_the_solutions(tmp_path: Path, monkeypatch) -> None:
-    """T=7 is bound by reading, T=80 by FLOPs; the rows may hold a measured time of reading."""
-    monkeypatch.setattr("scripts.table.recorded.weight_bytes", lambda: 2e8 / 7)
-    monkeypatch.setattr("scripts.table.recorded.pair_flops", lambda: 1.2e12 / 109)
-    monkeypatch.setattr("scripts.common.roofline.pair_flops", lambda layer: 1.5e12 / 109)
+def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
+    """T=7 is bound by reading, as long as was measured, T=80 by FLOPs."""
     lines = roofline()
-    lines[1]["value"], lines[2]["value"] = 0.1, 0.9
-    lines[1]["pairs"] = 1
+    lines[0]["rates"] |= {"fp8_flops_per_s": 109 * pair_flops() / 1e-3}
+    lines[1] |= {"value": 0.05, "pairs": 1}
+    lines[2] |= {"value": 0.9}
     run = record(tmp_path, CLOCKED, lines, peers={"ours": False})
     recorded = read(run)
     table = tables.short_table(recorded.main, recorded.limits(recorded.main)).frame
+    of_flops = 109 * pair_flops() / 1e9  # TFLOP/s of 1 ms
+    of_reading = 7 * weight_bytes() / 1e9  # TB/s of 1 ms
     assert list(table)[5:-1] == ["device ms", "TB/s", "TFLOP/s", "of the limit"]
     assert table.iloc[:, [1, 5, 6, 7, 8]].to_numpy().tolist() == [
-        ["peer", "0.900", "1.00", "750", "56 %"],
-        ["ours", "1.050", "2.00", "600", "75 %"],
-        ["roofline", "0.550", "2.00", "1200", "100 %"],
+        ["peer", "0.900", f"{of_reading / 0.2:.2f}", f"{of_flops / 1.6:.0f}", "44 %"],
+        ["ours", "1.050", f"{of_reading / 0.1:.2f}", f"{of_flops / 2:.0f}", "50 %"],
+        ["roofline", "0.525", f"{of_reading / 0.05:.2f}", f"{of_flops:.0f}", "100 %"],
     ]
     other = read(record(tmp_path, CLOCKED, roofline("GPU B")))
     assert other.limits(other.main).empty, "of another GPU"
+    glm5 = find_layer("glm5")
+    traces = [made | {"definition": glm5.name} for made in CLOCKED]
+    of_glm5 = read(record(tmp_path, traces, lines, definition=glm5.name))
+    ms = of_glm5.roofline_ms(of_glm5.main)
+    assert ms[UUIDS[80]] == pytest.approx(max(0.9, pair_flops(glm5) / pair_flops()))
 
 
 # --- what names and logs hold ---------------------------------------------------------------------
