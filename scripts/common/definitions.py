@@ -1,19 +1,23 @@
-"""The definitions that this data set holds: one entry of a table each.
+"""The definitions that this data set holds.
 
-There are two kinds: a mixture-of-experts layer, whose entry says the geometry and the routing, and
-a grouped GEMM, whose entry says the weights' shape and where the rows lie; name, interface,
-reference, workloads and the packed solutions follow from it. The layers' names, axes, inputs and
-their order are those of the data set that flashinfer-bench's authors publish. Names of the
-contiguous GEMMs are as proposed for it, the rest of theirs is our own.
+definitions/<op type>/<name>.json says what a definition is: axes, inputs, reference, tags. Read here
+is what programs need of it. What flashinfer-bench's schema has no field for stands in two tables
+below: the short name, and what the workloads are made for.
+
+The layers' names, axes, inputs and their order are those of the data set that flashinfer-bench's
+authors publish. Names of the contiguous GEMMs are as proposed for it, the rest of theirs is our
+own.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, OP_TYPE
+from scripts.common.project import DEFINITION, OP_TYPE, ROOT
 
 DEEPSEEK_V3 = "deepseek_v3"
 """Routing: sigmoid scores, chosen with a bias among the best groups, over their sum."""
@@ -25,8 +29,8 @@ CONTIGUOUS = "contiguous"
 MASKED = "masked"
 """Rows of a grouped GEMM: `[experts, max_rows, K]`, as many of an expert's as a count says."""
 
-FLASHINFER_API = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
-
+BLOCK = 128
+"""Columns of a token, and rows and columns of a weight, that have a scale in common."""
 LARGE = 8 * 2**30
 """Bytes of weights above which a definition is: with 2 GB three trials fit an H200, with 17 one."""
 
@@ -35,17 +39,12 @@ LARGE = 8 * 2**30
 class Entry:
     """What all definitions have."""
 
-    model: str  # whose layer it is, in words
-    tags: tuple[str, ...]  # the models, as flashinfer-bench tags them
+    name: str
     short: str  # what names of packed solutions end with; empty for the default definition
+    tokens: tuple[int, ...]  # of our own workloads; empty where they stand for captured ones
 
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
-
-    @property
-    def all_tags(self) -> tuple[str, ...]:
-        """With those that follow from the rest."""
-        return self.tags
 
     @property
     def large(self) -> bool:
@@ -56,11 +55,6 @@ class Entry:
     def packed_shape(self) -> dict[str, Any] | None:
         """What a packed solution's layer is made for, where `run` needs to be told."""
         return None
-
-    @property
-    def name(self) -> str:
-        """Of the definition."""
-        raise NotImplementedError
 
     @property
     def path(self) -> Path:
@@ -80,41 +74,17 @@ class Entry:
 class MoeDefinition(Entry):
     """An FP8 block-scale mixture-of-experts layer."""
 
+    routed_scaling_factor: float  # of its workloads
     num_experts: int  # of the whole layer
     num_local_experts: int  # held by this rank
     hidden_size: int  # a multiple of 128, as the next
     intermediate_size: int
+    n_group: int
+    topk_group: int
     top_k: int
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0  # of its workloads
-    routing: str = DEEPSEEK_V3
-    tokens: tuple[int, ...] = ()  # of our own workloads; empty where they stand for captured ones
-    logits_mean: float = -1.6706  # moments of the workloads' router logits
-    logits_std: float = 0.6560
+    routing: str
 
     op_type = OP_TYPE
-
-    @property
-    def name(self) -> str:
-        """As in the public data set."""
-        routing = f"ds_routing_topk{self.top_k}_ng{self.n_group}_kg{self.topk_group}"
-        if self.routing == RENORMALIZE:
-            routing = f"renorm_topk{self.top_k}"
-        sizes = f"e{self.num_local_experts}_h{self.hidden_size}_i{self.intermediate_size}"
-        return f"moe_fp8_block_scale_{routing}_{sizes}"
-
-    @property
-    def all_tags(self) -> tuple[str, ...]:
-        """As in the public data set: the ranks, the function of FlashInfer that takes these inputs,
-        and that the reference is verified, where the public one of the same name gives the same."""
-        ranks = self.num_experts // self.num_local_experts
-        return (
-            *self.tags,
-            *([f"ep:{ranks}"] if ranks > 1 else []),
-            *([FLASHINFER_API] if self.routing == DEEPSEEK_V3 else []),
-            *([] if self.short else ["status:verified"]),
-        )
 
     @property
     def large(self) -> bool:
@@ -155,176 +125,134 @@ class MoeDefinition(Entry):
 
 @dataclass(frozen=True)
 class GemmDefinition(Entry):
-    """One of the two grouped GEMMs of the first layer of the table, alone."""
+    """One of the two grouped GEMMs of the first layer of the table, alone. Its workloads have the
+    rows of that layer's at its `tokens`."""
 
     experts: int  # that have weights
     n: int  # of an expert's weights [n, k], multiples of 128
     k: int
     rows: str  # `CONTIGUOUS` or `MASKED`
-    tokens: tuple[int, ...]  # of the layer's workloads whose rows its own have
 
     op_type = "grouped_gemm"
-
-    @property
-    def name(self) -> str:
-        """As proposed for the public data set."""
-        masked = "masked_" if self.rows == MASKED else ""
-        return f"grouped_gemm_{masked}fp8_e{self.experts}_n{self.n}_k{self.k}"
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
         """Those that say that they take rows in this layout."""
         return solution.get("rows") == self.rows
 
 
+def read(definition: Path) -> dict[str, Any]:
+    """The JSON of a definition of this data set."""
+    content: dict[str, Any] = json.loads((ROOT / definition).read_text(encoding="utf-8"))
+    return content
+
+
+def axes(op_type: str, name: str) -> dict[str, int]:
+    """Those of a definition that have a value."""
+    found = read(Path("definitions") / op_type / f"{name}.json")["axes"]
+    return {axis: said["value"] for axis, said in found.items() if "value" in said}
+
+
+def moe(
+    name: str, short: str, tokens: tuple[int, ...], routed_scaling_factor: float = 1.0
+) -> MoeDefinition:
+    """A layer. Groups, and of the default one `top_k`, are no axes: the public names have them."""
+    sizes = axes(OP_TYPE, name)
+    of_name = {key: int(value) for key, value in re.findall(r"_(topk|ng|kg)(\d+)", name)}
+    return MoeDefinition(
+        name=name,
+        short=short,
+        tokens=tokens,
+        routed_scaling_factor=routed_scaling_factor,
+        num_experts=sizes.get("num_experts", sizes["num_local_experts"]),
+        num_local_experts=sizes["num_local_experts"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        n_group=of_name.get("ng", 1),
+        topk_group=of_name.get("kg", 1),
+        top_k=of_name["topk"],
+        routing=RENORMALIZE if "_renorm_" in name else DEEPSEEK_V3,
+    )
+
+
+def gemm(name: str, short: str, tokens: tuple[int, ...]) -> GemmDefinition:
+    sizes, rows = axes("grouped_gemm", name), MASKED if "_masked_" in name else CONTIGUOUS
+    return GemmDefinition(
+        name, short, tokens, sizes["num_experts"], sizes["n"], sizes["k"], rows
+    )
+
+
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Of workloads that stand for no captured ones."""
 MODEL_TOKENS = (1, 8, 64, 512, 4096)
 """The same, of the models that are measured against the peers."""
+GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
+MASKED_TOKENS = GEMM_TOKENS[:-1]
+"""Few rows are what the masked layout is for."""
 
-
-def kimi_k2(
-    model: str, short: str, num_local_experts: int, tokens: tuple[int, ...] = OWN_TOKENS
-) -> MoeDefinition:
-    """384 experts, of which so many are here."""
-    return MoeDefinition(
-        model=model,
-        tags=("model:kimi-k2",),
-        short=short,
-        num_experts=384,
-        num_local_experts=num_local_experts,
-        hidden_size=7168,
-        intermediate_size=2048,
-        top_k=8,
-        routed_scaling_factor=2.827,
-        tokens=tokens,
-    )
-
-
-def minimax_m2(model: str, short: str, num_local_experts: int) -> MoeDefinition:
-    """256 experts, of which so many are here. The model has no factor."""
-    return MoeDefinition(
-        model=model,
-        tags=("model:minimax-m2",),
-        short=short,
-        num_experts=256,
-        num_local_experts=num_local_experts,
-        hidden_size=3072,
-        intermediate_size=1536,
-        top_k=8,
-        tokens=MODEL_TOKENS,
-    )
-
-
-def qwen3(
-    model: str, short: str, hidden_size: int, intermediate_size: int, top_k: int
-) -> MoeDefinition:
-    """128 experts, all of them here. Nothing is known of captured logits: they are normal."""
-    return MoeDefinition(
-        model=model,
-        tags=(f"model:{model.lower()}",),
-        short=short,
-        num_experts=128,
-        num_local_experts=128,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        top_k=top_k,
-        routing=RENORMALIZE,
-        tokens=OWN_TOKENS,
-        logits_mean=0.0,
-        logits_std=1.0,
-    )
-
-
-MOE = (
-    MoeDefinition(
-        model="DeepSeek-V3/R1 on one rank of eight-way expert parallelism",
-        tags=("model:deepseek-v3", "model:deepseek-r1"),
-        short="",
-        num_experts=256,
-        num_local_experts=32,
-        hidden_size=7168,
-        intermediate_size=2048,
-        top_k=8,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-    ),
-    kimi_k2("Kimi-K2 on one rank of eight-way expert parallelism", "kimi_k2", 48),
-    kimi_k2("Kimi-K2 with all experts on one GPU", "kimi_k2_e384", 384),
-    qwen3("Qwen3-235B-A22B", "qwen3_235b", 4096, 1536, 8),
-    qwen3("Qwen3-30B-A3B", "qwen3_30b", 2048, 768, 8),
-    qwen3("Qwen3-Next-80B-A3B", "qwen3_next", 2048, 512, 10),
-    MoeDefinition(
-        model="DeepSeek-V3/R1 on one rank of eight-way tensor parallelism",
-        tags=("model:deepseek-v3", "model:deepseek-r1"),
-        short="dsv3_tp8",
-        num_experts=256,
-        num_local_experts=256,
-        hidden_size=7168,
-        intermediate_size=256,
-        top_k=8,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-        tokens=MODEL_TOKENS,
-    ),
-    MoeDefinition(
-        model="GLM-5 on one rank of eight-way expert parallelism",
-        tags=("model:glm-5",),
-        short="glm5",
-        num_experts=256,
-        num_local_experts=32,
-        hidden_size=6144,
-        intermediate_size=2048,
-        top_k=8,
-        routed_scaling_factor=2.5,
-        tokens=MODEL_TOKENS,
-    ),
-    minimax_m2("MiniMax-M2 with all experts on one GPU", "minimax_m2", 256),
-    minimax_m2("MiniMax-M2 on one rank of eight-way expert parallelism", "minimax_m2_ep8", 32),
-    kimi_k2("Kimi-K2 on one rank of four-way expert parallelism", "kimi_k2_ep4", 96, MODEL_TOKENS),
-)
-DEFAULT = MOE[0]
+DEFAULT = moe(DEFINITION, "", (), 2.5)
 """The one that programs take without --definition."""
-assert DEFAULT.name == DEFINITION
-DSV3_TP8 = next(d for d in MOE if d.short == "dsv3_tp8")
+DSV3_TP8 = moe(
+    "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e256_h7168_i256", "dsv3_tp8", MODEL_TOKENS, 2.5
+)
+KIMI = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e{}_h7168_i2048"
+MINIMAX = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e{}_h3072_i1536"
+GLM = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h6144_i2048"
+QWEN = "moe_fp8_block_scale_renorm_topk{}_e128_h{}_i{}"
+MOE = (
+    DEFAULT,
+    moe(KIMI.format(48), "kimi_k2", OWN_TOKENS, 2.827),
+    moe(KIMI.format(384), "kimi_k2_e384", OWN_TOKENS, 2.827),
+    moe(QWEN.format(8, 4096, 1536), "qwen3_235b", OWN_TOKENS),
+    moe(QWEN.format(8, 2048, 768), "qwen3_30b", OWN_TOKENS),
+    moe(QWEN.format(10, 2048, 512), "qwen3_next", OWN_TOKENS),
+    DSV3_TP8,
+    moe(GLM, "glm5", MODEL_TOKENS, 2.5),
+    moe(MINIMAX.format(256), "minimax_m2", MODEL_TOKENS),
+    moe(MINIMAX.format(32), "minimax_m2_ep8", MODEL_TOKENS),
+    moe(KIMI.format(96), "kimi_k2_ep4", MODEL_TOKENS, 2.827),
+)
 SHARED = replace(
     DSV3_TP8,
-    model=f"{DSV3_TP8.model}, the shared expert fused",
+    name="moe_fp8_block_scale_ds_routing_topk9_ng1_kg1_e257_h7168_i256",
     short="dsv3_tp8_shared",
+    routed_scaling_factor=DSV3_TP8.routed_scaling_factor + 1.0,
     num_experts=DSV3_TP8.num_experts + 1,
     num_local_experts=DSV3_TP8.num_local_experts + 1,
-    top_k=DSV3_TP8.top_k + 1,
     n_group=1,
     topk_group=1,
-    routed_scaling_factor=DSV3_TP8.routed_scaling_factor + 1.0,
+    top_k=DSV3_TP8.top_k + 1,
 )
 """What engines call where they fuse the shared expert: it is the last one, of every token, with a
 weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
 (`measure.sweep.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
 """Layers of docs/models.md, which a record has at these token counts."""
-
-GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
-MASKED_TOKENS = 901
-"""Up to here a grouped GEMM has masked workloads: that is the layout of few rows."""
-GEMMS = tuple(
-    GemmDefinition(
-        model=DEFAULT.model,
-        tags=DEFAULT.tags,
-        short=short + ("_masked" if rows == MASKED else ""),
-        experts=DEFAULT.num_local_experts,
-        n=n,
-        k=k,
-        rows=rows,
-        tokens=tuple(t for t in GEMM_TOKENS if rows == CONTIGUOUS or t <= MASKED_TOKENS),
-    )
-    for rows in (CONTIGUOUS, MASKED)
-    for short, (n, k) in zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True)
+GEMMS = (
+    gemm("grouped_gemm_fp8_e32_n4096_k7168", "gemm1", GEMM_TOKENS),
+    gemm("grouped_gemm_fp8_e32_n7168_k2048", "gemm2", GEMM_TOKENS),
+    gemm("grouped_gemm_masked_fp8_e32_n4096_k7168", "gemm1_masked", MASKED_TOKENS),
+    gemm("grouped_gemm_masked_fp8_e32_n7168_k2048", "gemm2_masked", MASKED_TOKENS),
 )
 """Both GEMMs of the default layer in both layouts."""
 TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)
 DEFINITIONS = {definition.name: definition for definition in TABLE}
+
+
+def build_definition(layer: MoeDefinition) -> dict[str, Any]:
+    """The JSON of a layer that is in no data set: that of DSV3_TP8, descriptions and all, with the
+    layer's sizes."""
+    made = read(DSV3_TP8.path) | {"name": layer.name}
+    (gemm1_out, hidden), (_, inner) = layer.gemms
+    sizes = {axis: value for axis, value in layer.shape.items() if axis in made["axes"]}
+    blocks = {"hidden": hidden, "intermediate": inner, "gemm1_out": gemm1_out}
+    sizes |= {f"num_{side}_blocks": size // BLOCK for side, size in blocks.items()}
+    for axis, value in (sizes | {"gemm1_out_size": gemm1_out}).items():
+        made["axes"][axis]["value"] = value
+    for name in ("n_group", "topk_group", "top_k"):
+        constant = f"{name.upper()} = "
+        changed = re.sub(f"(?m)^{constant}.*", f"{constant}{layer.shape[name]}", made["reference"])
+        made["reference"] = changed
+    return made
 
 
 def size_of(axes: Mapping[str, Any]) -> int:

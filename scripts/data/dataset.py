@@ -174,7 +174,7 @@ def load_tensors(
         if any(f.is_file() and f.read_bytes().startswith(LFS_POINTER) for f in files):
             said = "a pointer of git-lfs in the place of the tensors"
         if ours(root):
-            remedy = "remove it, then run.py make_workloads makes it anew"
+            remedy = "remove it, then run.py data makes it anew"
         raise UsageError(f"{named}: {', '.join(map(str, files))}: {said}; {remedy}") from None
 
 

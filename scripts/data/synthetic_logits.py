@@ -15,8 +15,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
+from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, RENORMALIZE, MoeDefinition
 
+MOMENTS = {DEEPSEEK_V3: (-1.6706, 0.6560), RENORMALIZE: (0.0, 1.0)}
+"""Mean and standard deviation of the logits, by routing: those of the captured ones; of
+renormalised routing none are known."""
 LOW_BIAS, HIGH_BIAS = 4.9375, 4.96875  # the two values of the captured bias
 
 # Experts whose captured bias is the high one.
@@ -139,6 +142,7 @@ def draw_logits(
     model: LogitModel, tokens: int, local_expert_offset: int, definition: MoeDefinition = DEFAULT
 ) -> Draw:
     experts = definition.num_experts
+    mean, std = MOMENTS[definition.routing]
     bias = None if definition.routing == RENORMALIZE else routing_bias(definition)
     part = _systematic_part(model, tokens, local_expert_offset, definition)
 
@@ -146,13 +150,13 @@ def draw_logits(
         z = (part[rows] + _NOISE_STRENGTH * noise).astype(np.float64)
         z -= offset
         z *= factor
-        z += definition.logits_mean
+        z += mean
         return round_to_bfloat16(z.astype(np.float32))
 
     # The map to the moments is that of the first draw: were it to follow the redrawn
     # rows, every redraw would move all other rows.
     noise = _normals(model.seed, _NOISE, tokens, experts)
-    offset, factor = _to_moments(part + _NOISE_STRENGTH * noise, definition.logits_std)
+    offset, factor = _to_moments(part + _NOISE_STRENGTH * noise, std)
     rows = np.arange(tokens)
     logits = finish(rows, noise)
     ids, margin = route(logits, bias, definition)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,19 @@ from typing import Any
 import numpy as np
 
 from scripts.common import files
-from scripts.common.command_line import UsageError, say
+from scripts.common.command_line import Failure, say
 from scripts.common.definitions import (
     DEFAULT,
-    DEFINITIONS,
     MASKED,
     RENORMALIZE,
     Entry,
     GemmDefinition,
     MoeDefinition,
+    read,
 )
 from scripts.common.project import ROOT
-from scripts.data.interfaces import build_definition
 from scripts.data.synthetic_logits import (
+    MOMENTS,
     Draw,
     LogitModel,
     count_local,
@@ -111,22 +110,25 @@ class WorkloadSpec:
         """What flashinfer-bench's workload says of the definition's variable axis."""
         return {"seq_len": self.seq_len}
 
+    @property
+    def has_bias(self) -> bool:
+        return self.definition.routing != RENORMALIZE
+
     def draw(self) -> Draw:
         return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
 
     def scalars(self) -> dict[str, float]:
         """Those that the workload pins."""
-        if self.definition.routing == RENORMALIZE:
-            return {}
-        return {
+        factor = self.definition.routed_scaling_factor
+        pinned = {
             "local_expert_offset": self.local_expert_offset,
-            "routed_scaling_factor": self.definition.routed_scaling_factor,
+            "routed_scaling_factor": factor,
         }
+        return pinned if self.has_bias else {}
 
     def tensors(self) -> list[str]:
         """The names of those in the blob."""
-        with_bias = self.definition.routing != RENORMALIZE
-        return ["routing_logits", "routing_bias"] if with_bias else ["routing_logits"]
+        return ["routing_logits", "routing_bias"] if self.has_bias else ["routing_logits"]
 
     def content(self) -> bytes:
         """The blob, drawn afresh."""
@@ -134,7 +136,7 @@ class WorkloadSpec:
 
     def blob_of(self, draw: Draw) -> bytes:
         logits = draw.logits
-        if self.definition.routing == RENORMALIZE:
+        if not self.has_bias:
             return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
         bias = routing_bias(self.definition)
         return safetensors_bytes(
@@ -209,16 +211,12 @@ def spec_path(definition: Entry) -> Path:
 
 def load_specs(definition: Entry = DEFAULT) -> list[Any]:
     """The committed specs of a definition (`Spec`), in the order of the data set."""
-    document = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))
-    definition = DEFINITIONS[document["definition"]]
+    entries = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))["workloads"]
     if isinstance(definition, GemmDefinition):
-        return [
-            GemmSpec(**{**entry, "rows": tuple(entry["rows"])}, definition=definition)
-            for entry in document["workloads"]
-        ]
+        return [GemmSpec(**e | {"rows": tuple(e["rows"])}, definition=definition) for e in entries]
     return [
-        WorkloadSpec(**{**entry, "model": LogitModel(**entry["model"])}, definition=definition)
-        for entry in document["workloads"]
+        WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
+        for e in entries
     ]
 
 
@@ -226,28 +224,11 @@ def load_specs(definition: Entry = DEFAULT) -> list[Any]:
 
 
 def make_workloads(
-    root: Path,
-    uuids: Sequence[str] | None = None,
-    max_tokens: int | None = None,
-    definition: Entry = DEFAULT,
+    root: Path, uuids: Collection[str], definition: Entry = DEFAULT
 ) -> list[Path]:
-    """Make the blobs of the selected workloads under root where they are needed; returns their
-    paths, made or kept. uuids may be abbreviated.
-
-    Raises:
-        UsageError: no workload has such a uuid.
-        RuntimeError: the content differs from the spec's.
-    """
-    specs = load_specs(definition)
-    for prefix in uuids or ():
-        if not any(spec.uuid.startswith(prefix) for spec in specs):
-            raise UsageError(f"workload {prefix!r}: no uuid of the spec starts with it")
-    selected = [
-        spec
-        for spec in specs
-        if (uuids is None or spec.uuid.startswith(tuple(uuids)))
-        and (max_tokens is None or spec.seq_len <= max_tokens)
-    ]
+    """Make the tensors of these workloads below root where they are needed; the paths of their
+    files, made or kept. Raises Failure: the content differs from the spec's."""
+    selected = [spec for spec in load_specs(definition) if spec.uuid in uuids]
     paths = [root / blob_path(spec) for spec in selected]
     for number, (spec, path) in enumerate(zip(selected, paths, strict=True), 1):
         done = _make_blob(spec, path)
@@ -264,7 +245,7 @@ def _make_blob(spec: Spec, path: Path) -> str:
             return "kept: not written by this program"
     content = spec.content()
     if (got := hashlib.sha256(content).hexdigest()) != spec.sha256:
-        raise RuntimeError(
+        raise Failure(
             f"workload {spec.uuid}: the blob made here has SHA-256 {got}, the spec says "
             f"{spec.sha256}; the generator and the spec are out of step"
         )
@@ -285,10 +266,10 @@ TOKENS_OF_A_REQUEST = 64
 
 def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
     """Whether the moments are the definition's, and no margin is near the threshold."""
-    logits = draw.logits.astype(np.float64)
+    logits, (mean, std) = draw.logits.astype(np.float64), MOMENTS[definition.routing]
     return (
-        abs(float(logits.mean()) - definition.logits_mean) < MOMENT_TOLERANCE
-        and abs(float(logits.std()) - definition.logits_std) < MOMENT_TOLERANCE
+        abs(float(logits.mean()) - mean) < MOMENT_TOLERANCE
+        and abs(float(logits.std()) - std) < MOMENT_TOLERANCE
         and draw.margin_gap > MIN_MARGIN_GAP
     )
 
@@ -328,23 +309,14 @@ def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
     return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
 
 
-def own_specs(definition: Entry, max_tokens: int | None = None) -> list[Any]:
-    """Of a definition of either kind whose workloads stand for no captured ones, fewest tokens
-    first."""
-    limit = math.inf if max_tokens is None else max_tokens
-    if isinstance(definition, GemmDefinition):
-        layers = sorted(load_specs(), key=lambda spec: spec.seq_len)
-        return [
-            own_gemm_spec(definition, layer)
-            for layer in layers
-            if layer.seq_len in definition.tokens and layer.seq_len <= limit
-        ]
-    assert isinstance(definition, MoeDefinition)
-    return [
-        own_layer_spec(definition, number, tokens)
-        for number, tokens in enumerate(definition.tokens)
-        if tokens <= limit
-    ]
+def own_specs(definition: MoeDefinition | GemmDefinition) -> Iterator[Any]:
+    """Of a definition whose workloads stand for no captured ones, fewest tokens first."""
+    if isinstance(definition, MoeDefinition):
+        for number, tokens in enumerate(definition.tokens):
+            yield own_layer_spec(definition, number, tokens)
+    else:
+        layers = {spec.seq_len: spec for spec in load_specs()}
+        yield from (own_gemm_spec(definition, layers[tokens]) for tokens in definition.tokens)
 
 
 def workload_line(spec: Spec) -> str:
@@ -354,7 +326,7 @@ def workload_line(spec: Spec) -> str:
         name: {"type": "safetensors", "path": path, "tensor_key": name} for name in spec.tensors()
     }
     pinned |= {n: {"type": "scalar", "value": value} for n, value in spec.scalars().items()}
-    names = build_definition(spec.definition)["inputs"]
+    names = read(spec.definition.path)["inputs"]
     inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
     record = {
         "definition": spec.definition.name,

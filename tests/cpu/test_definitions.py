@@ -1,185 +1,143 @@
-"""The layers as definitions: interface, reference, workloads and packed solutions."""
+"""The committed definitions: that what they say agrees, and that references and layers compute it."""
 
 import dataclasses
-import hashlib
-import importlib
-import inspect
 import json
-import shutil
-import sys
+import re
 from pathlib import Path
 
 import bruteforce
-import numpy as np
 import pytest
 import torch
-from flashinfer_bench.data import Definition, TraceSet, load_json_file
+from flashinfer_bench.data import Definition, load_json_file
 from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs, MoeShape
-from one_token import arguments
-from programs import packed_once
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, MOE, TABLE, MoeDefinition
-from scripts.common.project import BASELINES, DEFINITION, ROOT
-from scripts.data import dataset, workload_specs
-from scripts.data.synthetic_logits import routing_bias
-from scripts.pack import pack, sources
-from scripts.programs import bench, make_definition
-from scripts.programs import make_workloads as program
+from scripts.common.definitions import DEFAULT, MASKED, MOE, TABLE, Entry, MoeDefinition
+from scripts.common.project import ROOT
+from scripts.data import dataset
 from scripts.table import recorded
 
-FP8, F32, BF16 = "float8_e4m3fn", "float32", "bfloat16"
-OTHERS = MOE[1:]
-every = pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
-every_layer = pytest.mark.parametrize("definition", MOE, ids=lambda d: d.short or "default")
-KINDS = list({(d.routing, d.n_group, d.top_k): d for d in reversed(OTHERS)}.values())
+KINDS = list({(d.routing, d.n_group, d.top_k): d for d in reversed(MOE[1:])}.values())
 """Of those whose code is the same but for sizes the first."""
-one_of_a_kind = pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short)
-SMALL = 1024
-"""Tokens of the largest workload whose draw is looked at here."""
+NUM_EXPERTS = dict.fromkeys(
+    ("", "dsv3_tp8", "glm5", "minimax_m2", "minimax_m2_ep8"), 256
+) | dict.fromkeys(("kimi_k2", "kimi_k2_e384", "kimi_k2_ep4"), 384)
+"""Of the models; the others have 128, all of them local, and no such axis."""
 
 
-def load(definition: MoeDefinition) -> Definition:
+def named(definition: Entry) -> str:
+    return definition.short or "default"
+
+
+every = pytest.mark.parametrize("definition", TABLE, ids=named)
+
+
+def load(definition: Entry) -> Definition:
     return load_json_file(Definition, ROOT / definition.path)
 
 
-def weights_of(e: int, h: int, i: int) -> list[tuple[str, list[int], str]]:
-    return [
-        ("gemm1_weights", [e, 2 * i, h], FP8),
-        ("gemm1_weights_scale", [e, 2 * i // 128, h // 128], F32),
-        ("gemm2_weights", [e, h, i], FP8),
-        ("gemm2_weights_scale", [e, h // 128, i // 128], F32),
-    ]
+# --- what a definition says ----------------------------------------------------------------------
 
 
-def deepseek_v3(t: int, experts: int, e: int, h: int, i: int) -> list[tuple]:
-    return [
-        ("routing_logits", [t, experts], F32),
-        ("routing_bias", [experts], BF16),
-        ("hidden_states", [t, h], FP8),
-        ("hidden_states_scale", [h // 128, t], F32),
-        *weights_of(e, h, i),
-        ("local_expert_offset", None, "int32"),
-        ("routed_scaling_factor", None, F32),
-    ]
-
-
-def renormalize(t: int, e: int, h: int, i: int) -> list[tuple]:
-    return [
-        ("routing_logits", [t, e], BF16),
-        ("hidden_states", [t, h], FP8),
-        ("hidden_states_scale", [h // 128, t], F32),
-        *weights_of(e, h, i),
-    ]
-
-
-PUBLIC = {
-    DEFINITION: (
-        {"num_experts": 256, "num_local_experts": 32},
-        deepseek_v3(5, 256, 32, 7168, 2048),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e48_h7168_i2048": (
-        {"num_experts": 384, "num_local_experts": 48, "top_k": 8},
-        deepseek_v3(5, 384, 48, 7168, 2048),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e384_h7168_i2048": (
-        {"num_experts": 384, "num_local_experts": 384, "top_k": 8},
-        deepseek_v3(5, 384, 384, 7168, 2048),
-    ),
-    "moe_fp8_block_scale_renorm_topk8_e128_h4096_i1536": (
-        {"num_local_experts": 128, "top_k": 8},
-        renormalize(5, 128, 4096, 1536),
-    ),
-    "moe_fp8_block_scale_renorm_topk8_e128_h2048_i768": (
-        {"num_local_experts": 128, "top_k": 8},
-        renormalize(5, 128, 2048, 768),
-    ),
-    "moe_fp8_block_scale_renorm_topk10_e128_h2048_i512": (
-        {"num_local_experts": 128, "top_k": 10},
-        renormalize(5, 128, 2048, 512),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e256_h7168_i256": (
-        {"num_experts": 256, "num_local_experts": 256, "top_k": 8},
-        deepseek_v3(5, 256, 256, 7168, 256),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h6144_i2048": (
-        {"num_experts": 256, "num_local_experts": 32, "top_k": 8},
-        deepseek_v3(5, 256, 32, 6144, 2048),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e256_h3072_i1536": (
-        {"num_experts": 256, "num_local_experts": 256, "top_k": 8},
-        deepseek_v3(5, 256, 256, 3072, 1536),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h3072_i1536": (
-        {"num_experts": 256, "num_local_experts": 32, "top_k": 8},
-        deepseek_v3(5, 256, 32, 3072, 1536),
-    ),
-    "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e96_h7168_i2048": (
-        {"num_experts": 384, "num_local_experts": 96, "top_k": 8},
-        deepseek_v3(5, 384, 96, 7168, 2048),
-    ),
-}
-"""Axes that are not sizes of a tensor's blocks, and inputs, as the public data set has them."""
-
-
-def test_the_table_has_the_public_names() -> None:
-    assert [d.name for d in MOE] == list(PUBLIC)
-    assert len({d.short for d in TABLE}) == len(TABLE) and TABLE[0] is DEFAULT
-
-
-def test_tags_say_ranks_where_there_are_several() -> None:
-    tags = {d.short: d.all_tags for d in MOE}
-    api = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
-    assert tags[""][2:] == ("ep:8", api, "status:verified")
-    assert tags["kimi_k2_e384"] == ("model:kimi-k2", api)
-    assert tags["qwen3_235b"] == ("model:qwen3-235b-a22b",), "no bias, which FlashInfer's has"
-
-
-def test_committed_files_are_what_the_program_writes(tmp_path: Path) -> None:
-    assert make_definition.main(["--check"]) == 0
-    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
-    assert make_definition.main(["--root", str(tmp_path)]) == 0
-    for definition in TABLE:
-        written = (tmp_path / definition.path).read_text()
-        assert written == (ROOT / definition.path).read_text()
-    written = (tmp_path / DEFAULT.path).read_text()
-    (tmp_path / DEFAULT.path).write_text(written.replace("TOP_K = 8", "TOP_K = 7"))
-    assert make_definition.main(["--root", str(tmp_path), "--check"]) == 1
-
-
-@every_layer
-def test_interface_is_that_of_the_public_definition(definition) -> None:
-    axes, inputs = PUBLIC[definition.name]
-    loaded = load(definition)
-    h, i = definition.hidden_size, definition.intermediate_size
-    assert loaded.name == definition.name and loaded.op_type == "moe"
-    assert loaded.var_axes == ["seq_len"]
-    assert loaded.const_axes == axes | {
-        "hidden_size": h,
-        "intermediate_size": i,
-        "gemm1_out_size": 2 * i,
-        "num_hidden_blocks": h // 128,
-        "num_intermediate_blocks": i // 128,
-        "num_gemm1_out_blocks": 2 * i // 128,
+def interface(definition: Entry) -> tuple[dict[str, int], dict[str, tuple[list | None, str]]]:
+    """Values of axes, and inputs with the output for a variable axis of 256, as the public data set
+    has them for a definition of that name."""
+    sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|n|k|topk)(\d+)", definition.name)}
+    fp8, f32, bf16 = "float8_e4m3fn", "float32", "bfloat16"
+    e = sizes["e"]
+    if not isinstance(definition, MoeDefinition):
+        n, k = sizes["n"], sizes["k"]
+        axes = {"num_experts": e, "n": n, "k": k, "num_n_blocks": n // 128, "num_k_blocks": k // 128}
+        weights = {"b": ([e, n, k], fp8), "b_scale": ([e, n // 128, k // 128], f32)}
+        if "masked" in definition.name:
+            a = {"a": ([e, 256, k], fp8), "a_scale": ([e, k // 128, 256], f32)}
+            rows = {"masked_m": ([e], "int32"), "expected_m": (None, "int32")}
+            return axes, a | weights | rows | {"out": ([e, 256, n], bf16)}
+        axes["len_indptr"] = e + 1
+        a = {"a": ([256, k], fp8), "a_scale": ([k // 128, 256], f32)}
+        return axes, a | weights | {"m_indptr": ([e + 1], "int32"), "out": ([256, n], bf16)}
+    h, i, experts = sizes["h"], sizes["i"], NUM_EXPERTS.get(definition.short)
+    blocks = {"hidden": h // 128, "intermediate": i // 128, "gemm1_out": 2 * i // 128}
+    axes = {"num_local_experts": e, "hidden_size": h, "intermediate_size": i, "gemm1_out_size": 2 * i}
+    axes |= {f"num_{side}_blocks": count for side, count in blocks.items()}
+    axes |= {"top_k": sizes["topk"]} if definition is not DEFAULT else {}
+    axes |= {"num_experts": experts} if experts else {}
+    tensors = {
+        "routing_logits": ([256, experts or e], f32 if experts else bf16),
+        "routing_bias": ([experts], bf16),
+        "hidden_states": ([256, h], fp8),
+        "hidden_states_scale": ([h // 128, 256], f32),
+        "gemm1_weights": ([e, 2 * i, h], fp8),
+        "gemm1_weights_scale": ([e, 2 * i // 128, h // 128], f32),
+        "gemm2_weights": ([e, h, i], fp8),
+        "gemm2_weights_scale": ([e, h // 128, i // 128], f32),
+        "local_expert_offset": (None, "int32"),
+        "routed_scaling_factor": (None, f32),
+        "output": ([256, h], bf16),
     }
-    shapes = loaded.get_input_shapes({"seq_len": 5})
-    dtypes = [spec.dtype.value for spec in loaded.inputs.values()]
-    assert list(zip(loaded.inputs, shapes, dtypes, strict=True)) == inputs
-    assert loaded.get_output_shapes({"seq_len": 5}) == [[5, h]]
-    assert [o.dtype.value for o in loaded.outputs.values()] == ["bfloat16"]
+    absent = () if experts else ("routing_bias", "local_expert_offset", "routed_scaling_factor")
+    return axes, {name: tensor for name, tensor in tensors.items() if name not in absent}
 
 
 @every
-def test_the_layers_shape_is_the_definitions(definition) -> None:
-    shape, loaded = MoeShape(**definition.shape), load(definition)
-    by_name = dict(zip(loaded.inputs, loaded.get_input_shapes({"seq_len": 1}), strict=True))
-    for name, dims, dtype, *_ in shape.weight_specs:
-        assert list(dims) == by_name[name]
-        assert str(dtype) == f"torch.{loaded.inputs[name].dtype.value}"
+def test_name_axes_and_inputs_agree(definition) -> None:
+    loaded, (axes, tensors) = load(definition), interface(definition)
+    (var,) = loaded.var_axes
+    assert (loaded.name, loaded.op_type) == (definition.name, definition.op_type)
+    assert loaded.const_axes == axes and var in ("seq_len", "total_rows", "max_rows")
+    shapes = loaded.get_input_shapes({var: 256}) + loaded.get_output_shapes({var: 256})
+    specs = loaded.inputs | loaded.outputs
+    types = [spec.dtype.value for spec in specs.values()]
+    assert list(zip(specs, shapes, types, strict=True)) == [(n, *of) for n, of in tensors.items()]
+    if not isinstance(definition, MoeDefinition):
+        assert (definition.experts, definition.n, definition.k) == tuple(axes.values())[:3]
+        assert (definition.rows == MASKED) == ("zero in the output" in loaded.description)
+        return
+    shape = MoeShape(**definition.shape)
+    assert shape.num_experts == axes.get("num_experts", 128) and shape.top_k == int(
+        re.search(r"_topk(\d+)_", definition.name)[1]
+    )
+    of_shape = {name: list(dims) for name, dims, *_ in shape.weight_specs}
+    assert of_shape == {name: dims for name, (dims, _) in tensors.items() if name in of_shape}
+
+
+def sized(definition: Entry) -> tuple[str, dict[str, int]]:
+    """The reference without its docstring, and the sizes that it has of its own."""
+    reference = load(definition).reference.split('"""\n', 1)[1]
+    constants = re.findall(r"(?m)^(\w*(?:GROUP|TOP_K)) = (\d+)$", reference)
+    return re.sub(r"(?m)^\w*(GROUP|TOP_K) = \d+$", "", reference), {n: int(v) for n, v in constants}
+
+
+def test_definitions_of_one_interface_have_one_reference_but_for_sizes() -> None:
+    """But the default one's, which dequantises all weights first, as the public one does."""
+    kinds: dict[tuple, set[str]] = {}
+    for definition in TABLE:
+        text, constants = sized(definition)
+        kinds.setdefault((definition is DEFAULT, *load(definition).inputs), set()).add(text)
+        if isinstance(definition, MoeDefinition):
+            groups = {"N_GROUP": definition.n_group, "TOPK_GROUP": definition.topk_group}
+            groups = groups if "ds_routing" in definition.name else {}
+            assert constants == groups | {"TOP_K": definition.top_k}
+    assert len(kinds) == 5 and all(len(texts) == 1 for texts in kinds.values())
+
+
+def test_tags_say_ranks_where_there_are_several() -> None:
+    api = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
+    for definition in MOE:
+        tags, ranks = load(definition).tags, definition.num_experts // definition.num_local_experts
+        assert (f"ep:{ranks}" in tags) == (ranks > 1) and "quantization:float8_e4m3fn" in tags
+        assert (api in tags) == ("ds_routing" in definition.name), "FlashInfer's has a bias"
+        assert any(tag.startswith("model:") for tag in tags)
+
+
+def test_every_file_is_in_the_table_and_no_name_twice() -> None:
+    files = {path.relative_to(ROOT) for path in (ROOT / "definitions").rglob("*.json")}
+    assert files == {d.path for d in TABLE} and TABLE[0] is DEFAULT
+    assert len({d.short for d in TABLE}) == len(TABLE)
 
 
 def test_names_are_found_in_full_and_in_short() -> None:
@@ -192,7 +150,29 @@ def test_names_are_found_in_full_and_in_short() -> None:
             definitions.find(unknown)
 
 
-# --- the references ------------------------------------------------------------------------------
+def test_the_layer_of_no_data_set_has_its_own_sizes() -> None:
+    shared = definitions.SHARED
+    made = Definition(**definitions.build_definition(shared))
+    assert made.name == shared.name and made.const_axes["num_gemm1_out_blocks"] == 4
+    by_name = dict(zip(made.inputs, made.get_input_shapes({"seq_len": 1}), strict=True))
+    for name, dims, *_ in MoeShape(**shared.shape).weight_specs:
+        assert list(dims) == by_name[name]
+    for line in ("N_GROUP = 1", "TOPK_GROUP = 1", "TOP_K = 9"):
+        assert f"\n{line}\n" in made.reference
+    with pytest.raises(UsageError, match="is a grouped GEMM"):
+        definitions.find_layer("gemm1")
+    assert definitions.find_layer(shared.short) is shared
+
+
+@pytest.mark.parametrize("axis", ["seq_len", "total_rows", "max_rows"])
+def test_the_size_of_a_workload(axis) -> None:
+    assert definitions.size_of({axis: 7}) == 7 and definitions.size_of({"batch": 7}) == 0
+    for wrong in ("many", [7]):
+        with pytest.raises((TypeError, ValueError)):
+            definitions.size_of({axis: wrong})
+
+
+# --- the references and the layers ---------------------------------------------------------------
 
 HIDDEN, INTER = 256, 128
 """References take every size but those of the routing from their inputs."""
@@ -214,7 +194,7 @@ def small_inputs(shape: MoeShape, tokens: int, offset: int) -> MoeInputs:
     return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=favourite)
 
 
-def reference(definition: MoeDefinition):
+def reference(definition: Entry):
     namespace: dict = {}
     exec(compile(load(definition).reference, "reference", "exec"), namespace)
     return namespace["run"]
@@ -254,7 +234,7 @@ EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 56, 60, -3, -8, 64, -100, 10
 
 
 def of_cases(cases: list) -> pytest.MarkDecorator:
-    ids = [f"{d.short or 'default'}-{offset}" for d, offset in cases]
+    ids = [f"{named(d)}-{offset}" for d, offset in cases]
     return pytest.mark.parametrize(("definition", "offset"), cases, ids=ids)
 
 
@@ -289,14 +269,14 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
         assert torch.equal(output, torch.zeros_like(output))
 
 
-@pytest.mark.parametrize("definition", [DEFAULT, *KINDS], ids=lambda d: d.short or "default")
+@pytest.mark.parametrize("definition", [DEFAULT, *KINDS], ids=named)
 def test_reference_without_tokens(definition) -> None:
     inputs = small_inputs(small_shape(definition), 0, 0)
     got = reference(definition)(*arguments_of(definition, inputs))
     assert got.shape == (0, HIDDEN) and got.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("definition", [DEFAULT, OTHERS[0]], ids=["default", "kimi_k2"])
+@pytest.mark.parametrize("definition", MOE[:2], ids=named)
 def test_reference_leaves_its_inputs_and_takes_scalars_as_tensors(definition) -> None:
     shape = small_shape(definition)
     offset = shape.num_experts - shape.num_local_experts
@@ -314,234 +294,20 @@ def test_reference_leaves_its_inputs_and_takes_scalars_as_tensors(definition) ->
     torch.testing.assert_close(twice, 2 * once.float(), rtol=2**-7, atol=0)
 
 
-# --- the workloads -------------------------------------------------------------------------------
-
-
-@every
-def test_workload_files_are_what_the_script_writes(definition, tmp_path) -> None:
-    arguments = ["--root", str(tmp_path), "--definition", definition.short]
-    specs = workload_specs.load_specs(definition)
-    drawn = workload_specs.own_specs(definition, SMALL)
-    assert drawn == specs[: len(drawn)] and drawn[-1].seq_len <= SMALL
-    for spec in drawn:
-        assert spec.draw().margin_gap > workload_specs.MIN_MARGIN_GAP
-    for path in workload_specs.write_specs(specs, tmp_path):
-        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text()
-    index = (ROOT / workload_specs.workloads_path(definition)).read_text()
-    assert [json.loads(line)["workload"]["axes"]["seq_len"] for line in index.splitlines()] == list(
-        definition.tokens
-    )
-    assert program.main([*arguments, "--max-tokens", str(definition.tokens[1])]) == 0
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-
-
-@every
-def test_no_choice_hangs_on_a_small_margin(definition) -> None:
-    """In float32 and in torch: another implementation than the generator's own."""
-    for spec in workload_specs.load_specs(definition):
-        if spec.seq_len > SMALL:
-            continue
-        made = spec.draw()
-        logits = torch.from_numpy(made.logits)
-        assert torch.equal(logits.bfloat16().float(), logits)
-        scores = logits
-        if definition.routing == "deepseek_v3":
-            scores = logits.sigmoid() + torch.from_numpy(routing_bias(definition))
-        if definition.topk_group < definition.n_group:
-            grouped = scores.view(len(scores), definition.n_group, -1)
-            ranked, order = grouped.topk(2).values.sum(-1).sort(descending=True)
-            k = definition.topk_group
-            assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
-            dropped = torch.zeros_like(ranked).scatter_(1, order[:, k:], 1).bool()
-            scores = grouped.masked_fill(dropped[..., None], 0).flatten(1)
-        ranked, order = scores.sort(descending=True)
-        k = definition.top_k
-        assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
-        assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
-        content = spec.blob_of(made)
-        assert hashlib.sha256(content).hexdigest() == spec.sha256
-
-
-@every_layer
-def test_inputs_of_a_workload(definition, tmp_path) -> None:
-    """As flashinfer-bench loads what the definition says."""
-    from flashinfer_bench.bench.utils import load_safetensors
-
-    trace_set, _ = dataset.load(ROOT, definition)
-    assert dataset.definition_of(trace_set).name == definition.name
-    traces = trace_set.workloads[definition.name]
-    trace = sorted(traces, key=lambda t: t.workload.axes["seq_len"])[1]
-    uuid = trace.workload.uuid
-    workload_specs.make_workloads(tmp_path, [uuid], definition=definition)
-    loaded = load_safetensors(load(definition), trace.workload, tmp_path)
-    pinned = {n for n, spec in trace.workload.inputs.items() if spec.type == "safetensors"}
-    assert set(loaded) == pinned == {n for n in load(definition).inputs if "routing" in n}
-    for name, tensor in loaded.items():
-        assert str(tensor.dtype) == f"torch.{load(definition).inputs[name].dtype.value}"
-    (spec,) = (spec for spec in workload_specs.load_specs(definition) if spec.uuid == uuid)
-    assert np.array_equal(loaded["routing_logits"].float().numpy(), spec.draw().logits)
-    assert list(trace.workload.inputs) == list(load(definition).inputs)
-    scalars = {n: s.value for n, s in trace.workload.inputs.items() if s.type == "scalar"}
-    if "routed_scaling_factor" in load(definition).inputs:
-        assert scalars["routed_scaling_factor"] == definition.routed_scaling_factor
-
-
-# --- the packed solutions ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unpacked(tmp_path, monkeypatch):
-    """Imports a packed solution: its `run`."""
-
-    def load_run(generation: pack.Generation):
-        directory = tmp_path / generation.name
-        for source in json.loads(packed_once(generation))["sources"]:
-            path = directory / source["path"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source["content"], encoding="utf-8")
-        sys.modules.pop("main", None)
-        monkeypatch.syspath_prepend(str(directory))
-        return importlib.import_module("main").run
-
-    yield load_run
-    # Only what lies here: a library that is imported meanwhile may not be importable twice.
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
-@pytest.mark.all
-@one_of_a_kind
-def test_packed_solutions(definition, unpacked) -> None:
-    """A bundle of ours computes, a peer's asks for a GPU; what is in them is `test_layers`'s."""
-    found = pack.generations(definition=definition)
-    names = {g.path.stem for g in found}
-    peers = {"triton_moe", "deepgemm_moe", "hpc_ops_moe"}
-    assert {"v4_flat", "v5_fused", "v6_fused_hifi", *peers} == names
-    loaded = load(definition)
-    values, expected = arguments(ROOT / definition.path)
-    *inputs, output = values.values()
-    for generation in found:
-        assert generation.name == f"{generation.metadata['name']}_{definition.short}"
-        if generation.path.stem not in ("v5_fused", "triton_moe"):
-            continue
-        packed = json.loads(packed_once(generation))
-        assert (packed["definition"], packed["name"]) == (definition.name, generation.name)
-        run = unpacked(generation)
-        assert list(inspect.signature(run).parameters) == [*loaded.inputs, *loaded.outputs]
-        if generation.path.parent.name == BASELINES:
-            with pytest.raises(RuntimeError, match="unsupported on cpu"):
-                run(*inputs, output)
-            continue
-        run(*inputs, output)
-        torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0)
-
-
-def test_packing_a_definition(tmp_path, monkeypatch) -> None:
-    """Into a directory of its own, from which packing another definition removes nothing."""
-    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "data/solutions")
-    monkeypatch.setattr(pack, "OLD_PACKED_DIR", tmp_path / "data/solutions/packed")
-    definition, root = OTHERS[0], tmp_path / "package"
-    (root / "layer").mkdir(parents=True)
-    for name in ("__init__.py", "layer/__init__.py", "layer/calls.py"):
-        (root / name).write_text('"""Empty."""\n')
-    text = '"""It."""\n\nSOLUTION = {"name": "NAME", "routings": ("deepseek_v3",)}\n'
-    for name in ("it", "gone"):
-        (root / f"{name}.py").write_text(text.replace("NAME", name))
-    paths = pack.write_packed(root=root, build=False, definition=definition)
-    below = tmp_path / "data/solutions/moe-fp8-cutedsl/moe"
-    folder = below / definition.name
-    assert paths == [folder / "gone_kimi_k2.json", folder / "it_kimi_k2.json"]
-    assert pack.stale_files([], folder, root, definition) == []
-    (root / "gone.py").unlink()
-    assert pack.write_packed(root=root, build=False) == [below / DEFAULT.name / "it.json"]
-    assert paths[0].is_file(), "of another definition"
-    pack.write_packed(root=root, build=False, definition=definition)
-    assert not paths[0].is_file()
-    # What lies where ours once lay would be a second one of its name.
-    old = tmp_path / "data/solutions/packed/kimi_k2/it_kimi_k2.json"
-    old.parent.mkdir(parents=True)
-    old.write_bytes(paths[1].read_bytes())
-    old.with_name("theirs.json").write_bytes(paths[1].read_bytes())
-    said = pack.stale_files(root=root, definition=definition)
-    assert said == ["it_kimi_k2.json: no generation of that name"]
-    pack.write_packed(root=root, build=False, definition=definition)
-    assert not old.exists() and old.with_name("theirs.json").exists() and paths[1].is_file()
-    old.with_name("theirs.json").unlink()
-    for path in (DEFAULT.path, definition.path):
-        (tmp_path / "data" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, tmp_path / "data" / path)
-    found = TraceSet.from_path(str(tmp_path / "data")).solutions
-    assert {name: [s.name for s in of] for name, of in found.items()} == {
-        DEFAULT.name: ["it"],
-        definition.name: ["it_kimi_k2"],
-    }
-    # Those of two definitions can lie in one directory.
-    pack.write_packed(output=folder, root=root, build=False)
-    for of in (DEFAULT, definition):
-        assert pack.stale_files([], folder, root, of) == []
-
-
-def test_sources_of_another_definition_are_known_as_ours(monkeypatch) -> None:
-    monkeypatch.setattr(sources, "pack", packed_once)
-    definition = OTHERS[0]
-    name, hashes = definition.packed_name("triton_moe"), sources.current(definition)
-    assert sources.remark({name: {hashes[name]}}) == ""
-    assert "the source of triton_moe has changed" in sources.remark({name: {"another"}})
-    names = {g.name for g in pack.every_generation()}
-    assert names >= {*hashes, *sources.current()}
-
-
-# --- the programs --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def listing(monkeypatch, capsys):
-    """What `bench --list` prints for a definition, on a CPU."""
-
-    monkeypatch.setattr(pack, "pack", packed_once)
-
-    def of(definition: definitions.Entry) -> str:
-        argv = ["bench.py", "--cpu", "--list", "--definition", definition.short]
-        monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.setattr(pack, "validate", lambda *_: None)
-        assert bench.main() == 0
-        return capsys.readouterr().out
-
-    return of
-
-
-@pytest.mark.all
-@one_of_a_kind
-def test_bench_lists_what_there_is_for_the_definition(definition, listing) -> None:
-    listed = listing(definition)
-    names = [g.name for g in pack.generations(definition=definition)]
-    assert all(name in listed for name in names) and "sglang_moe" not in listed
-    assert listed.count("-") > len(definition.tokens)
-    assert str(definition.tokens[-1]) in listed
+# --- records of them -----------------------------------------------------------------------------
 
 
 def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
-    definition = OTHERS[0]
+    definition = MOE[1]
     trace_set, _ = dataset.load(ROOT, definition)
     trace = json.loads(trace_set.workloads[definition.name][0].model_dump_json())
-    trace |= {
-        "solution": "x",
-        "evaluation": {
-            "status": "RUNTIME_ERROR",
-            "log": "a",
-            "timestamp": "2026",
-            "environment": {"hardware": "GPU", "libs": {}},
-        },
-    }
+    environment = {"hardware": "GPU", "libs": {}}
+    failed = {"status": "RUNTIME_ERROR", "log": "a", "timestamp": "2026"}
+    trace |= {"solution": "x", "evaluation": failed | {"environment": environment}}
     (tmp_path / "traces.jsonl").write_text(json.dumps(trace) + "\n")
     with pytest.raises(UsageError, match="no results"):
         recorded.read(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"definition": definition.name}))
     read = recorded.read(tmp_path)
     assert read.main.records and read.definition == definition.name
-
-
-def test_records_of_another_definition_stand_beside_none() -> None:
-    assert recorded.recorded_runs()
-    assert recorded.recorded_runs(definition=OTHERS[0].name) == []
+    assert recorded.recorded_runs() and recorded.recorded_runs(definition=definition.name) == []

@@ -464,7 +464,7 @@ def test_commands(monkeypatch, capsys) -> None:
         said = "".join(capsys.readouterr())
         assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
         assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
-    assert {"rank", "bench", "pack", "make_workloads"} <= set(run.programs())
+    assert {"rank", "bench", "pack", "data"} <= set(run.programs())
 
 
 def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
