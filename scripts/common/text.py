@@ -1,7 +1,7 @@
 """Text that is safe to print, in a terminal or in Markdown, and tables of it."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 def printable(text: str) -> str:
@@ -25,6 +25,14 @@ def slug(name: str) -> str:
 def error_line(error: BaseException) -> str:
     """What was raised, and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def say_skipped(skipped: Mapping[str, str], separator: str = "; ") -> str:
+    """The reasons, each with the solutions that it holds for."""
+    return separator.join(
+        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
+        for why in dict.fromkeys(skipped.values())
+    )
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:

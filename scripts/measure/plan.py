@@ -15,7 +15,7 @@ from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, os_error, say
 from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
-from scripts.common.text import text_table
+from scripts.common.text import say_skipped, text_table
 from scripts.data.dataset import (
     load,
     make_missing_workloads,
@@ -30,7 +30,6 @@ from scripts.pack.availability import (
     is_peer,
     other_versions,
     own_hashes,
-    say_skipped,
     split_available,
     split_foreign,
     this_machine,

@@ -174,11 +174,3 @@ def _split(
     """Those without a reason against them, and the reasons of the others."""
     reasons = {s.name: why for s in solutions if (why := reason(s))}
     return [s for s in solutions if not reason(s)], reasons
-
-
-def say_skipped(skipped: dict[str, str], separator: str = "; ") -> str:
-    """The reasons, each with the solutions that it holds for."""
-    return separator.join(
-        f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"
-        for why in dict.fromkeys(skipped.values())
-    )

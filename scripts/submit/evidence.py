@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.command_line import Failure, UsageError
+from scripts.common.text import say_skipped
 from scripts.data.dataset import tokens
 from scripts.data.records import Record
 from scripts.data.traces import read_run
-from scripts.pack.availability import say_skipped
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution, Trace, Workload
@@ -48,9 +48,8 @@ def back(
     name, packed = solution.name, solution.hash()
     mine = [(r, t) for r, t in found if r.solution == name and not r.cpu]
     hardware = _one_gpu(name, {r.hardware for r, _ in mine}, gpu)
-    there = sorted(
-        ((r, t) for r, t in mine if r.hardware == hardware), key=lambda pair: pair[0].timestamp
-    )
+    there = [(r, t) for r, t in mine if r.hardware == hardware]
+    there.sort(key=lambda pair: pair[0].timestamp)
     wanted = there[-1][0].hash if other_sources else packed
     chosen = {r.uuid: (r, t) for r, t in there if r.hash == wanted}
     latest = {r.uuid: r for r, _ in there}
@@ -81,36 +80,29 @@ def back(
             f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
         )
     backed = [chosen[workload.uuid] for workload, why in reasons if not why]
-    ways = {(r.tolerance, r.timing): r.source for r, _ in backed}
-    if len(ways) > 1:
-        lines = sorted(f"{of}: {tolerance}; {clock}" for (tolerance, clock), of in ways.items())
-        raise UsageError(
-            f"{name}: the traces are of several tolerances or clocks, name one run:\n  "
-            + "\n  ".join(lines)
-        )
+    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r, _ in backed}
+    if len(set(ways.values())) > 1:
+        many = "the traces are of several tolerances or clocks, name one run"
+        raise UsageError("\n  ".join([f"{name}: {many}:", *sorted(ways)]))
     lines = [
-        f"{name}: {len(backed)} of {len(workloads)} workloads passed on {hardware} "
+        f"{len(backed)} of {len(workloads)} workloads passed on {hardware} "
         f"({backed[0][0].tolerance or 'tolerance unknown'})"
     ]
     if wanted != packed:
-        lines.append(
-            f"{name}: the traces are of {_source(wanted)}, the exported one is {packed[:8]}"
-        )
+        lines.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
     if ours & {r.source for r, _ in backed}:
         lines.append(
-            f"{name}: measured on this repository's synthetic routing (docs/dataset.md), not on "
-            "the captured tensors: bench --local PATH measures on those"
+            "measured on this repository's synthetic routing (docs/dataset.md), not on the "
+            "captured tensors: bench --local PATH measures on those"
         )
-    return tuple(trace for _, trace in backed), "\n".join(lines)
+    return tuple(trace for _, trace in backed), "\n".join(f"{name}: {line}" for line in lines)
 
 
 def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:
     """The hardware that is meant: of that very name, or the only one that has all the words."""
-    words = _words(gpu)
-    if not words:
-        raise UsageError(f"--gpu {gpu!r} names no GPU")
     meant = [name for name in known if name.lower() == gpu.lower()]
-    meant = meant or sorted(name for name in known if words <= _words(name))
+    # Whole words: an H200 is no H20.
+    meant = meant or [n for n in sorted(known) if _words(gpu) and _words(gpu) <= _words(n)]
     if len(meant) > 1:
         raise UsageError(f"--gpu {gpu} means {' and '.join(meant)}: give the whole name")
     if not meant:
@@ -122,7 +114,6 @@ def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:
 
 
 def _words(name: str) -> set[str]:
-    # Whole words: an H200 is no H20.
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scripts.common.project import PREFIX, short_name
-from scripts.common.text import markdown, printable
+from scripts.common.text import markdown, printable, say_skipped
 from scripts.data.traces import finite
 from scripts.pack import sources
-from scripts.pack.availability import say_skipped
 from scripts.table import tables
 from scripts.table.rankings import Ranking
 from scripts.table.tables import Table

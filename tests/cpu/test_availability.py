@@ -8,6 +8,7 @@ from programs import packed_once
 from test_dataset import solution
 
 from scripts.common.project import BASELINES
+from scripts.common.text import say_skipped
 from scripts.pack.availability import (
     FOREIGN,
     NEEDS_GPU,
@@ -17,7 +18,6 @@ from scripts.pack.availability import (
     is_peer,
     other_versions,
     own_hashes,
-    say_skipped,
     split_available,
     split_foreign,
     why_not,
@@ -36,52 +36,39 @@ def made(hardware: list[str], dependencies: list[str] | None = None) -> Solution
 
 
 @pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA_H200", (9, 0)),
-        ("h800", (9, 0)),
-        ("NVIDIA GH200 480GB", (9, 0)),
-        ("NVIDIA B200", (10, 0)),
-        ("GB300", (10, 3)),
-        ("NVIDIA A100-SXM4-80GB", (8, 0)),
-        ("NVIDIA L40S", (8, 9)),
-        ("NVIDIA GeForce RTX 4090", (8, 9)),
-        ("sm_90a", (9, 0)),
-        ("sm100", (10, 0)),
-        ("sm_103", (10, 3)),
-        ("NVIDIA X900", None),
-        ("cuda", None),
-        ("", None),
-    ],
+    ("capability", "names"),
+    {
+        (9, 0): "NVIDIA H100 80GB HBM3, NVIDIA_H200, h800, NVIDIA GH200 480GB, sm_90a",
+        (10, 0): "NVIDIA B200, sm100",
+        (10, 3): "GB300, sm_103",
+        (8, 0): "NVIDIA A100-SXM4-80GB",
+        (8, 9): "NVIDIA L40S, NVIDIA GeForce RTX 4090",
+        None: "NVIDIA X900, cuda, ",
+    }.items(),
 )
-def test_compute_capability_by_name(name: str, capability: tuple[int, int] | None) -> None:
-    assert capability_of(name) == capability
+def test_compute_capability_by_name(capability: tuple[int, int] | None, names: str) -> None:
+    assert {capability_of(name) for name in names.split(", ")} == {capability}
 
 
-def test_other_hardware_is_unsupported() -> None:
-    blackwell = made(["NVIDIA B200", "NVIDIA GB200", "NVIDIA B300"], ["absent==1.0"])
-    assert why_not(blackwell, H200) == "unsupported on sm_90 (needs sm_100/103)"
-    assert why_not(blackwell, Machine((10, 3), lambda name: "1.0")) is None
-    assert why_not(made(["NVIDIA H100"]), H200) is None, "H100 and H200 are both sm_90"
-    assert why_not(made(["NVIDIA H200"]), Machine((9, 0), lambda name: None)) is None
+WHY_NOT = {
+    "NVIDIA B200, GB200, B300 | absent==1.0": "unsupported on sm_90 (needs sm_100/103)",
+    "NVIDIA H100 | triton>=3, torch": None,  # H100 and H200 are both sm_90
+    # Packages that are absent are named as pip takes them.
+    "NVIDIA H200 | torch, absent==0.1.5, a-package>=2": (
+        "not installed: pip install absent==0.1.5 'a-package>=2'"
+    ),
+    # What is not known, or no pip package, refuses nothing.
+    "NVIDIA B200, NVIDIA X900 | torch": None,
+    "cuda | CUDA, cutlass, some toolkit 12.x, pywin32; sys_platform == 'win32'": None,
+}
 
 
-def test_a_name_that_is_not_known_does_not_refuse() -> None:
-    assert why_not(made(["cuda"]), H200) is None
-    assert why_not(made(["NVIDIA B200", "NVIDIA X900"]), H200) is None
-
-
-def test_missing_packages_are_named_as_pip_takes_them() -> None:
-    wanted = ["torch", "sglang-kernel==0.4.3", "sgl-deep-gemm==0.1.5", "a-package>=2,<3"]
-    said = why_not(made(["NVIDIA H200"], wanted), H200)
-    assert said == "not installed: pip install sgl-deep-gemm==0.1.5 'a-package<3,>=2'"
-    assert why_not(made(["NVIDIA H200"], ["torch", "triton>=3"]), H200) is None
-
-
-def test_dependencies_that_are_no_pip_packages_do_not_refuse() -> None:
-    assert why_not(made(["cuda"], ["CUDA", "cutlass", "some toolkit 12.x"]), H200) is None
-    assert why_not(made(["cuda"], ["pywin32; sys_platform == 'win32'"]), H200) is None
+@pytest.mark.parametrize("said", WHY_NOT)
+def test_why_a_solution_cannot_run(said: str) -> None:
+    hardware, dependencies = (part.split(", ") for part in said.split(" | "))
+    solution = made(hardware, dependencies)
+    assert why_not(solution, H200) == WHY_NOT[said]
+    assert why_not(solution, Machine(None, INSTALLED.get)) == NEEDS_GPU
 
 
 def test_a_version_other_than_the_pin_is_a_remark() -> None:
@@ -91,10 +78,6 @@ def test_a_version_other_than_the_pin_is_a_remark() -> None:
         "sglang-kernel 0.4.3 is installed, sglang-kernel==0.4.2 asked for by x",
         "triton 3.6.0 is installed, triton>=4 asked for by x",
     ]
-
-
-def test_without_a_gpu_nothing_runs_and_nothing_else_is_looked_at() -> None:
-    assert why_not(made(["NVIDIA H100"], ["absent"]), Machine(None, INSTALLED.get)) == NEEDS_GPU
 
 
 def by_us(module: str) -> Solution:
@@ -114,18 +97,21 @@ def with_content(solution: Solution, content: str) -> Solution:
     return Solution.model_validate(changed)
 
 
+def packed() -> dict[str, Solution]:
+    """Every solution of this checkout, by name."""
+    made = (Solution.model_validate_json(packed_once(g)) for g in generations())
+    return {solution.name: solution for solution in made}
+
+
 def test_peers_are_others_solutions_and_our_baselines() -> None:
     assert is_peer(made(["cuda"]), OWN) and is_peer(by_us("baselines/x"), OWN)
     assert not is_peer(by_us("v4_flat"), OWN) and not is_peer(by_us("baselines_x"), OWN)
-
-
-def test_the_packed_solutions_that_are_peers_are_the_baselines() -> None:
-    found = {g.name: g for g in generations()}
-    packed = [Solution.model_validate_json(packed_once(g)) for g in found.values()]
-    own = own_hashes(packed)
-    assert len({s.hash() for s in packed}) == len(packed)
-    for s in packed:
-        assert is_peer(s, own) == (found[s.name].path.parent.name == BASELINES)
+    every = packed()
+    own = own_hashes(every.values())
+    assert len({s.hash() for s in every.values()}) == len(every)
+    for generation in generations():
+        baseline = generation.path.parent.name == BASELINES
+        assert is_peer(every[generation.name], own) == baseline
 
 
 def test_ours_are_known_by_what_is_packed_here_and_not_by_a_name() -> None:
@@ -175,12 +161,6 @@ def test_installed_versions_of_this_interpreter() -> None:
     assert installed_version("no-such-package-at-all") is None
 
 
-def packed() -> dict[str, Solution]:
-    """Every solution of this checkout, by name."""
-    made = (Solution.model_validate_json(packed_once(g)) for g in generations())
-    return {solution.name: solution for solution in made}
-
-
 def test_what_runs_on_which_gpu() -> None:
     """Ours on every GPU that they name, which there are kernels for; a peer where its library has
     them."""
@@ -197,13 +177,6 @@ def test_what_runs_on_which_gpu() -> None:
         "flashinfer_moe", "flashinfer_prims_ts_moe", "sglang_moe", "triton_moe",
         "triton_fused_moe_v2",
     }  # fmt: skip
-    bare = {n: why_not(s, Machine((10, 0), {"torch": "2.11.0"}.get)) for n, s in every.items()}
-    of_flashinfer = [why for name, why in bare.items() if name.startswith("flashinfer")]
-    assert sorted(map(str, of_flashinfer)) == [
-        "not installed: pip install 'flashinfer-python>=0.5'",
-        "not installed: pip install 'flashinfer-python>=0.7.2'",
-        "unsupported on sm_100 (needs sm_90)",  # its CUTLASS path
-    ]
     assert len(ours) == 6 and ours < hopper and ours < blackwell
     targets = {gpu for solution in every.values() for gpu in solution.spec.target_hardware}
     assert all(gpu.startswith("NVIDIA_") for gpu in targets), "upstream's viewer filters by these"
