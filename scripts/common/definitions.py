@@ -1,8 +1,8 @@
 """The definitions that this data set holds.
 
-definitions/<op type>/<name>.json says what a definition is: axes, inputs, reference, tags. Read here
-is what programs need of it. What flashinfer-bench's schema has no field for stands in two tables
-below: the short name, and what the workloads are made for.
+Axes, inputs, reference and tags of one stand in definitions/<op type>/<name>.json. Read here is
+what programs need of it; what flashinfer-bench's schema has no field for, the short name and what
+the workloads are made for, stands in the tables below.
 
 The layers' names, axes, inputs and their order are those of the data set that flashinfer-bench's
 authors publish. Names of the contiguous GEMMs are as proposed for it, the rest of theirs is our
@@ -176,9 +176,7 @@ def moe(
 
 def gemm(name: str, short: str, tokens: tuple[int, ...]) -> GemmDefinition:
     sizes, rows = axes("grouped_gemm", name), MASKED if "_masked_" in name else CONTIGUOUS
-    return GemmDefinition(
-        name, short, tokens, sizes["num_experts"], sizes["n"], sizes["k"], rows
-    )
+    return GemmDefinition(name, short, tokens, sizes["num_experts"], sizes["n"], sizes["k"], rows)
 
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)

@@ -212,20 +212,19 @@ def spec_path(definition: Entry) -> Path:
 def load_specs(definition: Entry = DEFAULT) -> list[Any]:
     """The committed specs of a definition (`Spec`), in the order of the data set."""
     entries = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))["workloads"]
-    if isinstance(definition, GemmDefinition):
-        return [GemmSpec(**e | {"rows": tuple(e["rows"])}, definition=definition) for e in entries]
-    return [
-        WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
-        for e in entries
-    ]
+    if isinstance(definition, MoeDefinition):
+        return [
+            WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
+            for e in entries
+        ]
+    assert isinstance(definition, GemmDefinition)
+    return [GemmSpec(**e | {"rows": tuple(e["rows"])}, definition=definition) for e in entries]
 
 
 # --- making what the specs say --------------------------------------------------------------------
 
 
-def make_workloads(
-    root: Path, uuids: Collection[str], definition: Entry = DEFAULT
-) -> list[Path]:
+def make_workloads(root: Path, uuids: Collection[str], definition: Entry = DEFAULT) -> list[Path]:
     """Make the tensors of these workloads below root where they are needed; the paths of their
     files, made or kept. Raises Failure: the content differs from the spec's."""
     selected = [spec for spec in load_specs(definition) if spec.uuid in uuids]

@@ -21,7 +21,7 @@ from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 from scripts.common import files
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
-from scripts.common.project import OLD_PACKED_DIR, PACKAGE_DIR, PACKED_DIR, ROOT
+from scripts.common.project import PACKAGE_DIR, PACKED_DIR, ROOT
 
 HOPPER = ["NVIDIA_H100", "NVIDIA_H200"]
 BLACKWELL = ["NVIDIA_B200", "NVIDIA_GB200", "NVIDIA_B300", "NVIDIA_GB300"]
@@ -244,13 +244,11 @@ def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
         from flashinfer_bench.data import Definition, Solution, load_json_file
 
         solution = Solution.model_validate_json(packed)
-        definition = load_json_file(Definition, of)
-        registry = BuilderRegistry(
-            [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
-        )
+        builders = [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
+        registry = BuilderRegistry(builders)
         with private_build_cache():
             try:
-                registry.build(definition, solution)
+                registry.build(load_json_file(Definition, of), solution)
             except BuildError as error:
                 raise PackError(f"{solution.name}: {error}") from error
             finally:
@@ -267,33 +265,9 @@ def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation
     return [g for g in found if not names or called[g.name] & set(names)]
 
 
-def place(generation: Generation) -> str:
-    """Where its packed solution lies among the solutions of a data set."""
-    author, of = generation.metadata["author"], generation.definition
-    return f"{author}/{of.op_type}/{of.name}/{generation.name}.json"
-
-
 def is_ours(path: Path) -> bool:
     """Whether the file is a solution that was packed under its name."""
     return f"The solution {path.stem}: `run` of ".encode() in path.read_bytes()
-
-
-def plan(
-    names: Sequence[str], output: Path | None, root: Path, definition: Entry
-) -> tuple[dict[Path, tuple[Generation, bytes]], list[Path]]:
-    """What the files of the named generations are to hold, and the files beside them that were
-    packed of generations that are no more, or where ours lay before. Raises PackError, UsageError.
-    """
-    every = every_generation(root)
-    chosen = select([g for g in every if g.definition == definition], names)
-    packed = {
-        output / f"{g.name}.json" if output else PACKED_DIR / place(g): (g, pack(g)) for g in chosen
-    }
-    known = {g.name for g in every}
-    beside = {path for folder in {path.parent for path in packed} for path in folder.glob("*.json")}
-    gone = [path for path in beside if path.stem not in known]
-    gone += [] if output else OLD_PACKED_DIR.rglob("*.json")
-    return packed, [] if names else [path for path in sorted(gone) if is_ours(path)]
 
 
 def write_packed(
@@ -315,33 +289,23 @@ def write_packed(
         UsageError: there is no generation of a name, or another file has a solution's place.
         OSError: the output cannot be written.
     """
-    packed, stale = plan(names, output, root, definition)
-    for path in packed:
+    every = every_generation(root)
+    packed: dict[Path, bytes] = {}
+    for g in select([g for g in every if g.definition == definition], names):
+        below = PACKED_DIR / g.metadata["author"] / definition.op_type / definition.name
+        path = (output or below) / f"{g.name}.json"
         if path.is_file() and path.stat().st_size and not is_ours(path):
             other = ", or name another --output" if output else ""
             raise UsageError(f"{path} is no solution of ours: move it{other}")
-    for path, (_, content) in packed.items():
+        packed[path] = pack(g)
+    for path, content in packed.items():
         if not path.is_file() or path.read_bytes() != content:
             if build:
                 validate(content, ROOT / definition.path)
             files.write(path, content)
-    for path in stale:
-        path.unlink()
+    known = {g.name for g in every}
+    for folder in {path.parent for path in packed} if not names else ():
+        for path in folder.glob("*.json"):
+            if path.stem not in known and is_ours(path):
+                path.unlink()
     return list(packed)
-
-
-def stale_files(
-    names: Sequence[str] = (),
-    output: Path | None = None,
-    root: Path = PACKAGE_DIR,
-    definition: Entry = DEFAULT,
-) -> list[str]:
-    """What is wrong with the packed files, one line each; empty if they are current."""
-    packed, stale = plan(names, output, root, definition)
-    problems = []
-    for path, (generation, content) in packed.items():
-        if not path.is_file():
-            problems.append(f"{path.name}: missing")
-        elif path.read_bytes() != content:
-            problems.append(f"{path.name}: not what {generation.path.name} packs to")
-    return problems + [f"{path.name}: no generation of that name" for path in stale]

@@ -8,7 +8,7 @@ or "rows", it is packed for further definitions, too: docs/adding-a-solution.md.
 
 from pathlib import Path
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, parser, run_main
+from scripts.common.command_line import EXIT_OK, parser, run_main
 from scripts.programs.options import add_options
 
 
@@ -18,24 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     add("names", nargs="*", help="solutions (or their files) to pack; all")
     add_options(arguments, "definition")
     add("--output", type=Path, metavar="DIR", help="directory of the JSON files")
-    add("--check", action="store_true", help="write nothing; fail if a file is missing or stale")
-    add("--no-build", action="store_true", help="do not build the result as flashinfer-bench does")
     add("--list", action="store_true", help="only list the generations")
     args = arguments.parse_args(argv)
 
     from scripts.pack import pack
 
-    definition = args.definition
     if args.list:
-        for generation in pack.generations(definition=definition):
+        for generation in pack.generations(definition=args.definition):
             print(f"{generation.name}  {generation.path.name}")
-    elif args.check:
-        problems = pack.stale_files(args.names, args.output, definition=definition)
-        print("\n".join(problems) if problems else "packed solutions are current")
-        return EXIT_FAILED if problems else EXIT_OK
     else:
-        build = not args.no_build
-        for path in pack.write_packed(args.names, args.output, build=build, definition=definition):
+        for path in pack.write_packed(args.names, args.output, definition=args.definition):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     return EXIT_OK
 

@@ -13,14 +13,20 @@ exported. Otherwise it is refused, and the workloads that lack are listed. For `
 will do, and of several solutions, or without a name of all that have some, the fastest is taken.
 """
 
+import re
 from pathlib import Path
 
-from scripts.common.command_line import EXIT_OK, UsageError, parser, run_main, say
+from scripts.common.command_line import EXIT_OK, UsageError, number, parser, run_main
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
 from scripts.programs.options import add_options
-from scripts.submit.forms import APPLY, FLASHINFER, FORMS, TRACE, collect, one_for_all, write
+from scripts.submit.forms import APPLY, FLASHINFER, FORMS, collect, one_for_all, write
+
+FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+AUTHOR = number(
+    str, "folder's name of letters, digits and . _ -", lambda s: bool(FOLDER.fullmatch(s))
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,20 +42,19 @@ def main(argv: list[str] | None = None) -> int:
         add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
         said = "trace files, runs, records or data sets; this repository's traces/"
         add("--results", nargs="+", type=Path, default=[TRACES_DIR], metavar="PATH", help=said)
-        add("--author", metavar="NAME", help="submit under this name instead of the solution's")
+        said = "submit under this name instead of the solution's"
+        add("--author", type=AUTHOR, metavar="NAME", help=said)
         said = "the data set whose workloads must have passed; this repository"
         add("--local", type=Path, default=ROOT, metavar="PATH", help=said)
         said = "take traces that were measured with other sources than are exported"
         add("--other-sources", action="store_true", help=said)
-        if name == TRACE:
-            said = "the solution that gets the author baseline, which report summary compares with"
-            add("--baseline", metavar="SOLUTION", help=said)
         if name == APPLY:
             add("--mix", action="store_true", help="for each T the fastest; bits depend on T then")
         if name == FLASHINFER:
             add_options(options, "definition")
+    arguments.set_defaults(definition=DEFAULT)
     args = arguments.parse_args(argv)
-    of = args.definition if args.form == FLASHINFER else DEFAULT
+    of = args.definition
     data_set = load(args.local, of)[0]
     workloads = data_set.workloads[of.name]
     if not workloads:
@@ -59,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         args.author,
         args.results,
         definition=of,
-        baseline=args.baseline if args.form == TRACE else None,
         workloads=workloads,
         gpu=args.gpu,
         other_sources=args.other_sources,
@@ -68,11 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     if args.form == APPLY and not args.mix:
         exports = one_for_all(exports)
-    form = FORMS[args.form]
-    for name in write(form, args.output, exports, data_set.definitions[of.name]):
+    for name in write(FORMS[args.form], args.output, exports, data_set.definitions[of.name]):
         print(args.output / name)
-    if said := form.said(exports):
-        say(said)
     return EXIT_OK
 
 

@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from test_pack import GENERATIONS, by_its_path, unpack
 from test_submit import WORKLOADS, submit, traces_of, write
 
 import run
-from scripts.common.definitions import find
+from scripts.common.definitions import DEFAULT, Entry, find
 from scripts.common.project import DEFINITION
 from scripts.data.dataset import load, tokens
-from scripts.data.traces import read_evaluations
 from scripts.pack.pack import PackError, generations
-from scripts.submit import evidence, forms
-from scripts.submit.forms import export_of, write_all
+from scripts.submit import forms
+from scripts.submit.forms import export_of
 
 FUSED, V1 = "cutedsl_moe_fp8_fused", "cutedsl_moe_fp8_v1"
 TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
@@ -41,8 +39,7 @@ def measured(directory: Path, speedups: dict[str, dict[int, float]]) -> Path:
     made = []
     for name, of in speedups.items():
         for trace in traces_of(export_of(GENERATIONS[name])):
-            speedup = of.get(trace["workload"]["axes"]["seq_len"])
-            if speedup is not None:
+            if speedup := of.get(trace["workload"]["axes"]["seq_len"]):
                 trace["evaluation"]["performance"]["speedup_factor"] = speedup
                 errors = {"max_absolute_error": 24288.0, "max_relative_error": 4e10}
                 trace["evaluation"]["correctness"] = errors
@@ -61,11 +58,9 @@ def data_set(tmp_path_factory) -> Path:
     done = submit("apply", "--mix", *common, place / "made")
     assert done.returncode == 0, done.stderr
     assert "3 of 19 workloads passed on NVIDIA H200" in done.stderr
-    assert f"T=1: {FUSED}, T=7: {V1}, T=80: {V1}" in done.stderr
     assert "triton_moe is not exported: no traces on a GPU named H200" in done.stderr
     # Unless it is asked for, a token's bits do not depend on the batch's size.
-    alone = submit("apply", *common, place / "alone")
-    assert f"T=1: {V1}, T=7: {V1}, T=80: {V1}\n" in alone.stderr
+    submit("apply", *common, place / "alone")
     assert [p.stem for p in (place / "alone/solutions").rglob("*.json")] == [V1]
     return place / "made"
 
@@ -82,7 +77,8 @@ def cache(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     disable_apply()
 
 
-def names_called(monkeypatch) -> list[str]:
+@pytest.fixture
+def built(monkeypatch) -> list[str]:
     """The solutions that are built when they are chosen, in order."""
     found: list[str] = []
     build = BuilderRegistry.build
@@ -96,11 +92,11 @@ def names_called(monkeypatch) -> list[str]:
 
 
 @pytest.mark.all
-def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, monkeypatch) -> None:
+def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, built) -> None:
     values, expected = arguments()
     inputs, output = tuple(values.values())[:-1], values["output"]
     with enable_apply(str(data_set), TRACES):
-        built = names_called(monkeypatch)
+        built.clear()
         returned = apply(DEFINITION, args=inputs)
         torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
         # An output of the caller's is written; and arguments may have names.
@@ -118,15 +114,14 @@ def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, monkey
 
 
 def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
-    data_set, cache, monkeypatch
+    data_set, cache, built
 ) -> None:
     values, _ = arguments()
-    two = {
-        name: value.repeat(2, 1) if name in ("routing_logits", "hidden_states_scale") else value
-        for name, value in values.items()
+    two = values | {
+        "routing_logits": values["routing_logits"].repeat(2, 1),
+        "hidden_states": values["hidden_states"].float().repeat(2, 1).to(torch.float8_e4m3fn),
+        "hidden_states_scale": values["hidden_states_scale"].repeat(1, 2),
     }
-    two["hidden_states_scale"] = torch.ones(56, 2)
-    two["hidden_states"] = torch.ones(2, 7168).to(torch.float8_e4m3fn)
     inputs = tuple(two.values())[:-1]
     fallback = lambda *given: ("fallback", len(given))  # noqa: E731
     with enable_apply(str(data_set), TRACES):
@@ -134,45 +129,12 @@ def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
         with pytest.raises(RuntimeError, match="Apply miss"):
             apply(DEFINITION, args=inputs)
     with enable_apply(str(data_set), NEAREST):
-        built = names_called(monkeypatch)
+        built.clear()
         assert apply(DEFINITION, args=inputs, fallback=fallback).shape == (2, 7168)
         assert built == [V1]
-
-
-SCRIPT = """
-import math, sys
-sys.path[:0] = {paths!r}
-from one_token import arguments
-from flashinfer_bench import ApplyConfig, apply
-from flashinfer_bench.apply import get_default_registry
-
-get_default_registry().default = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
-values, expected = arguments()
-got = apply({definition!r}, args=tuple(values.values())[:-1])
-print(bool(abs(got.float() - expected).max() < 0.05))
-"""
-
-
-def test_the_usual_bounds_take_no_trace(data_set, cache) -> None:
-    """0.01 and 1e-5 of errors of outputs that reach 1e6."""
-    values, _ = arguments()
+    # The usual bounds, 0.01 and 1e-5, are of errors of outputs that reach 1e6.
     with enable_apply(str(data_set)), pytest.raises(RuntimeError, match="Apply miss"):
-        apply(DEFINITION, args=tuple(values.values())[:-1])
-
-
-@pytest.mark.all
-def test_the_environment_alone_enables_it(data_set, tmp_path: Path) -> None:
-    text = SCRIPT.format(paths=[str(Path(__file__).parent)], definition=DEFINITION)
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env=run.environment()
-        | {"FIB_ENABLE_APPLY": "1", "FIB_DATASET_PATH": str(data_set)}
-        | {"FIB_CACHE_PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True"
+        apply(DEFINITION, args=inputs)
 
 
 def test_the_directory_holds_what_apply_reads_and_only_what_is_backed(data_set: Path) -> None:
@@ -196,22 +158,6 @@ def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Pat
     assert refused.returncode == 1 and "measured with source" in refused.stderr
     assert "no traces on a GPU" in refused.stderr, "the others are said, too"
     assert not (tmp_path / "made").exists()
-
-
-def test_the_check_notices_a_table_that_chooses_otherwise(tmp_path: Path, monkeypatch) -> None:
-    results = measured(tmp_path / "run", {FUSED: {7: 5.0}, V1: {7: 6.0}})
-    found = read_evaluations([results])
-    exports = [
-        replace(e, traces=evidence.back(e.solution, found, WORKLOADS, "H200", every=False)[0])
-        for e in (export_of(GENERATIONS[name]) for name in (FUSED, V1))
-    ]
-    write_all(
-        tmp_path / "tree", forms.apply_files(exports, load(run.ROOT)[0].definitions[DEFINITION])
-    )
-    forms.check_apply(tmp_path / "tree", exports)
-    monkeypatch.setattr(forms, "fastest", lambda exports: {7: FUSED})
-    with pytest.raises(PackError, match=f"apply would take {V1} at T=7, the fastest is {FUSED}"):
-        forms.check_apply(tmp_path / "tree", exports)
 
 
 # --- FlashInfer's Trace Apply ---------------------------------------------------------------------
@@ -251,14 +197,9 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     with pytest.raises(ValueError, match="gemm1_weights: expected shape"):
         solution(**values | {"gemm1_weights": values["gemm1_weights"][:, :2048]}, **GEOMETRY)
     # Otherwise it is the solution that was measured.
-    measured_one = export_of(GENERATIONS[FUSED])
-    changed = [
-        (a["path"], b["content"].startswith(a["content"]))
-        for a, b in zip(measured_one.content["sources"], content["sources"], strict=True)
-        if a != b
-    ]
-    assert changed == [("main.py", True)]
-    forms.check_flashinfer(folder, [measured_one])
+    both = zip(export_of(GENERATIONS[FUSED]).content["sources"], content["sources"], strict=True)
+    ((was, entry),) = (pair for pair in both if pair[0] != pair[1])
+    assert was["path"] == "main.py" and entry["content"].startswith(was["content"])
 
 
 QWEN = find("qwen3_235b")
@@ -304,10 +245,9 @@ def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> Non
 def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
     gemm = find("gemm1")
     generation = generations(definition=gemm)[0]
+    definition = load(run.ROOT, gemm)[0].definitions[gemm.name]
     with pytest.raises(PackError, match="Trace Apply has no grouped_gemm_fp8"):
-        forms.flashinfer_files(
-            export_of(generation), load(run.ROOT, gemm)[0].definitions[gemm.name]
-        )
+        forms.flashinfer_files([export_of(generation)], definition)
 
 
 def test_the_inputs_are_those_of_flashinfers_own_traces(folder: Path, qwen: Path) -> None:
@@ -322,32 +262,39 @@ def test_the_inputs_are_those_of_flashinfers_own_traces(folder: Path, qwen: Path
         assert {name for name, spec in inputs.items() if spec.get("optional")} == absent
 
 
-CALL_QWEN = """
+PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-sys.path[:0] = {paths!r}
+sys.path[:0] = [{tests!r}]
 torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
 import flashinfer
+from flashinfer import trace_apply
 from one_token import arguments
 
 values, expected = arguments(Path({definition!r}))
 del values["output"]
-for method in (1, 4):
-    got = flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
-        **values, routing_bias=None, num_experts=128, top_k=8, n_group=None, topk_group=None,
-        intermediate_size=1536, local_expert_offset=0, local_num_experts=128,
-        routed_scaling_factor=None, routing_method_type=method,
-    )
-    print(bool(abs(got.float() - expected).max() < 0.05))
-from flashinfer import trace_apply
+
+def call(method, **more):
+    given = values | {{"routing_method_type": method}} | {given!r} | more
+    return flashinfer.fused_moe.trtllm_fp8_block_scale_moe(**given)
+
+def right(got):
+    return bool(abs(got.float() - expected).max() < 0.05)
+
+{calls}
 print(trace_apply.stats())
 """
 
 
-def called(text: str, folder: Path, home: Path, **values: object) -> list[str]:
+def called(folder: Path, home: Path, definition: Entry, given: dict, calls: str) -> list[str]:
     """What a program prints in which FlashInfer applies a folder."""
-    text = text.format(paths=[str(Path(__file__).parent)], **values)
+    text = PROGRAM.format(
+        tests=str(Path(__file__).parent),
+        definition=str(run.ROOT / definition.path),
+        given=given,
+        calls=calls,
+    )
     done = subprocess.run(
         [sys.executable, "-c", text],
         env=run.environment()
@@ -363,41 +310,27 @@ def called(text: str, folder: Path, home: Path, **values: object) -> list[str]:
 @needs_flashinfer
 @pytest.mark.all
 def test_flashinfers_function_at_qwen_s_geometry_is_ours(qwen: Path, tmp_path: Path) -> None:
-    *right, stats = called(CALL_QWEN, qwen, tmp_path, definition=str(run.ROOT / QWEN.path))
-    assert right[-2:] == ["True", "True"] and "'hit': 2" in stats
+    given = {"num_experts": 128, "top_k": 8, "intermediate_size": 1536, "local_num_experts": 128}
+    given |= dict.fromkeys(("n_group", "topk_group", "routing_bias", "routed_scaling_factor"))
+    given["local_expert_offset"] = 0
+    calls = "print(right(call(1)), right(call(4)))"
+    *_, both, stats = called(qwen, tmp_path, QWEN, given, calls)
+    assert both == "True True" and "'hit': 2" in stats
 
 
-CALL = """
-import sys
-import torch
-sys.path[:0] = {paths!r}
-torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA has none
-import flashinfer
-from one_token import arguments
-
-values, expected = arguments()
-del values["output"]
-
-def call(**more):
-    return flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
-        **values, num_experts=256, top_k=8, n_group=8, topk_group=4, intermediate_size=2048,
-        local_num_experts=32, **{{"routing_method_type": 2, **more}},
-    )
-
-got = call()
-print(bool(abs(got.float() - expected).max() < 0.05))
+CALLS = """
+got = call(2)
+print(right(got))
 output = torch.full_like(got, 3.0)
-returned = call(output=output)
+returned = call(2, output=output)
 print(bool((output == 3).all()), torch.equal(returned, got))
-print(torch.equal(call(use_shuffled_weight=True), got))
-for more in {{"gemm1_alpha": torch.ones(32)}}, {{"routing_method_type": 1}}:
+print(torch.equal(call(2, use_shuffled_weight=True), got))
+for method, more in (2, {"gemm1_alpha": torch.ones(32)}), (1, {}):
     try:
-        call(**more)
+        call(method, **more)
         print("nothing raised")
     except Exception as error:
         print(type(error).__name__, str(error).splitlines()[0])
-from flashinfer import trace_apply
-print(trace_apply.stats())
 """
 
 
@@ -406,7 +339,9 @@ print(trace_apply.stats())
 def test_flashinfers_function_is_ours_before_it_looks_for_a_gpu(folder: Path, tmp_path) -> None:
     """On the CPU, where FlashInfer's own function has nothing to run: what Trace Apply hands over,
     what it does not, and what stays FlashInfer's."""
-    right, buffer, shuffled, alpha, other, stats = called(CALL, folder, tmp_path)[-6:]
+    given = GEOMETRY | {"num_experts": 256, "intermediate_size": 2048, "local_num_experts": 32}
+    printed = called(folder, tmp_path, DEFAULT, given, CALLS)[-6:]
+    right, buffer, shuffled, alpha, other, stats = printed
     assert right == "True"
     assert buffer == "True True", "the caller's output is not written, the result is returned"
     assert shuffled == "True", "what is no input of the definition is not passed on"

@@ -89,10 +89,7 @@ def test_what_needs_a_gpu_says_so(command: list[str]) -> None:
     assert result.returncode == 2 and "no GPU is visible" in result.stderr
 
 
-def test_pack_check_and_list(tmp_path: Path) -> None:
-    assert call("pack", "--check", "--output", str(tmp_path)).returncode == 1
-    assert call("pack", "--no-build", "--output", str(tmp_path)).returncode == 0
-    assert call("pack", "--check", "--output", str(tmp_path)).returncode == 0
+def test_pack_lists() -> None:
     assert "cutedsl_moe_fp8_v2" in call("pack", "--list").stdout
 
 

@@ -1,4 +1,4 @@
-"""The committed definitions: that what they say agrees, and that references and layers compute it."""
+"""The definitions: that what one says agrees, and that references and layers compute it."""
 
 import dataclasses
 import json
@@ -51,7 +51,8 @@ def interface(definition: Entry) -> tuple[dict[str, int], dict[str, tuple[list |
     e = sizes["e"]
     if not isinstance(definition, MoeDefinition):
         n, k = sizes["n"], sizes["k"]
-        axes = {"num_experts": e, "n": n, "k": k, "num_n_blocks": n // 128, "num_k_blocks": k // 128}
+        axes = {"num_experts": e, "n": n, "k": k}
+        axes |= {"num_n_blocks": n // 128, "num_k_blocks": k // 128}
         weights = {"b": ([e, n, k], fp8), "b_scale": ([e, n // 128, k // 128], f32)}
         if "masked" in definition.name:
             a = {"a": ([e, 256, k], fp8), "a_scale": ([e, k // 128, 256], f32)}
@@ -62,7 +63,8 @@ def interface(definition: Entry) -> tuple[dict[str, int], dict[str, tuple[list |
         return axes, a | weights | {"m_indptr": ([e + 1], "int32"), "out": ([256, n], bf16)}
     h, i, experts = sizes["h"], sizes["i"], NUM_EXPERTS.get(definition.short)
     blocks = {"hidden": h // 128, "intermediate": i // 128, "gemm1_out": 2 * i // 128}
-    axes = {"num_local_experts": e, "hidden_size": h, "intermediate_size": i, "gemm1_out_size": 2 * i}
+    axes = {"num_local_experts": e, "hidden_size": h, "intermediate_size": i}
+    axes["gemm1_out_size"] = 2 * i
     axes |= {f"num_{side}_blocks": count for side, count in blocks.items()}
     axes |= {"top_k": sizes["topk"]} if definition is not DEFAULT else {}
     axes |= {"num_experts": experts} if experts else {}

@@ -14,11 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from flashinfer_bench.data import TraceSet
 from one_token import arguments
-from programs import packed_once
+from programs import call, packed_once
+from test_definitions import KINDS, reference
+from test_gemm_definitions import arguments as gemm_arguments
+from test_gemm_definitions import new_output
 
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT
+from scripts.common.definitions import (
+    CONTIGUOUS,
+    DEFAULT,
+    GEMMS,
+    MASKED,
+    MOE,
+    Entry,
+    GemmDefinition,
+)
 from scripts.common.project import BASELINES, DEFINITION, PACKAGE_DIR, ROOT
 from scripts.measure.plan import load_with_ours
 from scripts.pack import pack
@@ -54,11 +66,23 @@ def write(package: Path, *names: str, build: bool = False) -> list[Path]:
     return pack.write_packed(names, output=package.parent / "packed", root=package, build=build)
 
 
-def test_our_generations_are_found_with_their_metadata() -> None:
-    found = {g.name: g for g in pack.generations()}
-    assert found["cutedsl_moe_fp8_v1"].path.name == "v1_loop_padding.py"
-    assert found["cutedsl_moe_fp8_v2"].path.name == "v2_vectorised.py"
-    assert all(g.description and g.metadata["author"] for g in found.values())
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob("*.json")}
+
+
+def packed_of(name: str) -> bytes:
+    return packed_once(GENERATIONS[name])
+
+
+# --- what is packed ------------------------------------------------------------------------------
+
+
+def test_the_program_lists_and_packs(tmp_path: Path) -> None:
+    listed = call("pack", "--list").stdout.splitlines()
+    assert "cutedsl_moe_fp8_v1  v1_loop_padding.py" in listed and len(listed) == len(GENERATIONS)
+    done = call("pack", "v1_loop_padding", "--output", tmp_path)
+    assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
+    assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == packed_of("cutedsl_moe_fp8_v1")
 
 
 def test_reading_a_generation_imports_nothing_heavy() -> None:
@@ -72,13 +96,9 @@ def test_reading_a_generation_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": paths}).returncode == 0
 
 
-def packed_of(name: str) -> bytes:
-    return packed_once(GENERATIONS[name])
-
-
-def test_packing_twice_gives_the_same_bytes() -> None:
-    for name, generation in GENERATIONS.items():
-        assert packed_of(name) == pack.pack(generation)
+@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_fused", "triton_moe"])
+def test_packing_twice_gives_the_same_bytes(name: str) -> None:
+    assert packed_of(name) == pack.pack(GENERATIONS[name])
 
 
 def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> None:
@@ -90,7 +110,7 @@ def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> Non
     assert path.read_bytes() == unix and b"\\r" not in unix
 
 
-def test_a_generation_packs_no_other_generation_and_no_gemm_alone() -> None:
+def test_a_generation_packs_no_other_generation_and_a_peers_gemm_no_kernel_of_ours() -> None:
     own = {
         name: f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}"
         for name, g in GENERATIONS.items()
@@ -99,72 +119,101 @@ def test_a_generation_packs_no_other_generation_and_no_gemm_alone() -> None:
         sources = [s["path"] for s in json.loads(packed_of(name))["sources"]]
         assert sources == sorted(sources) and set(sources) & set(own.values()) == {entry}
         assert not any("/gemms/" in path for path in sources)
+    for generation in (g for of in GEMMS[::2] for g in pack.generations(definition=of)):
+        sources = {s["path"] for s in json.loads(packed_once(generation))["sources"]}
+        kernels = any(path.startswith("moe_fp8/kernels/") for path in sources)
+        assert kernels != (generation.path.parent.name == BASELINES)
 
 
 def test_fields_of_the_solution(package: Path) -> None:
     (path,) = write(package)
     solution = json.loads(path.read_bytes())
-    assert solution["name"] == "sample"
-    assert solution["definition"] == DEFINITION
+    assert (solution["name"], solution["definition"]) == ("sample", DEFINITION)
     assert solution["description"] == "What it is."
     assert solution["spec"]["entry_point"] == "main.py::run"
     assert solution["spec"]["destination_passing_style"] is True
     sources = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
     assert [s["path"] for s in solution["sources"]] == sources
-
-
-def test_check_sees_a_changed_a_missing_and_a_stale_file(package: Path) -> None:
-    output = package.parent / "packed"
-    assert pack.stale_files([], output, package) == ["sample.json: missing"]
-    write(package)
-    assert pack.stale_files([], output, package) == []
-    (package / "helper.py").write_text("def fill(x):\n    x.fill_(4)\n")
-    assert pack.stale_files([], output, package) == ["sample.json: not what gen.py packs to"]
-    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
-    write(package)
-    assert pack.stale_files([], output, package) == []
-    (package / "gone.py").unlink()
-    assert pack.stale_files([], output, package) == ["gone.json: no generation of that name"]
-    write(package, "sample")  # forgets nothing
-    assert {p.name for p in output.iterdir()} == {"gone.json", "sample.json"}
-    write(package)
-    assert [p.name for p in output.iterdir()] == ["sample.json"]
-
-
-def test_only_what_was_packed_is_removed(package: Path) -> None:
-    """The directory may be anyone's, with copies of ours under names of their own."""
+    # What a solution does not say is that of our own kernels.
+    lines = GENERATION.replace("SOLUTION =", "SOLUTION: dict =").splitlines(keepends=True)
+    said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
+    (package / "gen.py").write_text("".join(said))
     (path,) = write(package)
-    foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
-    for file, content in foreign.items():
-        file.write_bytes(content)
-    write(package)
-    assert {file: file.read_bytes() for file in foreign} == foreign
-    assert pack.stale_files([], path.parent, package) == []
+    made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
+    assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
+    assert "nvidia-cutlass-dsl>=4.6,<4.9" in made["spec"]["dependencies"]
+
+
+def test_validation_builds_the_entry_point(package: Path) -> None:
+    write(package, build=True)
+    (package / "gen.py").write_text(GENERATION.replace("j, output", "output"))
+    with pytest.raises(pack.PackError, match="expected 11 (positional )?parameters"):
+        write(package, build=True)
+    (package / "gen.py").write_text(GENERATION + "\nraise RuntimeError('at import')\n")
+    with pytest.raises(pack.PackError, match="at import"):
+        write(package, build=True)
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["{}", "[]", "\0", '{"name": "sample", "author": "another"}', '{"author": "somebody"}'],
+    ("change", "message"),
+    [
+        (lambda s: s.replace('["torch"]', "list()"), "literal"),
+        (lambda s: s.replace('    "name": "sample",\n', ""), "lacks 'name'"),
+        (lambda s: s.replace('"author"', '"autor"'), "autor"),
+        (lambda s: s.replace('"""What it is."""', ""), "docstring"),
+        (lambda s: s.replace("from .helper", "from moe_fp8.helper"), "absolute"),
+        (lambda s: s.replace("from .helper", "from .empty"), "empty source files are not allowed"),
+    ],
 )
-def test_a_file_in_a_solutions_place_is_refused(content: str, package: Path) -> None:
+def test_a_bad_generation_is_refused_with_the_reason(package, change, message) -> None:
+    (path,) = write(package)
+    content = path.read_bytes()
+    (package / "empty.py").write_text("\n")
+    (package / "gen.py").write_text(change(GENERATION))
+    with pytest.raises(pack.PackError, match=message):
+        write(package)
+    assert path.read_bytes() == content and names_in(path.parent) == {path.name}
+
+
+def test_names_of_generations(package: Path) -> None:
+    with pytest.raises(UsageError, match="there are: sample"):
+        write(package, "absent")
+    (package / "twin.py").write_text(GENERATION)
+    with pytest.raises(pack.PackError, match=r"gen\.py and twin\.py"):
+        write(package)
+
+
+# --- where it goes -------------------------------------------------------------------------------
+
+
+def test_only_what_was_packed_is_removed_and_what_is_current_is_not_written(package) -> None:
+    """The directory may be anyone's, with copies of ours under names of their own."""
+    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
+    path = write(package)[0].with_name("sample.json")
+    (package / "gone.py").unlink()
+    foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
+    for file, content in foreign.items():
+        file.write_bytes(content)
+    before, kept = path.stat().st_mtime_ns, {"sample.json", "mine.json", "old.json"}
+    assert write(package, "sample") == [path]  # forgets nothing
+    assert names_in(path.parent) == kept | {"gone.json"}
+    assert write(package) == [path] and names_in(path.parent) == kept
+    assert {file: file.read_bytes() for file in foreign} == foreign
+    assert path.stat().st_mtime_ns == before
+    current = path.read_bytes()
+    path.write_bytes(b"")  # as a crash leaves it
+    assert write(package) == [path] and path.read_bytes() == current
+
+
+@pytest.mark.parametrize("content", ["{}", "\0", '{"name": "sample", "author": "somebody"}'])
+def test_a_file_in_a_solutions_place_is_refused(content: str, package, monkeypatch) -> None:
     output = package.parent / "packed"
     output.mkdir()
     (output / "sample.json").write_text(content)
     with pytest.raises(UsageError, match="sample.json is no solution of ours: .* --output$"):
         write(package)
     assert [p.read_text() for p in output.iterdir()] == [content]
-
-
-def test_an_emptied_file_is_packed_anew(package: Path) -> None:
-    (path,) = write(package)
-    content = path.read_bytes()
-    path.write_bytes(b"")
-    assert write(package) == [path] and path.read_bytes() == content
-
-
-def test_where_no_other_output_can_be_named_none_is_advised(package, monkeypatch) -> None:
     monkeypatch.setattr(pack, "PACKED_DIR", package.parent / "data")
-    monkeypatch.setattr(pack, "OLD_PACKED_DIR", package.parent / "data/packed")
     (path,) = pack.write_packed(root=package, build=False)
     path.write_text("notes")
     with pytest.raises(UsageError, match="sample.json is no solution of ours: move it$"):
@@ -193,73 +242,40 @@ def test_builds_of_its_own_leave_the_place_of_others(before: str | None, monkeyp
     assert os.environ.get("FIB_CACHE_PATH") == before and not place.exists()
 
 
-def test_validation_builds_the_entry_point(package: Path) -> None:
-    write(package, build=True)
-    (package / "gen.py").write_text(GENERATION.replace("j, output", "output"))
-    with pytest.raises(pack.PackError, match="expected 11 (positional )?parameters"):
-        write(package, build=True)
-    (package / "gen.py").write_text(GENERATION + "\nraise RuntimeError('at import')\n")
-    with pytest.raises(pack.PackError, match="at import"):
-        write(package, build=True)
+def test_definitions_have_their_own_folders(package: Path, monkeypatch) -> None:
+    """From which packing another definition removes nothing."""
+    data = package.parent / "data"
+    monkeypatch.setattr(pack, "PACKED_DIR", data / "solutions")
+    definition = MOE[1]
+    (package / "layer").mkdir()
+    for name in ("layer/__init__.py", "layer/calls.py"):
+        (package / name).write_text('"""Empty."""\n')
+    text = GENERATION.replace('"author"', '"routings": ("deepseek_v3",),\n    "author"')
+    (package / "gen.py").write_text(text)
+    (package / "gone.py").write_text(text.replace("sample", "gone"))
+    folder = data / "solutions/somebody/moe" / definition.name
+    wanted = [folder / "sample_kimi_k2.json", folder / "gone_kimi_k2.json"]
+    assert pack.write_packed(root=package, build=False, definition=definition) == wanted
+    (package / "gone.py").unlink()
+    (first,) = pack.write_packed(root=package, build=False)
+    assert first == data / f"solutions/somebody/moe/{DEFAULT.name}/sample.json"
+    assert wanted[1].is_file(), "of another definition"
+    pack.write_packed(root=package, build=False, definition=definition)
+    assert not wanted[1].is_file()
+    for path in (DEFAULT.path, definition.path):
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / path).write_bytes((ROOT / path).read_bytes())
+    found = TraceSet.from_path(str(data)).solutions
+    assert {name: [s.name for s in of] for name, of in found.items()} == {
+        DEFAULT.name: ["sample"],
+        definition.name: ["sample_kimi_k2"],
+    }
+    # Those of two definitions can lie in one directory.
+    pack.write_packed(output=folder, root=package, build=False)
+    assert names_in(folder) == {"sample.json", "sample_kimi_k2.json"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.replace('["torch"]', "list()"), "literal"),
-        (lambda s: s.replace('    "name": "sample",\n', ""), "lacks 'name'"),
-        (lambda s: s.replace('"author"', '"autor"'), "autor"),
-        (lambda s: s.replace('"""What it is."""', ""), "docstring"),
-        (lambda s: s.replace("from .helper", "from moe_fp8.helper"), "absolute"),
-    ],
-)
-def test_a_bad_generation_is_refused_with_the_reason(package, change, message) -> None:
-    (package / "gen.py").write_text(change(GENERATION))
-    with pytest.raises(pack.PackError, match=message):
-        write(package)
-
-
-def test_what_a_solution_does_not_say_is_that_of_our_own_kernels(package: Path) -> None:
-    lines = GENERATION.splitlines(keepends=True)
-    said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
-    (package / "gen.py").write_text("".join(said))
-    (path,) = write(package)
-    made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
-    assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
-    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
-
-
-def test_an_annotated_solution_is_a_generation_too(package: Path) -> None:
-    (package / "gen.py").write_text(GENERATION.replace("SOLUTION =", "SOLUTION: dict ="))
-    assert [g.name for g in pack.generations(package)] == ["sample"]
-
-
-def test_two_generations_of_one_name_are_refused(package: Path) -> None:
-    (package / "twin.py").write_text(GENERATION)
-    with pytest.raises(pack.PackError, match=r"gen\.py and twin\.py"):
-        write(package)
-
-
-def test_what_is_current_is_not_written_and_a_failed_pack_leaves_the_old(package: Path) -> None:
-    (path,) = write(package)
-    before = path.stat().st_mtime_ns
-    assert write(package) == [path] and path.stat().st_mtime_ns == before
-    content = path.read_bytes()
-    (package / "helper.py").write_text("\n")
-    with pytest.raises(pack.PackError, match="empty source files are not allowed: .*helper"):
-        write(package)
-    assert path.read_bytes() == content and list(path.parent.glob("*.json")) == [path]
-    # Packing one by name leaves the others alone.
-    (package / "helper.py").write_text("def fill(x): pass\n")
-    (path.parent / "other.json").write_text("{}")
-    write(package, "sample")
-    assert {p.name for p in path.parent.glob("*.json")} == {"sample.json", "other.json"}
-
-
-def test_an_unknown_name_is_a_usage_error(package: Path) -> None:
-    with pytest.raises(UsageError, match="there are: sample"):
-        write(package, "absent")
-
+# --- what a bundle does --------------------------------------------------------------------------
 
 GENERATIONS = {g.name: g for g in pack.generations()}
 OWN = [name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES]
@@ -424,20 +440,46 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
     assert {name for name in ours if ours[name] != edited[name]} == {"options", "sources"}
 
 
-@pytest.mark.all
-def test_flashinfers_trace_apply_loads_the_bundles(tmp_path: Path, monkeypatch) -> None:
-    loaders = pytest.importorskip("flashinfer.trace_apply.loaders")
-    from flashinfer.trace.solution import Solution
+LAYERS = {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe", "hpc_ops_moe"}
+PACKED = {CONTIGUOUS: {"flat", "deepgemm_contiguous"}, MASKED: {"batched", "deepgemm_masked"}}
+of_other_definitions = pytest.mark.parametrize(
+    "definition", [*KINDS, *GEMMS], ids=lambda d: d.short
+)
 
-    monkeypatch.setenv("HOME", str(tmp_path))
-    loaded: dict[str, Any] = {}
-    for name in ("cutedsl_moe_fp8_fused", "triton_moe"):
-        solution = Solution.from_dict(json.loads(packed_of(name)))
-        loaded[name] = loaders.load(solution)
-        monkeypatch.delitem(sys.modules, f"flashinfer_trace_apply_solution_{solution.hash()[:16]}")
-    for name, run in loaded.items():
-        assert Path(inspect.getfile(run)).is_relative_to(tmp_path)
-        check_call(name, run)
+
+@pytest.mark.all
+@of_other_definitions
+def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None:
+    """One of ours computes, a peer's asks for a GPU."""
+    found = {g.path.stem: g for g in pack.generations(definition=definition)}
+    if gemm := isinstance(definition, GemmDefinition):
+        inputs, names = gemm_arguments(definition.rows), PACKED[definition.rows]
+        values, wanted = [*inputs, new_output(inputs)], reference(definition)(*inputs)
+    else:
+        by_name, wanted = arguments(ROOT / definition.path)
+        values, names = list(by_name.values()), LAYERS
+    assert set(found) == names
+    for stem in names if gemm else ("v5_fused", "triton_moe"):
+        generation, packed = found[stem], packed_once(found[stem])
+        name = f"{generation.metadata['name']}_{definition.short}"
+        assert generation.name == json.loads(packed)["name"] == name
+        run = top_level(unpack(packed, tmp_path / name)).run
+        if generation.path.parent.name == BASELINES:
+            with pytest.raises(RuntimeError, match="unsupported on cpu"):
+                run(*values)
+        else:
+            run(*values)
+            torch.testing.assert_close(values[-1].float(), wanted.float(), rtol=0.05, atol=1e-3)
+
+
+@of_other_definitions
+def test_bench_lists_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
+    monkeypatch.setattr(pack, "validate", lambda *_: None)
+    listed = call("bench", "--cpu", "--list", "--definition", definition.short)
+    assert listed.returncode == 0 and "needs a GPU" in listed.stdout
+    assert all(g.name in listed.stdout for g in pack.generations(definition=definition))
+    assert "sglang_moe" not in listed.stdout
+    assert ("cutedsl_moe" in listed.stdout) == (definition not in GEMMS)
 
 
 CALL_BUNDLES = """

@@ -99,7 +99,9 @@ def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
 @needs_bench
 def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
     tree, peer = tmp_path / "tree", "triton_moe"
-    submit("trace", "v5_fused", peer, "--baseline", peer, "--output", tree)
+    submit("trace", "v5_fused", "--output", tree)
+    submit("trace", peer, "--author", "baseline", "--output", tmp_path / "peer")
+    shutil.copytree(tmp_path / "peer", tree, dirs_exist_ok=True)
     for folder in ("definitions", "workloads"):
         shutil.copytree(ROOT / folder, tree / folder)
     found = validate(tree, "solution,trace,baseline")[DEFAULT.name]

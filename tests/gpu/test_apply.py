@@ -5,7 +5,6 @@ The traces are made up: what is measured is not asked here, only what is done wi
 """
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,10 +23,9 @@ from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
-from scripts.data.traces import read_evaluations
 from scripts.pack.pack import generations
-from scripts.submit import evidence, forms
-from scripts.submit.forms import export_of, write_all
+from scripts.submit import forms
+from scripts.submit.forms import FORMS, export_of
 
 pytestmark = pytest.mark.gpu
 
@@ -40,41 +38,37 @@ SPEEDUPS = {FLAT: {7: 40.0, 80: 30.0}, FUSED: {7: 30.0, 80: 40.0, 1: 50.0}}
 
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("apply")
-    known = load(ROOT)[0]
-    exports = {g.name: export_of(g) for g in generations() if g.name in SPEEDUPS}
-    lines = []
-    for name, export in exports.items():
-        for trace in known.workloads[DEFINITION]:
-            speedup = SPEEDUPS[name].get(trace.workload.axes["seq_len"])
-            if speedup is None:
-                continue
-            libs = {"solution_hash": export.solution.hash()}
-            evaluation = {
-                "status": "PASSED",
-                "environment": {"hardware": "this GPU", "libs": libs},
-                "timestamp": "2026-01-01T00:00:00",
-                "correctness": {"max_relative_error": 4e10, "max_absolute_error": 24288.0},
-                "performance": {
-                    "latency_ms": 1.0,
-                    "reference_latency_ms": speedup,
-                    "speedup_factor": speedup,
+    place, known = tmp_path_factory.mktemp("apply"), load(ROOT)[0]
+    definition, workloads = known.definitions[DEFINITION], known.workloads[DEFINITION]
+    exports = []
+    for generation in generations():
+        if generation.name not in SPEEDUPS:
+            continue
+        export = export_of(generation)
+        made = [
+            {
+                "definition": DEFINITION,
+                "workload": trace.workload.model_dump(mode="json"),
+                "solution": export.name,
+                "evaluation": {
+                    "status": "PASSED",
+                    "environment": {"hardware": "this GPU", "libs": {}},
+                    "timestamp": "2026-01-01T00:00:00",
+                    "correctness": {"max_relative_error": 4e10, "max_absolute_error": 24288.0},
+                    "performance": {
+                        "latency_ms": 1.0,
+                        "reference_latency_ms": speedup,
+                        "speedup_factor": speedup,
+                    },
                 },
             }
-            workload = trace.workload.model_dump(mode="json")
-            line = {"definition": DEFINITION, "workload": workload, "solution": name}
-            lines.append(json.dumps(line | {"evaluation": evaluation}))
-    (place / "traces.jsonl").write_text("\n".join(lines) + "\n")
-    found = read_evaluations([place / "traces.jsonl"])
-    workloads = known.workloads[DEFINITION]
-    backed = [
-        replace(e, traces=evidence.back(e.solution, found, workloads, "this GPU", every=False)[0])
-        for e in exports.values()
-    ]
-    definition = known.definitions[DEFINITION]
-    write_all(place / "apply", forms.apply_files(backed, definition))
-    forms.check_apply(place / "apply", backed)
-    write_all(place / "flashinfer", forms.flashinfer_files(exports[FUSED], definition))
+            for trace in workloads
+            if (speedup := SPEEDUPS[export.name].get(trace.workload.axes["seq_len"]))
+        ]
+        exports.append(replace(export, traces=tuple(made)))
+    forms.write(FORMS["apply"], place / "apply", exports, definition)
+    fused = [export for export in exports if export.name == FUSED]
+    forms.write(FORMS["flashinfer"], place / "flashinfer", fused, definition)
     return place
 
 

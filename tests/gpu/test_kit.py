@@ -16,7 +16,7 @@ from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.pack.pack import generations
 from scripts.submit import forms
-from scripts.submit.forms import export_of, write_all
+from scripts.submit.forms import FORMS, export_of
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,8 @@ def test_what_the_kit_packs_gives_the_same_bits(module, make_inputs, tmp_path, m
     monkeypatch.setattr(BuilderRegistry, "_instance", None)
     stem = module.__name__.split(".")[-1]
     export = export_of(next(g for g in generations() if g.path.stem == stem), "some-team")
-    write_all(tmp_path / "kit", forms.kit_files(export))
+    definition = load(ROOT)[0].definitions[DEFINITION]
+    forms.write(FORMS["kit"], tmp_path / "kit", [export], definition)
     config = tomllib.loads((tmp_path / "kit/config.toml").read_text("utf-8"))
     solution = pack_solution_from_files(
         path=str(tmp_path / "kit" / forms.KIT_FOLDER),
@@ -38,7 +39,7 @@ def test_what_the_kit_packs_gives_the_same_bits(module, make_inputs, tmp_path, m
         **config["solution"],
     )
     registry = BuilderRegistry.get_instance()
-    runnable = registry.build(load(ROOT)[0].definitions[DEFINITION], solution)
+    runnable = registry.build(definition, solution)
     try:
         for tokens in (1, 80, 901):
             inputs = make_inputs(tokens)
