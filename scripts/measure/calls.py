@@ -16,10 +16,9 @@ from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import MoeInputs, MoeShape
 
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition
+from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.common.project import PREFIX
 from scripts.data.dataset import definition_of, matches
-from scripts.data.interfaces import build_definition
 from scripts.data.rows import Writer
 from scripts.measure import plan, roofline, times
 from scripts.measure.cases import Problems

@@ -10,9 +10,8 @@ import torch
 from flashinfer_bench.data import Definition, RandomInput, ScalarInput, TraceSet, Workload
 from moe_fp8.problem import MoeInputs, MoeShape
 
-from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, MoeDefinition
+from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.data.dataset import Inputs, load, make_missing_workloads, tokens
-from scripts.data.interfaces import build_definition
 from scripts.data.workload_specs import WorkloadSpec, load_specs
 from scripts.measure.gemm_problems import Histogram, counted
 

@@ -16,11 +16,12 @@ from moe_fp8.problem import MoeInputs
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import PREFIX
 from scripts.common.schemas import STAGES, TOTAL
+from scripts.common.text import say_skipped
 from scripts.data.rows import Writer
 from scripts.measure.cases import Problems
 from scripts.measure.timing import flush_buffer
 from scripts.pack import sources
-from scripts.pack.availability import own_hashes, say_skipped, split_available, this_machine
+from scripts.pack.availability import own_hashes, split_available, this_machine
 from scripts.pack.pack import generations, pack, select
 
 WARMUP = 5

@@ -21,9 +21,8 @@ import pandas as pd
 from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
-from scripts.common.text import markdown, number, printable
+from scripts.common.text import markdown, number, printable, say_skipped
 from scripts.data.rows import BITS, FILE
-from scripts.pack.availability import say_skipped
 from scripts.pack.sources import changed_since, changed_sources
 from scripts.report.plots import image
 from scripts.report.report import run_figures

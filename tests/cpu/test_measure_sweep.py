@@ -17,10 +17,9 @@ from programs import packed_once
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, find
+from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
 from scripts.common.project import ROOT
 from scripts.data import rows
-from scripts.data.interfaces import build_definition
 from scripts.data.workload_specs import load_specs
 from scripts.measure import as_engines, calls, cases, gpu, plan, roofline, times, timing
 from scripts.pack import pack

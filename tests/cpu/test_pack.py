@@ -141,7 +141,7 @@ def test_fields_of_the_solution(package: Path) -> None:
     (path,) = write(package)
     made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
     assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
-    assert "nvidia-cutlass-dsl>=4.6,<4.9" in made["spec"]["dependencies"]
+    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
 
 
 def test_validation_builds_the_entry_point(package: Path) -> None:

@@ -299,7 +299,7 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
 @pytest.mark.parametrize(
     ("command", "option", "said"),
     [
-        ("pack", "-h", "--no-build"),
+        ("pack", "-h", "--list"),
         ("measure", "--help", "--eager"),
         ("submit", "--help", "Its options are listed after: python3 run.py setup"),
         ("test", "-h", "run.py test [args]"),

@@ -424,7 +424,7 @@ def test_the_build_file_of_kernels(tree, flat: Export) -> None:
     }
     assert {"build.toml", "flake.nix", "CARD.md", "torch-ext"} == {p.name for p in made.iterdir()}
     card = (made / "CARD.md").read_text()
-    assert "nvidia-cutlass-dsl>=4.6,<4.9" in card and "$" not in card
+    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in card and "$" not in card
     triton = (tree("kernels", "triton_moe") / "build.toml").read_text()
     assert "depends" not in triton and "[general.cuda]" not in triton
     anywhere = forms.build_toml(hardware_of(flat, "NVIDIA_H100", "any"), "x")
