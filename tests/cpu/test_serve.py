@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from markers import more
 from moe_fp8 import experts
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_blocks, quantise_rows
@@ -92,7 +91,7 @@ def test_the_tables_are_shown(served_rows):
     assert f"{fast:.2e} (layer 0)" in text and "Served: medians" in text
 
 
-@more
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
