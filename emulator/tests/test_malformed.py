@@ -56,6 +56,8 @@ def test_an_operand_too_few_too_many_or_of_another_kind(text):
     [
         ("add.u32 %r2, %r3;", "add.u32: expected 3 operands, found 2"),
         ("mov.u32;", "mov.u32: expected 2 operands, found 0"),
+        ("elect.sync %r1, -1;", "operand 1: expected "),
+        (".shared .b8 tile[4]; mov.u16 %h1, tile;", "operand 2: expected u16, found variable"),
         ("bar.sync;", "bar.sync: expected 1 or 2 operands, found 0"),
         ("fma.rn.f32 %f1, %f2, %f3;", "expected 4 operands, found 3"),
         ("atom.global.add.u32 [%rd1], %r1;", "expected 3 operands, found 2"),

@@ -28,6 +28,33 @@ def test_widths_and_vectors():
     assert torch.equal(out, torch.stack(columns, 1))
 
 
+def test_names_and_constants():
+    """A register of an inner scope, half of a special register, predicates, negative values."""
+    top = ".global .align 4 .b8 table[4] = {1, -2, 3, 4};"
+    body = f"""
+    mov.u32 %r2, 5; {{ .reg .b32 %r2; mov.u32 %r2, 7; }} add.s32 %r3, %r2, 1;
+    mov.u16 %h1, %tid.x; cvt.u32.u16 %r4, %h1;
+    mov.pred %p1, -1; selp.b32 %r5, 10, 20, %p1;
+    mov.u64 %rd1, table; ld.global.s8 %r6, [%rd1+1];
+    {address("%rd2", "out", "%r1", 16)} st.global.v4.b32 [%rd2], {{%r3, %r4, %r5, %r6}};
+    """
+    out = zeros(32, 4)
+    assert not run(kernel("u64 out", body, top), out).hazards
+    assert out.tolist() == [[6, lane, 10, -2] for lane in range(32)]
+
+
+def test_shared_memory_of_a_size_known_at_launch_begins_at_16_bytes():
+    """In a kernel that ends without `ret`."""
+    top = ".shared .b8 own[4]; .extern .shared .b8 more[];"
+    body = f"""
+    mov.u32 %r2, more; and.b32 %r2, %r2, 15; {address("%rd1", "out", "%r1", 4)}
+    st.global.b32 [%rd1], %r2;
+    """
+    out, text = torch.full((32,), -1).int(), kernel("u64 out", body, top)
+    assert not run(text.replace("    ret;\n", ""), out, dyn_smem=16).hazards
+    assert not out.any()
+
+
 def test_shared_local_and_generic_addresses():
     top = ".shared .align 16 .b8 own[256]; .extern .shared .align 16 .b8 more[];"
     body = f"""
