@@ -187,14 +187,6 @@ def test_a_workload_that_cannot_be_read_or_whose_reference_exits_costs_no_other(
     assert all(f"the reference of {DEFINITION} calls sys.exit(0)" in error for error in errors)
 
 
-def test_an_interrupt_keeps_what_was_stored_and_closes_the_workers(fake) -> None:
-    fake.interrupt_at = 1
-    stored: list[list[Trace]] = []
-    with pytest.raises(KeyboardInterrupt):
-        drive(["x"], stored)
-    assert len(stored) == 1 and fake.instances[0].closed
-
-
 @pytest.mark.parametrize("number", ENDING)
 def test_ctrl_c_finishes_and_keeps_the_workload_under_way(fake, number, capfd) -> None:
     """flashinfer-bench evaluates the rest of a workload's solutions before it lets go."""
@@ -408,6 +400,7 @@ def test_passes_and_report_follow_a_run(h200, fake, monkeypatch, tmp_path, capsy
     target = tmp_path / "ranking.json"
     assert h200.plain(*arguments, "--no-report", "--json", str(target)) == 0
     assert done == ["passes", "report", "passes"]
+    assert h200.plain(*arguments, "--no-report", "--only-harness") == 0 and len(done) == 3
     assert json.loads(target.read_text())[0]["hardware"] == "GPU"
 
 
@@ -449,13 +442,6 @@ def test_the_passes_have_the_options_of_the_run(passes, capsys) -> None:
     assert list(of_another) == list(every)
     assert all("_ng1_kg1_e48_" in options[-1] for options in of_another.values())
     assert list(passes("--definition", "gemm1")) == ["times"], "no layer"
-
-
-def test_only_the_harness_measures_where_it_is_asked_for(h200, monkeypatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
-    assert h200("--workloads", "1", "--only-harness") == 0 and done == []
-    assert h200("--workloads", "1") == 0 and done == ["passes"]
 
 
 @pytest.fixture
@@ -532,17 +518,12 @@ def result(name: str, length: int = 1) -> Trace:
     )
 
 
-def test_the_directory_is_named_after_time_and_hardware(tmp_path: Path) -> None:
-    with bench.new_run(tmp_path, "NVIDIA H100 80GB HBM3") as run:
-        assert run.directory.name.endswith("-nvidia-h100-80gb-hbm3")
-
-
 def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
     begin, found = threading.Barrier(16), []
 
     def start() -> None:
         begin.wait()
-        found.append(bench.new_run(tmp_path, "GPU"))
+        found.append(bench.new_run(tmp_path, "NVIDIA H100 80GB HBM3"))
 
     threads = [threading.Thread(target=start) for _ in range(16)]
     for thread in threads:
@@ -550,7 +531,7 @@ def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len({run.directory for run in found}) == 16
-    assert all(run.directory.is_dir() for run in found)
+    assert all("-nvidia-h100-80gb-hbm3" in run.directory.name for run in found)
 
 
 def test_the_latest_run_or_the_named_one_is_resumed(tmp_path: Path) -> None:
@@ -599,11 +580,6 @@ def test_an_impossible_result_is_not_done(tmp_path: Path) -> None:
         assert '"latency_ms":1.0' in text
         run.traces.write_text(text.replace('"latency_ms":1.0', '"latency_ms":0.0'))
         assert run.done() == {}
-
-
-def test_settings_have_one_hash_whatever_their_order() -> None:
-    assert bench.settings_hash({"a": 1, "b": [2]}) == bench.settings_hash({"b": [2], "a": 1})
-    assert bench.settings_hash({"a": 1}) != bench.settings_hash({"a": 2})
 
 
 # --- what a result is of --------------------------------------------------------------------------
@@ -663,17 +639,6 @@ def test_a_trace_of_another_source_or_setting_is_measured_again(
     (run / "traces.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
     assert h200("--workloads", "1", "7", "--resume") == 0
     assert [uuid for uuid, _ in fake.instances[-1].ran] == [first["workload"]["uuid"]]
-
-
-def test_a_last_line_that_was_cut_short_is_measured_again(h200, fake, tmp_path, capsys) -> None:
-    assert h200("--workloads", "1", "7") == 0
-    path = the_run(tmp_path) / "traces.jsonl"
-    content = path.read_bytes()
-    path.write_bytes(content[:-100])
-    assert h200("--workloads", "1", "7", "--resume") == 0
-    assert "the last line is cut short and left out" in capsys.readouterr().err
-    assert len(fake.instances[-1].ran) == 1
-    assert len(traces_of(the_run(tmp_path))) == 2
 
 
 OUT_OF_RANGE = """--rtol=-1 --atol=inf --atol=nan --matched-ratio=1.5 --matched-ratio=0
