@@ -29,6 +29,22 @@ END:
     assert out.tolist() == [*range(63, -1, -1), *[0] * 32]
 
 
+def test_half_a_warp_is_late_at_a_barrier():
+    """It comes to the same instruction, at which the others wait already."""
+    body = f"""
+    setp.lt.u32 %p0, %r0, 16; mov.u32 %r2, 1; @%p0 bra LATE;
+GATE:
+    barrier.sync 0; bra END;
+LATE:
+    add.u32 %r2, %r2, %r0; bra GATE;
+END:
+    {address("%rd1", "out", "%r0", 4)} st.global.u32 [%rd1], %r2;
+    """
+    out = zeros(64)
+    assert not run(kernel("u64 out", body), out, threads=64).hazards
+    assert out.tolist() == [1 + lane * (lane < 16) for lane in range(64)]
+
+
 def test_arrive_and_sync_and_reduction():
     body = f"""
     setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 1, 64; @!%p1 bar.sync 1, 64;
