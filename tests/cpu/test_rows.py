@@ -9,6 +9,7 @@ import pytest
 from small_record import UUIDS, measurement, record, trace, write
 
 from scripts.common.command_line import UsageError
+from scripts.common.project import DEFINITION
 from scripts.data import rows, traces
 from scripts.data.records import Timed
 from scripts.data.rows import Writer, append, read
@@ -152,7 +153,7 @@ FIGURES = [
 
 
 def figures(rows_of: list[dict] = FIGURES, solution: str = "x", length: int = 7) -> list[dict]:
-    case = {"subject": solution, "uuid": UUIDS[length], "hash": "1"}
+    case = {"subject": solution, "definition": DEFINITION, "uuid": UUIDS[length], "hash": "1"}
     return [case | row for row in rows_of]
 
 
