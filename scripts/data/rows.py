@@ -105,6 +105,7 @@ class Rows:
 
     measurements: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
     rows: list[dict[str, Any]] = field(default_factory=list)
+    heads: dict[str, dict[str, Any]] = field(default_factory=dict)  # every measurement by its id
 
     def __contains__(self, name: str) -> bool:
         return name in self.measurements
@@ -113,6 +114,14 @@ class Rows:
         """Of the latest measurement of that name."""
         wanted = self.measurements.get(name, {}).get("id")
         return [row for row in self.rows if row["of"] == wanted]
+
+    def every(self, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
+        """The rows of each measurement of that name with the hardware, the oldest first: a part of
+        a run may be measured again."""
+        heads = [of for of in self.heads.values() if of["name"] == name]
+        return [
+            (of["hardware"], [row for row in self.rows if row["of"] == of["id"]]) for of in heads
+        ]
 
     def frame(self, name: str) -> pd.DataFrame:
         """The same as a frame with every column that a row may have, NaN where it has not."""
@@ -150,18 +159,17 @@ def read(path: Path) -> Rows:
     found = Rows()
     if not path.is_file():
         return found
-    begun: dict[str, dict[str, Any]] = {}  # by id
     for number, line in json_lines(path):
         try:
             content = json.loads(line.decode("utf-8-sig"))
             if isinstance(content, dict) and "name" in content:
                 schemas.checked(content, Measurement)
-                begun[content["id"]] = content
+                found.heads[content["id"]] = content
                 continue
             schemas.checked(content, Row)
-            if content["of"] not in begun:
+            if content["of"] not in found.heads:
                 raise ValueError(f"no measurement {content['of']} stands before it")
-            of = begun[content["of"]]
+            of = found.heads[content["of"]]
             for name in NEEDED.get(of["name"], ()):
                 if name not in content and name not in of:
                     raise ValueError(f"{name}: Field required")

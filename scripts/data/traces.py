@@ -87,8 +87,8 @@ Pair = tuple[str, str, str, str]
 def figures_of_pairs(found: rows.Rows) -> dict[Pair, dict[str, Any]]:
     """What the rows of `rows.TIMES` say of each pair, as the extra of its trace has it."""
     figures: dict[Pair, dict[str, Any]] = {}
-    hardware = found.measurements.get(rows.TIMES, {}).get("hardware", "")
-    for row in found.rows_of(rows.TIMES):
+    timed_rows = [(hardware, row) for hardware, of in found.every(rows.TIMES) for row in of]
+    for hardware, row in timed_rows:
         of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
         if clock := row.get("clock"):
             timed = {name: row[name] for name in ("p10", "p90", "calls", "method") if name in row}

@@ -48,7 +48,7 @@ def roofline_of(f: pd.DataFrame, case: Case) -> "pd.Series[float]":
 def called(rows: Rows, name: str) -> pd.DataFrame:
     """The rows of a sweep but for what was not tried at all."""
     f = rows.frame(name)
-    f = f[f.tokens.notna()]
+    f = f.dropna(subset=["tokens", "active", "pairs"])
     return f.astype({column: int for column in ("tokens", "active", "pairs")})
 
 

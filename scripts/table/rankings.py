@@ -211,9 +211,11 @@ def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
 
 def checks_of(found: Rows) -> dict[tuple[str | None, str], Checks]:
     """Those of a run's rows, by (hash of the source, hardware)."""
-    hardware, hashes = found.measurements.get(BITS, {}).get("hardware", ""), found.hashes(BITS)
-    by_subject = by_part(found.rows_of(BITS))
-    return {(hashes.get(name), hardware): checks for name, checks in by_subject.items()}
+    checks: dict[tuple[str | None, str], Checks] = {}
+    for hardware, of in found.every(BITS):
+        hashes = {row["subject"]: row.get("hash") for row in of}
+        checks |= {(hashes[name], hardware): part for name, part in by_part(of).items()}
+    return checks
 
 
 # --- what is said of the results ------------------------------------------------------------------

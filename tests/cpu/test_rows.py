@@ -14,6 +14,7 @@ from scripts.data import rows, traces
 from scripts.data.records import Timed
 from scripts.data.rows import Writer, append, read
 from scripts.data.traces import read_records
+from scripts.table.rankings import checks_of
 
 CASE = {"uuid": UUIDS[7], "tokens": 7, "hash": "1"}
 
@@ -194,6 +195,24 @@ def test_figures_join_only_results_of_the_same_pair_source_and_gpu(tmp_path: Pat
     # The hash is run.json's where the trace has none.
     run = record(tmp_path, [ours(hash="")], measurement("times", figures()), solutions={"x": "1"})
     assert read_records([run / "traces.jsonl"])[0].device
+
+
+def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) -> None:
+    first = measurement("times", [*figures(), *figures(solution="y")])
+    again = measurement("times", figures([{"clock": "device", "value": 1.5}]))
+    run = record(tmp_path, [ours(), ours("y")], first, again)
+    x, y = read_records([run / "traces.jsonl"])
+    assert (x.device.ms, y.device.ms) == (1.5, 2.0)
+    assert x.harness.ms == 3.0 and x.extra["cosine"] == y.extra["cosine"]
+    bit = {"part": "again", "compared": 7}
+    x_bits, y_bits = bit | {"subject": "x", "hash": "1"}, bit | {"subject": "y", "hash": "2"}
+    whole = measurement("bits", [x_bits | {"differ": 1}, y_bits | {"differ": 2}])
+    run = record(tmp_path, [ours()], whole, measurement("bits", [x_bits | {"differ": 0}]))
+    found = checks_of(read(run))
+    assert {key: part["again"]["differ"] for key, part in found.items()} == {
+        ("1", "GPU A"): 0,
+        ("2", "GPU A"): 2,
+    }
 
 
 def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
