@@ -47,12 +47,12 @@ def test_shared_memory_of_a_size_known_at_launch_begins_at_16_bytes():
     """In a kernel that ends without `ret`."""
     top = ".shared .b8 own[4]; .extern .shared .b8 more[];"
     body = f"""
-    mov.u32 %r2, more; and.b32 %r2, %r2, 15; {address("%rd1", "out", "%r1", 4)}
-    st.global.b32 [%rd1], %r2;
+    mov.u32 %r2, more; and.b32 %r2, %r2, 15; {address("%rd1", "out", "%r1", 8)}
+    mov.u32 %r3, %dynamic_smem_size; st.global.v2.b32 [%rd1], {{%r2, %r3}};
     """
-    out, text = torch.full((32,), -1).int(), kernel("u64 out", body, top)
-    assert not run(text.replace("    ret;\n", ""), out, dyn_smem=16).hazards
-    assert not out.any()
+    out, text = torch.full((32, 2), -1).int(), kernel("u64 out", body, top)
+    assert not run(text.replace("    ret;\n", ""), out, dyn_smem=48).hazards
+    assert out.tolist() == [[0, 48]] * 32
 
 
 def test_shared_local_and_generic_addresses():

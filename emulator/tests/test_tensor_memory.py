@@ -157,6 +157,12 @@ def test_freed_while_work_is_in_flight(work, waited, mode):
     assert "tmem-dealloc-in-flight" in found(body.replace(waited, ""))
 
 
+def test_a_cta_ends_while_an_mma_is_in_flight(mode):
+    ended = found(f"{SETUP} @!%p0 bra END; {MULTIPLY.format(barrier='%r20')}\nEND:")
+    in_flight = set() if mode == "eager" else {"exit-with-tcgen05-in-flight"}
+    assert ended == {"tmem-not-deallocated"} | in_flight
+
+
 def test_a_pair_s_allocation_is_one():
     """The MMA of a pair follow it without another barrier, in the tensor memory of both CTAs."""
     barrier = "barrier.cluster.arrive; barrier.cluster.wait;"
