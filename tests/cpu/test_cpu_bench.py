@@ -17,7 +17,7 @@ from scripts.common.definitions import find
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.data.records import failure_reason
-from scripts.measure import check, cpu_bench
+from scripts.measure import cpu_bench, times
 from scripts.measure.cpu_bench import memory_needed
 
 NOT_FINITE = ("INCORRECT_NUMERICAL", "NaN or infinite values in the output")
@@ -147,7 +147,7 @@ def test_an_element_that_is_not_written_shows(monkeypatch) -> None:
         x, w, factor = inputs
         return [(x.float() @ w.float() * factor).to(torch.bfloat16)]
 
-    monkeypatch.setattr(check, "allocate_outputs", allocated)
+    monkeypatch.setattr(times, "allocate_outputs", allocated)
     assert outcome("def run(x, w, factor, output): pass\n") == NOT_FINITE
 
 

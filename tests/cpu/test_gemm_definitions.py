@@ -209,5 +209,5 @@ def test_peers_on_a_stand_in_for_the_library(layout, rows, monkeypatch) -> None:
 
 
 def test_batches_are_of_tokens() -> None:
-    done = call("check", "--only", "bits", "--definition", "gemm1")
-    assert done.returncode == 2 and "only a layer has tokens" in done.stderr
+    done = call("measure", "bits", "--definition", "gemm1")
+    assert done.returncode == 2 and "bits: only of a layer" in done.stderr

@@ -16,9 +16,13 @@ from programs import gone
 
 import run
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
+from scripts.common.project import RESULTS_DIR
+from scripts.data import rows
 from scripts.measure import gpu
 from scripts.programs import record
 from scripts.programs.record import Step
+
+RECORD = RESULTS_DIR / "nvidia-h200" / "2026-11-25"
 
 
 def python(code: str) -> list[str]:
@@ -116,14 +120,14 @@ def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
     made = directory / "bench" / "20260101-000000-gpu"
     code = (
         f"from pathlib import Path; d = Path({str(made)!r}); d.mkdir(parents=True)\n"
-        "for n in ('traces.jsonl', 'run.json', '.run.lock', 'stages.json'): (d / n).write_text(n)\n"
+        "for n in ('traces.jsonl', 'run.json', '.run.lock', 'rows.jsonl'): (d / n).write_text(n)\n"
         "raise SystemExit(1)"
     )
-    (directory / "stages.json").write_text("earlier")
+    (directory / "rows.jsonl").write_text("earlier")
     record.record([Step("bench", python(code))], directory, 60)
     assert (directory / "traces.jsonl").read_text() == "traces.jsonl"
     assert (directory / "run.json").exists() and not (directory / ".run.lock").exists()
-    assert (directory / "stages.json").read_text() == "earlier", "nothing is written over"
+    assert (directory / "rows.jsonl").read_text() == "earlier", "nothing is written over"
 
 
 def as_on_a_gpu(monkeypatch, out: Path, steps: list[Step], *options: str) -> int:
@@ -144,7 +148,7 @@ def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
     assert as_on_a_gpu(monkeypatch, tmp_path, steps) == EXIT_FAILED
     assert (tmp_path / "order.txt").read_text().split() == NAMES
     said_last = capfd.readouterr().err
-    assert "not passed: tune (1), gemm_study (1); their output is in the archive" in said_last
+    assert "not passed: gemm_study (1), tune (1); their output is in the archive" in said_last
     (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
     assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
     with tarfile.open(archive) as packed:
@@ -155,8 +159,8 @@ def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
 def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:
     """In the order of the record, whatever is asked for."""
     steps = [note(tmp_path, name) for name in NAMES]
-    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "bench", "tune") == EXIT_OK
-    assert (tmp_path / "order.txt").read_text().split() == ["tune", "bench"]
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "tune", "bench") == EXIT_OK
+    assert (tmp_path / "order.txt").read_text().split() == ["bench", "tune"]
 
 
 STEP = """
@@ -200,13 +204,20 @@ def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) 
     assert directory.with_name("record-gpu.tar.gz").is_file()
 
 
-def test_steps_name_programs_and_files_of_a_record(directory: Path) -> None:
-    every = [step.command for step in record.steps(directory)]
-    assert {command[2] for command in every} - {"test"} <= set(run.programs())
-    words = {word for command in every for word in command}
-    kept = {p.name for p in (record.ROOT / "results" / "nvidia-h200" / "2026-11-25").iterdir()}
-    from_bench = {"floors.json", "invariance.json", "run.json", "traces.jsonl"}
-    assert {str(directory / name) for name in kept - from_bench} <= words
+def test_steps_measure_what_a_record_holds(directory: Path) -> None:
+    every = record.steps(directory)
+    assert {step.command[2] for step in every} - {"test"} <= set(run.programs())
+    by_bench = {"times", "bits", "roofline"}
+    by_others = {"served"}  # in an engine's environment
+    measured = set(rows.read(RECORD).measurements) - by_bench - by_others
+    assert measured <= {step.name for step in every}
+    into = [step for step in every if "--out" in step.command]
+    assert {step.command[step.command.index("--out") + 1] for step in into} == {
+        str(directory / "rows.jsonl")
+    }
+    assert measured <= {step.name for step in into}
+    names = [step.name for step in every]
+    assert names.index("bench") < min(names.index(step.name) for step in into), "moves its rows up"
 
 
 @pytest.mark.parametrize("step", record.steps(Path("/tmp/d"))[1:], ids=lambda step: step.name)

@@ -5,9 +5,9 @@ from flashinfer_bench.data import Solution
 from programs import packed_once
 from test_rank import ranked, trace
 
-from scripts.common import environment
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import MOE
+from scripts.data.rows import Writer
 from scripts.pack import pack, sources
 
 V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
@@ -74,27 +74,20 @@ def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
     )
 
 
-def of_source(**source: str) -> dict:
-    return {"environment": {"source": source}}
-
-
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("hashes", "said"),
     [
-        ({"solutions": {V1: "1"}, **of_source(hash="old")}, ""),
-        (
-            {"solutions": {V1: "0", "triton_moe": "3"}},
-            "Since this measurement the source of v1 has changed.",
-        ),
-        (of_source(hash="now"), ""),
-        (of_source(hash="old"), "Since this measurement the project's sources have changed."),
-        (of_source(), "It is not known which sources were measured."),
-        ({}, "It is not known which sources were measured."),
+        ({V1: "1"}, ""),
+        ({V1: "0", "triton_moe": "3"}, "Since this measurement the source of v1 has changed."),
+        ({}, ""),
     ],
 )
-def test_records_of_stages_and_gemms(now, monkeypatch, record: dict, said: str) -> None:
-    monkeypatch.setattr(environment, "source_hash", lambda: "now")
-    assert sources.changed_since(record) == said
+def test_measurements(now, hashes: dict[str, str], said: str) -> None:
+    into = Writer("stages", "a GPU", "m")
+    into.add({"tokens": 1}, "a config", solution=V1, hash=hashes.get(V1))
+    for name, of in hashes.items():
+        into.add({"tokens": 1}, name, hash=of)
+    assert sources.changed_since(into.result, "stages") == said
 
 
 def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
