@@ -39,7 +39,7 @@ CLOCKS: tuple[Clock, ...] = ("harness", "device")
 
 
 @dataclass(frozen=True)
-class Timed:
+class Latency:
     """Figures of one way of timing calls: median, 10th and 90th percentile, in ms."""
 
     method: str
@@ -79,8 +79,8 @@ class Record:
     run: str = ""  # what was measured together: latencies of different runs differ by the hosts
     hash: str = ""  # of the solution's source; empty where nothing says it
     settings: str = ""
-    device: Timed | None = None
-    harness: Timed | None = None
+    device: Latency | None = None
+    harness: Latency | None = None
     software: tuple[tuple[str, str], ...] = ()
     has_output: bool = False  # whether one was compared with the reference, right or wrong
     emulated: str = ""  # what the kernels were compiled for that the emulator ran: there is no time
@@ -155,13 +155,13 @@ def _positive(value: Any) -> float | None:
     return number if number is not None and number > 0 else None
 
 
-def _timed(found: Any) -> Timed | None:
+def _timed(found: Any) -> Latency | None:
     """The figures of `measure times`; None where there are none or they are no times: others
     may use the same names for something else."""
     if not isinstance(found, Mapping) or (ms := _positive(found.get("ms"))) is None:
         return None
     calls = found.get("calls")
-    return Timed(
+    return Latency(
         method=str(found.get("method") or ""),
         ms=ms,
         p10=_positive(found.get("p10")),

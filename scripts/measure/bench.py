@@ -236,7 +236,10 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     emulation = None
     if not on_gpu:
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
-        say(f"{reason}: the solutions run as their torch model on the CPU; no GPU time is measured")
+        say(
+            f"{reason}: the solutions run as their reference model on the CPU; no GPU time is "
+            "measured"
+        )
         emulation = chosen_emulation(args, plan)
     pairs = pairs_left(run, plan, emulation)
     say(f"{len(pairs)} workloads to run, results in {run.directory}")

@@ -1,5 +1,5 @@
-"""The packed solutions on CPU tensors against the definition's reference: their torch model, and on
-small workloads the kernels themselves, emulated.
+"""The packed solutions on CPU tensors against the definition's reference: their reference
+model, and on small workloads the kernels themselves, emulated.
 
 Trace records, error statistics and status are flashinfer-bench's own; no time says anything about a
 GPU. The workloads share their weights (dataset.Inputs), every solution gets copies of the inputs,
@@ -36,7 +36,7 @@ from scripts.measure.gemm_problems import histogram
 from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
 
-MODEL = "wall clock of the torch model on the CPU, no GPU kernel ran"
+MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
 SECONDS_PER_SOLUTION = 5.0
 """Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30
@@ -132,7 +132,7 @@ class Emulation:
     most_tokens: int
 
     def awaits(self, trace: Trace, solution: Solution) -> bool:
-        """Whether the pair's result is that of the kernels, once its torch model has passed."""
+        """Whether the pair's result is that of the kernels, once its reference model has passed."""
         return tokens(trace.workload) <= self.most_tokens and solution.name in self.solutions
 
 
@@ -151,7 +151,7 @@ def run(
     emulation: Emulation | None = None,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done. What is
-    emulated has to pass by its torch model first. Raises UsageError: the machine has too little
+    emulated has to pass by its reference model first. Raises UsageError: the machine has too little
     memory."""
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)

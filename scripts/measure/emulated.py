@@ -35,7 +35,7 @@ MOST_DIFFERENT = 1e-6
 MOST_TOKENS = 7
 """Of the workloads that are emulated unless others are asked for."""
 MOST_TOKENS_ASKED_FOR = 80
-"""Beyond, a workload takes minutes: the torch model alone runs."""
+"""Beyond, a workload takes minutes: the reference model alone runs."""
 
 
 def said(target: str) -> str:
@@ -120,7 +120,7 @@ def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
     wrong = [
         i for i, (ours, its) in enumerate(of_tokens) if not calc_diff(ours, its) <= MOST_DIFFERENT
     ]
-    said = f"the output is not the torch model's: calc_diff {difference:.1e}"
+    said = f"the output is not the reference model's: calc_diff {difference:.1e}"
     return f"{said} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
 
 
@@ -191,7 +191,8 @@ def evaluations(
     an Evaluation. As many run at once as there are cores.
 
     Args:
-        models: the output of each solution's torch model, by its name, which the kernels' must be.
+        models: the output of each solution's reference model, by its name; the kernels' must be
+            the same.
         evaluate: its `call` is `run_solution`, with the kernels.
         rows: those of the workload, where the least work is known of them.
     """

@@ -191,7 +191,7 @@ def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Va
 
 
 class Checker:
-    """Outputs against the torch model's."""
+    """Outputs against the reference model's."""
 
     def __init__(self, operands: Operands):
         x = self.operands = operands

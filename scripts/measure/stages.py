@@ -29,7 +29,7 @@ WARMUP = 5
 
 
 class Clock:
-    """Times the stages of one call, on the GPU's stream or, for the torch model, on the host."""
+    """Times a call's stages, on the GPU's stream or, for the reference model, on the host."""
 
     def __init__(self, on_gpu: bool):
         self.on_gpu = on_gpu

@@ -144,7 +144,7 @@ def split_available(
 ) -> "tuple[list[Solution], dict[str, str]]":
     """The solutions that can run here, and for each of the others the reason.
 
-    On the CPU our `own` run as their torch model; the others are GPU code.
+    On the CPU our `own` run as their reference model; the others are GPU code.
     """
     gpu = machine.capability is not None
     return _split(solutions, lambda s: why_not(s, machine) if gpu or is_peer(s, own) else None)

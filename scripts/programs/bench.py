@@ -6,9 +6,9 @@ traces/, with environment, settings and hashes of the solutions in run.json. Ctr
 what was measured; --resume goes on, on the same machine with the same settings. What cannot run
 here is left out, and the ranking says why.
 
-Without a GPU the solutions run on the small workloads: as their torch model, and on the smallest by
-the kernels that a Hopper GPU would run, in the emulator of PTX. Their outputs are checked; beside
-that stand the recorded rankings of GPUs (results/). No time is reported.
+Without a GPU the solutions run on the small workloads: as their reference model, and on the
+smallest by the kernels that a Hopper GPU would run, in the emulator of PTX. Their outputs are
+checked; beside that stand the recorded rankings of GPUs (results/). No time is reported.
 """
 
 import argparse

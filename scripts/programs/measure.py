@@ -16,9 +16,9 @@ of a call on the GPU alone and by flashinfer-bench's loop. bits: whether outputs
 a token's are its own whatever else is in the batch; of one workload, the largest of up to 1024
 tokens unless --workloads names one. roofline: the least time of every workload, from the weights
 that must be read and the FLOPs, at rates that are measured here. On the CPU, times (without times)
-and bits look at the torch model. With --run, these three take the solutions and workloads of that
-run of bench, as far as sources and hardware are the same as then, and add to it, as `bench` does
-after every run on a GPU.
+and bits look at the reference model. With --run, these three take the solutions and workloads of
+that run of bench, as far as sources and hardware are the same as then, and add to it, as `bench`
+does after every run on a GPU.
 
 kernels: a call of each solution is captured in a CUDA graph and replayed while torch's profiler
 (CUPTI) notes when every kernel begins and ends; with --eager, or where the host waits in a call,
@@ -289,7 +289,9 @@ def stages(args: argparse.Namespace) -> Shown:
 
     on_gpu = args.device != "cpu"
     timing = (
-        "CUDA events between the stages, L2 overwritten" if on_gpu else "host clock, torch model"
+        "CUDA events between the stages, L2 overwritten"
+        if on_gpu
+        else "host clock, reference model"
     )
     layers = stages.load_layers(args.solutions, use_gpu=on_gpu)
     problems = Problems(args.local, args.device, args.seed, args.definition[0])

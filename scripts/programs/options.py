@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help="token counts or beginnings of uuids; all (on the CPU: the small ones)",
     ),
     "max-tokens": dict(type=whole(1), metavar="T", help="only workloads up to T tokens"),
-    "cpu": dict(action="store_true", help="the torch model on the CPU though a GPU is there"),
+    "cpu": dict(action="store_true", help="the reference model on the CPU though a GPU is there"),
     "seed": dict(type=whole(0), default=2026, help="of what is drawn (2026)"),
     "against": dict(metavar="NAME", help="add the speed relative to a solution"),
     "peers": dict(NAMES, help="that count as peers, * allowed; all but this project's"),

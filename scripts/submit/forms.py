@@ -299,7 +299,7 @@ def kernels_files(exports: Exports, definition: "Definition") -> Files:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportForm:
     """A form of an export."""
 
     help: str
@@ -311,12 +311,14 @@ class Form:
 
 APPLY, FLASHINFER = "apply", "flashinfer"
 FORMS = {
-    "trace": Form("a pull request to the flashinfer-trace data set", trace_files, several="+"),
-    "kit": Form("files for the flashinfer-bench starter kit", kit_files, build_kit),
-    "sol": Form("a problem with its solution for NVIDIA's SOL-ExecBench", sol_files),
-    "kernels": Form("the source of a package for Hugging Face's kernels", kernels_files),
-    APPLY: Form("a data set for flashinfer_bench.apply", apply_files, several="*"),
-    FLASHINFER: Form("a folder for FlashInfer's Trace Apply", flashinfer_files),
+    "trace": ExportForm(
+        "a pull request to the flashinfer-trace data set", trace_files, several="+"
+    ),
+    "kit": ExportForm("files for the flashinfer-bench starter kit", kit_files, build_kit),
+    "sol": ExportForm("a problem with its solution for NVIDIA's SOL-ExecBench", sol_files),
+    "kernels": ExportForm("the source of a package for Hugging Face's kernels", kernels_files),
+    APPLY: ExportForm("a data set for flashinfer_bench.apply", apply_files, several="*"),
+    FLASHINFER: ExportForm("a folder for FlashInfer's Trace Apply", flashinfer_files),
 }
 
 
@@ -350,7 +352,7 @@ def collect(
     return exports
 
 
-def write(form: Form, output: Path, exports: Sequence[Export], of: "Definition") -> list[str]:
+def write(form: ExportForm, output: Path, exports: Sequence[Export], of: "Definition") -> list[str]:
     """Write the tree and build what is in it; its files. What does not build leaves nothing. Raises
     PackError, and UsageError where `output` holds something: it could be mixed up."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -29,8 +29,8 @@ def headline(ranking: Ranking) -> list[str]:
         lines.append(f"The kernels for {ranking.emulated}, run by the emulator: there is no time.")
     elif ranking.cpu:
         lines.append(
-            "The torch model on the CPU: outputs are checked, times are CPU times and say nothing "
-            "about a GPU."
+            "The reference model on the CPU: outputs are checked, times are CPU times and say "
+            "nothing about a GPU."
         )
     if ranking.timing and not ranking.emulated:
         lines.append(f"Timing: {ranking.timing}.")
@@ -144,7 +144,7 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
 
 def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str:
     """Which solutions are right, by what ran here, and how fast they are, by what is recorded of
-    real GPUs: the times of the torch model on a CPU say nothing about either."""
+    real GPUs: the times of the reference model on a CPU say nothing about either."""
     judged = [checked(ranking, records) for ranking in ranked]
     return "\n\n".join([*judged, *map(recorded_ranking, records)])
 
@@ -154,7 +154,7 @@ def checked(ranking: Ranking, records: "Sequence[Recorded]" = ()) -> str:
     the recorded times."""
     tokens = ", ".join(str(length) for length, _ in ranking.workloads)
     table, failures = tables.correctness_table(ranking), tables.failures_table(ranking)
-    by = f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "torch model"
+    by = f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "reference model"
     said = f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the {by}."
     tolerance = f"Tolerance: {ranking.tolerance}. {table.note}"
     parts = [f"{printable(said)}\n{printable(tolerance)}", table.text()]

@@ -239,7 +239,9 @@ def test_a_token_that_is_not_the_models_is_named() -> None:
     assert emulated.unlike(output, model) == ""
     output[2, :4] = 0
     said = emulated.unlike(output, model)
-    assert said.startswith("the output is not the torch model's") and said.endswith("in tokens 2")
+    assert said.startswith("the output is not the reference model's") and said.endswith(
+        "in tokens 2"
+    )
     output[1, 3] = torch.nan
     said = emulated.unlike(output, model)
     assert "calc_diff nan" in said and said.endswith("in tokens 1, 2")

@@ -472,7 +472,7 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(h200, cpu, tmp_path, c
     assert (config.iterations, config.num_trials) == (1, 1)
     err = capsys.readouterr().err
     assert "not run: 14 workloads (T=32, " in err
-    assert "no GPU is visible: the solutions run as their torch model on the CPU" in err
+    assert "no GPU is visible: the solutions run as their reference model on the CPU" in err
     assert info_of(the_run(tmp_path))["skipped"] == {}
     assert h200("--solutions", "x", "--workloads", "901", "--iterations", "5") == 0
     assert cpu[-1][0] == [901] and cpu[-1][1].iterations == 5

@@ -107,7 +107,9 @@ def test_benchmark_on_the_cpu(tmp_path: Path) -> None:
     report = ["--json", str(tmp_path / "ranking.json"), "--markdown"]
     result = start("bench", *common, *report, **env)
     assert result.returncode == 0, result.stderr
-    assert "torch model on the CPU" in result.stderr and "not run: 18 workloads" in result.stderr
+    assert (
+        "reference model on the CPU" in result.stderr and "not run: 18 workloads" in result.stderr
+    )
 
     (ranking,) = json.loads((tmp_path / "ranking.json").read_text())
     assert ranking["cpu"] and len(ranking["workloads"]) == 1

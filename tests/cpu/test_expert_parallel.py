@@ -1,4 +1,4 @@
-"""The layer over several ranks, on the CPU: gloo, the torch model, a reduced size."""
+"""The layer over several ranks, on the CPU: gloo, the reference model, a reduced size."""
 
 import json
 import multiprocessing
@@ -50,7 +50,7 @@ def test_the_ranks_together_are_one_that_has_all_experts(ranks, options):
     # Not 0: the parts of a token are rounded; and well below one part that is missing.
     assert all(0 < float(diff) < 1e-5 for diff in found.values())
     how = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
-    assert f"{ranks} ranks (CPU, torch model, {how})" in done.stdout
+    assert f"{ranks} ranks (CPU, reference model, {how})" in done.stdout
 
 
 def test_ranks_that_do_not_divide_the_experts():

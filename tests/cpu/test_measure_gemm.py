@@ -129,7 +129,7 @@ def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
 
 
 def expected(x: Operands) -> torch.Tensor:
-    """The torch model's output of all rows, in the flat order."""
+    """The reference model's output of all rows, in the flat order."""
     out = torch.empty_like(x.out)
     model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, flat_rows(x.m_indptr), None)
     return out[: x.problem.pairs]
@@ -137,7 +137,7 @@ def expected(x: Operands) -> torch.Tensor:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The torch model in our kernel's place; the (layout, config) of its calls."""
+    """The reference model in our kernel's place; the (layout, config) of its calls."""
     calls = []
 
     def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):

@@ -11,7 +11,7 @@ from small_record import UUIDS, measurement, record, trace, write
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.data import rows, traces
-from scripts.data.records import Timed
+from scripts.data.records import Latency
 from scripts.data.rows import Writer, append, read
 from scripts.data.traces import read_records
 from scripts.table.rankings import checks_of
@@ -166,8 +166,8 @@ def ours(solution: str = "x", length: int = 7, hash: str = "1", **options: Any) 
 def test_a_record_has_the_figures_of_its_rows(tmp_path: Path) -> None:
     run = record(tmp_path, [ours()], measurement("times", figures()))
     (found,) = read_records([run / "traces.jsonl"])
-    assert found.device == Timed("graph", 2.0, 1.9, 2.3, 9)
-    assert found.harness == Timed("", 3.0, 2.9, 3.3, 7)
+    assert found.device == Latency("graph", 2.0, 1.9, 2.3, 9)
+    assert found.harness == Latency("", 3.0, 2.9, 3.3, 7)
     assert {name: found.extra[name] for name in FIGURES[0]} == FIGURES[0]
     assert found.extra["matched_ratio"] == 0.9, "what the trace itself has stays"
     (_, as_read), *_ = traces.read_evaluations([run / "traces.jsonl"])

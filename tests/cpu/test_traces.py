@@ -196,10 +196,10 @@ def test_times_with_their_spread() -> None:
     figures = {"method": "graph", "ms": 2.0, "p10": 1.9, "p90": 2.3, "calls": 100}
     record = parse_record(trace("x", 7, 1.0, extra={"device": figures, "harness": {"ms": 0}}), "")
     assert record is not None and record.harness is None, "0 ms is no time"
-    assert record.device == records.Timed("graph", 2.0, 1.9, 2.3, 100)
+    assert record.device == records.Latency("graph", 2.0, 1.9, 2.3, 100)
     assert record.device.spread == pytest.approx(0.2)
-    assert records.Timed("graph", 2.0, None, 2.3, 100).spread is None
-    assert records.Timed("graph", 2.0, 1.9, None, 100).spread is None
+    assert records.Latency("graph", 2.0, None, 2.3, 100).spread is None
+    assert records.Latency("graph", 2.0, 1.9, None, 100).spread is None
     for key in ("p10", "p90"):
         record = parse_record(trace("x", 7, 1.0, extra={"device": figures | {key: -1.0}}), "")
         assert record is not None and record.device is not None

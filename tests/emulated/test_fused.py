@@ -1,4 +1,4 @@
-"""The fused layer on the compiled kernels against its torch model; all configs give one result."""
+"""The fused layer's compiled kernels against its reference model; all configs give one result."""
 
 import dataclasses
 import re

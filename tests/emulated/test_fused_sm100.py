@@ -1,4 +1,4 @@
-"""The fused layer as compiled for sm_100a against its torch model and against Hopper's bits."""
+"""The fused layer as compiled for sm_100a against its reference model and against Hopper's bits."""
 
 import dataclasses
 

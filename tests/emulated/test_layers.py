@@ -1,4 +1,4 @@
-"""Whole layers on the compiled kernels: the generations against each other and the torch model."""
+"""Whole layers on compiled kernels: the generations against each other and the reference model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The baselines on public libraries, on the true geometry, against the layer's torch model."""
+"""The baselines on public libraries, on the true geometry, against the layer's reference model."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every config that ships or that `tune` tries, on the GPU against the torch model."""
+"""Every config that ships or that `tune` tries, on the GPU against the reference model."""
 
 import os
 import subprocess

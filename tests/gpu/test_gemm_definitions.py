@@ -1,4 +1,4 @@
-"""The solutions of the grouped GEMMs alone at their true geometry, against the torch model."""
+"""The solutions of the grouped GEMMs alone at their true geometry, against the reference model."""
 
 import importlib.util
 from collections.abc import Callable
