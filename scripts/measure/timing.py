@@ -10,7 +10,8 @@ import functools
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +48,14 @@ def own_stream() -> torch.cuda.Stream:
     """The one stream of all timed calls: a solution may keep its buffers for each. Those of a dozen
     solutions for two streams, and once more in graphs, were more than 80 GB."""
     return torch.cuda.Stream()
+
+
+@contextmanager
+def on_own_stream() -> Iterator[None]:
+    """Where calls are made that see what was made before, on whatever stream."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own_stream()):
+        yield
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -288,8 +297,7 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
         replays.clear()
         torch.cuda.empty_cache()
 
-    torch.cuda.synchronize()  # the arguments are there
-    with torch.cuda.stream(own_stream()):
+    with on_own_stream():
         for name, call in calls.items():
             found[name] = attempt(fitted, name, call)
         time_replays()

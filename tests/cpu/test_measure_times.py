@@ -142,7 +142,7 @@ def calls(cuda, monkeypatch):
     }
 
 
-def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls) -> None:
+def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cuda) -> None:
     """For want of memory: for a call's buffers, or in the harness's copies of its arguments."""
     into = rows.Writer("times", "GPU A", "m")
     case = times.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
@@ -155,6 +155,7 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls) ->
         assert found[name, "harness"]["value"] == 0.5 and device["roofline"] == 0.1
         assert all(found[name, clock]["tokens"] == 2 for clock in ("", "device"))
     assert found["right", "device"]["peer"] is False and "peer" not in found["returns", ""]
+    assert cuda.called_on == {timing.own_stream()}, "a solution keeps its buffers for each"
     errors = {row["subject"]: row["error"] for row in into.rows if "error" in row}
     assert errors == {
         "harness": OUT_OF_MEMORY,
