@@ -16,7 +16,6 @@ import torch
 from scripts.common.definitions import DEFAULT, RENORMALIZE, MoeDefinition
 from scripts.common.roofline import bandwidth
 from scripts.data.rows import Writer
-from scripts.measure import roofline
 from scripts.measure.gemm_problems import BLOCK, Histogram, Problem
 from scripts.measure.gpu import Rates
 from scripts.measure.timing import (
@@ -156,6 +155,8 @@ def measure(
     the `gap` to the end of the kernel before it (negative: a dependent launch that began before),
     its work; then from the first's start to the last's end, and the call without the profiler.
     """
+    from scripts.measure import roofline  # imports the DSL, which what is emulated must not
+
     for _ in range(WARMUP):
         call()
     replay = None if eager or waits(call) else captured(call)

@@ -536,3 +536,9 @@ def test_what_is_broken_in_a_kernel_is_found_at_the_true_geometry(tmp_path: Path
         assert evaluation.environment.libs["emulated"] == "sm_90a", "the model is right"
         reason = failure_reason(evaluation)
         assert evaluation.status.value != "PASSED" and BREAKAGES[name][3] in reason, reason
+
+
+def test_what_benches_on_the_cpu_imports_no_dsl() -> None:
+    """The emulator must be in place before it is imported, in processes that are forked later."""
+    code = "import sys; import scripts.measure.bench; assert 'cutlass' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
