@@ -1,7 +1,7 @@
 """The experts of a layer over several GPUs, a process each, as an engine would call them.
 
     python3 examples/expert_parallel.py --check         # as many ranks as there are GPUs
-    python3 examples/expert_parallel.py --check --cpu   # gloo and the torch model, a reduced size
+    python3 examples/expert_parallel.py --check --cpu   # gloo, the reference model, reduced
 
 calls `expert_parallel_moe` on every rank with tokens of its own and prints how long a call takes
 (CUDA events, the median of 30 on the slowest rank), and how long the layer alone takes for the
@@ -133,7 +133,7 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 1024], metavar="T")
     arguments.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
     arguments.add_argument("--deep-ep", action="store_true", help="exchange tokens by DeepEP")
-    arguments.add_argument("--cpu", action="store_true", help="gloo and the torch model, reduced")
+    arguments.add_argument("--cpu", action="store_true", help="gloo, the reference model, reduced")
     args = arguments.parse_args()
     gpus = torch.cuda.device_count()
     args.cpu = args.cpu or gpus == 0
@@ -146,7 +146,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = "CPU, torch model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
+    where = "CPU, reference model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
     print(f"{ranks} ranks ({where}{', DeepEP' * args.deep_ep}), {experts} experts", flush=True)
     given = ranks, port, args
     torch.multiprocessing.start_processes(work, given, ranks, start_method="spawn")
