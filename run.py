@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
+import importlib.metadata
 import os
 import re
 import signal
@@ -75,6 +76,16 @@ def has(python: str, wanted: list[str]) -> bool:
     return subprocess.run(command, cwd="/", capture_output=True).returncode == 0
 
 
+def has_names(wanted: list[str]) -> bool:
+    """Whether this interpreter has packages of these names: pip takes a second to miss one."""
+    try:
+        for requirement in wanted:
+            importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def pip(python: str) -> list[str]:
     return [python, "-m", "pip", "install", "--disable-pip-version-check"]
 
@@ -82,7 +93,7 @@ def pip(python: str) -> list[str]:
 def ready(extras: str) -> str | None:
     """An interpreter that has what the extras need, if there is one."""
     wanted = requirements(extras)
-    if not always_venv and supported() and has(sys.executable, wanted):
+    if not always_venv and supported() and has_names(wanted) and has(sys.executable, wanted):
         return sys.executable
     python = str(VENV / "bin" / "python")
     return python if os.path.exists(python) and has(python, [PROJECT, *wanted]) else None
@@ -168,9 +179,10 @@ def run_script(name: str, arguments: list[str]) -> int:
     if name not in known:
         raise SetupError(f"no command {name!r}: test, setup, or one of these\n{listing()}")
     extras = EXTRAS.get(name, "bench")
-    if HELP & set(arguments) and ready(extras) is None:
+    python = ready(extras)
+    if python is None and HELP & set(arguments):
         return help_without_packages(known[name], arguments)
-    command = [set_up(extras), str(known[name]), *arguments]
+    command = [python or set_up(extras), str(known[name]), *arguments]
     # The program gets Ctrl-C itself: scripts/common/command_line.py, once it is imported.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(command[0], command, environment())
