@@ -222,7 +222,7 @@ SHARED = replace(
 )
 """What engines call where they fuse the shared expert: it is the last one, of every token, with a
 weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
-(`measure.sweep.SharedProblems`)."""
+(`measure.cases.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
 """Layers of docs/models.md, which a record has at these token counts."""
 GEMMS = (
@@ -266,9 +266,14 @@ def full_name(name: str) -> str:
     return next((d.name for d in TABLE if name and name == d.short), name)
 
 
+def find_any(name: str) -> MoeDefinition | GemmDefinition:
+    """As `find` does; also the layer that is in no data set."""
+    return SHARED if name in (SHARED.short, SHARED.name) else find(name)
+
+
 def find_layer(name: str) -> MoeDefinition:
-    """A layer, as `find` does; also the one that is in no data set."""
-    found = SHARED if name in (SHARED.short, SHARED.name) else find(name)
+    """A layer, as `find_any` does."""
+    found = find_any(name)
     if isinstance(found, MoeDefinition):
         return found
     raise UsageError(f"{found.name} is a grouped GEMM; expected a layer")

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.common.definitions import DEFAULT, MoeDefinition
-
-BLOCK = 128
+from scripts.common.definitions import BLOCK, DEFAULT, MoeDefinition
 
 
 def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:

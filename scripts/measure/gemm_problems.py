@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.common.definitions import DEFAULT, MoeDefinition
-from scripts.common.roofline import BLOCK, gemm_bytes, gemm_flops
+from scripts.common.definitions import BLOCK, DEFAULT, MoeDefinition
+from scripts.common.roofline import gemm_bytes, gemm_flops
 from scripts.data import dataset
 
 LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))

@@ -147,16 +147,16 @@ def measure(
     h: Histogram,
     layer: MoeDefinition,
     rates: Rates,
+    least_us: float,
     repeats: int,
     eager: bool,
     **of: Any,
 ) -> None:
     """Rows of a call's kernels in the order of beginning, medians over the calls in us: the time,
     the `gap` to the end of the kernel before it (negative: a dependent launch that began before),
-    its work; then from the first's start to the last's end, and the call without the profiler.
+    its work; then from the first's start to the last's end, and the call without the profiler, both
+    beside the `least_us` of the case.
     """
-    from scripts.measure import roofline  # imports the DSL, which what is emulated must not
-
     for _ in range(WARMUP):
         call()
     replay = None if eager or waits(call) else captured(call)
@@ -180,18 +180,22 @@ def measure(
             gap=float(np.median(gaps[:, i - 1])) if i else None,
             **(done._asdict() if done else {}),
         )
-    least = 1e3 * roofline.least_ms(h, rates, repeats, layer)
     span = float(np.median(end.max(axis=1) - start[:, 0]))
     traced = "replays of a CUDA graph" if replay else "calls"
     add(
-        span, least, part="span", sum=float(np.median(us.sum(axis=1))), calls=repeats, method=traced
+        span,
+        least_us,
+        part="span",
+        sum=float(np.median(us.sum(axis=1))),
+        calls=repeats,
+        method=traced,
     )
     device = device_times({"": call}, repeats)[""]
     if "error" in device:
         writer.add(case, subject, error=device["error"], **of)
     else:
         ms = {name: 1e3 * device.pop(name) for name in ("ms", "p10", "p90")}
-        add(ms.pop("ms"), least, clock="device", **ms, **device)
+        add(ms.pop("ms"), least_us, clock="device", **ms, **device)
 
 
 def one_call(call: Timed) -> None:

@@ -80,7 +80,7 @@ from scripts.common.definitions import (
     RENORMALIZE,
     SHARED,
     MoeDefinition,
-    find,
+    find_any,
 )
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     add("what", choices=list(MEASURES), help="what is measured")
     add_options(
         arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
-        "seed", "cpu", "markdown", definition={"nargs": "+", "default": [], "type": defined},
+        "seed", "cpu", "markdown", definition={"nargs": "+", "default": [], "type": find_any},
     )  # fmt: skip
     add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
     add("--out", type=Path, metavar="FILE", help="append all figures there")
@@ -162,11 +162,6 @@ def parse_arguments() -> argparse.Namespace:
         raise UsageError(f"{args.what}: not with --cpu")
     args.device = "cuda:0" if on_gpu else "cpu"
     return args
-
-
-def defined(name: str) -> Any:
-    """A definition, also the one that is in no data set."""
-    return SHARED if name in (SHARED.short, SHARED.name) else find(name)
 
 
 def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Writer":
@@ -222,14 +217,12 @@ def bits(args: argparse.Namespace) -> Shown:
     workload = max(fitting, key=tokens)
     solutions = [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
     say(f"T={tokens(workload)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
-    definition, inputs_of = (
-        definition_of(plan.trace_set),
-        Inputs(plan.trace_set, args.device, args.seed),
-    )
+    definition = definition_of(plan.trace_set)
+    inputs = Inputs(plan.trace_set, args.device, args.seed).of(workload)
     case = {"definition": definition.name, "uuid": workload.uuid, "tokens": tokens(workload)}
     into = writer(args, BITS, "the same tokens again and in other batches, bit by bit")
     yield into
-    bits.measure(into, case, definition, solutions, inputs_of.of(workload), args.device)
+    bits.measure(into, case, definition, solutions, inputs, args.device)
     yield "", bits_table(by_part(into.rows))
 
 
@@ -248,37 +241,37 @@ def roofline(args: argparse.Namespace) -> Shown:
 def kernels(args: argparse.Namespace) -> Shown:
     import torch
 
-    from scripts.measure import gpu, kernels
+    from scripts.measure import gpu, kernels, roofline
     from scripts.measure.gemm_problems import histogram
     from scripts.measure.timing import timed
     from scripts.table import pivots
 
-    rates = {} if args.only_call else gpu.measure_rates()
-    method = "torch.profiler (CUPTI), L2 overwritten before each call, medians"
-    into = writer(args, "kernels", method, rates=rates)
-    yield into
+    into, rates = None, {}
+    if not args.only_call:
+        rates = gpu.measure_rates()
+        method = "torch.profiler (CUPTI), L2 overwritten before each call, medians"
+        into = writer(args, "kernels", method, rates=rates)
+        yield into
     for layer in args.definition:
         names = list(map(layer.packed_name, args.solutions or [FUSED]))
         plan = planned(args, solutions=names, definition=layer)
-        inputs_of, definition = (
-            Inputs(plan.trace_set, "cuda", args.seed),
-            definition_of(plan.trace_set),
-        )
+        definition = definition_of(plan.trace_set)
+        inputs_of = Inputs(plan.trace_set, "cuda", args.seed)
         for trace in steps(plan.workloads, lambda t: named(t.workload)):
             h = histogram(plan.trace_set, trace.workload, layer)
             case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
+            counts = f"{case['pairs']} pairs, {case['active']} experts"
             with torch.no_grad():
                 inputs = inputs_of.of(trace.workload)
+                least_us = 1e3 * roofline.least_ms(h, rates, args.repeats, layer) if rates else 0.0
                 for s in plan.solutions:
                     call = timed(definition, s, inputs, "cuda")
-                    if args.only_call:
+                    if into is None:
                         kernels.one_call(call)
                         continue
-                    of = (h, layer, rates, args.repeats, args.eager)
+                    of = (h, layer, rates, least_us, args.repeats, args.eager)
                     kernels.measure(into, case, s.name, call, *of, hash=s.hash())
-                    title = (
-                        f"{s.name}, T={h.tokens}: {case['pairs']} pairs, {case['active']} experts"
-                    )
+                    title = f"{s.name}, T={h.tokens}: {counts}"
                     yield title, pivots.kernels_table(into.result, s.name, h.uuid)
 
 

@@ -43,9 +43,19 @@ def profiled(monkeypatch):
         monkeypatch.setattr(kernels, "flush_buffer", lambda: torch.zeros(1))
         monkeypatch.setattr(kernels, "traced_calls", lambda *_: traced)
         monkeypatch.setattr(kernels, "device_times", lambda *_: {"": device})
-        monkeypatch.setattr(roofline, "measure_reading", lambda found, *_: {found[0].uuid: 0.005})
         into, h = rows.Writer("kernels", "a GPU", "m"), Histogram("a", 3, (3, 0, 1), hit=2)
-        of = (into, {"uuid": "a", **h.counts()}, "x", lambda: None, h, DEFAULT, RATES, 3, False)
+        of = (
+            into,
+            {"uuid": "a", **h.counts()},
+            "x",
+            lambda: None,
+            h,
+            DEFAULT,
+            RATES,
+            5.0,
+            3,
+            False,
+        )
         kernels.measure(*of, hash="1")
         return into.rows
 
@@ -175,7 +185,7 @@ def test_the_rows_and_the_table_have_a_line_for_each_kernel(profiled) -> None:
     found = profiled(*FUSED, "other")
     assert [row["part"] for row in found[:-1]] == [*FUSED_STAGES, "other", "span"]
     assert found[3]["flops"] == 2 * 4 * 4096 * 7168 and "bytes" not in found[-3]
-    of = rows.Rows({"kernels": {"id": found[0]["of"]}}, found)
+    of = rows.Rows({found[0]["of"]: {"id": found[0]["of"], "name": "kernels"}}, found)
     table = kernels_table(of, "x", "a").frame
     assert table.kernel.tolist() == [*FUSED_STAGES, "other", "span", "without the profiler"]
     assert table.gap[:2].tolist() == ["-", "-2.00"]
@@ -203,7 +213,8 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     """Everything but the GPU's own measurements, on the smallest workload."""
     choose, seen, marked = plan.choose, [], []
 
-    def measure(into, case, subject, call, h, layer, rates, repeats, eager, **of):
+    def measure(into, case, subject, call, h, layer, rates, least_us, repeats, eager, **of):
+        assert least_us == pytest.approx(40.0)
         seen.append((subject, call, case["active"], layer.short, rates, repeats, eager))
         into.add(case, subject, value=11.0, unit="us", part="gemm1", **of)
 
@@ -212,6 +223,7 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
     monkeypatch.setattr(timing, "timed", lambda definition, solution, inputs, device: "call")
     monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(roofline, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
     monkeypatch.setattr(kernels, "one_call", marked.append)
     monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
     monkeypatch.setattr(plan, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
@@ -226,5 +238,6 @@ def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
         ("cutedsl_moe_fp8_fused_dsv3_tp8", "call", 8, "dsv3_tp8", RATES, 20, False),
     ], "all experts are there in the second"
     assert list(rows.read(out).hashes("kernels")) == [subject for subject, *_ in seen]
-    monkeypatch.setattr(sys, "argv", [*arguments[:4], "--only-call"])
-    assert program.main() == 0 and marked == ["call"]
+    none = tmp_path / "none.jsonl"
+    monkeypatch.setattr(sys, "argv", [*arguments[:4], "--only-call", "--out", str(none)])
+    assert program.main() == 0 and marked == ["call"] and not none.exists()
