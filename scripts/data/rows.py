@@ -6,6 +6,7 @@ GEMM's problem, a served model), a subject (a solution, a kernel, an engine's ba
 figure, what a check found, or the error for which there is neither.
 """
 
+import functools
 import json
 import math
 import uuid
@@ -101,11 +102,16 @@ class Row(TypedDict, total=False):
 
 @dataclass
 class Rows:
-    """What a file of rows holds: of each name the last measurement that has rows."""
+    """What a file of rows holds."""
 
-    measurements: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
+    heads: dict[str, dict[str, Any]] = field(default_factory=dict)  # of measurements, by their ids
     rows: list[dict[str, Any]] = field(default_factory=list)
-    heads: dict[str, dict[str, Any]] = field(default_factory=dict)  # every measurement by its id
+
+    @functools.cached_property
+    def measurements(self) -> dict[str, dict[str, Any]]:
+        """Of each name the last one that has rows."""
+        begun = (self.heads[of] for of in dict.fromkeys(row["of"] for row in self.rows))
+        return {head["name"]: head for head in begun}
 
     def __contains__(self, name: str) -> bool:
         return name in self.measurements
@@ -173,7 +179,6 @@ def read(path: Path) -> Rows:
             for name in NEEDED.get(of["name"], ()):
                 if name not in content and name not in of:
                     raise ValueError(f"{name}: Field required")
-            found.measurements[of["name"]] = of
             found.rows.append(content)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no row: {error}") from None
@@ -197,23 +202,22 @@ class Writer:
             "environment": captured,
             **more,
         }
-        self._write(self.measurement)
+        if path is not None:
+            append(path, [self.measurement])
 
     @property
     def result(self) -> Rows:
-        return Rows({self.measurement["name"]: self.measurement}, self.rows)
+        return Rows({self.measurement["id"]: self.measurement}, self.rows)
 
     def add(self, case: Mapping[str, Any], subject: str, **figures: Any) -> dict[str, Any]:
         """Keep a row of a case and a subject."""
         row = {"of": self.measurement["id"], "subject": subject, **case, **figures}
         row = {key: _finite(value) for key, value in row.items() if value is not None}
         self.rows.append(row)
-        self._write(row)
-        return row
-
-    def _write(self, *contents: Mapping[str, Any]) -> None:
         if self.path is not None:
-            append(self.path, contents)
+            with self.path.open("ab") as file:
+                file.write(_line(row))
+        return row
 
 
 def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
@@ -226,8 +230,11 @@ def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
             file.write(b"\n")
         else:
             file.truncate(file.tell() - len(last))
-        for content in contents:
-            file.write(json.dumps(content).encode("utf-8") + b"\n")
+        file.writelines(map(_line, contents))
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content).encode("utf-8") + b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -189,7 +189,7 @@ def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
 
 def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
     head, *lines = measurement(name, rows, **more)
-    return Rows({name: head}, lines)
+    return Rows({head["id"]: head}, lines)
 
 
 STAGES = [
