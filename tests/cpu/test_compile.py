@@ -695,7 +695,7 @@ def test_scales_given_back_while_they_are_read_are_found(tmp_path):
     gemm = package / "kernels" / "sm100" / "gemm.py"
     source = gemm.read_text()
     fence = '                cute.arch.fence_proxy("async.shared", space="cta")\n'
-    release = "                source.scales.consumer_release(scales_state)\n"
+    release = "                inputs.scales.consumer_release(scales_state)\n"
     wait = "            sums.consumer_wait(sums_state)\n            self._promote("
     early = "            cute.arch.sync_warp()\n"
     early += "            scales_pipe.consumer_release(scales_state)\n"
