@@ -46,15 +46,10 @@ class Entry:
     op_type: ClassVar[str]
     """flashinfer-bench's: the folder of the definition and of its workloads."""
 
-    @property
-    def large(self) -> bool:
-        """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial."""
-        return False
-
-    @property
-    def packed_shape(self) -> dict[str, Any] | None:
-        """What a packed solution's layer is made for, where `run` needs to be told."""
-        return None
+    large: ClassVar[Any] = False
+    """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial."""
+    packed_shape: ClassVar[Any] = None
+    """What a packed solution's layer is made for, where `run` needs to be told."""
 
     @property
     def path(self) -> Path:
@@ -266,6 +261,15 @@ def full_name(name: str) -> str:
     return next((d.name for d in TABLE if name and name == d.short), name)
 
 
+def find(name: str) -> MoeDefinition | GemmDefinition:
+    """By its name, or by the short one. Raises UsageError: there is none; the message lists those
+    that there are."""
+    if (full := full_name(name)) in DEFINITIONS:
+        return DEFINITIONS[full]
+    known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in TABLE)
+    raise UsageError(f"no definition {name!r}; there are: {known}")
+
+
 def find_any(name: str) -> MoeDefinition | GemmDefinition:
     """As `find` does; also the layer that is in no data set."""
     return SHARED if name in (SHARED.short, SHARED.name) else find(name)
@@ -277,13 +281,3 @@ def find_layer(name: str) -> MoeDefinition:
     if isinstance(found, MoeDefinition):
         return found
     raise UsageError(f"{found.name} is a grouped GEMM; expected a layer")
-
-
-def find(name: str) -> MoeDefinition | GemmDefinition:
-    """By its name, or by the short one. Raises UsageError: there is none; the message lists those
-    that there are."""
-    found = DEFINITIONS.get(full_name(name))
-    if found is not None:
-        return found
-    known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in TABLE)
-    raise UsageError(f"no definition {name!r}; there are: {known}")

@@ -8,6 +8,7 @@ can refuse a solution, a name that is not known never does.
 import importlib.metadata
 import importlib.util
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ UNSUPPORTED = "unsupported on"
 NOT_INSTALLED = "not installed: pip install"
 FOREIGN = "code of the data set, which runs only where --solutions names it or with --run-foreign"
 
-_NAMES: dict[Capability, str] = {
+CAPABILITIES: dict[Capability, str] = {
     (7, 0): "v100",
     (7, 5): "t4",
     (8, 0): "a100 a800 a30",
@@ -40,8 +41,7 @@ _NAMES: dict[Capability, str] = {
     (10, 3): "b300 gb300",
     (12, 0): "5090",
 }
-CAPABILITIES = {name: capability for capability, names in _NAMES.items() for name in names.split()}
-"""By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
+"""The words of GPUs' names that tell the model: 'NVIDIA H100 80GB HBM3' is an h100."""
 
 # What solutions list besides pip packages; whether these are there is not for this module to say.
 TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc", "g++"}
@@ -75,8 +75,9 @@ def this_machine(use_gpu: bool = True) -> Machine:
 def capability_of(name: str) -> Capability | None:
     """The compute capability of a GPU by its name, or of 'sm_90' itself; None if not known."""
     for word in re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm")):
-        if word in CAPABILITIES:
-            return CAPABILITIES[word]
+        for capability, names in CAPABILITIES.items():
+            if word in names.split():
+                return capability
         if number := re.fullmatch(r"sm(\d+)(\d)[af]?", word):
             return int(number[1]), int(number[2])
     return None
@@ -106,11 +107,7 @@ def why_not(solution: "Solution", machine: Machine) -> str | None:
         here, *there = (f"{major}{minor}" for major, minor in (machine.capability, *known))
         return f"{UNSUPPORTED} sm_{here} (needs sm_{'/'.join(there)})"
     absent = [str(r) for r in requirements(solution) if machine.version(r.name) is None]
-    if absent:
-        # A shell takes < and > for redirections.
-        quoted = (f"'{text}'" if re.search(r"[<>;\s\[]", text) else text for text in absent)
-        return f"{NOT_INSTALLED} {' '.join(quoted)}"
-    return None
+    return f"{NOT_INSTALLED} {shlex.join(absent)}" if absent else None
 
 
 def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[str]:

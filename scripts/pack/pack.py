@@ -6,15 +6,15 @@ every machine.
 """
 
 import ast
-import contextlib
 import json
 import os
 import string
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
@@ -109,17 +109,17 @@ class Generation:
 def read_generation(path: Path, root: Path) -> Generation | None:
     """The generation that the file holds, or None if it has no SOLUTION. Nothing is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    literals = {
-        ast.unparse(target): node.value
+    said = [
+        node.value
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    }
-    if "SOLUTION" not in literals:
+        if ast.unparse(node).startswith(("SOLUTION =", "SOLUTION:"))
+    ]
+    if not said:
         return None
     where = path.relative_to(root).as_posix()
     try:
-        metadata = dict(ast.literal_eval(literals["SOLUTION"]))
+        metadata = dict(ast.literal_eval(said[0]))
     except (ValueError, TypeError):
         raise PackError(f"{where}: SOLUTION must be a literal dict") from None
     if "name" not in metadata or (unknown := sorted(metadata.keys() - KEYS)):
@@ -217,42 +217,27 @@ def pack(generation: Generation) -> bytes:
     return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-@contextlib.contextmanager
-def private_build_cache() -> Iterator[None]:
-    """Builds go to a directory of their own: cleaning up the shared one could pull the sources
-    from under a benchmark that runs at the same time."""
-    before = {k: v for k, v in os.environ.items() if k == "FIB_CACHE_PATH"}
-    with tempfile.TemporaryDirectory(prefix="pack-") as directory:
-        os.environ["FIB_CACHE_PATH"] = directory
-        try:
-            yield
-        finally:
-            del os.environ["FIB_CACHE_PATH"]
-            os.environ.update(before)
-
-
 def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
     """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
-    imports its entry point."""
-    import warnings
+    imports its entry point. It is built in a directory of its own: cleaning up the shared one could
+    pull the sources from under a benchmark that runs at the same time."""
+    from flashinfer_bench.compile import BuilderRegistry
+    from flashinfer_bench.compile.builder import BuildError
+    from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
+    from flashinfer_bench.data import Definition, Solution, load_json_file
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from flashinfer_bench.compile import BuilderRegistry
-        from flashinfer_bench.compile.builder import BuildError
-        from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
-        from flashinfer_bench.data import Definition, Solution, load_json_file
-
-        solution = Solution.model_validate_json(packed)
-        builders = [b() for b in (TritonBuilder, PythonBuilder) if b.is_available()]
-        registry = BuilderRegistry(builders)
-        with private_build_cache():
-            try:
-                registry.build(load_json_file(Definition, of), solution)
-            except BuildError as error:
-                raise PackError(f"{solution.name}: {error}") from error
-            finally:
-                registry.cleanup()
+    solution = Solution.model_validate_json(packed)
+    registry = BuilderRegistry([b() for b in (TritonBuilder, PythonBuilder) if b.is_available()])
+    with (
+        tempfile.TemporaryDirectory(prefix="pack-") as directory,
+        mock.patch.dict(os.environ, FIB_CACHE_PATH=directory),
+    ):
+        try:
+            registry.build(load_json_file(Definition, of), solution)
+        except BuildError as error:
+            raise PackError(f"{solution.name}: {error}") from error
+        finally:
+            registry.cleanup()
 
 
 def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation]:

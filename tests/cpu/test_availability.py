@@ -1,6 +1,6 @@
 """What can run on a machine: by the hardware and the packages that a solution names."""
 
-from collections.abc import Sequence
+import importlib.metadata
 
 import pytest
 from flashinfer_bench.data import Solution
@@ -80,21 +80,16 @@ def test_a_version_other_than_the_pin_is_a_remark() -> None:
     ]
 
 
-def by_us(module: str) -> Solution:
+def by_us(module: str, content: str = "def run(): pass") -> Solution:
     ours = made(["NVIDIA H100"]).model_dump() | {"name": module, "author": OUR_AUTHOR}
-    source = {"path": f"moe_fp8/{module}.py", "content": f"def run(): pass  # {module}\n"}
-    ours["sources"].append(source)
+    ours["sources"].append({"path": f"moe_fp8/{module}.py", "content": f"{content}  # {module}\n"})
     return Solution.model_validate(ours)
 
 
 PACKED = [by_us("v4_flat"), by_us("baselines/x"), by_us("baselines_x")]
 OWN = own_hashes(PACKED)
-
-
-def with_content(solution: Solution, content: str) -> Solution:
-    changed = solution.model_dump()
-    changed["sources"][0]["content"] = content
-    return Solution.model_validate(changed)
+IMPOSTOR = by_us("v4_flat", "raise SystemExit")
+"""Says that it is ours."""
 
 
 def packed() -> dict[str, Solution]:
@@ -104,8 +99,10 @@ def packed() -> dict[str, Solution]:
 
 
 def test_peers_are_others_solutions_and_our_baselines() -> None:
-    assert is_peer(made(["cuda"]), OWN) and is_peer(by_us("baselines/x"), OWN)
-    assert not is_peer(by_us("v4_flat"), OWN) and not is_peer(by_us("baselines_x"), OWN)
+    assert [is_peer(s, OWN) for s in (*PACKED, made(["cuda"]), IMPOSTOR)] == [
+        *(False, True, False),
+        *(True, True),
+    ]
     every = packed()
     own = own_hashes(every.values())
     assert len({s.hash() for s in every.values()}) == len(every)
@@ -114,51 +111,37 @@ def test_peers_are_others_solutions_and_our_baselines() -> None:
         assert is_peer(every[generation.name], own) == baseline
 
 
-def test_ours_are_known_by_what_is_packed_here_and_not_by_a_name() -> None:
-    """On the CPU ours are run: a solution that only says it is ours is code of someone else."""
-    impostor = with_content(by_us("v4_flat"), "def run(): raise SystemExit\n")
-    assert impostor.author == OUR_AUTHOR and impostor.name == "v4_flat"
-    assert is_peer(impostor, OWN)
-    machine = Machine(None, INSTALLED.get)
-    assert split_available([impostor], machine, OWN) == ([], {"v4_flat": NEEDS_GPU})
-
-
 def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
-    theirs = [made(["cuda"]), with_content(by_us("v4_flat"), "def run(): pass  # theirs\n")]
+    theirs = [made(["cuda"]), IMPOSTOR]
     every = [*PACKED, *theirs]
-
-    def may(named: Sequence[str] = (), run_foreign: bool = False) -> list[Solution]:
-        runnable, reasons = split_foreign(every, PACKED, named, run_foreign)
-        assert {s.name for s in every if s not in runnable} == set(reasons)
-        assert set(reasons.values()) <= {FOREIGN}
-        return runnable
-
-    assert may() == PACKED
-    assert may(["*", "?"]) == PACKED, "a pattern names nothing"
-    assert may(["x"]) == [*PACKED, theirs[0]]
-    assert may(run_foreign=True) == every
+    for named, run_foreign, runnable in (
+        ([], False, PACKED),
+        (["*", "?"], False, PACKED),  # a pattern names nothing
+        (["x"], False, [*PACKED, theirs[0]]),
+        ([], True, every),
+    ):
+        may, reasons = split_foreign(every, PACKED, named, run_foreign)
+        assert may == runnable
+        assert reasons == {s.name: FOREIGN for s in every if s not in runnable}
 
 
-def test_on_the_cpu_only_ours_run() -> None:
+def test_on_the_cpu_only_ours_run_and_on_another_gpu_not_even_these() -> None:
     every = [by_us("v4_flat"), by_us("baselines/x"), made(["cuda"])]
     runnable, skipped = split_available(every, Machine(None, INSTALLED.get), OWN)
-    assert [s.name for s in runnable] == ["v4_flat"]
-    assert skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
-    assert say_skipped(skipped) == f"baselines/x, x: {NEEDS_GPU}"
+    assert runnable == every[:1] and skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
     assert say_skipped(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
-    runnable, skipped = split_available(every, H200, OWN)
-    assert len(runnable) == 3 and skipped == {}
+    impostor = split_available([IMPOSTOR], Machine(None, INSTALLED.get), OWN)
+    assert impostor == ([], {"v4_flat": NEEDS_GPU})
+    assert split_available(every, H200, OWN) == (every, {})
     _, skipped = split_available(every, Machine((8, 0), INSTALLED.get), OWN)
-    assert list(skipped) == ["v4_flat", "baselines/x"], "ours too are refused on another GPU"
+    assert list(skipped) == ["v4_flat", "baselines/x"]
 
 
 def test_installed_versions_of_this_interpreter() -> None:
-    import importlib.metadata
-
-    assert installed_version("torch") == importlib.metadata.version("torch")
-    assert installed_version("flashinfer_bench") == importlib.metadata.version("flashinfer-bench")
-    assert installed_version("json") == "", "a module of that name, without a distribution"
-    assert installed_version("no-such-package-at-all") is None
+    names = ("torch", "flashinfer_bench", "json", "no-such-package-at-all")
+    versions = [importlib.metadata.version(name) for name in ("torch", "flashinfer-bench")]
+    # Of a module without a distribution there is none.
+    assert [installed_version(name) for name in names] == [*versions, "", None]
 
 
 def test_what_runs_on_which_gpu() -> None:

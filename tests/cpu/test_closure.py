@@ -34,27 +34,18 @@ def names(root: Path, entry: str = "entry.py") -> list[str]:
     return [p.relative_to(root).as_posix() for p in import_closure(root / entry, root)]
 
 
+CORE = ["__init__.py", "core/__init__.py"]
+LATE = ["parts/__init__.py", "parts/late.py"]
+
+
 def test_follows_every_relative_import_and_nothing_else(package: Path) -> None:
-    assert names(package) == [
-        "__init__.py",
-        "core/__init__.py",
-        "core/a.py",
-        "core/b.py",
-        "entry.py",
-        "parts/__init__.py",
-        "parts/late.py",
-    ]
-    assert names(package, "core/unused.py") == ["__init__.py", "core/__init__.py", "core/unused.py"]
+    assert names(package) == [*CORE, "core/a.py", "core/b.py", "entry.py", *LATE]
+    assert names(package, "core/unused.py") == [*CORE, "core/unused.py"]
 
 
 def test_cycles_end(package: Path) -> None:
     (package / "core" / "b.py").write_text("from . import a\n")
-    assert names(package, "core/b.py") == [
-        "__init__.py",
-        "core/__init__.py",
-        "core/a.py",
-        "core/b.py",
-    ]
+    assert names(package, "core/b.py") == [*CORE, "core/a.py", "core/b.py"]
 
 
 @pytest.mark.parametrize(

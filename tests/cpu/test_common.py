@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from markers import more
@@ -17,22 +18,16 @@ from scripts.common.command_line import duration
 from scripts.common.text import markdown, markdown_table, printable, text_table
 
 
-def test_text_that_a_terminal_would_act_on_is_made_visible() -> None:
+def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys) -> None:
     assert printable("a\x1b[31m\r\n\u202e\x00é 漢") == "a\\x1b[31m\\r\\n\\u202e\\x00é 漢"
     assert printable("\ud800") == "\\ud800", "half of a letter, from a broken file"
-
-
-def test_markdown_is_shown_as_it_is() -> None:
     assert markdown("a|b\\|c<i>`$[d](e)\n") == "a\\|b\\\\\\|c\\<i>\\`\\$\\[d](e)\\\\n"
     assert markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
-
-
-def test_lines_on_stderr_are_printable(capsys) -> None:
     command_line.say("a\x1b\nb")
     assert capsys.readouterr().err == "a\\x1b\nb\n"
 
 
-def test_tables() -> None:
+def test_tables_align_their_columns_and_escape_their_cells() -> None:
     header, rows = ["name", "x"], [["a|b", "1"], ["c\n", "22"]]
     assert text_table(header, rows).split("\n") == [
         "name      x",
@@ -47,9 +42,7 @@ def test_tables() -> None:
         "| c\\\\n   |  22 |",
     ]
     assert text_table(["a"], []) == "a\n---"
-
-
-def test_a_blank_in_place_of_a_mark_keeps_the_figures_aligned() -> None:
+    # A blank in place of a mark keeps the figures aligned.
     lines = text_table(["x"], [["1.5 "], ["12.5*"]], left=0).split("\n")
     assert lines[2:] == [" 1.5", "12.5*"]
 
@@ -59,11 +52,7 @@ def test_a_blank_in_place_of_a_mark_keeps_the_figures_aligned() -> None:
     [
         (command_line.whole(1), {"1": 1, "50": 50}, ["0", "-1", "1.5", "x", "", "nan", str(2**63)]),
         (command_line.whole(0), {"0": 0}, ["-1"]),
-        (
-            command_line.positive,
-            {"0.1": 0.1, "1e3": 1000.0},
-            ["0", "-1", "nan", "inf", "-inf", "x", ""],
-        ),
+        (command_line.positive, {"0.1": 0.1, "1e3": 1e3}, ["0", "-1", "nan", "inf", "-inf", "x"]),
         (command_line.share, {"0.85": 0.85, "1": 1.0}, ["0", "1.01", "nan", "x"]),
     ],
 )
@@ -74,31 +63,23 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
             kind(text)
 
 
-def failing(error: BaseException):
-    def main() -> int:
-        raise error
-
-    return main
-
-
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
         (command_line.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
+        (command_line.Failure("it failed"), 1, "error: it failed\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied\n"),
         (OSError("no more"), 2, "error: no more\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ZeroDivisionError(), None, ""),
     ],
 )
-def test_errors_are_one_line_and_a_status(error, status: int, said: str, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command_line.run_main(failing(error))
-    assert ended.value.code == status and capsys.readouterr().err == said
-
-
-def test_other_errors_keep_their_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        command_line.run_main(failing(ZeroDivisionError()))
+def test_expected_errors_are_one_line_and_a_status_others_keep_their_traceback(
+    error, status, said: str, capsys
+) -> None:
+    with pytest.raises(SystemExit if status else type(error)) as ended:
+        command_line.run_main(mock.Mock(side_effect=error))
+    assert getattr(ended.value, "code", None) == status and capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

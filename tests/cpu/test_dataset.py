@@ -6,26 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashinfer_bench.data import Solution
+from small import solution
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset
+from scripts.data import dataset, workload_specs
 from scripts.measure import plan
-
-
-def solution(name: str, content: str = "def run(): pass\n") -> Solution:
-    return Solution.model_validate(
-        {
-            "name": name,
-            "definition": DEFINITION,
-            "author": "x",
-            "spec": {"language": "python", "target_hardware": ["cuda"], "entry_point": "m.py::run"},
-            # flashinfer-bench's hash has the name, in its main not.
-            "sources": [{"path": "m.py", "content": f"{content}# {name}\n"}],
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +22,34 @@ def ours():
     return trace_set
 
 
-def lengths(traces) -> list[int]:
-    return [dataset.tokens(t.workload) for t in traces]
+WORKLOADS = {
+    "": [7, 1, 32, 80, 901, 16, 15, 14, 14107, 11948, 62, 59, 58, 57, 56, 55, 54, 53, 52],
+    "901 T=7": [7, 901],
+    "e05c6c03 5e8d": [1, 14107],
+    "--max-tokens 15": [7, 1, 15, 14],
+    "6230": [32],  # all digits and no workload of that length: the beginning of a uuid
+    "T=3": "no workload matches T=3",
+    "zzzz": "no workload matches zzzz",
+    "901 --max-tokens 10": "no workload is left",
+}
 
 
-def test_workloads_are_selected_by_length_and_by_uuid(ours) -> None:
-    every = ours.workloads[DEFINITION]
-    assert len(dataset.select_workloads(every, [])) == 19
-    assert lengths(dataset.select_workloads(every, ["901", "T=7"])) == [7, 901]
-    assert lengths(dataset.select_workloads(every, ["e05c6c03", "5e8d"])) == [1, 14107]
-    assert lengths(dataset.select_workloads(every, [], max_tokens=15)) == [7, 1, 15, 14]
-    # All digits and no workload of that length: the beginning of a uuid.
-    assert lengths(dataset.select_workloads(every, ["6230"])) == [32]
-
-    for selectors, limit in (["T=3"], None), (["zzzz"], None), (["901"], 10):
-        with pytest.raises(UsageError, match="no workload"):
-            dataset.select_workloads(every, selectors, limit)
+@pytest.mark.parametrize("chosen", WORKLOADS)
+def test_workloads_are_selected_by_length_and_by_uuid(chosen: str, ours) -> None:
+    selectors, _, limit = chosen.partition("--max-tokens ")
+    given = ours.workloads[DEFINITION], selectors.split(), int(limit) if limit else None
+    if isinstance(wanted := WORKLOADS[chosen], str):
+        with pytest.raises(UsageError, match=wanted):
+            dataset.select_workloads(*given)
+    else:
+        found = dataset.select_workloads(*given)
+        assert [dataset.tokens(t.workload) for t in found] == wanted
 
 
 def test_solutions_are_selected_by_pattern() -> None:
     every = [solution("a_v1"), solution("a_v2"), solution("b")]
-    assert [s.name for s in dataset.select_solutions(every, ["a_*"])] == ["a_v1", "a_v2"]
-    assert len(dataset.select_solutions(every, [])) == 3
+    assert dataset.select_solutions(every, ["a_*"]) == every[:2]
+    assert dataset.select_solutions(every, []) == every
     with pytest.raises(UsageError, match="c.*there are: a_v1, a_v2, b"):
         dataset.select_solutions(every, ["c"])
 
@@ -81,7 +74,7 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     assert same == "same: the data set's copy differs; the current one is used\n"
     by_name = {s.name: s for s in trace_set.solutions[DEFINITION]}
     assert sorted(by_name) == ["new", "peer", "same"]
-    assert by_name["same"].sources[0].content.startswith("def run(): pass\n")
+    assert by_name["same"] == ours[0]
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
@@ -104,22 +97,20 @@ def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
         dataset.load(tmp_path)
 
 
-def test_only_tensors_that_are_missing_are_made(ours, tmp_path: Path, monkeypatch) -> None:
-    from scripts.data import workload_specs
-
+def test_only_tensors_that_are_missing_are_made_and_never_another_data_sets(
+    ours, tmp_path: Path, monkeypatch
+) -> None:
     made: list[list[str]] = []
     monkeypatch.setattr(workload_specs, "make_workloads", lambda _, uuids, **__: made.append(uuids))
-    monkeypatch.setattr(dataset, "ROOT", tmp_path)
     first, second = ours.workloads[DEFINITION][:2]
-    for spec in first.workload.inputs.values():
-        if spec.type == "safetensors":
-            (tmp_path / spec.path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / spec.path).touch()
-    dataset.make_missing_workloads(tmp_path, [first])
-    assert made == []
-    dataset.make_missing_workloads(tmp_path, [first, second])
+    path = tmp_path / first.workload.inputs["routing_logits"].path
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with monkeypatch.context() as here:
+        here.setattr(dataset, "ROOT", tmp_path)
+        for traces in [first], [first, second]:
+            dataset.make_missing_workloads(tmp_path, traces)
     assert made == [[second.workload.uuid]]
-    monkeypatch.undo()  # those of another data set are not invented
     with pytest.raises(UsageError, match="lacks the tensors of 1 workloads"):
         dataset.make_missing_workloads(tmp_path / "theirs", [first])
 

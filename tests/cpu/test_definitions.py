@@ -10,8 +10,10 @@ import pytest
 import torch
 from flashinfer_bench.data import Definition, load_json_file
 from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
+from moe_fp8.gemms.validate import validate_contiguous, validate_masked
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.validate import validate
 from moe_fp8.problem import MoeInputs, MoeShape
 
 from scripts.common import definitions
@@ -43,68 +45,36 @@ def load(definition: Entry) -> Definition:
 # --- what a definition says ----------------------------------------------------------------------
 
 
-def interface(definition: Entry) -> tuple[dict[str, int], dict[str, tuple[list | None, str]]]:
-    """Values of axes, and inputs with the output for a variable axis of 256, as the public data set
-    has them for a definition of that name."""
-    sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|n|k|topk)(\d+)", definition.name)}
-    fp8, f32, bf16 = "float8_e4m3fn", "float32", "bfloat16"
-    e = sizes["e"]
-    if not isinstance(definition, MoeDefinition):
-        n, k = sizes["n"], sizes["k"]
-        axes = {"num_experts": e, "n": n, "k": k}
-        axes |= {"num_n_blocks": n // 128, "num_k_blocks": k // 128}
-        weights = {"b": ([e, n, k], fp8), "b_scale": ([e, n // 128, k // 128], f32)}
-        if "masked" in definition.name:
-            a = {"a": ([e, 256, k], fp8), "a_scale": ([e, k // 128, 256], f32)}
-            rows = {"masked_m": ([e], "int32"), "expected_m": (None, "int32")}
-            return axes, a | weights | rows | {"out": ([e, 256, n], bf16)}
-        axes["len_indptr"] = e + 1
-        a = {"a": ([256, k], fp8), "a_scale": ([k // 128, 256], f32)}
-        return axes, a | weights | {"m_indptr": ([e + 1], "int32"), "out": ([256, n], bf16)}
-    h, i, experts = sizes["h"], sizes["i"], NUM_EXPERTS.get(definition.short)
-    blocks = {"hidden": h // 128, "intermediate": i // 128, "gemm1_out": 2 * i // 128}
-    axes = {"num_local_experts": e, "hidden_size": h, "intermediate_size": i}
-    axes["gemm1_out_size"] = 2 * i
-    axes |= {f"num_{side}_blocks": count for side, count in blocks.items()}
-    axes |= {"top_k": sizes["topk"]} if definition is not DEFAULT else {}
-    axes |= {"num_experts": experts} if experts else {}
-    tensors = {
-        "routing_logits": ([256, experts or e], f32 if experts else bf16),
-        "routing_bias": ([experts], bf16),
-        "hidden_states": ([256, h], fp8),
-        "hidden_states_scale": ([h // 128, 256], f32),
-        "gemm1_weights": ([e, 2 * i, h], fp8),
-        "gemm1_weights_scale": ([e, 2 * i // 128, h // 128], f32),
-        "gemm2_weights": ([e, h, i], fp8),
-        "gemm2_weights_scale": ([e, h // 128, i // 128], f32),
-        "local_expert_offset": (None, "int32"),
-        "routed_scaling_factor": (None, f32),
-        "output": ([256, h], bf16),
-    }
-    absent = () if experts else ("routing_bias", "local_expert_offset", "routed_scaling_factor")
-    return axes, {name: tensor for name, tensor in tensors.items() if name not in absent}
-
-
 @every
-def test_name_axes_and_inputs_agree(definition) -> None:
-    loaded, (axes, tensors) = load(definition), interface(definition)
+def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> None:
+    """Names of definitions and their inputs are those of the public data set."""
+    loaded = load(definition)
     (var,) = loaded.var_axes
     assert (loaded.name, loaded.op_type) == (definition.name, definition.op_type)
-    assert loaded.const_axes == axes and var in ("seq_len", "total_rows", "max_rows")
-    shapes = loaded.get_input_shapes({var: 256}) + loaded.get_output_shapes({var: 256})
-    specs = loaded.inputs | loaded.outputs
-    types = [spec.dtype.value for spec in specs.values()]
-    assert list(zip(specs, shapes, types, strict=True)) == [(n, *of) for n, of in tensors.items()]
+    assert var in ("seq_len", "total_rows", "max_rows")
+    dims = loaded.get_input_shapes({var: 256}) + loaded.get_output_shapes({var: 256})
+    given = {
+        name: torch.empty(shape, dtype=getattr(torch, spec.dtype.value), device="meta")
+        if shape is not None
+        else 1
+        for (name, spec), shape in zip((loaded.inputs | loaded.outputs).items(), dims, strict=True)
+    }
+    sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|n|k|topk)(\d+)", definition.name)}
     if not isinstance(definition, MoeDefinition):
-        assert (definition.experts, definition.n, definition.k) == tuple(axes.values())[:3]
-        assert (definition.rows == MASKED) == ("zero in the output" in loaded.description)
+        masked = definition.rows == MASKED
+        (validate_masked if masked else validate_contiguous)(*given.values())
+        assert {"e": definition.experts, "n": definition.n, "k": definition.k} == sizes
+        assert masked == ("zero in the output" in loaded.description) == ("_masked_" in loaded.name)
         return
-    shape = MoeShape(**definition.shape)
-    assert shape.num_experts == axes.get("num_experts", 128) and shape.top_k == int(
-        re.search(r"_topk(\d+)_", definition.name)[1]
-    )
-    of_shape = {name: list(dims) for name, dims, *_ in shape.weight_specs}
-    assert of_shape == {name: dims for name, (dims, _) in tensors.items() if name in of_shape}
+    shape, output = MoeShape(**definition.shape), given.pop("output")
+    absent = {"routing_bias": None, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    assert validate(MoeInputs(**(absent | given)), output, shape) == 256
+    assert list(given) == [name for name in MoeInputs._fields if name in given]
+    assert len(given) == (10 if shape.has_bias else 7)
+    of_name = {"e": shape.num_local_experts, "h": shape.hidden_size, "i": shape.intermediate_size}
+    assert of_name | {"topk": shape.top_k} == sizes
+    assert loaded.const_axes.get("top_k", 8) == shape.top_k
+    assert shape.num_experts == NUM_EXPERTS.get(definition.short, 128)
 
 
 def sized(definition: Entry) -> tuple[str, dict[str, int]]:
@@ -161,17 +131,17 @@ def test_the_layer_of_no_data_set_has_its_own_sizes() -> None:
         assert list(dims) == by_name[name]
     for line in ("N_GROUP = 1", "TOPK_GROUP = 1", "TOP_K = 9"):
         assert f"\n{line}\n" in made.reference
+    assert definitions.find_layer(shared.short) is shared
     with pytest.raises(UsageError, match="is a grouped GEMM"):
         definitions.find_layer("gemm1")
-    assert definitions.find_layer(shared.short) is shared
 
 
-@pytest.mark.parametrize("axis", ["seq_len", "total_rows", "max_rows"])
-def test_the_size_of_a_workload(axis) -> None:
-    assert definitions.size_of({axis: 7}) == 7 and definitions.size_of({"batch": 7}) == 0
+def test_the_size_of_a_workload_is_its_tokens_or_its_rows() -> None:
+    sizes = [{axis: 7} for axis in ("seq_len", "total_rows", "max_rows", "batch")]
+    assert [definitions.size_of(axes) for axes in sizes] == [7, 7, 7, 0]
     for wrong in ("many", [7]):
         with pytest.raises((TypeError, ValueError)):
-            definitions.size_of({axis: wrong})
+            definitions.size_of({"seq_len": wrong})
 
 
 # --- the references and the layers ---------------------------------------------------------------
@@ -231,13 +201,13 @@ def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
     return out
 
 
-CASES = [(d, offset) for d in KINDS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
-EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 56, 60, -3, -8, 64, -100, 1000)), *CASES]
-
-
 def of_cases(cases: list) -> pytest.MarkDecorator:
     ids = [f"{named(d)}-{offset}" for d, offset in cases]
     return pytest.mark.parametrize(("definition", "offset"), cases, ids=ids)
+
+
+CASES = [(d, offset) for d in KINDS for offset in ((0, 22, -3, 24) if not all_local(d) else (0,))]
+EVERY_CASE = [*((DEFAULT, offset) for offset in (0, 56, 60, -3, -8, 64, -100, 1000)), *CASES]
 
 
 @of_cases(EVERY_CASE)

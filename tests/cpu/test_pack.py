@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_bench.data import TraceSet
 from one_token import arguments
 from programs import call, packed_once
 from test_definitions import KINDS, reference
@@ -77,12 +76,15 @@ def packed_of(name: str) -> bytes:
 # --- what is packed ------------------------------------------------------------------------------
 
 
-def test_the_program_lists_and_packs(tmp_path: Path) -> None:
+def test_the_program_lists_generations_and_packs_one_into_the_same_bytes_each_time(
+    tmp_path,
+) -> None:
     listed = call("pack", "--list").stdout.splitlines()
     assert "cutedsl_moe_fp8_v1  v1_loop_padding.py" in listed and len(listed) == len(GENERATIONS)
     done = call("pack", "v1_loop_padding", "--output", tmp_path)
     assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
-    assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == packed_of("cutedsl_moe_fp8_v1")
+    again = pack.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
+    assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == again
 
 
 def test_reading_a_generation_imports_nothing_heavy() -> None:
@@ -96,11 +98,6 @@ def test_reading_a_generation_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": paths}).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_fused", "triton_moe"])
-def test_packing_twice_gives_the_same_bytes(name: str) -> None:
-    assert packed_of(name) == pack.pack(GENERATIONS[name])
-
-
 def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> None:
     (path,) = write(package)
     unix = path.read_bytes()
@@ -111,71 +108,61 @@ def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> Non
 
 
 def test_a_generation_packs_no_other_generation_and_a_peers_gemm_no_kernel_of_ours() -> None:
-    own = {
-        name: f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}"
-        for name, g in GENERATIONS.items()
-    }
-    for name, entry in own.items():
-        sources = [s["path"] for s in json.loads(packed_of(name))["sources"]]
-        assert sources == sorted(sources) and set(sources) & set(own.values()) == {entry}
+    own = {f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}": g for g in GENERATIONS.values()}
+    for entry, generation in own.items():
+        sources = [s["path"] for s in json.loads(packed_once(generation))["sources"]]
+        assert sources == sorted(sources) and set(sources) & set(own) == {entry}
         assert not any("/gemms/" in path for path in sources)
     for generation in (g for of in GEMMS[::2] for g in pack.generations(definition=of)):
-        sources = {s["path"] for s in json.loads(packed_once(generation))["sources"]}
-        kernels = any(path.startswith("moe_fp8/kernels/") for path in sources)
+        paths = [source["path"] for source in json.loads(packed_once(generation))["sources"]]
+        kernels = any(path.startswith("moe_fp8/kernels/") for path in paths)
         assert kernels != (generation.path.parent.name == BASELINES)
 
 
-def test_fields_of_the_solution(package: Path) -> None:
+def test_a_solution_has_what_its_file_says_and_for_the_rest_our_own_kernels_defaults(
+    package,
+) -> None:
     (path,) = write(package)
     solution = json.loads(path.read_bytes())
     assert (solution["name"], solution["definition"]) == ("sample", DEFINITION)
-    assert solution["description"] == "What it is."
+    assert (solution["author"], solution["description"]) == ("somebody", "What it is.")
     assert solution["spec"]["entry_point"] == "main.py::run"
     assert solution["spec"]["destination_passing_style"] is True
     sources = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
     assert [s["path"] for s in solution["sources"]] == sources
-    # What a solution does not say is that of our own kernels.
     lines = GENERATION.replace("SOLUTION =", "SOLUTION: dict =").splitlines(keepends=True)
     said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
     (package / "gen.py").write_text("".join(said))
     (path,) = write(package)
     made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
-    assert (made["author"], made["spec"]) == (ours["author"], ours["spec"])
+    assert (made["author"], made["spec"]) == ("moe-fp8-cutedsl", ours["spec"])
     assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
 
 
-def test_validation_builds_the_entry_point(package: Path) -> None:
-    write(package, build=True)
-    (package / "gen.py").write_text(GENERATION.replace("j, output", "output"))
-    with pytest.raises(pack.PackError, match="expected 11 (positional )?parameters"):
-        write(package, build=True)
-    (package / "gen.py").write_text(GENERATION + "\nraise RuntimeError('at import')\n")
-    with pytest.raises(pack.PackError, match="at import"):
-        write(package, build=True)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("old", "new", "message"),
     [
-        (lambda s: s.replace('["torch"]', "list()"), "literal"),
-        (lambda s: s.replace('    "name": "sample",\n', ""), "lacks 'name'"),
-        (lambda s: s.replace('"author"', '"autor"'), "autor"),
-        (lambda s: s.replace('"""What it is."""', ""), "docstring"),
-        (lambda s: s.replace("from .helper", "from moe_fp8.helper"), "absolute"),
-        (lambda s: s.replace("from .helper", "from .empty"), "empty source files are not allowed"),
+        ('["torch"]', "list()", "literal"),
+        ('    "name": "sample",\n', "", "lacks 'name'"),
+        ('"author"', '"autor"', "autor"),
+        ('"""What it is."""', "", "docstring"),
+        ("from .helper", "from moe_fp8.helper", "absolute"),
+        ("from .helper", "from .empty", "empty source files are not allowed"),
+        ("j, output", "output", "expected 11 (positional )?parameters"),
+        ("def run", "raise RuntimeError('at import')\n\n\ndef run", "at import"),
     ],
 )
-def test_a_bad_generation_is_refused_with_the_reason(package, change, message) -> None:
-    (path,) = write(package)
+def test_a_bad_generation_is_refused_with_the_reason(old, new, message, package) -> None:
+    (path,) = write(package, build=True)
     content = path.read_bytes()
     (package / "empty.py").write_text("\n")
-    (package / "gen.py").write_text(change(GENERATION))
+    (package / "gen.py").write_text(GENERATION.replace(old, new))
     with pytest.raises(pack.PackError, match=message):
-        write(package)
+        write(package, build=True)
     assert path.read_bytes() == content and names_in(path.parent) == {path.name}
 
 
-def test_names_of_generations(package: Path) -> None:
+def test_unknown_names_are_refused_and_so_are_two_generations_of_one_name(package: Path) -> None:
     with pytest.raises(UsageError, match="there are: sample"):
         write(package, "absent")
     (package / "twin.py").write_text(GENERATION)
@@ -232,21 +219,22 @@ def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("before", ["mine", None])
-def test_builds_of_its_own_leave_the_place_of_others(before: str | None, monkeypatch) -> None:
+def test_builds_leave_the_place_of_others(before: str | None, package, monkeypatch) -> None:
+    monkeypatch.chdir(package.parent)
+    monkeypatch.setenv("HOME", str(package.parent))
     monkeypatch.delenv("FIB_CACHE_PATH", raising=False)
     if before is not None:
         monkeypatch.setenv("FIB_CACHE_PATH", before)
-    with pack.private_build_cache():
-        place = Path(os.environ["FIB_CACHE_PATH"])
-        assert place.is_dir() and str(place) != before
-    assert os.environ.get("FIB_CACHE_PATH") == before and not place.exists()
+    write(package, build=True)
+    assert os.environ.get("FIB_CACHE_PATH") == before
+    assert {path.name for path in package.parent.iterdir()} == {"package", "packed"}
 
 
-def test_definitions_have_their_own_folders(package: Path, monkeypatch) -> None:
-    """From which packing another definition removes nothing."""
-    data = package.parent / "data"
+def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_others(
+    package: Path, monkeypatch
+) -> None:
+    data, definition = package.parent / "data", MOE[1]
     monkeypatch.setattr(pack, "PACKED_DIR", data / "solutions")
-    definition = MOE[1]
     (package / "layer").mkdir()
     for name in ("layer/__init__.py", "layer/calls.py"):
         (package / name).write_text('"""Empty."""\n')
@@ -262,14 +250,6 @@ def test_definitions_have_their_own_folders(package: Path, monkeypatch) -> None:
     assert wanted[1].is_file(), "of another definition"
     pack.write_packed(root=package, build=False, definition=definition)
     assert not wanted[1].is_file()
-    for path in (DEFAULT.path, definition.path):
-        (data / path).parent.mkdir(parents=True, exist_ok=True)
-        (data / path).write_bytes((ROOT / path).read_bytes())
-    found = TraceSet.from_path(str(data)).solutions
-    assert {name: [s.name for s in of] for name, of in found.items()} == {
-        DEFAULT.name: ["sample"],
-        definition.name: ["sample_kimi_k2"],
-    }
     # Those of two definitions can lie in one directory.
     pack.write_packed(output=folder, root=package, build=False)
     assert names_in(folder) == {"sample.json", "sample_kimi_k2.json"}

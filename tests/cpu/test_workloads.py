@@ -4,17 +4,18 @@ that makes their tensors."""
 import functools
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from flashinfer_bench.bench.utils import load_safetensors
 from programs import call
 
-from scripts.common.command_line import Failure
 from scripts.common.definitions import DEFAULT, GEMMS, MASKED, MOE, TABLE, MoeDefinition
 from scripts.common.project import ROOT
 from scripts.data import dataset, synthetic_logits, workload_specs
@@ -109,14 +110,27 @@ def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) ->
 
 
 @by_draw
-def test_draw_has_the_bytes_and_counts_of_the_spec(spec) -> None:
-    made = draw(spec)
+def test_a_draw_has_the_bytes_counts_and_moments_of_the_spec(spec) -> None:
+    made, definition = draw(spec), spec.definition
     assert hashlib.sha256(spec.blob_of(made)).hexdigest() == spec.sha256
     assert made.redrawn == spec.redrawn
-    counts = synthetic_logits.count_local(made.ids, spec.local_expert_offset, spec.definition)
-    assert counts == spec.counts
+    local = made.ids - spec.local_expert_offset
+    here = (local >= 0) & (local < definition.num_local_experts)
+    rows = Counter(local[here].tolist())
+    assert spec.counts == {
+        "pairs": here.sum(),
+        "hit": here.any(1).sum(),
+        "active": len(rows),
+        "max": max(rows.values()),
+    }
     # Or a different rounding of exp could redraw another row on another machine.
     assert made.margin_gap > workload_specs.MIN_MARGIN_GAP
+    mean, std = (-1.6706, 0.6560) if "ds_routing" in definition.name else (0, 1)
+    assert abs(made.logits.mean(dtype=np.float64) - mean) < 2e-3
+    assert abs(made.logits.std(dtype=np.float64) - std) < 2e-3
+    assert made.logits.shape == (spec.seq_len, definition.num_experts)
+    logits = torch.from_numpy(made.logits)
+    assert torch.equal(logits.to(torch.bfloat16).float(), logits)
 
 
 @by_workload
@@ -128,18 +142,6 @@ def test_counts_are_close_to_the_captured_ones(spec) -> None:
     assert abs(ours["active"] - captured["active"]) <= 1
     assert (captured["max"] is None) == few
     assert few or abs(ours["max"] / captured["max"] - 1) <= 0.1
-
-
-@by_draw
-def test_moments_and_grid(spec) -> None:
-    logits, definition = draw(spec).logits, spec.definition
-    mean, std = (-1.6706, 0.6560) if "ds_routing" in definition.name else (0, 1)
-    assert logits.dtype == np.float32
-    assert logits.shape == (spec.seq_len, definition.num_experts)
-    assert abs(logits.mean(dtype=np.float64) - mean) < 2e-3
-    assert abs(logits.std(dtype=np.float64) - std) < 2e-3
-    as_torch = torch.from_numpy(logits)
-    assert torch.equal(as_torch.to(torch.bfloat16).float(), as_torch)
 
 
 @by_draw
@@ -162,55 +164,10 @@ def test_no_choice_hangs_on_a_small_margin(spec) -> None:
     assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
 
 
-def test_redraw_replaces_the_rows_without_margin_and_no_others(monkeypatch) -> None:
-    spec = next(spec for spec in SPECS if spec.seq_len == 901)
-    final = draw(spec)
-    monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", -1.0)
-    first = spec.draw()
-    assert first.redrawn == 0 and final.redrawn > 0
-    _, margin = synthetic_logits.route(first.logits, routing_bias())
-    assert np.array_equal((first.logits != final.logits).any(axis=1), margin < 1.05e-4)
+def test_a_draw_without_margins_ends(monkeypatch) -> None:
     monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", 10.0)
     with pytest.raises(RuntimeError, match="margin"):
         draw_logits(LogitModel(seed=1), 1, 0)
-
-
-# --- routing against brute force -----------------------------------------------------------------
-
-
-def choose_by_hand(logits, bias):
-    """(chosen experts, margin) of one token by plain sorting."""
-    score = [
-        1 / (1 + np.exp(-np.float64(x))) + np.float64(b) for x, b in zip(logits, bias, strict=True)
-    ]
-    group_score = [sum(sorted(score[g * 32 : g * 32 + 32])[-2:]) for g in range(8)]
-    groups = sorted(range(8), key=lambda g: -group_score[g])
-    group_margin = group_score[groups[3]] - group_score[groups[4]]
-    candidates = sorted(
-        (e for g in groups[:4] for e in range(g * 32, g * 32 + 32)), key=lambda e: -score[e]
-    )
-    return sorted(candidates[:8]), min(group_margin, score[candidates[7]] - score[candidates[8]])
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 60])
-def test_routing_against_sorting(tokens):
-    rng = np.random.default_rng(tokens)
-    logits = rng.normal(-1.7, 0.7, (tokens, 256)).astype(np.float32)
-    bias = rng.normal(5, 0.02, 256).astype(np.float32)
-    ids, margin = synthetic_logits.route(logits, bias)
-    assert ids.shape == (tokens, 8)
-    for t in range(tokens):
-        expected, expected_margin = choose_by_hand(logits[t], bias)
-        assert ids[t].tolist() == expected
-        assert margin[t] == pytest.approx(expected_margin, abs=1e-12)
-
-
-def test_counts_of_a_known_routing():
-    ids = np.array([[0, 1, 40, 41, 63, 64, 70, 71], [33, 40, 100, 101, 102, 103, 104, 105]])
-    ids = np.vstack([ids, np.arange(200, 208)])
-    counts = synthetic_logits.count_local(ids, 32)
-    assert counts == {"pairs": 5, "hit": 2, "active": 4, "max": 2}
-    assert synthetic_logits.count_local(ids, 224)["pairs"] == 0
 
 
 # --- making the files ----------------------------------------------------------------------------
@@ -219,8 +176,7 @@ def test_counts_of_a_known_routing():
 def test_the_captured_bias() -> None:
     bias = routing_bias().tolist()
     assert {bias[0], bias[2], bias[255]} == {4.9375}
-    assert {bias[3], bias[90], bias[253]} == {4.96875}
-    assert bias.count(4.96875) == 101
+    assert {bias[3], bias[90], bias[253]} == {4.96875} and bias.count(4.96875) == 101
 
 
 @every
@@ -272,39 +228,29 @@ def test_rows_are_those_of_the_layers_workload(definition) -> None:
             assert spec.rows == tuple(of_expert[expert] for expert in range(32))
 
 
-def test_up_to_date_tensors_are_left_and_damaged_ones_made_again(tmp_path, capsys) -> None:
-    (path,) = workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
-    assert "made" in capsys.readouterr().err
+def test_tensors_that_are_damaged_are_made_again_and_those_of_another_origin_kept(tmp_path) -> None:
+    smallest = ["data", "--root", tmp_path, "--workloads", SMALLEST.uuid]
+    assert call(*smallest).stderr.endswith("made\n")
+    (path,) = tmp_path.rglob("*.safetensors")
     content, stamp = path.read_bytes(), path.stat().st_mtime_ns
-    assert workload_specs.make_workloads(tmp_path, [SMALLEST.uuid]) == [path]
-    assert "up to date" in capsys.readouterr().err
-    assert path.stat().st_mtime_ns == stamp
+    assert call(*smallest).stderr.endswith("up to date\n") and path.stat().st_mtime_ns == stamp
     for damaged in (b"", content[:5], content[:700], content[:-1] + b"\1", b"\xff" * 64):
         path.write_bytes(damaged)
-        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
-        assert path.read_bytes() == content
-    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
-
-
-def test_tensors_of_another_origin_are_kept(tmp_path, capsys) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / workload_specs.blob_path(SMALLEST)
-    path.parent.mkdir(parents=True)
+        assert call(*smallest).stderr.endswith("made\n") and path.read_bytes() == content
     captured = {"routing_logits": torch.zeros(1, 256), "routing_bias": torch.zeros(256).bfloat16()}
-    safetensors.save_file(captured, path)
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1576\n"
-    for content in (path.read_bytes(), pointer):
-        path.write_bytes(content)
-        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
-        assert "kept" in capsys.readouterr().err
-        assert path.read_bytes() == content
+    for other in (safetensors.torch.save(captured), pointer):
+        path.write_bytes(other)
+        assert "kept: not written by this program" in call(*smallest).stderr
+        assert path.read_bytes() == other
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
 
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch) -> None:
     wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
     monkeypatch.setattr(workload_specs, "load_specs", lambda definition: wrong)
-    with pytest.raises(Failure, match=rf"{SMALLEST.uuid}.* out of step"):
-        workload_specs.make_workloads(tmp_path, [SMALLEST.uuid])
+    done = call("data", "--root", tmp_path, "--workloads", SMALLEST.uuid)
+    assert done.returncode == 1 and re.search(f"{SMALLEST.uuid}.* out of step", done.stderr)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
