@@ -221,29 +221,20 @@ def sol_files(exports: Exports, definition: "Definition") -> Files:
     """A folder that it evaluates; its workloads are bare lines. Raises PackError for libraries that
     it has not."""
     (export,) = exports
+    content, libraries = export.content, translated(export, LIBRARIES, "SOL-ExecBench")
+    on_b200 = capability_of(B200) in map(capability_of, content["spec"]["target_hardware"])
+    spec = {
+        "languages": [name for name, _ in libraries if name != "pytorch"] or ["pytorch"],
+        "target_hardware": [B200, "LOCAL"] if on_b200 else ["LOCAL"],
+        "entry_point": content["spec"]["entry_point"],
+        "dependencies": [name for _, name in libraries],
+        "destination_passing_style": content["spec"]["destination_passing_style"],
+    }
     problem = definition.model_dump(mode="json", exclude={"tags", "constraints"})
     return {
         "definition.json": to_json({**problem, "name": SOL_DEFINITION}),
         "workload.jsonl": "".join(json.dumps(t["workload"]) + "\n" for t in export.traces),
-        "solution.json": to_json(sol_solution(export)),
-    }
-
-
-def sol_solution(export: Export) -> dict[str, Any]:
-    """The Solution as SOL-ExecBench has it. Raises PackError for libraries that it has not."""
-    libraries = translated(export, LIBRARIES, "SOL-ExecBench")
-    spec = export.content["spec"]
-    on_b200 = capability_of(B200) in map(capability_of, spec["target_hardware"])
-    return {
-        **export.content,
-        "definition": SOL_DEFINITION,
-        "spec": {
-            "languages": [name for name, _ in libraries if name != "pytorch"] or ["pytorch"],
-            "target_hardware": [B200, "LOCAL"] if on_b200 else ["LOCAL"],
-            "entry_point": spec["entry_point"],
-            "dependencies": [name for _, name in libraries],
-            "destination_passing_style": spec["destination_passing_style"],
-        },
+        "solution.json": to_json({**content, "definition": SOL_DEFINITION, "spec": spec}),
     }
 
 
@@ -251,11 +242,13 @@ LICENSE = "Apache-2.0"
 TEMPLATES = Path(__file__).parent / "kernels"
 
 
-def build_toml(export: Export, kernel: str) -> str:
-    """Raises PackError for a dependency that kernels does not allow."""
+def kernels_files(exports: Exports, definition: "Definition") -> Files:
+    """The repository. Raises PackError for a dependency that kernels does not allow."""
+    (export,) = exports
+    kernel, content = export.name.lower().replace("_", "-"), export.content
     depends = translated(export, DEPENDENCIES, "the list of kernels")
     general, cuda = ([name for where, name in depends if where == t] for t in (GENERAL, CUDA))
-    capabilities = [capability_of(name) for name in export.content["spec"]["target_hardware"]]
+    capabilities = [capability_of(name) for name in content["spec"]["target_hardware"]]
     archs = sorted({f"{c[0]}.{c[1]}" for c in capabilities if c is not None})
     tables: dict[str, dict[str, Any]] = {
         GENERAL: {
@@ -270,13 +263,6 @@ def build_toml(export: Export, kernel: str) -> str:
         # With an underscore: kernels 0.17.2 refuses the dash that its page of build.toml shows.
         "torch-noarch": {"cuda_capabilities": archs} if None not in capabilities else {},
     }
-    return to_toml(tables)
-
-
-def kernels_files(exports: Exports, definition: "Definition") -> Files:
-    """The repository. Raises PackError."""
-    (export,) = exports
-    kernel, content = export.name.lower().replace("_", "-"), export.content
     card = string.Template((TEMPLATES / "CARD.md").read_text(encoding="utf-8")).substitute(
         license=LICENSE.lower(),
         kernel=kernel,
@@ -287,7 +273,7 @@ def kernels_files(exports: Exports, definition: "Definition") -> Files:
     exported = f'from .{PACKAGE}.{".".join(export.module)} import run\n\n__all__ = ["run"]\n'
     below = f"torch-ext/{kernel.replace('-', '_')}"
     return {
-        "build.toml": build_toml(export, kernel),
+        "build.toml": to_toml(tables),
         "flake.nix": (TEMPLATES / "flake.nix").read_text(encoding="utf-8"),
         "CARD.md": card,
         f"{below}/__init__.py": f"{content['description']!r}\n\n{exported}",

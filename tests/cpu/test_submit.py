@@ -21,7 +21,7 @@ from flashinfer_bench.compile.builders import TritonBuilder
 from flashinfer_bench.data import BuildSpec, TraceSet
 from markers import more
 from programs import Done, call, packed_once
-from test_pack import GENERATIONS, by_its_path, check_call, of_a_package, top_level
+from test_pack import GENERATIONS, check_call
 
 from scripts.common import files
 from scripts.common.definitions import DEFAULT
@@ -303,25 +303,22 @@ SOME = pytest.mark.parametrize(
 )
 
 
-def packed_by_the_kit(kit: Path) -> Any:
-    """As the kit's pack_solution.py does: config.toml says name, definition, author and how to
-    build; the sources are the files of the one folder solution/<language>, none below it."""
-    tomllib = pytest.importorskip("tomllib")
-    config = tomllib.loads((kit / "config.toml").read_text("utf-8"))
-    return pack_solution_from_files(
-        path=str(kit / "solution" / config["build"]["language"]),
-        spec=BuildSpec(target_hardware=["cuda"], **config["build"]),
-        **config["solution"],
-    )
-
-
 @pytest.mark.all
 @SOME
 def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
     name: str, tree, tmp_path: Path, monkeypatch
 ) -> None:
+    """As the kit's pack_solution.py does: config.toml says name, definition, author and how to
+    build; the sources are the files of the one folder solution/<language>, none below it."""
+    tomllib = pytest.importorskip("tomllib")
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-    solution, package = packed_by_the_kit(tree("kit", name)), export_of(GENERATIONS[name]).package
+    kit, package = tree("kit", name), export_of(GENERATIONS[name]).package
+    config = tomllib.loads((kit / "config.toml").read_text("utf-8"))
+    solution = pack_solution_from_files(
+        path=str(kit / "solution" / config["build"]["language"]),
+        spec=BuildSpec(target_hardware=["cuda"], **config["build"]),
+        **config["solution"],
+    )
     assert (solution.name, solution.author) == (name, "some-team")
     assert solution.definition == DEFINITION and solution.spec.destination_passing_style
     assert solution.spec.entry_point == "kernel.py::run"
@@ -332,17 +329,6 @@ def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
         check_call(name, lambda **values: runnable(*values.values()))
     finally:
         runnable.cleanup()
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
-def test_the_kits_entry_file_runs_however_it_is_imported(load, tree, tmp_path: Path) -> None:
-    folder = tmp_path / "a folder"
-    shutil.copytree(tree("kit") / "solution/triton", folder)
-    (folder / "kernel.py").rename(folder / "main.py")  # test_pack's ways import "main"
-    entry = load(folder)
-    check_call(FLAT.name, entry.run)
-    assert Path(sys.modules[entry.run.__module__].__file__).parent == folder
 
 
 def test_kept_kernels_know_the_sources_in_one_folder(tmp_path: Path) -> None:
@@ -377,36 +363,35 @@ def hardware_of(export: Export, *gpus: str) -> Export:
 
 
 def test_sol_execbenchs_form_is_that_of_its_documentation(tree, flat: Export) -> None:
-    problem, solution = (
-        json.loads((tree("sol") / f"{name}.json").read_text())
-        for name in ("definition", "solution")
-    )
-    assert problem["name"] == solution["definition"] == f"020_{DEFINITION}", "its own name of it"
-    ours = json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
+    made, ours = tree("sol"), json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
+    problem = json.loads((made / "definition.json").read_text())
+    lines = (made / "workload.jsonl").read_text().splitlines()
     assert (problem["inputs"], problem["reference"]) == (ours["inputs"], ours["reference"])
-    lines = (tree("sol") / "workload.jsonl").read_text().splitlines()
     assert [json.loads(line)["uuid"] for line in lines] == [t.workload.uuid for t in WORKLOADS]
-    of_flat = {
+    spec = {
         "languages": ["cute_dsl"],
         "target_hardware": ["B200", "LOCAL"],  # its own GPU, and any other
         "entry_point": "main.py::run",
         "dependencies": ["torch", "cutlass"],
         "destination_passing_style": True,
     }
-    assert solution["spec"] == of_flat and solution["author"] == "some-team"
-    assert solution["sources"] == flat.content["sources"]
-    assert set(solution) == {"name", "definition", "author", "description", "spec", "sources"}
+    # Its own name of the definition.
+    changed = {"definition": f"020_{DEFINITION}", "author": "some-team", "spec": spec}
+    assert problem["name"] == changed["definition"]
+    assert json.loads((made / "solution.json").read_text()) == flat.content | changed
     triton = json.loads((tree("sol", "triton_moe") / "solution.json").read_text())["spec"]
-    assert triton == of_flat | {"languages": ["triton"], "dependencies": ["torch", "triton"]}
-    blackwell = forms.sol_solution(hardware_of(flat, "NVIDIA_B200"))["spec"]
-    assert blackwell["target_hardware"] == ["B200", "LOCAL"]
-    assert blackwell["languages"] == ["pytorch"]
-    hopper = forms.sol_solution(hardware_of(flat, "NVIDIA_H100", "NVIDIA_H200"))["spec"]
-    assert hopper["target_hardware"] == ["LOCAL"]
+    assert triton == spec | {"languages": ["triton"], "dependencies": ["torch", "triton"]}
+    for gpus, there in (
+        (["NVIDIA_B200"], ["B200", "LOCAL"]),
+        (["NVIDIA_H100", "NVIDIA_H200"], ["LOCAL"]),
+    ):
+        files = FORMS["sol"].files([hardware_of(flat, *gpus)], DATA_SET.definitions[DEFINITION])
+        made = json.loads(files["solution.json"])["spec"]
+        assert (made["target_hardware"], made["languages"]) == (there, ["pytorch"])
 
 
-def test_the_build_file_of_kernels(tree, flat: Export) -> None:
-    tomllib = pytest.importorskip("tomllib")
+def test_the_build_file_of_kernels_is_one_that_its_own_parser_takes(tree, flat, tmp_path) -> None:
+    tomllib, kernels = map(pytest.importorskip, ("tomllib", "kernels"))
     made = tree("kernels")
     assert tomllib.loads((made / "build.toml").read_text()) == {
         "general": {
@@ -425,8 +410,19 @@ def test_the_build_file_of_kernels(tree, flat: Export) -> None:
     assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in card and "$" not in card
     triton = (tree("kernels", "triton_moe") / "build.toml").read_text()
     assert "depends" not in triton and "[general.cuda]" not in triton
-    anywhere = forms.build_toml(hardware_of(flat, "NVIDIA_H100", "any"), "x")
-    assert "capabilities" not in anywhere
+    anywhere = hardware_of(flat, "NVIDIA_H100", "any")
+    files = FORMS["kernels"].files([anywhere], DATA_SET.definitions[DEFINITION])
+    assert "capabilities" not in files["build.toml"]
+    allowed = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text())
+    assert {"tvm-ffi"} <= {*allowed["general"]}
+    assert {"nvidia-cutlass-dsl"} <= {*allowed["backends"]["cuda"]}
+    for name in (FLAT.name, "triton_moe"):
+        build = kernels._rust.Build.open(tree("kernels", name))
+        assert build.general.backends == [kernels._rust.Backend.CUDA]
+    text = (made / "build.toml").read_text()
+    (tmp_path / "build.toml").write_text(text.replace("edition = 5", "edition = 999"))
+    with pytest.raises(ValueError, match="999"):
+        kernels._rust.Build.open(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -448,34 +444,17 @@ def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(name: str, tr
     """Its build of a package without compiled parts is a copy; each is imported under an id of its
     own, by the path of its `__init__.py`."""
     (source,) = (tree("kernels", name) / "torch-ext").iterdir()
-    assert source.name == name
-    modules = []
+    runs = set()
     for unique in ("flat_build_1", "flat_build_2"):
         spec = importlib.util.spec_from_file_location(unique, source / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        modules.append(importlib.util.module_from_spec(spec))
-        sys.modules[unique] = modules[-1]
-        spec.loader.exec_module(modules[-1])
-        assert modules[-1].__all__ == ["run"]
-        assert modules[-1].__doc__ == GENERATIONS[name].description
-        assert modules[-1].run.__module__.startswith(f"{unique}.moe_fp8.")
-        check_call(name, modules[-1].run)
-    assert modules[0].run is not modules[1].run
-
-
-def test_kernels_own_parser_takes_the_build_file(tree, tmp_path: Path) -> None:
-    kernels = pytest.importorskip("kernels")
-    allowed = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text())
-    known = {name: ("general", name) for name in allowed["general"]}
-    known |= {name: ("general.cuda", name) for name in allowed["backends"]["cuda"]}
-    assert all(known[of[1]] == of for of in forms.DEPENDENCIES.values() if of)
-    for name in (FLAT.name, "triton_moe"):
-        build = kernels._rust.Build.open(tree("kernels", name))
-        assert build.general.backends == [kernels._rust.Backend.CUDA]
-        text = (tree("kernels", name) / "build.toml").read_text()
-        (tmp_path / "build.toml").write_text(text.replace("edition = 5", "edition = 999"))
-        with pytest.raises(ValueError, match="999"):
-            kernels._rust.Build.open(tmp_path)
+        assert spec is not None and spec.loader is not None and source.name == name
+        module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert (module.__all__, module.__doc__) == (["run"], GENERATIONS[name].description)
+        assert module.run.__module__.startswith(f"{unique}.moe_fp8.")
+        check_call(name, module.run)
+        runs.add(module.run)
+    assert len(runs) == 2
 
 
 # --- the contest's settings -----------------------------------------------------------------------
@@ -502,29 +481,23 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
 # --- the program ----------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_kept_and_an_empty_directory_is_as_good_as_none(tmp_path, flat) -> None:
-    results, output = write(tmp_path / "run", traces_of(flat)), tmp_path / "tree"
-    output.mkdir()
-    common = ["trace", "v4_flat", "--gpu", "H200", "--results", results, "--output", output]
-    assert submit(*common).returncode == 0
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    again = submit(*common)
-    assert again.returncode == 2 and "is there already" in again.stderr
-    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
-
-
-def test_the_tree_comes_back(tmp_path: Path, flat: Export) -> None:
+def test_the_tree_comes_back_and_is_not_written_again(tmp_path: Path, flat: Export) -> None:
     made = {V2.name: traces_of(export_of(V2)), FLAT.name: traces_of(flat)}
     every = [trace for traces in made.values() for trace in traces]
-    common = ["--gpu", "H200", "--results", write(tmp_path / "run", every)]
-    common += ["--author", "some-team", "--output", tmp_path / "a"]
-    done = submit("trace", "v4_flat", "v2_vectorised", *common)
+    output = tmp_path / "tree"
+    output.mkdir()  # an empty one is as good as none
+    common = ["--gpu", "H200", "--results", write(tmp_path / "run", every), "--output", output]
+    done = submit("trace", "v4_flat", "v2_vectorised", *common, "--author", "some-team")
     assert done.returncode == 0, done.stderr
-    packed = {s.name: s for s in TraceSet.from_path(str(tmp_path / "a")).solutions[DEFINITION]}
+    packed = {s.name: s for s in TraceSet.from_path(str(output)).solutions[DEFINITION]}
     assert packed.keys() == made.keys() and packed[FLAT.name].hash() == flat.solution.hash()
     assert {solution.author for solution in packed.values()} == {"some-team"}
-    text = (tmp_path / f"a/traces/some-team/moe/{DEFINITION}.jsonl").read_text()
-    assert [json.loads(line) for line in text.splitlines()] == every
+    path = output / f"traces/some-team/moe/{DEFINITION}.jsonl"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == every
+    path.write_text("mine")
+    again = submit("trace", "v4_flat", *common)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert path.read_text() == "mine"
 
 
 COMMON = ["trace", "v4_flat", "--gpu", "H200", "--output", "x"]
