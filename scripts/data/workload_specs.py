@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from scripts.common.definitions import (
     read,
 )
 from scripts.common.project import ROOT
+from scripts.data.dataset import LFS_POINTER
 from scripts.data.synthetic_logits import (
     MOMENTS,
     Draw,
@@ -48,14 +49,14 @@ BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"
 TILE_ROWS = 128
 """What `max_rows` of a masked grouped GEMM is a multiple of."""
 
-Content = tuple[str, tuple[int, ...], bytes]
-"""Of a tensor: safetensors' name of its type, shape, little-endian data."""
+TYPES = {"<f4": "F32", "<u2": "BF16", "<i4": "I32"}
+"""safetensors' names, by those of the arrays that hold the data; of bfloat16 the bits."""
 
 
 # --- files of tensors -----------------------------------------------------------------------------
 
 
-def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
+def safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The file that holds these tensors, in this order.
 
     Written by hand: its bytes are part of the spec, so they must not follow the version of a
@@ -63,13 +64,14 @@ def safetensors_bytes(data: Mapping[str, Content]) -> bytes:
     """
     header: dict[str, Any] = {"__metadata__": BLOB_METADATA}
     end = 0
-    for key, (dtype, shape, raw) in data.items():
-        offsets = [end, end + len(raw)]
-        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        end += len(raw)
+    for name, array in arrays.items():
+        offsets = [end, end := end + array.nbytes]
+        shape = list(array.shape)
+        header[name] = {"dtype": TYPES[array.dtype.str], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the data aligned
-    return len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in data.values())
+    data = b"".join(array.tobytes() for array in arrays.values())
+    return len(text).to_bytes(8, "little") + text + data
 
 
 def is_foreign(path: Path) -> bool:
@@ -78,7 +80,7 @@ def is_foreign(path: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as file:
-        if file.read(8) == b"version ":
+        if file.read(8) == LFS_POINTER[:8]:
             return True
     try:
         with safe_open(path, "numpy") as file:
@@ -111,45 +113,32 @@ class WorkloadSpec:
         return {"seq_len": self.seq_len}
 
     @property
-    def has_bias(self) -> bool:
-        return self.definition.routing != RENORMALIZE
+    def pinned(self) -> dict[str, float | None]:
+        """The inputs that are not random: None for the tensors in the blob, values of scalars."""
+        if self.definition.routing == RENORMALIZE:
+            return {"routing_logits": None}
+        return {
+            "routing_logits": None,
+            "routing_bias": None,
+            "local_expert_offset": self.local_expert_offset,
+            "routed_scaling_factor": self.definition.routed_scaling_factor,
+        }
 
     def draw(self) -> Draw:
         return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
 
-    def scalars(self) -> dict[str, float]:
-        """Those that the workload pins."""
-        factor = self.definition.routed_scaling_factor
-        pinned = {
-            "local_expert_offset": self.local_expert_offset,
-            "routed_scaling_factor": factor,
-        }
-        return pinned if self.has_bias else {}
-
-    def tensors(self) -> list[str]:
-        """The names of those in the blob."""
-        return ["routing_logits", "routing_bias"] if self.has_bias else ["routing_logits"]
-
-    def content(self) -> bytes:
-        """The blob, drawn afresh."""
-        return self.blob_of(self.draw())
-
-    def blob_of(self, draw: Draw) -> bytes:
-        logits = draw.logits
-        if not self.has_bias:
-            return safetensors_bytes({"routing_logits": ("BF16", logits.shape, _bfloat16(logits))})
-        bias = routing_bias(self.definition)
-        return safetensors_bytes(
-            {
-                "routing_logits": ("F32", logits.shape, logits.astype("<f4").tobytes()),
-                "routing_bias": ("BF16", bias.shape, _bfloat16(bias)),
-            }
-        )
+    def content(self, draw: Draw | None = None) -> bytes:
+        """The blob, drawn afresh unless the draw is there."""
+        logits = (draw or self.draw()).logits
+        if "routing_bias" not in self.pinned:
+            return safetensors_bytes({"routing_logits": _bfloat16(logits)})
+        bias = _bfloat16(routing_bias(self.definition))
+        return safetensors_bytes({"routing_logits": logits.astype("<f4"), "routing_bias": bias})
 
 
-def _bfloat16(values: np.ndarray) -> bytes:
-    """Of float32 values that bfloat16 holds exactly."""
-    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    """The bits of float32 values that bfloat16 holds exactly."""
+    return (values.view(np.uint32) >> 16).astype("<u2")
 
 
 @dataclass(frozen=True)
@@ -165,28 +154,24 @@ class GemmSpec:
     definition: GemmDefinition
 
     @property
-    def masked(self) -> bool:
-        return self.definition.rows == MASKED
-
-    @property
     def axes(self) -> dict[str, int]:
-        if self.masked:
+        if self.definition.rows == MASKED:
             return {"max_rows": -(-max(self.rows) // TILE_ROWS) * TILE_ROWS}
         return {"total_rows": sum(self.rows)}
 
-    def scalars(self) -> dict[str, int]:
-        """Of the rows the host knows what even routing would give."""
-        if not self.masked:
-            return {}
-        return {"expected_m": -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)}
-
-    def tensors(self) -> list[str]:
-        return ["masked_m" if self.masked else "m_indptr"]
+    @property
+    def pinned(self) -> dict[str, int | None]:
+        """As above. Of masked rows the host knows what even routing would give."""
+        if self.definition.rows != MASKED:
+            return {"m_indptr": None}
+        expected = -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)
+        return {"masked_m": None, "expected_m": expected}
 
     def content(self) -> bytes:
-        values = self.rows if self.masked else [*itertools.accumulate(self.rows, initial=0)]
-        content = ("I32", (len(values),), np.array(values, dtype="<i4").tobytes())
-        return safetensors_bytes({self.tensors()[0]: content})
+        name, *_ = self.pinned
+        masked = self.definition.rows == MASKED
+        values = self.rows if masked else [*itertools.accumulate(self.rows, initial=0)]
+        return safetensors_bytes({name: np.array(values, dtype="<i4")})
 
 
 Spec = WorkloadSpec | GemmSpec
@@ -297,7 +282,7 @@ def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> Workl
         sha256="",
         definition=definition,
     )
-    return replace(spec, sha256=hashlib.sha256(spec.blob_of(draw)).hexdigest())
+    return replace(spec, sha256=hashlib.sha256(spec.content(draw)).hexdigest())
 
 
 def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
@@ -308,23 +293,23 @@ def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
     return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
 
 
-def own_specs(definition: MoeDefinition | GemmDefinition) -> Iterator[Any]:
+def own_specs(definition: MoeDefinition | GemmDefinition) -> list[Any]:
     """Of a definition whose workloads stand for no captured ones, fewest tokens first."""
     if isinstance(definition, MoeDefinition):
-        for number, tokens in enumerate(definition.tokens):
-            yield own_layer_spec(definition, number, tokens)
-    else:
-        layers = {spec.seq_len: spec for spec in load_specs()}
-        yield from (own_gemm_spec(definition, layers[tokens]) for tokens in definition.tokens)
+        return [own_layer_spec(definition, *of) for of in enumerate(definition.tokens)]
+    layers = {spec.seq_len: spec for spec in load_specs()}
+    return [own_gemm_spec(definition, layers[tokens]) for tokens in definition.tokens]
 
 
 def workload_line(spec: Spec) -> str:
     """The workload as flashinfer-bench reads it."""
     path = f"./{blob_path(spec).as_posix()}"
-    pinned: dict[str, dict[str, Any]] = {
-        name: {"type": "safetensors", "path": path, "tensor_key": name} for name in spec.tensors()
+    pinned = {
+        name: {"type": "safetensors", "path": path, "tensor_key": name}
+        if value is None
+        else {"type": "scalar", "value": value}
+        for name, value in spec.pinned.items()
     }
-    pinned |= {n: {"type": "scalar", "value": value} for n, value in spec.scalars().items()}
     names = read(spec.definition.path)["inputs"]
     inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
     record = {

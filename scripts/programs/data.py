@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.specs:
         if not definition.tokens:
             raise UsageError(f"--specs: {definition.name} has captured workloads")
-        specs = list(workload_specs.own_specs(definition))
+        specs = workload_specs.own_specs(definition)
         print(*workload_specs.write_specs(specs, args.root), sep="\n")
     else:
         every = load(ROOT, definition)[0].workloads[definition.name]

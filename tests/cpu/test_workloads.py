@@ -100,7 +100,7 @@ def test_files_are_what_is_written_of_the_specs(definition, tmp_path) -> None:
 def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) -> None:
     """Its smaller ones here: a draw of many tokens takes long."""
     small = replace(definition, tokens=tuple(t for t in definition.tokens if t <= SMALL))
-    made = list(workload_specs.own_specs(small))
+    made = workload_specs.own_specs(small)
     assert [replace(spec, definition=definition) for spec in made] == load_specs(definition)[
         : len(made)
     ]
@@ -112,7 +112,7 @@ def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) ->
 @by_draw
 def test_a_draw_has_the_bytes_counts_and_moments_of_the_spec(spec) -> None:
     made, definition = draw(spec), spec.definition
-    assert hashlib.sha256(spec.blob_of(made)).hexdigest() == spec.sha256
+    assert hashlib.sha256(spec.content(made)).hexdigest() == spec.sha256
     assert made.redrawn == spec.redrawn
     local = made.ids - spec.local_expert_offset
     here = (local >= 0) & (local < definition.num_local_experts)
