@@ -52,7 +52,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent$folder
+ROOT = Path(__file__).resolve().parent / "$package"
 
 
 def load_package() -> str:
@@ -155,19 +155,16 @@ def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[G
     return [g for g in every_generation(root) if g.definition == definition]
 
 
-def entry_file(
-    name: str, where: str, module: str, folder: str = "", shape: dict[str, Any] | None = None
-) -> str:
-    """The source of an entry file whose `run` is that of `module` in the package that lies in
-    `folder` beside it, or around it where there is no folder; with a `shape` that of its layer
-    there."""
+def entry_file(name: str, where: Path, shape: dict[str, Any] | None) -> str:
+    """The source of an entry file whose `run` is that of the module at `where` in the package that
+    lies beside it; with a `shape` that of its layer there."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in (shape or {}).items())
     run = string.Template(RUN_AT_SHAPE if shape else RUN)
+    module = ".".join(where.with_suffix("").parts)
     return ENTRY.substitute(
         name=name,
-        where=where,
+        where=f"{PACKAGE}/{where.as_posix()}",
         package=PACKAGE,
-        folder=f' / "{folder}"' if folder else "",
         run=run.safe_substitute(module=module, shape=lines),
     )
 
@@ -183,13 +180,6 @@ def pack(generation: Generation) -> bytes:
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
     metadata, where = generation.metadata, generation.path.relative_to(root)
-    entry = entry_file(
-        generation.name,
-        where=f"{PACKAGE}/{where.as_posix()}",
-        module=".".join(where.with_suffix("").parts),
-        folder=PACKAGE,
-        shape=shape,
-    )
     sources = [
         {
             "path": f"{PACKAGE}/{path.relative_to(root.resolve()).as_posix()}",
@@ -212,7 +202,10 @@ def pack(generation: Generation) -> bytes:
             "dependencies": list(metadata["dependencies"]),
             "destination_passing_style": True,
         },
-        "sources": [{"path": ENTRY_FILE, "content": entry}, *sources],
+        "sources": [
+            {"path": ENTRY_FILE, "content": entry_file(generation.name, where, shape)},
+            *sources,
+        ],
     }
     return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()
 

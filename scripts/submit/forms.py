@@ -3,8 +3,6 @@
 trace: what a pull request to the flashinfer-trace data set adds.
 apply: that and the definition, for flashinfer_bench.apply.
 flashinfer: definitions and solutions for FlashInfer's Trace Apply (`trace_apply`).
-kit: config.toml and one folder of sources for a copy of the flashinfer-bench starter kit, which
-packs the files of the one folder that belongs to the language, none below it.
 sol: a problem of NVIDIA's SOL-ExecBench with a solution, whose `spec` differs from
 flashinfer-bench's.
 kernels: the source of a kernel without compiled parts for Hugging Face's kernels.
@@ -17,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_fp8.closure import PACKAGE
 from packaging.utils import canonicalize_name
@@ -32,14 +30,12 @@ from scripts.pack.pack import (
     ENTRY_FILE,
     Generation,
     PackError,
-    entry_file,
     generations,
     pack,
     select,
     validate,
 )
 from scripts.submit import evidence, trace_apply
-from scripts.submit.flatten import flat_name, flatten
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Definition, Solution
@@ -65,12 +61,6 @@ class Export:
         from flashinfer_bench.data import Solution
 
         return Solution.model_validate(self.content)
-
-    @property
-    def module(self) -> tuple[str, ...]:
-        """The generation's module below the package."""
-        where = self.generation.path.relative_to(self.generation.root)
-        return where.with_suffix("").parts
 
     @property
     def package(self) -> Files:
@@ -138,46 +128,6 @@ def flashinfer_files(exports: Exports, definition: "Definition") -> Files:
     (export,) = exports
     made = trace_apply.files(export.content, export.generation.definition, definition)
     return {path: to_json(content) for path, content in made.items()}
-
-
-def build(root: Path, exports: Exports) -> None:
-    """Build the solutions of a tree as flashinfer-bench does, to which FlashInfer's way is alike.
-    Raises PackError."""
-    for path in root.glob("solutions/**/*.json"):
-        name = json.loads(path.read_bytes())["definition"]
-        own = [*root.glob(f"definitions/*/{name}.json"), ROOT / DEFAULT.path]
-        validate(path.read_bytes(), own[0])
-
-
-# --- the starter kit ------------------------------------------------------------------------------
-
-KIT_BUILD = {"language": "triton", "entry_point": "kernel.py::run"}
-KIT_FOLDER = f"solution/{KIT_BUILD['language']}"
-
-
-def kit_files(exports: Exports, definition: "Definition") -> Files:
-    """The files to put into a copy of the kit."""
-    (export,) = exports
-    module = flat_name(export.module)
-    flat = flatten(export.package)
-    flat["kernel.py"] = entry_file(export.name, where=f"{module}.py", module=module)
-    solution = {key: export.content[key] for key in ("name", "definition", "author")}
-    tables = {"solution": solution, "build": KIT_BUILD | {"destination_passing_style": True}}
-    made = {f"{KIT_FOLDER}/{name}": text for name, text in sorted(flat.items())}
-    return {"config.toml": to_toml(tables), **made}
-
-
-def build_kit(root: Path, exports: Exports) -> None:
-    """Pack the folder as the kit does and build what comes of it. Raises PackError."""
-    from flashinfer_bench.agents import pack_solution_from_files
-    from flashinfer_bench.data import BuildSpec
-
-    (export,) = exports
-    # The same builder as Triton's, without Triton.
-    spec: Any = KIT_BUILD | {"language": "python", "target_hardware": ["cuda"]}
-    named = {key: export.content[key] for key in ("name", "definition", "author")}
-    solution = pack_solution_from_files(str(root / KIT_FOLDER), BuildSpec(**spec), **named)
-    validate(solution.model_dump_json().encode())
 
 
 # --- SOL-ExecBench and Hugging Face's kernels -----------------------------------------------------
@@ -270,7 +220,9 @@ def kernels_files(exports: Exports, definition: "Definition") -> Files:
         definition=content["definition"],
         needs=" ".join(f"'{name}'" for name in content["spec"]["dependencies"]),
     )
-    exported = f'from .{PACKAGE}.{".".join(export.module)} import run\n\n__all__ = ["run"]\n'
+    where = export.generation.path.relative_to(export.generation.root)
+    module = ".".join(where.with_suffix("").parts)
+    exported = f'from .{PACKAGE}.{module} import run\n\n__all__ = ["run"]\n'
     below = f"torch-ext/{kernel.replace('-', '_')}"
     return {
         "build.toml": to_toml(tables),
@@ -284,26 +236,20 @@ def kernels_files(exports: Exports, definition: "Definition") -> Files:
 # --- all forms ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExportForm:
+class ExportForm(NamedTuple):
     """A form of an export."""
 
     help: str
     files: "Callable[[Exports, Definition], Files]"
-    # Whether the sources in a directory can be loaded; raises PackError.
-    build: Callable[[Path, Exports], None] = build
     several: str | None = None  # how many solutions it takes, as argparse says it; None: one
 
 
 APPLY, FLASHINFER = "apply", "flashinfer"
 FORMS = {
-    "trace": ExportForm(
-        "a pull request to the flashinfer-trace data set", trace_files, several="+"
-    ),
-    "kit": ExportForm("files for the flashinfer-bench starter kit", kit_files, build_kit),
+    "trace": ExportForm("a pull request to the flashinfer-trace data set", trace_files, "+"),
     "sol": ExportForm("a problem with its solution for NVIDIA's SOL-ExecBench", sol_files),
     "kernels": ExportForm("the source of a package for Hugging Face's kernels", kernels_files),
-    APPLY: ExportForm("a data set for flashinfer_bench.apply", apply_files, several="*"),
+    APPLY: ExportForm("a data set for flashinfer_bench.apply", apply_files, "*"),
     FLASHINFER: ExportForm("a folder for FlashInfer's Trace Apply", flashinfer_files),
 }
 
@@ -339,8 +285,9 @@ def collect(
 
 
 def write(form: ExportForm, output: Path, exports: Sequence[Export], of: "Definition") -> list[str]:
-    """Write the tree and build what is in it; its files. What does not build leaves nothing. Raises
-    PackError, and UsageError where `output` holds something: it could be mixed up."""
+    """Write the tree and build its solutions as flashinfer-bench does, to which FlashInfer's way is
+    alike; its files. What does not build leaves nothing. Raises PackError, and UsageError where
+    `output` holds something: it could be mixed up."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already: name a new or an empty directory")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -349,6 +296,9 @@ def write(form: ExportForm, output: Path, exports: Sequence[Export], of: "Defini
         made = Path(directory) / output.name
         for name, content in tree.items():
             files.write(made / name, content)
-        form.build(made, exports)
+        for path in made.glob("solutions/**/*.json"):
+            name = json.loads(path.read_bytes())["definition"]
+            own = [*made.glob(f"definitions/*/{name}.json"), ROOT / DEFAULT.path]
+            validate(path.read_bytes(), own[0])
         made.replace(output)
     return list(tree)

@@ -132,6 +132,6 @@ def test_commits(page: Path) -> None:
     ours = set(history.stdout.split())
     if len(ours) < 100:
         pytest.skip("a clone without its history")
-    # The starter kit, flashinfer-bench, SOL-ExecBench, hpc-ops.
-    others = {"076bd23", "40e6ca7", "8d2237d", "6e2eced"}
+    # flashinfer-bench, SOL-ExecBench, hpc-ops.
+    others = {"40e6ca7", "8d2237d", "6e2eced"}
     assert set(commits(page)) - others <= ours

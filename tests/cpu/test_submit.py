@@ -1,6 +1,5 @@
 """Exporting solutions: what backs them, what is refused, and that the forms come back right."""
 
-import ast
 import importlib
 import importlib.util
 import itertools
@@ -14,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashinfer_bench.agents import pack_solution_from_files
 from flashinfer_bench.bench import BenchmarkConfig
-from flashinfer_bench.compile import BuilderRegistry
-from flashinfer_bench.compile.builders import TritonBuilder
-from flashinfer_bench.data import BuildSpec, TraceSet
-from markers import more
+from flashinfer_bench.data import TraceSet
 from programs import Done, call, packed_once
 from test_pack import GENERATIONS, check_call
 
@@ -31,7 +26,6 @@ from scripts.measure.bench import configuration
 from scripts.pack.pack import PackError
 from scripts.programs import bench
 from scripts.submit import forms
-from scripts.submit.flatten import flatten
 from scripts.submit.forms import FORMS, Export, export_of
 
 DATA_SET = load(ROOT)[0]
@@ -238,7 +232,7 @@ def test_for_another_data_set_its_own_tensors_must_have_been_measured(
 # --- a tree that is whole or not there ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["trace", "apply", "kit", "flashinfer"])
+@pytest.mark.parametrize("form", ["trace", "apply", "flashinfer"])
 def test_what_does_not_build_is_not_exported(form: str, tmp_path: Path, flat: Export) -> None:
     numerics = "moe_fp8/numerics.py"
     broken = [
@@ -250,108 +244,6 @@ def test_what_does_not_build_is_not_exported(form: str, tmp_path: Path, flat: Ex
     with pytest.raises(PackError, match="broken"):
         forms.write(FORMS[form], output, [export], DATA_SET.definitions[DEFINITION])
     assert not list(output.parent.iterdir())
-
-
-# --- one folder -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*list(GENERATIONS)[:1], *more(*list(GENERATIONS)[1:])])
-def test_flattening_changes_nothing_but_imports_and_the_packages_place(name: str) -> None:
-    export = export_of(GENERATIONS[name])
-    flat = flatten(export.package)
-    seen = set()
-
-    def relative(tree: ast.Module) -> list[ast.ImportFrom]:
-        return [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
-
-    def bound(tree: ast.Module) -> list[str]:
-        return [a.asname or a.name for node in relative(tree) for a in node.names]
-
-    class Blank(ast.NodeTransformer):
-        def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
-            return None if node.level else node
-
-        def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            place = ast.unparse(node.value) == "Path(__file__).resolve().parents"
-            return ast.Name("place") if place else self.generic_visit(node)
-
-    for path, source in export.package.items():
-        before = ast.parse(source)
-        if path.endswith("/__init__.py"):
-            assert len(before.body) == 1 and ast.get_docstring(before)
-            continue
-        seen.add(there := path.replace("/", "_"))
-        after = ast.parse(flat[there])
-        assert bound(after) == bound(before), path
-        for node in relative(after):
-            assert node.level == 1
-            for module in [node.module] if node.module else [a.name for a in node.names]:
-                assert f"{module}.py" in flat, f"{path} imports {module}"
-        assert ast.dump(Blank().visit(after)) == ast.dump(Blank().visit(before)), path
-        # What depends on where the file lies would mean something else.
-        assert not re.search(r"__path__|__spec__|__package__", source), path
-        own = re.sub(r"\.__file__|Path\(__file__\)(?=[,)])", "", source)
-        own = own.replace(f"Path(__file__).resolve().parents[{path.count('/')}]\n", "")
-        assert "__file__" not in own, path
-    assert seen == set(flat) and "kernel.py" not in seen
-
-
-# --- the starter kit ------------------------------------------------------------------------------
-
-SOME = pytest.mark.parametrize(
-    "name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"]
-)
-
-
-@pytest.mark.all
-@SOME
-def test_the_kits_packer_makes_a_solution_that_builds_and_is_right(
-    name: str, tree, tmp_path: Path, monkeypatch
-) -> None:
-    """As the kit's pack_solution.py does: config.toml says name, definition, author and how to
-    build; the sources are the files of the one folder solution/<language>, none below it."""
-    tomllib = pytest.importorskip("tomllib")
-    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-    kit, package = tree("kit", name), export_of(GENERATIONS[name]).package
-    config = tomllib.loads((kit / "config.toml").read_text("utf-8"))
-    solution = pack_solution_from_files(
-        path=str(kit / "solution" / config["build"]["language"]),
-        spec=BuildSpec(target_hardware=["cuda"], **config["build"]),
-        **config["solution"],
-    )
-    assert (solution.name, solution.author) == (name, "some-team")
-    assert solution.definition == DEFINITION and solution.spec.destination_passing_style
-    assert solution.spec.entry_point == "kernel.py::run"
-    inner = sum(path.endswith("/__init__.py") for path in package)
-    assert len(solution.sources) == len(package) + 1 - inner
-    runnable = BuilderRegistry([TritonBuilder()]).build(DATA_SET.definitions[DEFINITION], solution)
-    try:
-        check_call(name, lambda **values: runnable(*values.values()))
-    finally:
-        runnable.cleanup()
-
-
-def test_kept_kernels_know_the_sources_in_one_folder(tmp_path: Path) -> None:
-    """What names a kept kernel is a digest of its file and of what that imports: it must be found
-    where the package has no folders."""
-    package = export_of(FLAT).package
-
-    def digest(place: str, **edited: str) -> str:
-        name = f"flat_{place}"
-        for path, text in flatten(package | edited).items():
-            files.write(tmp_path / name / path, text)
-        sys.path.insert(0, str(tmp_path))
-        importlib.invalidate_caches()
-        compiling, gemm = (
-            importlib.import_module(f"{name}.{module}")
-            for module in ("kernels_compile", "kernels_sm90_gemm")
-        )
-        return compiling.made_of(gemm.GroupedGemmSm90, (), (), "sm_90a")["sources"]
-
-    first, tiles = digest("first"), "kernels/tiles.py"
-    assert digest("again") == first
-    assert digest("other", **{"layer/model.py": "# edited\n"}) == first
-    assert digest("tiles", **{tiles: package[tiles] + "# edited\n"}) != first
 
 
 # --- SOL-ExecBench and kernels --------------------------------------------------------------------
@@ -439,7 +331,7 @@ def test_libraries_that_a_form_has_not_are_named(form, name, said, tmp_path: Pat
 
 
 @pytest.mark.all
-@SOME
+@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
 def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(name: str, tree) -> None:
     """Its build of a package without compiled parts is a copy; each is imported under an id of its
     own, by the path of its `__init__.py`."""
