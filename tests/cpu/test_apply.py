@@ -33,9 +33,24 @@ TRACES = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
 NEAREST = TRACES.model_copy(update={"on_miss_policy": "use_def_best"})
 
 
-def measured(directory: Path, speedups: dict[str, dict[int, float]]) -> Path:
-    """A run with traces of these solutions at these token counts, with these speed-ups and the
-    errors that such outputs have."""
+def export(place: Path, form: str, traces: list[dict], *arguments: str) -> tuple[Path, str]:
+    """What the program makes of these traces, and what it says."""
+    common = [
+        "--gpu",
+        "H200",
+        "--results",
+        write(place / "run", traces),
+        "--output",
+        place / "made",
+    ]
+    done = submit(form, *arguments, *common)
+    assert done.returncode == 0, done.stderr
+    return place / "made", done.stderr
+
+
+def measured(speedups: dict[str, dict[int, float]]) -> list[dict]:
+    """Traces of these solutions at these token counts, with these speed-ups and the errors that
+    such outputs have."""
     made = []
     for name, of in speedups.items():
         for trace in traces_of(export_of(GENERATIONS[name])):
@@ -44,25 +59,24 @@ def measured(directory: Path, speedups: dict[str, dict[int, float]]) -> Path:
                 errors = {"max_absolute_error": 24288.0, "max_relative_error": 4e10}
                 trace["evaluation"]["correctness"] = errors
                 made.append(trace)
-    return write(directory, made)
+    return made
+
+
+RUN = {FUSED: {1: 12.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
+"""fused is the fastest at T=1, v1 at 7, 80 and in the geometric mean, though not in the sum."""
 
 
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory) -> Path:
-    """What `run.py submit apply --mix` makes of a run: fused is the fastest at T=1, v1 at 7, 80 and
-    in the geometric mean, though not in the sum."""
-    place = tmp_path_factory.mktemp("apply")
-    speedups = {FUSED: {1: 12.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
-    results = measured(place / "run", speedups)
-    common = ["--gpu", "H200", "--results", results, "--output"]
-    done = submit("apply", "--mix", *common, place / "made")
-    assert done.returncode == 0, done.stderr
-    assert "3 of 19 workloads passed on NVIDIA H200" in done.stderr
-    assert "triton_moe is not exported: no traces on a GPU named H200" in done.stderr
-    # Unless it is asked for, a token's bits do not depend on the batch's size.
-    submit("apply", *common, place / "alone")
-    assert [p.stem for p in (place / "alone/solutions").rglob("*.json")] == [V1]
-    return place / "made"
+    made, said = export(tmp_path_factory.mktemp("apply"), "apply", measured(RUN), "--mix")
+    assert "3 of 19 workloads passed on NVIDIA H200" in said
+    assert "triton_moe is not exported: no traces on a GPU named H200" in said
+    return made
+
+
+def test_unless_asked_for_a_tokens_bits_do_not_depend_on_the_batchs_size(tmp_path: Path) -> None:
+    made, _ = export(tmp_path, "apply", measured(RUN))
+    assert [path.stem for path in made.glob("solutions/**/*.json")] == [V1]
 
 
 @pytest.fixture
@@ -150,13 +164,10 @@ def test_the_directory_holds_what_apply_reads_and_only_what_is_backed(data_set: 
 
 
 def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Path) -> None:
-    results = measured(tmp_path / "run", {FUSED: {7: 5.0}})
-    text = (results / "traces.jsonl").read_text()
-    (results / "traces.jsonl").write_text(text.replace('"solution_hash": "', '"solution_hash": "0'))
-    common = ["--gpu", "H200", "--results", results, "--output", tmp_path / "made"]
-    refused = submit("apply", *common)
-    assert refused.returncode == 1 and "measured with source" in refused.stderr
-    assert "no traces on a GPU" in refused.stderr, "the others are said, too"
+    made = measured({FUSED: {7: 5.0}})
+    made[0]["evaluation"]["environment"]["libs"]["solution_hash"] = "0123"
+    with pytest.raises(AssertionError, match="(?s)measured with source.*no traces on a GPU"):
+        export(tmp_path, "apply", made)
     assert not (tmp_path / "made").exists()
 
 
@@ -170,14 +181,8 @@ needs_flashinfer = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("trace_apply")
-    every = {tokens(t.workload): 2.0 for t in WORKLOADS}
-    results = measured(place / "run", {FUSED: every})
-    done = submit(
-        "flashinfer", FUSED, "--gpu", "H200", "--results", results, "--output", place / "made"
-    )
-    assert done.returncode == 0, done.stderr
-    return place / "made"
+    traces = measured({FUSED: {tokens(t.workload): 2.0 for t in WORKLOADS}})
+    return export(tmp_path_factory.mktemp("trace_apply"), "flashinfer", traces, FUSED)[0]
 
 
 def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path: Path) -> None:
@@ -190,12 +195,17 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     returned = solution(**values, **GEOMETRY)
     torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
     assert returned.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="gemm1_alpha: None is expected"):
-        solution(**values, **GEOMETRY, gemm1_alpha=torch.ones(32))
-    with pytest.raises(TypeError, match="topk_group: 4 is expected"):
-        solution(**values, **GEOMETRY | {"topk_group": 8})
-    with pytest.raises(ValueError, match="gemm1_weights: expected shape"):
-        solution(**values | {"gemm1_weights": values["gemm1_weights"][:, :2048]}, **GEOMETRY)
+    for error, said, changed in (
+        (TypeError, "gemm1_alpha: None is expected", {"gemm1_alpha": torch.ones(32)}),
+        (TypeError, "topk_group: 4 is expected", {"topk_group": 8}),
+        (
+            ValueError,
+            "gemm1_weights: expected shape",
+            {"gemm1_weights": values["gemm1_weights"][:, :2048]},
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            solution(**values | GEOMETRY | changed)
     # Otherwise it is the solution that was measured.
     both = zip(export_of(GENERATIONS[FUSED]).content["sources"], content["sources"], strict=True)
     ((was, entry),) = (pair for pair in both if pair[0] != pair[1])
@@ -209,15 +219,13 @@ WAYS = {1: "renormalize", 4: "renormalize_naive"}
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> Path:
     """Exported for both names that FlashInfer has for the routing."""
-    place = tmp_path_factory.mktemp("qwen")
     (generation,) = (g for g in generations(definition=QWEN) if g.name.startswith(f"{FUSED}_qwen"))
     workloads = load(run.ROOT, QWEN)[0].workloads[QWEN.name]
-    write(place / "run", traces_of(export_of(generation), workloads=workloads))
-    common = ["--definition", "qwen3_235b", "--gpu", "H200", "--results", place / "run"]
-    done = submit("flashinfer", "v5_fused", *common, "--output", place / "made")
-    assert done.returncode == 0, done.stderr
-    assert "8 of 8 workloads passed" in done.stderr
-    return place / "made"
+    traces = traces_of(export_of(generation), workloads=workloads)
+    arguments = ["v5_fused", "--definition", "qwen3_235b"]
+    made, said = export(tmp_path_factory.mktemp("qwen"), "flashinfer", traces, *arguments)
+    assert "8 of 8 workloads passed" in said
+    return made
 
 
 def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> None:
@@ -232,14 +240,17 @@ def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> Non
     reference: dict[str, Any] = {}
     text = json.loads((qwen / f"definitions/moe/{names[0]}.json").read_text())["reference"]
     exec(text, reference)
+    given = {"top_k": 8, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    wrong = {
+        "local_expert_offset": 1,
+        "routed_scaling_factor": 2.5,
+        "routing_bias": torch.zeros(128),
+    }
     for called in solution, reference["run"]:
-        given = {"top_k": 8, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
         torch.testing.assert_close(called(**values, **given).float(), expected, rtol=0.05, atol=0)
-        for name, other in ("local_expert_offset", 1), ("routed_scaling_factor", 2.5):
+        for name, other in wrong.items():
             with pytest.raises(TypeError, match=f"{name}: .* is expected"):
                 called(**values, **given | {name: other})
-        with pytest.raises(TypeError, match="routing_bias: None is expected"):
-            called(**values, **given, routing_bias=torch.zeros(128))
 
 
 def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
