@@ -1,13 +1,9 @@
 """Geometry rules and validation: every wrong argument is refused, with a message that helps."""
 
-import ast
 import dataclasses
-import importlib
-import inspect
 import re
 import sys
 import types
-from pathlib import Path
 
 import bruteforce
 import numpy as np
@@ -310,23 +306,3 @@ def test_the_cpu_has_the_reference_model_and_other_devices_are_refused(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ValueError, match=r"cuda:7 \(NVIDIA A100, compute capability 8\.0\).*9\.0"):
         backend.select(torch.device("cuda", 7))
-
-
-@pytest.mark.parametrize("name", ["v1_loop_padding", "v2_vectorised"])
-def test_generation_file(name):
-    """Metadata is a literal, the docstring says what, why and what to expect."""
-    directory = Path(backend.__file__).parents[1]
-    tree = ast.parse((directory / f"{name}.py").read_text("utf-8"))
-    docstring = ast.get_docstring(tree) or ""
-    assert all(part in docstring for part in ("What:", "Why:", "Expected gain"))
-    literals = {
-        node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)
-    }
-    metadata = ast.literal_eval(literals["SOLUTION"])
-    assert metadata["name"] == f"cutedsl_moe_fp8_{name[:2]}"
-    assert set(metadata) == {"name"}, "the packer has defaults for the rest"
-    assert ast.unparse(literals["run"]) == "run_of(LAYER)"
-    module = importlib.import_module(f"moe_fp8.{name}")
-    assert [*inspect.signature(module.run).parameters] == [*MoeInputs._fields, "output"]
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any(module.startswith("v") for module in imported), "a generation imports another"
