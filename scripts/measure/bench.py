@@ -1,15 +1,14 @@
 """A run of flashinfer-bench's Benchmark: directory, settings, results kept workload by workload,
 Ctrl-C, progress; and the measurements that follow it on a GPU.
 
-A run's directory holds traces.jsonl, written as results come, and run.json. Every trace is stamped
-with what it is of: timing, tolerance, settings, the run, and the hash of the solution's source.
-Only that decides whether a resumed run still has to measure a pair; run.json names the sources of
-what has been measured, none that is only going to be.
+A run's directory holds traces.jsonl, written as results come, and run.json with the settings, which
+are those of all its results. Every trace is stamped with what it is of: timing, tolerance, the run,
+and the hash of the solution's source. Only that decides whether a resumed run still has to measure
+a pair; run.json names the sources of what has been measured, none that is only going to be.
 """
 
-import hashlib
+import contextlib
 import itertools
-import json
 import logging.handlers
 import multiprocessing
 import os
@@ -19,8 +18,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from scripts.measure.plan import Plan
 from scripts.measure.timing import HARNESS_CLOCK
 from scripts.pack.availability import NEEDS_GPU
 
-GPU_ITERATIONS, CPU_ITERATIONS = 50, 1
 TRIALS, TRIALS_OF_LARGE = 3, 1
 
 
@@ -58,6 +55,7 @@ class Run:
         self.traces = directory / "traces.jsonl"
         self.info: dict[str, Any] = dict(info or {})
         self.libs: dict[str, str] = {}
+        """What the traces to come are of, but for the hashes of the solutions."""
         self.hashes: dict[str, str] = {}
         self._lock = FileLock(directory / ".run.lock")
         try:
@@ -75,11 +73,12 @@ class Run:
         self.info.update(fields)
         files.write_json(self.directory / "run.json", self.info)
 
-    def check_same(self, **now: Any) -> None:
-        """Raise UsageError where the run is of another machine, other packages or other settings:
-        old and new results are not comparable."""
+    def go_on(self, environment_now: dict[str, Any], **now: Any) -> None:
+        """Keep what run.json says of the parts before. Raises UsageError where the run is of
+        another machine, other packages or other settings: old and new results are not
+        comparable."""
         then = self.info
-        changed = environment.differences(then.get("environment", {}), now.pop("environment"))
+        changed = environment.differences(then.get("environment", {}), environment_now)
         changed += [
             f"{key} {then.get(key)!r} then, {value!r} now"
             for key, value in now.items()
@@ -89,17 +88,8 @@ class Run:
             raise UsageError(
                 f"{self.directory} cannot be resumed, start a new run:\n  " + "\n  ".join(changed)
             )
-
-    def begin(self, hashes: Mapping[str, str], libs: Mapping[str, str], settings: str) -> None:
-        """What the traces to come are of: the solutions' hashes, the software with timing and
-        tolerance, and the hash of all settings."""
-        part = len(self.info.get("earlier", [])) + 1
-        self.hashes = dict(hashes)
-        self.libs = {
-            **libs,
-            records.SETTINGS: settings,
-            records.RUN: f"{self.directory.name}, part {part}",
-        }
+        part = {k: then[k] for k in ("command", "environment", "seconds") if k in then}
+        then["earlier"] = [*then.get("earlier", []), part]
 
     def results(self) -> list[records.Record]:
         if not self.traces.is_file():
@@ -107,54 +97,44 @@ class Run:
         return traces.read_records([self.traces], self.info.get("definition", DEFINITION))
 
     def done(self) -> dict[tuple[str, str], records.Record]:
-        """By (uuid, solution) the last results that are of the present sources and settings."""
+        """By (uuid, solution) the last results that are of the present sources."""
         return {
             (r.uuid, r.solution): r
             for r in self.results()
-            if r.status != records.INVALID
-            and r.hash == self.hashes.get(r.solution)
-            and r.settings == self.libs[records.SETTINGS]
+            if r.status != records.INVALID and r.hash == self.hashes.get(r.solution)
         }
 
-    def _stamped(self, trace: Trace) -> Trace:
-        """The trace with what it is of. flashinfer-bench's objects may share their parts, so none
-        is changed."""
-        evaluation = trace.evaluation
-        assert trace.solution is not None and evaluation is not None
-        stamp = {**self.libs, records.HASH: self.hashes[trace.solution]}
-        libs = {**evaluation.environment.libs, **stamp}
-        if records.EMULATED in libs:
-            libs[records.TIMING] = evaluation.environment.libs[records.TIMING]
-        environment = evaluation.environment.model_copy(update={"libs": libs})
-        stamped = evaluation.model_copy(update={"environment": environment})
-        return trace.model_copy(update={"evaluation": stamped})
-
     def store(self, results: Sequence[Trace]) -> list[Trace]:
-        """Keep results of a workload, and return them stamped. Raises OSError, with the results
-        before them kept."""
-        stamped = [self._stamped(t) for t in results]
+        """Keep results of a workload, and return them stamped with what they are of. Raises
+        OSError, with the results before them kept."""
+        stamped = []
+        for trace in results:  # flashinfer-bench's may share their parts, so none is changed
+            evaluation = trace.evaluation
+            assert trace.solution is not None and evaluation is not None
+            of = evaluation.environment
+            libs = {**of.libs, **self.libs, records.HASH: self.hashes[trace.solution]}
+            if records.EMULATED in libs:
+                libs[records.TIMING] = of.libs[records.TIMING]
+            made = evaluation.model_copy(
+                update={"environment": of.model_copy(update={"libs": libs})}
+            )
+            stamped.append(trace.model_copy(update={"evaluation": made}))
         traces.append(self.traces, stamped)
         measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
         self.save_info(solutions={**self.info.get("solutions", {}), **measured})
         return stamped
 
 
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def new_run(parent: Path, hardware: str) -> Run:
     """A run in a directory that no other run has, whoever starts one at the same time."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(hardware)[:40]}"
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
+    for number in itertools.count(1):
         directory = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             directory.mkdir()
             return Run(directory)
-        except FileExistsError:
-            number += 1
+    raise AssertionError("unreachable")
 
 
 def find_run(parent: Path, wanted: Path | None) -> Run:
@@ -172,7 +152,7 @@ def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
     trials = args.trials or (TRIALS_OF_LARGE if args.definition.large else TRIALS)
     return BenchmarkConfig(
         warmup_runs=args.warmup,
-        iterations=args.iterations or (GPU_ITERATIONS if on_gpu else CPU_ITERATIONS),
+        iterations=args.iterations if on_gpu else 1,
         num_trials=trials if on_gpu else 1,
         rtol=args.rtol,
         atol=args.atol,
@@ -194,30 +174,32 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         f"rtol {config.rtol:g}, atol {config.atol:g}, "
         f"matched ratio {config.required_matched_ratio:g}"
     )
-    settings: dict[str, Any] = dict(
+    facts: dict[str, Any] = dict(
         configuration={k: v for k, v in vars(config).items() if k != "log_dir"},
         timing=timing,
         dataset="." if ours(args.local) else str(args.local.resolve()),
         seed=args.seed,
         emulate=None if on_gpu else args.emulate,
+        hardware=plan.hardware,
+        definition=args.definition.name,
     )
-    facts = dict(settings, hardware=plan.hardware, definition=args.definition.name)
-    facts["environment"] = environment.capture()
+    captured = environment.capture()
     if args.resume:
         run = find_run(args.traces, None if args.resume is True else args.resume)
-        run.check_same(**facts)
-        keys = ("command", "environment", "seconds")
-        earlier = {k: run.info[k] for k in keys if k in run.info}
-        run.info["earlier"] = [*run.info.get("earlier", []), earlier]
+        run.go_on(captured, **facts)
     else:
         run = new_run(args.traces, plan.hardware)
-    run.begin(
-        hashes={s.name: s.hash() for s in plan.solutions},
-        libs={**environment.versions(), records.TIMING: timing, records.TOLERANCE: tolerance},
-        settings=settings_hash(settings),
-    )
+    run.hashes = {s.name: s.hash() for s in plan.solutions}
+    part = len(run.info.get("earlier", [])) + 1
+    run.libs = {
+        **environment.versions(),
+        records.TIMING: timing,
+        records.TOLERANCE: tolerance,
+        records.RUN: f"{run.directory.name}, part {part}",
+    }
     run.save_info(
         **facts,
+        environment=captured,
         command=sys.argv[1:],
         peers={**run.info.get("peers", {}), **plan.peers},
         # Without a GPU it is no news of each peer that it needs one.
@@ -240,25 +222,20 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
             f"{reason}: the solutions run as their reference model on the CPU; no GPU time is "
             "measured"
         )
-        emulation = chosen_emulation(args, plan)
+        emulation = chosen_emulation(args)
     pairs = pairs_left(run, plan, emulation)
     say(f"{len(pairs)} workloads to run, results in {run.directory}")
-
-    def store(results: list[Trace]) -> None:
-        stamped = run.store(results)
-        if args.store_in_dataset and not ours(args.local):
-            plan.trace_set.add_traces(stamped)
 
     interrupted, start = False, time.monotonic()
     try:
         if on_gpu:
             large = args.definition.large
-            errors = run_on_gpu(plan.trace_set, pairs, config, store, large)
+            errors = run_on_gpu(plan.trace_set, pairs, config, run.store, large)
             run.save_info(finished=True, errors=errors)
             if not args.only_harness:
                 add_measurements(run, args, plan.foreign)
         else:
-            cpu_bench.run(plan.trace_set, pairs, config, args.seed, store, emulation)
+            cpu_bench.run(plan.trace_set, pairs, config, args.seed, run.store, emulation)
             run.save_info(finished=True)
     except KeyboardInterrupt:
         interrupted = True
@@ -269,7 +246,7 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
 
 
 def pairs_left(
-    run: Run, plan: Plan, emulation: cpu_bench.Emulation | None
+    run: Run, plan: Plan, emulation: emulated.Emulation | None
 ) -> list[tuple[Trace, list[Solution]]]:
     """Each workload with the solutions that the run has no result of, or only that of the torch
     model where the kernels are to be run too: there was no compiler, or fewer were asked for."""
@@ -277,16 +254,14 @@ def pairs_left(
 
     def lacks(trace: Trace, solution: Solution) -> bool:
         last = done.get((trace.workload.uuid, solution.name))
-        if last is None:
-            return True
-        awaits = emulation is not None and emulation.awaits(trace, solution)
-        return awaits and last.passed and not last.emulated
+        awaits = emulation is not None and emulation.awaits(trace)
+        return last is None or (awaits and last.passed and not last.emulated)
 
     pairs = [(t, [s for s in plan.solutions if lacks(t, s)]) for t in plan.workloads]
     return [(trace, solutions) for trace, solutions in pairs if solutions]
 
 
-def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:
+def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
     """What runs by its emulated kernels as well, which is said; None if nothing does."""
     if args.emulate == emulated.NONE:
         return None
@@ -295,10 +270,9 @@ def chosen_emulation(args: Namespace, plan: Plan) -> cpu_bench.Emulation | None:
         return None
     asked_for = args.workloads or args.max_tokens
     most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
-    own = {s.hash() for s in plan.packed}
-    names = {s.name for s in plan.solutions if s.hash() in own}
     say(f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction")
-    return cpu_bench.Emulation(args.emulate, names, most)
+    layer = args.definition if isinstance(args.definition, MoeDefinition) else None
+    return emulated.Emulation(args.emulate, most, layer)
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
@@ -325,7 +299,7 @@ def run_on_gpu(
     trace_set: TraceSet,
     pairs: Sequence[tuple[Trace, list[Solution]]],
     config: BenchmarkConfig,
-    store: Callable[[list[Trace]], None],
+    store: Callable[[list[Trace]], object],
     large: bool = False,
 ) -> list[str]:
     """flashinfer-bench's Benchmark, one workload at a time on one set of worker processes, so that
@@ -416,16 +390,15 @@ def said_of(result: Trace) -> str:
     return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def on_signals(handler: Any, *signals: signal.Signals) -> Iterator[None]:
     """Within it these signals are handled so but for those that were ignored, and the processes
     that are started there ignore what is ignored."""
-    before = {each: signal.getsignal(each) for each in signals}
-    taken = [each for each, of in before.items() if of != signal.SIG_IGN]
-    for each in taken:
+    before = {each: of for each in signals if (of := signal.getsignal(each)) != signal.SIG_IGN}
+    for each in before:
         signal.signal(each, handler)
     try:
         yield
     finally:
-        for each in taken:
-            signal.signal(each, before[each])
+        for each, of in before.items():
+            signal.signal(each, of)

@@ -3,18 +3,16 @@ model, and on small workloads the kernels themselves, emulated.
 
 Trace records, error statistics and status are flashinfer-bench's own; no time says anything about a
 GPU. The workloads share their weights (dataset.Inputs), every solution gets copies of the inputs,
-and one trial is run instead of three.
+and is called once.
 """
 
-import copy
 import functools
 import math
 import os
 import re
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +27,7 @@ from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 
 from scripts.common.command_line import UsageError, note, steps
 from scripts.common.definitions import DEFAULT
-from scripts.data.dataset import Inputs, definition_of, named, tokens
+from scripts.data.dataset import Inputs, definition_of, named
 from scripts.data.records import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
 from scripts.measure.gemm_problems import histogram
@@ -37,8 +35,6 @@ from scripts.measure.times import fresh, metrics, refuse_changed, run_reference,
 from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
-SECONDS_PER_SOLUTION = 5.0
-"""Further calls stop after so long; the first, whose output is judged, counts too."""
 BESIDE_WEIGHTS = 3 * 2**30
 """Bytes that the libraries take, and what a solution allocates."""
 
@@ -48,14 +44,13 @@ def memory_needed(definition: Definition) -> int:
     them, and the rest. The first definition's reference makes float32 copies of all weights, the
     others' of one expert's at a time."""
     constant = definition.const_axes
-    elements = size = 0
-    for spec in definition.inputs.values():
-        if spec.shape and set(spec.shape) <= constant.keys():
-            count = math.prod(constant[axis] for axis in spec.shape)
-            elements += count
-            size += count * dtype_str_to_torch_dtype(spec.dtype).itemsize
-    copies = 4 * elements if definition.name == DEFAULT.name else size
-    return size + copies + BESIDE_WEIGHTS
+    weights = sum(
+        math.prod(constant[axis] for axis in spec.shape)
+        * dtype_str_to_torch_dtype(spec.dtype).itemsize
+        for spec in definition.inputs.values()
+        if spec.shape and set(spec.shape) <= constant.keys()
+    )
+    return weights * (5 if definition.name == DEFAULT.name else 2) + BESIDE_WEIGHTS
 
 
 def available_memory() -> float:
@@ -81,27 +76,27 @@ def evaluate(
     config: BenchmarkConfig,
     solution: Solution,
     call: Callable[..., torch.Tensor] = run_solution,
-) -> dict[str, Any]:
-    """What flashinfer-bench does with a solution, for CPU tensors: the fields of its Evaluation.
-    The solution gets copies of the inputs and fails if it changes them."""
-    definition, expected = case.definition, case.expected
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """What flashinfer-bench does with a solution, for CPU tensors: the fields of its Evaluation,
+    and the output. The solution gets copies of the inputs and fails if it changes them."""
     try:
-        runnable = BuilderRegistry.get_instance().build(definition, solution)
+        runnable = BuilderRegistry.get_instance().build(case.definition, solution)
     except (BuildError, SystemExit):
-        return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}
+        return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}, None
     mine = fresh(case.inputs)
-    outputs: list[torch.Tensor] = []
-    times: list[float] = []
     try:
-        while len(times) < config.iterations and sum(times) < SECONDS_PER_SOLUTION:
-            start = time.perf_counter()
-            output = call(runnable, mine, "cpu")
-            times.append(time.perf_counter() - start)
-            outputs = outputs or [output]
-        refuse_changed(definition, mine, case.inputs)
+        start = time.perf_counter()
+        output = call(runnable, mine, "cpu")
+        ms = 1e3 * (time.perf_counter() - start)
+        refuse_changed(case.definition, mine, case.inputs)
     except FAILURES:
-        return {"status": "RUNTIME_ERROR", "log": traceback.format_exc()}
-    (output,) = outputs
+        return {"status": "RUNTIME_ERROR", "log": traceback.format_exc()}, None
+    return judge(case, config, output, ms), output
+
+
+def judge(case: Case, config: BenchmarkConfig, output: torch.Tensor, ms: float) -> dict[str, Any]:
+    """The fields of an Evaluation of this output."""
+    expected = case.expected
     if output.shape != expected.shape:
         return {"status": "INCORRECT_SHAPE", "log": f"{output.shape} is not {expected.shape}"}
     if output.dtype != expected.dtype:
@@ -116,30 +111,9 @@ def evaluate(
     correctness = {**errors, "extra": extra}
     if wrong:
         return {"status": "INCORRECT_NUMERICAL", "correctness": correctness}
-    ms = 1e3 * statistics.median(times)
     performance = {"latency_ms": ms, "reference_latency_ms": case.reference_ms}
     performance["speedup_factor"] = case.reference_ms / ms
     return {"status": PASSED, "correctness": correctness, "performance": performance}
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """What runs by its kernels for `target`: these solutions, which are ours, on workloads up to so
-    many tokens."""
-
-    target: str
-    solutions: Collection[str]
-    most_tokens: int
-
-    def awaits(self, trace: Trace, solution: Solution) -> bool:
-        """Whether the pair's result is that of the kernels, once its reference model has passed."""
-        return tokens(trace.workload) <= self.most_tokens and solution.name in self.solutions
-
-
-def keep_output(outputs: dict[str, torch.Tensor], name: str, *arguments: Any) -> torch.Tensor:
-    """`run_solution`, whose output is kept as well."""
-    outputs[name] = run_solution(*arguments)
-    return outputs[name]
 
 
 def run(
@@ -147,8 +121,8 @@ def run(
     pairs: Sequence[tuple[Trace, list[Solution]]],
     config: BenchmarkConfig,
     seed: int,
-    store: Callable[[list[Trace]], None],
-    emulation: Emulation | None = None,
+    store: Callable[[list[Trace]], object],
+    emulation: emulated.Emulation | None = None,
 ) -> None:
     """Run every pair, handing the traces of each workload to `store` when it is done. What is
     emulated has to pass by its reference model first. Raises UsageError: the machine has too little
@@ -164,50 +138,57 @@ def run(
     libs = {**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())}
     inputs_of = Inputs(trace_set, "cpu", seed)
 
-    def traced(trace: Trace, solution: Solution, fields: dict[str, Any], **more: str) -> Trace:
-        """The fields of an Evaluation as a trace; `more` is what its environment says besides."""
-        note(f"{solution.name}: {fields['status']}")
-        environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
-        stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
-        evaluation = Evaluation.model_validate(fields | stamp)
-        return trace.model_copy(update={"solution": solution.name, "evaluation": evaluation})
-
     def announced(pair: tuple[Trace, list[Solution]]) -> str:
         return f"{named(pair[0].workload)}: {', '.join(s.name for s in pair[1])}"
 
     for trace, solutions in steps(pairs, announced):
-        workload = trace.workload
         results: dict[str, Trace] = {}
         try:
-            try:
-                inputs = inputs_of.of(workload)
-                expected, seconds = run_reference(definition, inputs)
-            except (UsageError, RuntimeError) as error:  # of this workload: the others go on
-                failed = {"status": "RUNTIME_ERROR", "log": str(error)}
-                note(str(error))
-                results = {s.name: traced(trace, s, failed) for s in solutions}
-                continue
-            case = Case(definition, inputs, expected, 1e3 * seconds, seed)
-            models: dict[str, torch.Tensor] = {}
-            right: list[Solution] = []
-            for s in solutions:
-                call = functools.partial(keep_output, models, s.name)
-                of_model = traced(trace, s, evaluate(case, config, s, call))
-                if emulation and emulation.awaits(trace, s) and of_model.is_successful():
-                    right.append(s)  # its result is what comes of its kernels
-                else:
-                    results[s.name] = of_model
-            if emulation and right:
-                target = emulation.target
-                note(f"the kernels for {target}, emulated:")
-                known = definition.name == DEFAULT.name
-                rows = histogram(trace_set, workload) if known else None
-                once = copy.copy(config)
-                once.iterations = 1
-                judge = functools.partial(evaluate, case, once)
-                said = {TIMING: emulated.said(target), EMULATED: target}
-                for s, fields in emulated.evaluations(target, right, models, judge, rows):
-                    results[s.name] = traced(trace, s, fields, **said)
+            for s, fields, more in evaluations(inputs_of, trace, solutions, config, emulation):
+                environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
+                stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
+                evaluation = Evaluation.model_validate(fields | stamp)
+                made = {"solution": s.name, "evaluation": evaluation}
+                results[s.name] = trace.model_copy(update=made)
         finally:  # also what an interrupted workload has so far
             if results:
                 store([results[s.name] for s in solutions if s.name in results])
+
+
+def evaluations(
+    inputs_of: Inputs,
+    trace: Trace,
+    solutions: Sequence[Solution],
+    config: BenchmarkConfig,
+    emulation: emulated.Emulation | None,
+) -> Iterator[tuple[Solution, dict[str, Any], dict[str, str]]]:
+    """Of a workload the solutions with the fields of an Evaluation, and what its environment says
+    besides; as they end, and each is told."""
+    definition, workload = inputs_of.definition, trace.workload
+    try:
+        inputs = inputs_of.of(workload)
+        expected, seconds = run_reference(definition, inputs)
+    except (UsageError, RuntimeError) as error:  # of this workload: the others go on
+        note(str(error))
+        for s in solutions:
+            yield s, {"status": "RUNTIME_ERROR", "log": str(error)}, {}
+        return
+    case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
+    right: list[Solution] = []
+    models: dict[str, Any] = {}
+    for s in solutions:
+        fields, models[s.name] = evaluate(case, config, s)
+        note(f"{s.name}: {fields['status']}")
+        if fields["status"] == PASSED and emulation and emulation.awaits(trace):
+            right.append(s)  # its result is what comes of its kernels
+        else:
+            yield s, fields, {}
+    if emulation and right:
+        target, layer = emulation.target, emulation.layer
+        note(f"the kernels for {target}, emulated:")
+        rows = histogram(inputs_of.trace_set, workload, layer) if layer else None
+        said = {TIMING: emulated.said(target), EMULATED: target}
+        judged = functools.partial(evaluate, case, config)
+        for s, fields in emulated.evaluations(emulation, right, models, judged, rows):
+            note(f"{s.name}: {fields['status']}")
+            yield s, fields, said

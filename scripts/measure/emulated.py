@@ -5,6 +5,7 @@ Each runs in a process that was forked for it, since the emulator must be there 
 imported. Nothing of it is a time.
 """
 
+import functools
 import importlib
 import math
 import os
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flashinfer_bench.data import Solution
+from flashinfer_bench.data import Solution, Trace
 from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
+from scripts.common.definitions import MoeDefinition
+from scripts.data.dataset import tokens
 from scripts.data.records import LAUNCHES, PASSED
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.kernels import short_name, works
@@ -36,6 +39,21 @@ MOST_TOKENS = 7
 """Of the workloads that are emulated unless others are asked for."""
 MOST_TOKENS_ASKED_FOR = 80
 """Beyond, a workload takes minutes: the reference model alone runs."""
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """The kernels for `target` run on workloads up to so many tokens; of a `layer`, None for a GEMM
+    alone, the least work is known."""
+
+    target: str
+    most: int
+    layer: MoeDefinition | None = None
+
+    def awaits(self, trace: Trace) -> bool:
+        """Whether a solution's result is that of its kernels, once its reference model has passed:
+        all that run without a GPU are ours."""
+        return tokens(trace.workload) <= self.most
 
 
 def said(target: str) -> str:
@@ -124,12 +142,12 @@ def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
     return f"{said} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
 
 
-def _launches(h: Histogram | None) -> list[dict[str, Any]]:
+def _launches(h: Histogram | None, layer: MoeDefinition | None) -> list[dict[str, Any]]:
     """What was counted in every launch of the last call, beside the least that its work needs."""
     import ptxemu
 
     names = [r.kernel for r in ptxemu.reports]
-    known = works(names, h) if h else [(short_name(name), None, None) for name in names]
+    known = works(names, h, layer) if h and layer else [(short_name(n), None, None) for n in names]
     return [
         {
             "kernel": name if stage is None else stage,
@@ -143,48 +161,25 @@ def _launches(h: Histogram | None) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the processes are forked with, so that nothing has to be sent to them."""
-
-    target: str
-    solutions: Sequence[Solution]
-    models: Mapping[str, torch.Tensor]
-    evaluate: Callable[..., dict[str, Any]]
-    rows: Histogram | None
+_evaluated: Callable[[int], dict[str, Any]]
+"""What the processes are forked with, so that nothing has to be sent to them."""
 
 
-_job: _Job
+def _fork_with(target: str, evaluated: Callable[[int], dict[str, Any]]) -> None:
+    global _evaluated
+    _evaluated = evaluated
+    emulate(target)
 
 
-def _fork_with(job: _Job) -> None:
-    global _job
-    _job = job
-    emulate(job.target)
-
-
-def _evaluated(number: int) -> dict[str, Any]:
-    solution = _job.solutions[number]
-    outputs: list[torch.Tensor] = []
-
-    def call(*arguments: Any) -> torch.Tensor:
-        outputs.append(_run(_job.target, *arguments))
-        return outputs[-1]
-
-    fields = _job.evaluate(solution, call)
-    if fields["status"] == PASSED and (why := unlike(outputs[0], _job.models[solution.name])):
-        return {"status": "RUNTIME_ERROR", "log": why}
-    if correctness := fields.get("correctness"):
-        correctness.setdefault("extra", {})[LAUNCHES] = _launches(_job.rows)
-    # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
-    return fields | ({"performance": {}} if "performance" in fields else {})
+def _call(number: int) -> dict[str, Any]:
+    return _evaluated(number)
 
 
 def evaluations(
-    target: str,
+    emulation: Emulation,
     solutions: Sequence[Solution],
     models: Mapping[str, torch.Tensor],
-    evaluate: Callable[..., dict[str, Any]],
+    evaluate: Callable[..., tuple[dict[str, Any], Any]],
     rows: Histogram | None,
 ) -> Iterator[tuple[Solution, dict[str, Any]]]:
     """The solutions with what `evaluate(solution, call)` says of each, as they end: the fields of
@@ -196,10 +191,20 @@ def evaluations(
         evaluate: its `call` is `run_solution`, with the kernels.
         rows: those of the workload, where the least work is known of them.
     """
+
+    def evaluated(number: int) -> dict[str, Any]:
+        solution = solutions[number]
+        fields, output = evaluate(solution, functools.partial(_run, emulation.target))
+        if fields["status"] == PASSED and (why := unlike(output, models[solution.name])):
+            return {"status": "RUNTIME_ERROR", "log": why}
+        if correctness := fields.get("correctness"):
+            correctness.setdefault("extra", {})[LAUNCHES] = _launches(rows, emulation.layer)
+        # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
+        return fields | ({"performance": {}} if "performance" in fields else {})
+
     workers = min(os.cpu_count() or 1, len(solutions))
-    job = _Job(target, solutions, models, evaluate, rows)
-    with process_pool(workers, "fork", _fork_with, job) as pool:
-        futures = {pool.submit(_evaluated, i): s for i, s in enumerate(solutions)}
+    with process_pool(workers, "fork", _fork_with, emulation.target, evaluated) as pool:
+        futures = {pool.submit(_call, i): s for i, s in enumerate(solutions)}
         for future in as_completed(futures):
             try:
                 yield futures[future], future.result()

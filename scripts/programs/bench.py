@@ -14,9 +14,8 @@ checked; beside that stand the recorded rankings of GPUs (results/). No time is 
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from scripts.common import files
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -35,7 +34,6 @@ from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
     from scripts.measure.bench import Run
-    from scripts.measure.plan import Plan
 
 
 # What the contest of MLSys 2026 runs flashinfer-bench with (the starter kit's EVALUATION.md).
@@ -47,13 +45,12 @@ def parse_arguments() -> argparse.Namespace:
     add = arguments.add_argument
     add_options(
         arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
-        "seed", "cpu", "against", "peers", "by", "markdown", "json",
-        json={"help": "also write the ranking there"},
+        "seed", "cpu", "against",
     )  # fmt: skip
     said = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
     add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=said)
     add("--list", action="store_true", help="list solutions and workloads and stop")
-    add("--iterations", type=whole(1), help="timed calls a trial (50; on the CPU 1)")
+    add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
     add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
     add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
@@ -66,8 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     said = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
     add("--only-harness", action="store_true", help=said)
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
-    said = "also append the traces to the data set's own, as flashinfer-bench run does"
-    add("--store-in-dataset", action="store_true", help=said)
     said = "go on with this run's directory, or with the latest run"
     add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=said)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
@@ -83,6 +78,7 @@ def main() -> int:
 
     import torch
 
+    from scripts.data.dataset import tokens
     from scripts.measure import bench, plan
 
     on_gpu = torch.cuda.is_available() and not args.cpu
@@ -90,20 +86,7 @@ def main() -> int:
         named = args.solutions, args.run_foreign
         print(plan.listing(args.local, on_gpu, args.definition, *named))
         return EXIT_OK
-    chosen = make_plan(args, on_gpu)
-    config = bench.configuration(args, on_gpu)
-    with bench.open_run(args, chosen, config, on_gpu) as run:
-        interrupted = bench.measure(args, chosen, config, run, on_gpu)
-        status = conclude(args, run)
-    return EXIT_INTERRUPTED if interrupted else status
-
-
-def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
-    """What the options choose; which workloads they leave out is said."""
-    from scripts.data.dataset import tokens
-    from scripts.measure import plan
-
-    found = plan.choose(
+    chosen = plan.choose(
         args.local,
         on_gpu,
         solutions=args.solutions,
@@ -112,11 +95,14 @@ def make_plan(args: argparse.Namespace, on_gpu: bool) -> "Plan":
         run_foreign=args.run_foreign,
         definition=args.definition,
     )
-    every = found.trace_set.workloads[args.definition.name]
-    left = [f"T={tokens(t.workload)}" for t in every if t not in found.workloads]
-    if left:
+    every = chosen.trace_set.workloads[args.definition.name]
+    if left := [f"T={tokens(t.workload)}" for t in every if t not in chosen.workloads]:
         say(f"not run: {len(left)} workloads ({', '.join(left)})")
-    return found
+    config = bench.configuration(args, on_gpu)
+    with bench.open_run(args, chosen, config, on_gpu) as run:
+        interrupted = bench.measure(args, chosen, config, run, on_gpu)
+        status = conclude(args, run)
+    return EXIT_INTERRUPTED if interrupted else status
 
 
 def conclude(args: argparse.Namespace, run: "Run") -> int:
@@ -126,26 +112,19 @@ def conclude(args: argparse.Namespace, run: "Run") -> int:
     from scripts.table.rankings import rankings
     from scripts.table.recorded import recorded_runs
 
-    records = run.results()
-    errors = run.info["errors"]
-    by: Any = args.by if any(r.device for r in records) else "harness"
-    ranked = rankings(records, against=args.against, peers=args.peers, by=by)
-    if not ranked:
-        say("nothing was measured")
-    elif all(r.cpu for r in ranked) and not args.markdown:
-        print("\n" + without_gpu(ranked, recorded_runs(definition=args.definition.name)))
-    else:
-        print("\n" + print_rankings(ranked, "markdown" if args.markdown else "text"))
+    errors, ranked = run.info["errors"], rankings(run.results(), against=args.against)
     for error in errors:
         say(f"error: {error}")
     if not ranked:
+        say("nothing was measured")
         return EXIT_FAILED
-    if args.json:
-        files.write(args.json, print_rankings(ranked, "json") + "\n")
+    on_cpu = all(r.cpu for r in ranked)
+    recorded = recorded_runs(definition=args.definition.name) if on_cpu else []
+    print("\n" + (without_gpu(ranked, recorded) if on_cpu else print_rankings(ranked)))
     say(f"\n{duration(run.info['seconds'])}; traces: {run.traces}")
     if not args.no_report:
         try:
-            say(f"report: {report.write(run.directory, peers=args.peers)}")
+            say(f"report: {report.write(run.directory)}")
         except UsageError as error:  # it has no packages for it
             say(str(error))
     return EXIT_FAILED if errors or any(r.failures() for r in ranked) else EXIT_OK

@@ -7,7 +7,8 @@ project's own programs one after the other. The GPU tests, which run every confi
 come first: where they fail, nothing is timed. Of the others a step that fails or takes too long is
 noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
 and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
-packages' versions and the steps' output, no variables of the environment.
+packages' versions and the steps' output, which stands in logs/ while they run; no variables of the
+environment.
 
 Takes more than an hour. Ctrl-C, or SIGTERM at a job's limit, ends the step under way and packs what
 there is.
@@ -54,14 +55,15 @@ STEPS = (
     ("tune", "tune --what gemm --out DIR/rows.jsonl", False),
     ("report", "report DIR", False),
 )
-"""Name, arguments of run.py, and whether the steps behind it would time what is wrong where it
-fails. DIR is the record's directory."""
+"""Name, arguments of run.py, and whether it is a gate. DIR is the record's directory."""
 PATIENCE_S = 20.0
 """How long a step that is to end may take for it: from SIGTERM to SIGKILL Slurm gives a job 30 s,
 in which the archive must be packed, too."""
 
 
 class Step(NamedTuple):
+    """`gate`: the steps behind it would time what is wrong where it fails."""
+
     name: str
     command: list[str]
     gate: bool = False
@@ -77,15 +79,14 @@ def steps(directory: Path) -> list[Step]:
 
 
 def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:
-    """The exit status of a step, or what ended it; what it prints goes to the terminal and the log.
-    Raises KeyboardInterrupt: after the step was ended."""
-    log.write_text(f"$ {' '.join(command)}\n")
-    # Both in sessions of their own. Ctrl-C is for this program: it ends the step with all that the
-    # step started, and the last lines must still be written. SIGTERM may reach every process.
-    options: dict[str, Any] = dict(cwd=ROOT, start_new_session=True)
-    keep = ["sh", "-c", 'trap "" TERM; exec tee -a "$0"', str(log)]
-    with subprocess.Popen(keep, stdin=subprocess.PIPE, **options) as tee:
-        process = subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, **options)
+    """The exit status of a step, or what ended it; the log gets what it prints. Raises
+    KeyboardInterrupt: after the step was ended."""
+    with log.open("w") as out:
+        print("$", *command, file=out, flush=True)
+        # In a session of its own: Ctrl-C is for this program, which ends it with all it started.
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -123,18 +124,17 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
     done: list[dict[str, Any]] = []
     interrupted = False
     for number, step in enumerate(chosen, 1):
-        say(f"=== {number}/{len(chosen)} {step.name}")
+        log = directory / "logs" / f"{step.name}.log"
+        say(f"=== {number}/{len(chosen)} {step.name}, output in {log}")
         start = time.monotonic()
         status: int | str = "interrupted"
         try:
-            status = run_step(step.command, directory / "logs" / f"{step.name}.log", limit_s)
+            status = run_step(step.command, log, limit_s)
         except KeyboardInterrupt:
             interrupted = True
         collect(directory)
         seconds = round(time.monotonic() - start, 1)
-        done.append(
-            {"name": step.name, "command": step.command, "status": status, "seconds": seconds}
-        )
+        done.append({**step._asdict(), "status": status, "seconds": seconds})
         say(f"=== {step.name}: {duration(seconds)}, status {status}")
         content = {**header, "interrupted": interrupted, "steps": done}
         files.write_json(directory / "steps.json", content)
