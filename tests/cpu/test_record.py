@@ -2,7 +2,6 @@
 commands stand for the programs."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -29,13 +28,16 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def note(directory: Path, name: str, status: int = 0, gate: bool = False) -> Step:
-    """A step that appends its name to a file, prints it and ends with a status."""
+def note(
+    directory: Path, name: str, fails: bool = False, gate: bool = False, hangs: bool = False
+) -> Step:
+    """A step that appends its name to a file, prints it and ends."""
     code = f"open({str(directory / 'order.txt')!r}, 'a').write({name + ' '!r}); print({name!r}); "
-    return Step(name, python(f"import sys; {code}sys.exit({status})"), gate)
+    code += "import sys, time; " + "time.sleep(600); " * hangs
+    return Step(name, python(f"{code}sys.exit({int(fails)})"), gate)
 
 
-def said(directory: Path) -> dict:
+def said_in(directory: Path) -> dict:
     return json.loads((directory / "steps.json").read_text())
 
 
@@ -46,32 +48,40 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-def test_steps_run_in_order_and_none_stops_the_next(directory: Path) -> None:
-    chosen = [note(directory, name, name == "b") for name in "abc"]
-    assert record.record(chosen, directory, 60, hardware="GPU") == EXIT_FAILED
-    assert (directory / "order.txt").read_text().split() == ["a", "b", "c"]
-    content = said(directory)
-    assert content["hardware"] == "GPU" and not content["interrupted"]
-    assert [(s["name"], s["status"]) for s in content["steps"]] == [("a", 0), ("b", 1), ("c", 0)]
-    assert record.record(chosen[:1], directory, 60) == EXIT_OK
+FAILS, HANGS, GATE = "fails", "hangs", "gate"
 
 
-def test_nothing_is_timed_after_a_gate_that_failed(directory: Path, capfd) -> None:
-    """With an archive that says so."""
-    failing = {"passes": 0, "fails": 1, "bench": 0, "report": 0}
-    chosen = [note(directory, *of, of[0].endswith("s")) for of in failing.items()]
-    assert record.record(chosen, directory, 60) == EXIT_FAILED
-    assert (directory / "order.txt").read_text().split() == ["passes", "fails"]
-    said_last = capfd.readouterr().err
-    assert (
-        "fails has not passed: nothing else is run; to time all the same: --only bench report"
-        in (said_last)
-    )
-    assert f"to send back: {directory}.tar.gz" in said_last
+@pytest.mark.parametrize(
+    ("chosen", "statuses", "ended", "said"),
+    [
+        ({"a": [], "b": []}, [0, 0], EXIT_OK, "to send back: "),
+        ({"a": [], "b": [FAILS], "c": []}, [0, 1, 0], EXIT_FAILED, "not passed: b (1); "),
+        ({"a": [HANGS], "b": []}, ["ended after 2.0 s", 0], EXIT_FAILED, "a (ended after 2.0 s)"),
+        ({"a": [GATE], "b": [GATE, FAILS], "c": [], "d": []}, [0, 1], EXIT_FAILED,
+         "b has not passed: nothing else is run; to time all the same: --only c d\n"),
+        ({"a": [GATE, HANGS], "b": []}, ["ended after 2.0 s"], EXIT_FAILED,
+         "a has not passed: nothing else is run; to time all the same: --only b\n"),
+    ],
+)  # fmt: skip
+def test_steps_run_in_order_and_only_a_gate_that_has_not_passed_stops_the_next(
+    chosen, statuses, ended, said, directory: Path, capfd
+) -> None:
+    """steps.json and the archive say so."""
+    steps = [
+        note(directory, name, FAILS in of, GATE in of, HANGS in of) for name, of in chosen.items()
+    ]
+    assert record.record(steps, directory, 2.0, hardware="GPU") == ended
+    names = list(chosen)[: len(statuses)]
+    assert (directory / "order.txt").read_text().split() == names
     with tarfile.open(f"{directory}.tar.gz") as packed:
-        steps = packed.extractfile("record-gpu/steps.json")
-        assert steps is not None
-        assert [s["name"] for s in json.load(steps)["steps"]] == ["passes", "fails"]
+        content = json.load(packed.extractfile("record-gpu/steps.json"))
+    assert content == said_in(directory) and not content["interrupted"]
+    assert content["hardware"] == "GPU"
+    assert [(s["name"], s["status"]) for s in content["steps"]] == list(
+        zip(names, statuses, strict=True)
+    )
+    shown = capfd.readouterr().err
+    assert said in shown and f"to send back: {directory}.tar.gz, nothing else" in shown
 
 
 def test_nothing_is_timed_before_the_gpu_tests_have_passed(directory: Path) -> None:
@@ -105,15 +115,8 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkey
     monkeypatch.setattr(record, "PATIENCE_S", 0.2)
     chosen = [Step("hangs", python(code)), note(directory, "next")]
     assert record.record(chosen, directory, 2.0) == EXIT_FAILED
-    assert [s["status"] for s in said(directory)["steps"]] == ["ended after 2.0 s", 0]
+    assert [s["status"] for s in said_in(directory)["steps"]] == ["ended after 2.0 s", 0]
     assert gone(int(pid.read_text()))
-
-
-def test_a_gate_that_takes_too_long_has_not_passed(directory: Path, capfd) -> None:
-    late = Step("tests", python("import time; time.sleep(600)"), gate=True)
-    assert record.record([late, note(directory, "next")], directory, 1.0) == EXIT_FAILED
-    assert [s["name"] for s in said(directory)["steps"]] == ["tests"]
-    assert "tests has not passed: nothing else is run" in capfd.readouterr().err
 
 
 def test_files_of_the_run_move_up_even_if_it_failed(directory: Path) -> None:
@@ -176,7 +179,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) -> None:
-    """SIGTERM at a job's limit too, which reaches what writes the log as well."""
+    """SIGTERM at a job's limit too."""
     code = (
         "import os, signal; from pathlib import Path\n"
         "from scripts.common import command_line\n"
@@ -192,15 +195,11 @@ def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) 
     while not (log.is_file() and (found := re.search(r"^child (\d+)\n", log.read_text(), re.M))):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    if number == signal.SIGTERM:
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            if "tee" in Path(f"/proc/{child}/cmdline").read_text():
-                os.kill(int(child), number)
     process.send_signal(number)
     assert process.wait(60) == status
     assert found and gone(int(found[1])) and "\nkeeps what it has\n" in log.read_text()
-    assert said(directory)["interrupted"]
-    assert [s["status"] for s in said(directory)["steps"]] == [0, "interrupted"]
+    assert said_in(directory)["interrupted"]
+    assert [s["status"] for s in said_in(directory)["steps"]] == [0, "interrupted"]
     assert directory.with_name("record-gpu.tar.gz").is_file()
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import fcntl
 import functools
 import os
 import re
@@ -27,11 +26,14 @@ class Started(Exception):
 
 
 @pytest.fixture(autouse=True)
-def execve(monkeypatch) -> None:
+def execve(monkeypatch) -> Iterator[None]:
     def start(python: str, command: list[str], env: dict[str, str]) -> None:
         raise Started(command, signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
     monkeypatch.setattr(os, "execve", start)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_requirements_are_those_of_pyproject() -> None:
@@ -45,43 +47,27 @@ def test_requirements_are_those_of_pyproject() -> None:
     assert run.requirements("bench,dev") == project["dependencies"] + bench + dev
     used = {extra for extras in run.EXTRAS.values() for extra in extras.split(",")}
     assert used <= set(project["optional-dependencies"])
-
-
-def test_what_is_installed_without_torch_is_what_pyproject_allows() -> None:
     allowed = next(r for r in map(Requirement, run.requirements()) if r.name == "torch")
     assert run.TORCH.removeprefix("torch==") in allowed.specifier
 
 
 @pytest.mark.parametrize(
-    ("wanted", "has"),
+    ("options", "wanted", "has"),
     [
-        (["pytest>=8", "torch[opt-einsum]", "cutlass>=0; python_version < '3'"], True),
-        (["pytest>=8", "no-such-package-here"], False),
-        (["pytest>=1000"], False),
+        ("", ["pytest>=8", "torch[opt-einsum]", "cutlass>=0; python_version < '3'"], True),
+        ("", ["pytest>=8", "no-such-package-here"], False),
+        ("", ["pytest>=1000"], False),
+        ("", ["half"], False),  # metadata that an attempt to install left beside run.py
+        ("-S", ["pytest"], False),  # without pip
     ],
 )
-def test_pip_says_what_an_interpreter_has(wanted: list[str], has: bool, monkeypatch) -> None:
+def test_pip_says_what_an_interpreter_has(options, wanted, has, monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert run.has(sys.executable, wanted) is has
-
-
-def test_metadata_beside_run_py_is_not_what_is_installed(monkeypatch, tmp_path: Path) -> None:
-    """An attempt to install left it there."""
     (tmp_path / "half.egg-info").mkdir()
     (tmp_path / "half.egg-info" / "PKG-INFO").write_text("Name: half\nVersion: 1\n")
     monkeypatch.chdir(tmp_path)
-    assert not run.has(sys.executable, ["half"])
-
-
-def test_an_interpreter_without_pip_has_nothing(tmp_path: Path) -> None:
-    make(tmp_path / "python", f'exec {sys.executable} -S "$@"')
-    assert not run.has(str(tmp_path / "python"), ["pytest"])
-
-
-def test_an_interpreter_that_has_everything_is_used_as_it_is(monkeypatch) -> None:
-    monkeypatch.setattr(run, "install", lambda extras: pytest.fail("must not install"))
-    monkeypatch.setattr(run, "has", lambda python, wanted: True)
-    assert run.set_up("dev") == sys.executable
+    make(tmp_path / "python", f'exec {sys.executable} {options} "$@"')
+    assert run.has(str(tmp_path / "python"), wanted) is has
 
 
 class Venv:
@@ -104,7 +90,6 @@ class Venv:
         module = command[2]
         python = sys.executable if module == "venv" else str(python_of_venv())
         assert command[0] == python
-        assert is_locked(run.LOCK), "another start could do the same"
         project = command[command.index("-e") + 1 :] if module == "pip" else []
         self.started.append(" ".join([module, *project]).replace(str(ROOT), ""))
         if module == self.fails:
@@ -129,20 +114,10 @@ def make(python: Path, text: str = "") -> None:
     python.chmod(0o755)
 
 
-def is_locked(path: Path) -> bool:
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 @pytest.fixture
 def bare(monkeypatch, tmp_path: Path) -> None:
     """A checkout that was not set up, and an interpreter without packages."""
     monkeypatch.setattr(run, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(run, "LOCK", tmp_path / ".venv.lock")
     monkeypatch.setattr(run, "has", lambda python, wanted: False)
 
 
@@ -154,42 +129,38 @@ def venv(bare, monkeypatch) -> Venv:
     return stand_in
 
 
-def test_installs_each_extra_once_and_again_when_the_project_changes(
-    venv: Venv, monkeypatch
+INSTALLED = f"pip [bench] {run.TORCH}"
+EVERY = ("bench,report", "bench,test", "bench,report", "bench", "bench,test")
+
+
+BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
+OUTSIDE = {"outside"}
+"""What the interpreter that runs the tests has, in place of .venv."""
+
+
+@pytest.mark.parametrize(
+    ("there", "always", "extras", "started"),
+    [
+        (None, False, EVERY, ["venv", f"pip [bench,report] {run.TORCH}", "pip [bench,test]"]),
+        (OUTSIDE, False, ["bench"], []),
+        (OUTSIDE, True, ["bench"], ["venv", INSTALLED]),
+        (set(), False, ["bench"], ["venv", INSTALLED]),  # as Ctrl-C in `-m venv` leaves it
+        (BENCH - {run.PROJECT}, False, ["bench"], ["pip [bench]"]),  # in pip: installed last
+        (BENCH - {run.requirements("bench")[-1]}, False, ["bench"], ["pip [bench]"]),
+        (BENCH, False, ["bench"], []),
+    ],
+)
+def test_what_is_missing_is_installed_and_nothing_else(
+    there, always, extras, started, venv: Venv, monkeypatch
 ) -> None:
-    for extras in ("bench,report", "bench,test", "bench,report", "bench", "bench,test"):
-        assert run.set_up(extras) == str(python_of_venv())
-    assert venv.started == ["venv", f"pip [bench,report] {run.TORCH}", "pip [bench,test]"]
-    before = run.requirements
-    monkeypatch.setattr(run, "requirements", lambda extras: [*before(extras), "more>=1"])
-    run.set_up("bench,test")
-    assert venv.started[3:] == ["pip [bench,test]"]
-
-
-def test_venv_is_made_where_it_is_asked_for(venv: Venv, monkeypatch) -> None:
-    venv.outside = True
-    monkeypatch.setattr(run, "always_venv", True)
-    assert run.set_up("bench") == str(python_of_venv()) and venv.started
-
-
-def test_what_was_cut_short_is_completed(venv: Venv) -> None:
-    make(python_of_venv())  # Ctrl-C in `-m venv`: an interpreter without pip
-    assert run.set_up("bench") == str(python_of_venv())
-    assert venv.started == ["venv", f"pip [bench] {run.TORCH}"]
-    venv.packages.remove(run.PROJECT)  # Ctrl-C in pip, which installs the project last
-    run.set_up("bench")
-    assert venv.started[2:] == ["pip [bench]"]
-
-
-def test_two_starts_at_once_install_once(venv: Venv, monkeypatch) -> None:
-    @contextlib.contextmanager
-    def alone():
+    venv.outside = there == OUTSIDE
+    if there is not None and not venv.outside:
         make(python_of_venv())
-        venv.packages |= {run.PROJECT, *run.requirements("bench")}
-        yield  # after the other one
-
-    monkeypatch.setattr(run, "alone", alone)
-    assert run.set_up("bench") == str(python_of_venv()) and venv.started == []
+        venv.packages |= there
+    monkeypatch.setattr(run, "always_venv", always)
+    wanted = sys.executable if venv.outside and not always else str(python_of_venv())
+    assert {run.set_up(each) for each in extras} == {wanted}
+    assert venv.started == started
 
 
 @pytest.mark.parametrize(("step", "said"), [("venv", "venv could not"), ("pip", "pip could not")])
@@ -203,31 +174,6 @@ def test_a_failed_installation_is_a_clear_error_and_removes_nothing(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and venv.started[-1].startswith(step)
     assert (run.VENV / "notes.txt").is_file()
-
-
-HOLDER = """
-import pathlib, sys, time, run
-run.LOCK = pathlib.Path(sys.argv[1])
-with run.alone():
-    print("alone", time.monotonic(), flush=True)
-    time.sleep(float(sys.argv[2]))
-"""
-
-
-def test_a_start_waits_for_another_until_that_is_gone(tmp_path: Path) -> None:
-    def start(seconds: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock"), seconds]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    with start("600") as first:
-        assert first.stdout.readline().startswith("alone ")
-        with start("0") as second:
-            assert second.stdout.readline() == "waiting: another start of run.py is installing\n"
-            time.sleep(0.3)
-            end = time.monotonic()
-            first.kill()
-            said, since = second.communicate(timeout=60)[0].split()
-            assert said == "alone" and float(since) > end
 
 
 @pytest.mark.all
@@ -256,17 +202,12 @@ def a_file() -> None:
     run.VENV.write_text("TOKEN=1\n")
 
 
-def locked() -> None:
-    run.LOCK.mkdir()
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         (broken, "pip could not install the project"),
         (dangling, "No such file or directory"),
         (a_file, "venv could not make"),
-        (locked, ".venv.lock"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_after_its_own(fault, said: str, bare, capfd) -> None:
@@ -277,23 +218,24 @@ def test_what_cannot_be_used_is_one_line_after_its_own(fault, said: str, bare, c
     assert fault is not a_file or run.VENV.read_text() == "TOKEN=1\n"
 
 
-@pytest.mark.parametrize("version", run.PYTHONS)
-def test_the_first_and_the_last_python_are_supported(version, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (*version, 1))
-    assert run.supported()
-
-
-@pytest.mark.parametrize("version", [(3, 9), (3, 14)])
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [((3, 9), False), (run.PYTHONS[0], True), (run.PYTHONS[1], True), ((3, 14), False)],
+)
 def test_an_unsupported_python_is_named_where_it_would_be_used(
-    version: tuple[int, int], venv: Venv, monkeypatch, capsys
+    version: tuple[int, int], supported: bool, venv: Venv, monkeypatch, capsys
 ) -> None:
+    """Not where .venv is ready, whoever made that."""
     venv.outside = True
     monkeypatch.setattr(sys, "version_info", (*version, 1))
-    assert run.main(["rank"]) == 2 and venv.started == []
-    assert f"Python 3.{version[1]} cannot run this" in capsys.readouterr().err
+    with pytest.raises(Started) if supported else contextlib.nullcontext():
+        assert run.main(["rank"]) == 2
+    assert venv.started == []
+    said = f"Python 3.{version[1]} cannot run this"
+    assert (said in capsys.readouterr().err) == (not supported)
     make(python_of_venv())
-    venv.packages |= {run.PROJECT, *run.requirements("bench")}
-    assert run.set_up("bench") == str(python_of_venv())
+    venv.packages |= BENCH
+    assert run.set_up("bench") == (sys.executable if supported else str(python_of_venv()))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +264,8 @@ def test_help_installs_nothing(
 
 def test_a_program_is_started_with_ctrl_c_kept_for_it(monkeypatch) -> None:
     monkeypatch.setattr(run, "ready", lambda extra: "python")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        with pytest.raises(Started) as started:
-            run.main(["rank", "--help"])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with pytest.raises(Started) as started:
+        run.main(["rank", "--help"])
     command, blocked = started.value.args
     assert command == ["python", str(run.programs()["rank"]), "--help"]
     assert signal.SIGINT in blocked
@@ -539,37 +477,6 @@ def imported(sources: set[Path]) -> set[str]:
             names = {name.split(".")[0] for name in imported}
             found |= names - ours - set(sys.stdlib_module_names)
     return found
-
-
-def named_paths(source: Path) -> Iterator[str]:
-    """What a module joins to ROOT, as far as it is written out."""
-
-    def parts(node: ast.expr) -> list[str] | None:
-        if isinstance(node, ast.Name):
-            return [] if node.id == "ROOT" else None
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
-            return None
-        left = parts(node.left)
-        if left is None or left[-1:] == ["..."]:
-            return left
-        constant = isinstance(node.right, ast.Constant)
-        return [*left, str(node.right.value) if constant else "..."]
-
-    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
-        path = parts(node) if isinstance(node, ast.BinOp) else None
-        yield from ["/".join(p for p in path if p != "...")] if path else []
-
-
-def test_every_path_that_a_test_names_exists() -> None:
-    """A test that scans a folder that is gone cannot fail."""
-    generated = {".venv", "blob", "traces", "solutions/moe-fp8-cutedsl"}
-    absent, count = [], 0
-    for source in sorted((ROOT / "tests").rglob("*.py")):
-        for path in named_paths(source):
-            count += 1
-            if not any(f"{path}/".startswith(f"{folder}/") for folder in generated):
-                absent += [] if (ROOT / path).exists() else [f"{source.name}: {path}"]
-    assert count > 20 and absent == []
 
 
 def test_the_page_of_programs_names_each_and_no_others() -> None:
