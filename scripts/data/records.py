@@ -1,8 +1,8 @@
 """One trace as a record: what it is of, whether it counts, and why not if it does not.
 
 A trace says what it is of: besides the versions of the software, the `libs` of its environment hold
-the timing method, the tolerance, the settings and the hash of the solution's source that was
-measured. Results of other sources or settings are not taken for those of the present ones.
+the timing method, the tolerance and the hash of the solution's source that was measured. Results of
+other sources are not taken for those of the present ones.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ MAX_REASON = 300
 """Characters of a log's line that are shown."""
 
 # Keys of what we add to a trace: in environment.libs ...
-HASH, SETTINGS, RUN, TIMING, TOLERANCE = "solution_hash", "settings", "run", "timing", "tolerance"
+HASH, RUN, TIMING, TOLERANCE = "solution_hash", "run", "timing", "tolerance"
 EMULATED = "emulated"
 # ... and in correctness.extra, some of it from the rows beside the trace.
 DEVICE, HARNESS, INPUTS_CHANGED, LAUNCHES = "device", "harness", "inputs_changed", "launches"
@@ -78,7 +78,6 @@ class Record:
     source: str = ""  # the file
     run: str = ""  # what was measured together: latencies of different runs differ by the hosts
     hash: str = ""  # of the solution's source; empty where nothing says it
-    settings: str = ""
     device: Latency | None = None
     harness: Latency | None = None
     software: tuple[tuple[str, str], ...] = ()
@@ -211,7 +210,6 @@ def parse_record(
         source=source,
         run=libs.get(RUN, source),
         hash=libs.get(HASH) or (hashes or {}).get(solution, ""),
-        settings=libs.get(SETTINGS, ""),
         device=_timed(extra.get(DEVICE)),
         harness=_timed(extra.get(HARNESS)),
         has_output=evaluation.correctness is not None,
