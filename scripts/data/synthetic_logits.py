@@ -189,30 +189,25 @@ def route(
     (sums of two scores) and from the last expert kept to the first one dropped. Without a bias the
     scores are the logits themselves.
     """
-    tokens, experts = logits.shape
-    groups, kept_groups = definition.n_group, definition.topk_group
-    size = experts // groups
+    groups, kept, top_k = definition.n_group, definition.topk_group, definition.top_k
     score = logits.astype(np.float64)
     if bias is not None:
         score = 1.0 / (1.0 + np.exp(-score)) + bias.astype(np.float64)
-    grouped = score.reshape(tokens, groups, size)
-
-    group_score = np.partition(grouped, (size - 2, size - 1), axis=-1)[..., -2:].sum(axis=-1)
-    order = np.argsort(group_score, axis=-1, kind="stable")
-    kept = np.sort(order[:, -kept_groups:], axis=-1)  # [T, kept_groups]
-    group_margin = np.full(tokens, np.inf)
-    if kept_groups < groups:
-        rank = np.take_along_axis(group_score, order, axis=-1)
-        group_margin = rank[:, -kept_groups] - rank[:, -kept_groups - 1]
-
-    candidates = np.take_along_axis(grouped, kept[:, :, None], axis=1)
-    candidates = candidates.reshape(tokens, kept_groups * size)
-    last = kept_groups * size - definition.top_k
-    order = np.argpartition(candidates, (last - 1, last), axis=-1)
-    picked = np.sort(order[:, last:], axis=-1)
-    ids = np.take_along_axis(kept, picked // size, axis=1) * size + picked % size
-    edge = np.take_along_axis(candidates, order[:, last - 1 : last + 1], axis=1)
-    return ids, np.minimum(group_margin, edge[:, 1] - edge[:, 0])
+    margin = np.full(len(score), np.inf)
+    if kept < groups:
+        grouped = score.reshape(len(score), groups, -1)
+        group_score = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+        ranked = np.sort(group_score, axis=-1)
+        last_kept = ranked[:, -kept]
+        margin = last_kept - ranked[:, -kept - 1]
+        dropped = group_score < last_kept[:, None]
+        score = np.where(dropped[..., None], -np.inf, grouped).reshape(score.shape)
+    order = np.argsort(score, axis=-1)
+    ranked = np.take_along_axis(score, order, axis=-1)
+    return (
+        np.sort(order[:, -top_k:], axis=-1),
+        np.minimum(margin, ranked[:, -top_k] - ranked[:, -top_k - 1]),
+    )
 
 
 def count_local(
@@ -223,12 +218,8 @@ def count_local(
     rows = local_rows(ids, local_expert_offset, definition.num_local_experts)
     local = ids - local_expert_offset
     hit = ((local >= 0) & (local < definition.num_local_experts)).any(axis=1)
-    return {
-        "pairs": int(rows.sum()),
-        "hit": int(hit.sum()),
-        "active": int((rows > 0).sum()),
-        "max": int(rows.max()),
-    }
+    counts = {"pairs": rows.sum(), "hit": hit.sum(), "active": (rows > 0).sum(), "max": rows.max()}
+    return {name: int(count) for name, count in counts.items()}
 
 
 def local_rows(ids: np.ndarray, local_expert_offset: int, experts: int) -> np.ndarray:
