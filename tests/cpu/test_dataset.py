@@ -61,6 +61,8 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     theirs.mkdir(parents=True)
     (theirs / "peer.json").write_text(solution("peer").model_dump_json())
     (theirs / "same.json").write_text(solution("same", "def run(): return 1\n").model_dump_json())
+    other = solution("other", f"# not of {DEFINITION}").model_copy(update={"definition": "another"})
+    (theirs / "other.json").write_text(other.model_dump_json())
     (theirs / "future.json").write_text(json.dumps({"definition": DEFINITION, "schema": 9}))
     before = sorted(p.name for p in tmp_path.rglob("*"))
 

@@ -91,7 +91,7 @@ def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
         "import sys; from scripts.pack import pack; assert pack.generations(); "
         "pack.pack(pack.generations()[0]); "
-        "sys.exit(bool({'torch', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
+        "sys.exit(bool({'torch', 'numpy', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"
     )
     paths = os.pathsep.join([str(ROOT / "solutions"), str(ROOT)])

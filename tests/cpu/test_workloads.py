@@ -176,8 +176,6 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
         content = (tmp_path / workload_specs.blob_path(spec)).read_bytes()
         assert hashlib.sha256(content).hexdigest() == spec.sha256
         loaded = load_safetensors(loaded_definition, trace.workload, tmp_path)
-        for name, tensor in loaded.items():
-            assert str(tensor.dtype) == f"torch.{loaded_definition.inputs[name].dtype.value}"
         assert list(inputs) == list(loaded_definition.inputs)
         pinned = {name: said.value for name, said in inputs.items() if said.type == "scalar"}
         if isinstance(definition, MoeDefinition):
