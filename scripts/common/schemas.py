@@ -15,9 +15,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from scripts.common.command_line import UsageError
 
-STAGES = ("routing", "gemm1", "swiglu_quant", "gemm2", "combine")
 TOTAL = "end to end"
-"""Parts of a call, as rows name them."""
+"""The part of a call that is the whole of it, as rows name it."""
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 

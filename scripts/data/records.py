@@ -34,6 +34,8 @@ EMULATED = "emulated"
 # ... and in correctness.extra, some of it from the rows beside the trace.
 DEVICE, HARNESS, INPUTS_CHANGED, LAUNCHES = "device", "harness", "inputs_changed", "launches"
 
+Pair = tuple[str, str, str, str]
+"""A workload's uuid, a solution, the hash of its source, the hardware."""
 Clock = Literal["harness", "device"]
 CLOCKS: tuple[Clock, ...] = ("harness", "device")
 
@@ -170,12 +172,16 @@ def _timed(found: Any) -> Latency | None:
 
 
 def parse_record(
-    trace: dict[str, Any], source: str, hashes: Mapping[str, str] | None = None
+    trace: dict[str, Any],
+    source: str,
+    hashes: Mapping[str, str] | None = None,
+    figures: Mapping[Pair, dict[str, Any]] | None = None,
 ) -> Record | None:
     """A record of a trace's JSON, or None for a trace that holds only a workload.
 
-    `hashes` are those of run.json, for traces that do not hold their solution's. Raises ValueError
-    for what is no trace.
+    `hashes` are those of run.json, for traces that do not hold their solution's; `figures`, of the
+    rows beside it, are added to the trace's correctness.extra. Raises ValueError for what is no
+    trace.
     """
     from flashinfer_bench.data import Trace  # which a program's --help does without
 
@@ -186,7 +192,12 @@ def parse_record(
     if not solution or not evaluation:
         return None
     libs, performance = evaluation.environment.libs, evaluation.performance
+    source_hash = libs.get(HASH) or (hashes or {}).get(solution, "")
+    pair = of.workload.uuid, solution, source_hash, evaluation.environment.hardware
     extra = (evaluation.correctness and evaluation.correctness.extra) or {}
+    if evaluation.correctness and figures and pair in figures:
+        extra = {**extra, **figures[pair]}
+        trace["evaluation"]["correctness"]["extra"] = evaluation.correctness.extra = extra
     status, reason = evaluation.status.value, failure_reason(evaluation)
     if status == PASSED and reason:
         status = CHANGED_INPUTS if extra.get(INPUTS_CHANGED) else INVALID
@@ -209,7 +220,7 @@ def parse_record(
         cpu=libs.get("device") == "cpu",
         source=source,
         run=libs.get(RUN, source),
-        hash=libs.get(HASH) or (hashes or {}).get(solution, ""),
+        hash=source_hash,
         device=_timed(extra.get(DEVICE)),
         harness=_timed(extra.get(HARNESS)),
         has_output=evaluation.correctness is not None,

@@ -121,13 +121,11 @@ class Rows:
         wanted = self.measurements.get(name, {}).get("id")
         return [row for row in self.rows if row["of"] == wanted]
 
-    def every(self, name: str) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The rows of each measurement of that name with the hardware, the oldest first: a part of
+    def every(self, name: str) -> list[tuple[str, dict[str, Any]]]:
+        """The rows of all measurements of that name with the hardware, the oldest first: a part of
         a run may be measured again."""
-        heads = [of for of in self.heads.values() if of["name"] == name]
-        return [
-            (of["hardware"], [row for row in self.rows if row["of"] == of["id"]]) for of in heads
-        ]
+        named = ((self.heads[row["of"]], row) for row in self.rows)
+        return [(head["hardware"], row) for head, row in named if head["name"] == name]
 
     def frame(self, name: str) -> pd.DataFrame:
         """The same as a frame with every column that a row may have, NaN where it has not."""

@@ -4,7 +4,6 @@ A file is always written beside and renamed, so that a crash or a full disk cost
 results that were to be added. A last line that was cut short is left out with a remark.
 """
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from scripts.common import files, schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.data import rows
-from scripts.data.records import Record, parse_record
+from scripts.data.records import Pair, Record, parse_record
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -50,15 +49,12 @@ def read_evaluations(
     paths: Iterable[Path], definition: str = DEFINITION
 ) -> list[tuple[Record, dict[str, Any]]]:
     """The same records, each with the JSON of its trace."""
-    parsed = itertools.chain.from_iterable(_parsed(p, definition) for p in trace_files(paths))
-    return [(record, trace) for record, trace in parsed if record is not None]
+    return [found for path in trace_files(paths) for found in _parsed(path, definition)]
 
 
-def _parsed(
-    path: Path, definition: str | None = None
-) -> Iterator[tuple[Record | None, dict[str, Any]]]:
-    """Each trace of a file, or of one definition, with the record that it is, if it is one; in its
-    correctness.extra the figures of the rows beside it that are of the same source and GPU."""
+def _parsed(path: Path, definition: str) -> Iterator[tuple[Record, dict[str, Any]]]:
+    """Each record of a file that is of the definition, with its trace; in its correctness.extra the
+    figures of the rows beside it that are of the same source and GPU."""
     info = read_run(path)
     # For traces that do not hold their sources' hash. Of a run that was resumed, run.json says it
     # of the last part only.
@@ -67,28 +63,19 @@ def _parsed(
     for number, line in rows.json_lines(path):
         try:
             trace = json.loads(line.decode("utf-8-sig"))
-            if definition is not None and trace.get("definition") != definition:
+            if trace.get("definition") != definition:
                 continue
-            record = parse_record(trace, str(path), hashes)
-            pair = record and (record.uuid, record.solution, record.hash, record.hardware)
-            if record and record.has_output and pair in figures:
-                extra = {**record.extra, **figures[pair]}
-                trace["evaluation"]["correctness"]["extra"] = extra
-                record = parse_record(trace, str(path), hashes)
+            record = parse_record(trace, str(path), hashes, figures)
         except (ValueError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no trace: {error}") from None
-        yield record, trace
-
-
-Pair = tuple[str, str, str, str]
-"""A workload's uuid, a solution, the hash of its source, the hardware."""
+        if record is not None:
+            yield record, trace
 
 
 def figures_of_pairs(found: rows.Rows) -> dict[Pair, dict[str, Any]]:
     """What the rows of `rows.TIMES` say of each pair, as the extra of its trace has it."""
     figures: dict[Pair, dict[str, Any]] = {}
-    timed_rows = [(hardware, row) for hardware, of in found.every(rows.TIMES) for row in of]
-    for hardware, row in timed_rows:
+    for hardware, row in found.every(rows.TIMES):
         of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
         if clock := row.get("clock"):
             timed = {name: row[name] for name in ("p10", "p90", "calls", "method") if name in row}
@@ -109,22 +96,14 @@ def read_run(traces: Path) -> schemas.RunInfo:
     return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
 
 
-def _alone(path: Path) -> FileLock:
-    """Several programs may add to one file."""
-    return FileLock(path.with_name(f".{path.stem}.lock"))
-
-
-def _write(path: Path, lines: Sequence[bytes]) -> None:
-    files.write(path, b"".join(line + b"\n" for line in lines))
-
-
 def append(path: Path, traces: "Sequence[Trace]") -> None:
-    """Add traces to a file that may not be there yet. Raises OSError and leaves the file as it was
-    where they cannot be written."""
+    """Add traces to a file that may not be there yet, and to which several programs may add. Raises
+    OSError and leaves the file as it was where they cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
-        before = [line for _, line in rows.json_lines(path)] if path.is_file() else []
-        _write(path, [*before, *(t.model_dump_json().encode("utf-8") for t in traces)])
+    with FileLock(path.with_name(f".{path.stem}.lock")):
+        lines = [line for _, line in rows.json_lines(path)] if path.is_file() else []
+        lines += [trace.model_dump_json().encode("utf-8") for trace in traces]
+        files.write(path, b"".join(line + b"\n" for line in lines))
 
 
 def why_not_same(record: Record, hashes: Mapping[str, str], hardware: str) -> str | None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from flashinfer_bench.data import Solution
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.pipeline import STAGES
 from moe_fp8.problem import MoeInputs
 
 from scripts.common.command_line import UsageError, say
 from scripts.common.project import PREFIX
-from scripts.common.schemas import STAGES, TOTAL
+from scripts.common.schemas import TOTAL
 from scripts.common.text import say_skipped
 from scripts.data.rows import Writer
 from scripts.measure.cases import Problems

@@ -328,8 +328,8 @@ def sweep(args: argparse.Namespace) -> Shown:
         for subject, why in called.skipped.items():
             into.add({}, subject, not_tried=why)
         del problems, called  # with the layer's weights
-    shown = pivots.models_table if name == "models" else pivots.sweep_table
-    for table in (shown(into.result, name), pivots.failed_table(pivots.called(into.result, name))):
+    shown = pivots.sweep_table(into.result, name)
+    for table in (shown, pivots.failed_table(pivots.called(into.result, name))):
         yield table.title, table
 
 

@@ -160,10 +160,9 @@ def first_plot(recorded: Recorded) -> str:
 def accuracy(recorded: Recorded) -> str:
     """One line for the solutions that share the figures, which bitwise equal outputs do."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for s in recorded.main.summaries:
-        if s.matched_ratio is not None and s.cosine is not None:
-            key = (f"{100 * s.matched_ratio:.1f} %", f"{s.cosine:.5f}")
-            groups.setdefault(key, []).append(markdown(short_name(s.solution)))
+    for s in recorded.main.summary.dropna(subset=["matched_ratio", "cosine"]).itertuples():
+        key = (f"{100 * s.matched_ratio:.1f} %", f"{s.cosine:.5f}")
+        groups.setdefault(key, []).append(markdown(short_name(s.solution)))
     lines = [
         f"- {', '.join(names)}: {matched} of the values within the tolerance, cosine {cosine}"
         for (matched, cosine), names in groups.items()

@@ -11,7 +11,7 @@ import pandas as pd
 
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth
-from scripts.common.schemas import STAGES, TOTAL
+from scripts.common.schemas import TOTAL
 from scripts.common.text import printable
 from scripts.data.records import Clock
 from scripts.data.rows import Rows
@@ -20,6 +20,7 @@ from scripts.table.pivots import (
     called,
     compute_bound,
     fastest_first,
+    parts_of,
     peers_of,
     roofline_of,
     wide,
@@ -157,8 +158,7 @@ def stages_figure(rows: Rows, name: str) -> "Figure":
     title = f"Where the time of a call goes, {rows.measurements[name]['hardware']}"
     height = 1.1 + 0.36 * f.subject.nunique()
     figure, axes = new_figure(f.tokens.nunique(), title, height, grid="x")
-    found = f.part.unique()
-    stages = [*(s for s in STAGES if s in found), *(s for s in found if s not in (*STAGES, TOTAL))]
+    stages = parts_of(f)[:-1]
     for ax, (tokens, of) in zip(axes, f.groupby("tokens", sort=False), strict=True):
         ms = of.pivot(index="part", columns="subject", values="value")[of.subject.unique()]
         ms = ms.astype(float).rename(columns=short_name)
@@ -174,22 +174,6 @@ def stages_figure(rows: Rows, name: str) -> "Figure":
         ax.invert_yaxis()
         ax.set_title(f"T={tokens:g}, ms", loc="left", fontsize=10, color=INK)
     legend_below(figure, axes[0], len(stages))
-    return figure
-
-
-def grid_figure(mine: pd.DataFrame, hardware: str) -> "Figure":
-    """Ratio to the best peer; one panel a number of rows, configurations in the study's order."""
-    panels = list(mine.groupby("rows"))
-    figure, axes = new_figure(len(panels), f"Grouped FP8 GEMM against the best peer, {hardware}", 3)
-    for ax, (count, panel) in zip(axes, panels, strict=True):
-        ratios = panel.pivot(index=["experts", "n", "k"], columns="subject", values="vs_best_peer")
-        ratios = ratios.reindex(columns=mine.subject.unique())
-        ratios.columns = [f"{printable(v)}, median {ratios[v].median():.2f}x" for v in ratios]
-        ratios.index = [f"E={e:.0f} {n}x{k}" for e, n, k in ratios.index]
-        ratios.plot.bar(ax=ax, width=0.8, color=COLOURS, fontsize=7, ylabel="best peer / ours")
-        ax.axhline(1.0, color=INK, linewidth=1.0)
-        ax.set_title(f"{count:g} rows per expert", loc="left", fontsize=10, color=INK)
-        ax.legend(fontsize=8, loc="lower right")
     return figure
 
 

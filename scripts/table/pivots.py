@@ -1,6 +1,6 @@
 """Tables of rows: cases down, subjects across."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import pandas as pd
 from scripts.common.definitions import MoeDefinition
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms
-from scripts.common.schemas import STAGES, TOTAL
+from scripts.common.schemas import TOTAL
 from scripts.common.text import number, percent
 from scripts.data.records import CLOCKS
 from scripts.data.rows import ROOFLINE, Rows
@@ -17,7 +17,6 @@ from scripts.table.tables import Table, joined, numbers, ratio
 
 Case = Mapping[str, str]
 """The columns that tell cases apart, by what the table calls them."""
-DEVICE = ("device",)
 SWEEP: Case = {"T": "tokens", "active": "active", "pairs": "pairs"}
 MODELS: Case = {"layer": "definition", "T": "tokens", "active": "active"}
 GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K": "k"}
@@ -47,9 +46,8 @@ def roofline_of(f: pd.DataFrame, case: Case) -> "pd.Series[float]":
 
 def called(rows: Rows, name: str) -> pd.DataFrame:
     """The rows of a sweep but for what was not tried at all."""
-    f = rows.frame(name)
-    f = f.dropna(subset=["tokens", "active", "pairs"])
-    return f.astype({column: int for column in ("tokens", "active", "pairs")})
+    counts = ["tokens", "active", "pairs"]
+    return rows.frame(name).dropna(subset=counts).astype(dict.fromkeys(counts, int))
 
 
 def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
@@ -85,39 +83,24 @@ def named_cases(values: pd.DataFrame, case: Case) -> dict[str, Any]:
     }
 
 
-def times_table(
-    f: pd.DataFrame,
-    case: Case,
-    title: str,
-    clocks: Sequence[str] = DEVICE,
-    form: str = ".1f",
-    scale: float = 1.0,
-    first: Sequence[str] = (),
-) -> Table:
-    """The times of a frame's subjects by each clock, the roofline, its share of the best time, and
-    the best peer's time over ours; `first` are subjects in the order of their columns."""
-    values = {clock: scale * wide(f, case, clock) for clock in clocks}
-    subjects = [*first] or list(values[clocks[-1]])
-    subjects += [name for of in values.values() for name in of if name not in subjects]
-    values = {clock: of.reindex(columns=subjects) for clock, of in values.items()}
-    cells = joined(marked(of, form).reset_index(drop=True) for of in values.values())
-    lines = named_cases(values[clocks[-1]], case)
-    roofline = scale * roofline_of(f, case).to_numpy()
-    best = [of.min(axis=1).to_numpy() for of in values.values()]
-    shares = [pd.Series(roofline / of).map(percent) for of in best]
-    ratios = [versus(of, peers_of(f)).reset_index(drop=True).map(ratio) for of in values.values()]
-    found = pd.concat(
-        [
-            pd.DataFrame(
-                {**lines, "roofline": numbers(pd.Series(roofline), ".3f" if scale == 1 else form)}
-            ),
-            cells,
-        ],
-        axis=1,
-    )
+def sweep_table(rows: Rows, name: str) -> Table:
+    """Whole calls over the number of tokens, of one layer or several: the times by each clock, the
+    roofline, its share of the best time, and the best peer's time over ours."""
+    f = called(rows, name)
+    case = MODELS if f.definition.nunique() > 1 else SWEEP
+    values = [wide(f, case, clock) for clock in CLOCKS]
+    subjects = fastest_first(values[-1])
+    subjects += [name for of in values for name in of if name not in subjects]
+    values = [of.reindex(columns=subjects).reset_index(drop=True) for of in values]
+    roofline = roofline_of(f, case).reset_index(drop=True)
+    lines = {**named_cases(wide(f, case), case), "roofline": numbers(roofline, ".3f")}
+    found = pd.concat([pd.DataFrame(lines), joined(marked(of, ".4f") for of in values)], axis=1)
     found.columns = [short_name(name) for name in found]
+    shares = [(roofline / of.min(axis=1)).map(percent) for of in values]
+    ratios = [versus(of, peers_of(f)).map(ratio) for of in values]
     found["roofline / best"], found["best peer / ours"] = joined(shares), joined(ratios)
-    return Table(found, left=0 if "layer" not in case else 1, title=title)
+    title = "Harness/device time in ms, * the fastest"
+    return Table(found, left=int("layer" in case), title=title)
 
 
 def failed_table(f: pd.DataFrame) -> Table:
@@ -133,25 +116,8 @@ def failed_table(f: pd.DataFrame) -> Table:
     return Table(found[[*["layer"] * several, "call", "T", "error"]], left=4, title="Failed")
 
 
-def sweep_table(rows: Rows, name: str) -> Table:
-    """Whole calls over the number of tokens."""
-    f = called(rows, name)
-    title = "Harness/device time in ms, * the fastest"
-    return times_table(f, SWEEP, title, CLOCKS, ".4f", first=fastest_first(wide(f, SWEEP)))
-
-
-def models_table(rows: Rows, name: str) -> Table:
-    """The same of several layers, on the device, in us."""
-    f = called(rows, name)
-    peers = peers_of(f)
-    title = "Device time in us, * the fastest; active: experts with rows"
-    return times_table(
-        f, MODELS, title, scale=1e3, first=list(peers.sort_values(kind="stable").index)
-    )
-
-
 def models_summary(rows: Rows, name: str) -> Table:
-    """The same in fewer words: layers down, tokens across."""
+    """Sweeps of several layers in few words: layers down, tokens across."""
     f = called(rows, name)
     values, peer = 1e3 * wide(f, MODELS), peers_of(f)
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
@@ -164,12 +130,16 @@ def models_summary(rows: Rows, name: str) -> Table:
     return Table(found.rename_axis("layer").reset_index(), title=title)
 
 
+def parts_of(f: pd.DataFrame) -> list[str]:
+    """The stages in the order of a call, the whole of it at the end."""
+    return [*(part for part in f.part.unique() if part != TOTAL), TOTAL]
+
+
 def stages_table(f: pd.DataFrame) -> Table:
     """Median ms of every stage, solutions across, of one number of tokens; the speed of each
     relative to the first."""
-    ms = f.pivot(index="part", columns="subject", values="value")[f.subject.unique()]
-    others = [part for part in f.part.unique() if part not in (*STAGES, TOTAL)]
-    ms = ms.reindex([*(s for s in STAGES if s in ms.index), *others, TOTAL])
+    ms = f.pivot(index="part", columns="subject", values="value")
+    ms = ms.reindex(index=parts_of(f), columns=f.subject.unique())
     text = ms.map(lambda value: number(value, ".3f")).rename(columns=short_name)
     for name in ms.columns[1:]:
         text[f"{short_name(name)} vs first"] = (ms.iloc[:, 0] / ms[name]).map(ratio)

@@ -60,23 +60,9 @@ class Ranking:
         return next(iter(self.records.values())).emulated
 
     @property
-    def figures(self) -> pd.DataFrame:
-        """`summary`, None where there is no figure."""
-        return self.summary.astype(object).where(self.summary.notna(), None)
-
-    @property
-    def summaries(self) -> list[Any]:
-        """The rows of `summary`, their columns as attributes, None where there is no figure."""
-        return list(self.figures.itertuples(index=False))
-
-    @property
     def workloads(self) -> list[tuple[int, str]]:
         """(tokens, uuid), by tokens."""
         return sorted({(r.tokens, r.uuid) for r in self.records.values()})
-
-    @property
-    def sources(self) -> list[str]:
-        return sorted({r.source for r in self.records.values()})
 
     @property
     def clocks(self) -> tuple[Clock, ...]:
@@ -92,20 +78,6 @@ class Ranking:
         beside it."""
         return self.results.groupby("uuid").reference_ms.median()
 
-    def figure(self, uuid: str, solution: str, column: str) -> float | None:
-        """Of `results`; None where there is none."""
-        f = self.results
-        found = f.loc[(f.uuid == uuid) & (f.solution == solution), column].dropna()
-        return None if found.empty else float(found.iloc[0])
-
-    def best(
-        self, clock: Clock = "harness", peer: bool | None = None
-    ) -> dict[str, tuple[str, float]]:
-        """By uuid the fastest solution of a workload and its ms; if asked, of peers or others."""
-        f = self.results if peer is None else self.results[self.results.peer == peer]
-        f = f.dropna(subset=[clock]).sort_values([clock, "solution"]).drop_duplicates("uuid")
-        return dict(zip(f.uuid, zip(f.solution, f[clock], strict=True), strict=True))
-
     def failures(self) -> list[Record]:
         failed = [r for r in self.records.values() if not r.passed]
         return sorted(failed, key=lambda r: (r.solution, r.tokens, r.uuid))
@@ -117,6 +89,7 @@ class Ranking:
 def results_of(
     records: Iterable[Record], peers: Mapping[str, bool], against: str | None
 ) -> pd.DataFrame:
+    """The frame `results` of a ranking."""
 
     def row(r: Record) -> dict[str, Any]:
         ratios = r.extra.get("matched_ratios")
@@ -127,8 +100,10 @@ def results_of(
             "solution": r.solution,
             "passed": r.passed,
             "status": r.status,
+            "reason": r.reason,
             "peer": peers[r.solution],
             "run": r.run,
+            "method": r.device.method if r.device else "",
             "reference_ms": r.reference_ms,
             "speedup": r.speedup if r.passed else None,
             "harness": r.latency_ms if r.passed else None,
@@ -141,8 +116,7 @@ def results_of(
 
     ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
     f = pd.DataFrame([row(r) for r in ordered])
-    texts = ["tokens", "uuid", "solution", "passed", "status", "peer", "run"]
-    f = f.astype({name: float for name in f.columns if name not in texts})
+    f = f.astype({name: float for name in f.loc[:, "reference_ms":]})  # type: ignore[misc]
     runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
     for clock in CLOCKS:
         for name, others in (("vs_peer", f.peer), ("against", f.solution == against)):
@@ -167,8 +141,8 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         "mean": g.speedup.mean(),
         "geomean": geomean.speedup,
         "median": g.speedup.median(),
-        "lowest": g.speedup.min(),
-        "highest": g.speedup.max(),
+        "min": g.speedup.min(),
+        "max": g.speedup.max(),
         "matched_ratio": g.matched_ratio.min(),
         "cosine": g.cosine.min(),
         "calc_diff": g.calc_diff.max(),
@@ -200,7 +174,7 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
 # --- whether a solution repeats its bits ----------------------------------------------------------
 
 
-def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
+def by_part(found: Iterable[Mapping[str, Any]]) -> dict[str, Checks]:
     """Rows of bits by subject and check."""
     checks: dict[str, dict[str, Any]] = {}
     for row in found:
@@ -211,10 +185,10 @@ def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
 
 def checks_of(found: Rows) -> dict[tuple[str | None, str], Checks]:
     """Those of a run's rows, by (hash of the source, hardware)."""
-    checks: dict[tuple[str | None, str], Checks] = {}
-    for hardware, of in found.every(BITS):
-        hashes = {row["subject"]: row.get("hash") for row in of}
-        checks |= {(hashes[name], hardware): part for name, part in by_part(of).items()}
+    checks: dict[tuple[str | None, str], dict[str, Any]] = {}
+    for hardware, row in found.every(BITS):
+        if "part" in row:
+            checks.setdefault((row.get("hash"), hardware), {})[row["part"]] = row
     return checks
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from scripts.common.text import number
-from scripts.table.tables import Table
+from scripts.table.tables import Table, numbers
 
 TIMED = {"decode": "decode, batch", "prefill": "prefill, tokens", "mixed": "mixed load, requests"}
 LARGER_IS_BETTER = ("tokens/s",)
@@ -15,109 +15,92 @@ SERVED = "served"
 OWN = ("ours", "accurate")
 LONG_PROMPT = 4096
 """Tokens from which on the GPU, not the host, is what a prefill waits for."""
+GAINS = {
+    "decode": "a decode step",
+    "prefill": f"prefill from {LONG_PROMPT} tokens",
+    "mixed": "mixed load",
+}
+"""Columns of what was timed."""
 Row = Mapping[str, Any]
 
 
-def served_of(row: Row) -> str:
-    """The model and how it was spread."""
-    on = f", {row['gpus']} GPUs, {row['parallel']} parallel" if row["gpus"] > 1 else ""
-    return f"{row['model']}, {row['layers']} layers{on}"
+def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
+    """The rows, and of each the model and how it was spread."""
+    f = pd.DataFrame(list(rows), dtype=object)
+    spread = ", " + f.gpus.astype(str) + " GPUs, " + f.parallel.astype(str) + " parallel"
+    model = f.model + ", " + f.layers.astype(str) + " layers"
+    return f.assign(model=model + spread.where(f.gpus > 1, ""))
 
 
-def gain(values: Mapping[str, float], unit: str) -> float | None:
-    """Ours over the best of the engine's own."""
-    others = [value for name, value in values.items() if name not in OWN]
-    if "ours" not in values or not others:
-        return None
-    if unit in LARGER_IS_BETTER:
-        return values["ours"] / max(others)
-    return min(others) / values["ours"]
-
-
-def gains(rows: Sequence[Row]) -> dict[tuple[str, str, int], float]:
-    """By model, what was timed, and size."""
-    grouped: dict[tuple[str, str, int], dict[str, float]] = {}
-    units = {}
-    for row in rows:
-        if row["part"] in TIMED:
-            key = served_of(row), row["part"], row["size"]
-            grouped.setdefault(key, {})[row["subject"]] = row["value"]
-            units[key] = row["unit"]
-    found = {key: gain(values, units[key]) for key, values in grouped.items()}
-    return {key: value for key, value in found.items() if value is not None}
+def gains(timed: pd.DataFrame) -> "pd.Series[float]":
+    """Ours over the best of the engine's own, by model, what was timed, size and unit."""
+    f = timed.assign(value=timed.value.astype(float))
+    values = f.pivot(index=["model", "part", "size", "unit"], columns="subject", values="value")
+    others = values.drop(columns=list(OWN), errors="ignore")
+    ours = values.get("ours", pd.Series(float("nan"), values.index))
+    larger = values.index.isin(LARGER_IS_BETTER, level="unit")
+    return (others.min(axis=1) / ours).where(~larger, ours / others.max(axis=1))
 
 
 def gains_table(rows: Sequence[Row]) -> Table:
     """A line a model: ours over the best of the engine's own."""
-    lines: dict[str, dict[str, list[float]]] = {}
-    for (model, what, size), value in gains(rows).items():
-        if what != "prefill" or size >= LONG_PROMPT:
-            lines.setdefault(model, {}).setdefault(what, []).append(value)
-    heads = {
-        "decode": "a decode step",
-        "prefill": f"prefill from {LONG_PROMPT} tokens",
-        "mixed": "mixed load",
-    }
-    frame = pd.DataFrame(
-        [
-            {"served": model, **{heads[w]: between(of.get(w, [])) for w in heads}}
-            for model, of in lines.items()
-        ]
-    )
-    return Table(frame, title="Ours over the best of the engine's own kernels, end to end")
+    f = frame_of(rows)
+    f = f[f.part.isin(TIMED)]
+    found = gains(f).dropna().reset_index(name="gain")
+    found = found[(found.part != "prefill") | (found["size"] >= LONG_PROMPT)]
+    wide = found.groupby(["model", "part"]).gain.agg(between).unstack().rename(columns=GAINS)
+    models = [model for model in f.model.unique() if model in wide.index]
+    wide = wide.reindex(index=models, columns=list(GAINS.values())).fillna("-")
+    title = "Ours over the best of the engine's own kernels, end to end"
+    return Table(wide.rename_axis("served").reset_index(), title=title)
 
 
-def between(values: Sequence[float]) -> str:
+def between(values: "pd.Series[float]") -> str:
     """The least and the greatest."""
-    least, most = number(min(values, default=None), ".2f"), number(max(values, default=None), ".2f")
-    return "-" if not values else f"{least}x" if least == most else f"{least} to {most}x"
+    least, most = f"{values.min():.2f}x", f"{values.max():.2f}"
+    return least if least == f"{most}x" else f"{least[:-1]} to {most}x"
 
 
 def timed_table(rows: Sequence[Row]) -> Table:
     """Times of every model and size, a column a backend."""
-    backends = list(dict.fromkeys(row["subject"] for row in rows))
-    grouped: dict[tuple, dict[str, Row]] = {}
-    for row in rows:
-        if row["part"] in TIMED:
-            grouped.setdefault((served_of(row), row["part"], row["size"]), {})[row["subject"]] = row
-    lines = []
-    for (model, what, size), of in grouped.items():
-        unit = next(iter(of.values()))["unit"]
-        form = ",.0f" if unit in LARGER_IS_BETTER else ".2f"
-        cells = {
-            name: f"{number(of[name]['value'], form)} ({100 * of[name]['spread']:.0f} %)"
-            if name in of
-            else "-"
-            for name in backends
-        }
-        best = gain({name: row["value"] for name, row in of.items()}, unit)
-        what = f"{TIMED[what]} {size}, {unit}"
-        lines.append({"model": model, "what": what, **cells, "gain": number(best, ".2f", "x")})
+    f = frame_of(rows)
+    backends, f = f.subject.unique(), f[f.part.isin(TIMED)]
+    forms = f.unit.map(lambda unit: ",.0f" if unit in LARGER_IS_BETTER else ".2f")
+    cells = [
+        f"{value:{form}} ({100 * spread:.0f} %)"
+        for value, form, spread in zip(f.value, forms, f.spread, strict=True)
+    ]
+    case = ["model", "part", "size", "unit"]
+    wide = f.assign(cell=cells).pivot(index=case, columns="subject", values="cell")
+    wide = wide.reindex(pd.MultiIndex.from_frame(f[case].drop_duplicates()), columns=backends)
+    wide["gain"] = numbers(gains(f).reindex(wide.index), unit="x")
+    model, part, size, unit = (wide.index.get_level_values(name) for name in case)
+    what = part.map(TIMED) + " " + size.astype(str) + ", " + unit
+    found = wide.reset_index(drop=True).fillna("-")
+    found.insert(0, "model", model)
+    found.insert(1, "what", what)
     title = "Served: medians (spread); gain: ours over the best of the engine's own"
-    return Table(pd.DataFrame(lines), left=2, title=title)
+    return Table(found, left=2, title=title)
 
 
 def checks_table(rows: Sequence[Row]) -> Table:
     """What is no time: start, worst layer, compilations, tokens."""
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        if row["part"] in TIMED:
-            continue
-        key, name, value = (served_of(row), row["part"]), row["subject"], row["value"]
-        cells = lines.setdefault(key, {})
-        if row["part"].startswith("calc_diff"):
-            worst = float(cells.get(name, "0 ").split()[0])
-            if value >= worst:
-                cells[name] = f"{value:.2e} (layer {row['size']})"
-        elif isinstance(value, bool):
-            cells[name] = "yes" if value else "no"
-        else:
-            cells[name] = f"{value:.4g} {row['unit']}".strip()
-    backends = list(dict.fromkeys(row["subject"] for row in rows))
-    frame = pd.DataFrame(
-        [
-            {"model": model, "what": what, **{name: of.get(name, "-") for name in backends}}
-            for (model, what), of in lines.items()
-        ]
-    )
-    return Table(frame, left=2, title="Checks; of the layers the worst")
+    f = frame_of(rows)
+    backends, f = f.subject.unique(), f[~f.part.isin(TIMED)]
+
+    def cell(of: pd.DataFrame) -> str:
+        """Of several layers the worst, which is the last of equal ones."""
+        row = of.iloc[::-1].loc[of.value.astype(float).iloc[::-1].idxmax()]
+        if row.part.startswith("calc_diff"):
+            return f"{row.value:.2e} (layer {row['size']})"
+        if pd.api.types.is_bool(row.value):
+            return "yes" if row.value else "no"
+        return f"{number(row.value, '.4g')} {row.unit}".strip()
+
+    case = ["model", "part"]
+    lines = f[case].drop_duplicates()
+    cells = {key: cell(of) for key, of in f.groupby([*case, "subject"], sort=False)}
+    found = lines.rename(columns={"part": "what"})
+    for name in backends:
+        found[name] = [cells.get((*line, name), "-") for line in lines.itertuples(index=False)]
+    return Table(found, left=2, title="Checks; of the layers the worst")

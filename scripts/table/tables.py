@@ -1,7 +1,7 @@
-"""Every table of a ranking or a record: the only place where figures become rows.
+"""Tables of rankings. A table is a frame of text whose columns are its header; text, Markdown and
+HTML are renderings of it, and so terminal, pages and reports show the same ones.
 
-A table is a frame of text whose columns are its header; text, Markdown and HTML are renderings of
-it. Where a ranking has device times, a cell holds "harness/device": the time that flashinfer-bench
+Where a ranking has device times, a cell holds "harness/device": the time that flashinfer-bench
 measured, with the host's part, and that of `measure times` on the GPU alone.
 """
 
@@ -35,12 +35,14 @@ class Table:
         frame: of text; a * marks what is the fastest.
         left: how many columns, from the first on, are aligned to the left.
         title, note: of the table, where it has one.
+        folded: whether an HTML page shows its title alone until the reader unfolds it.
     """
 
     frame: pd.DataFrame
     left: int = 1
     title: str = ""
     note: str = ""
+    folded: bool = False
 
     @property
     def header(self) -> list[str]:
@@ -103,12 +105,10 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
 def summary_table(ranking: Ranking) -> Table:
     s = ranking.summary
     columns: dict[str, Any] = {
-        "#": [str(place) for place in range(1, len(s) + 1)],
+        "#": pd.Series(s.index + 1).astype(str),
         "solution": s.solution.map(short_name),
         "passed": _passed(s),
-        **{name: s[name].map(ratio) for name in ("mean", "geomean", "median")},
-        "min": s.lowest.map(ratio),
-        "max": s.highest.map(ratio),
+        **{name: s[name].map(ratio) for name in ("mean", "geomean", "median", "min", "max")},
         "wins": by_clock(ranking, s, "wins", str),
         "mean ms": joined(_means(s, clock, "mean_ms", ".4f") for clock in ranking.clocks),
     }
@@ -122,7 +122,7 @@ def summary_table(ranking: Ranking) -> Table:
         columns[f"vs {ranking.against}"] = by_clock(ranking, s, "against")
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
-    return Table(pd.DataFrame(columns), left=2)
+    return Table(pd.DataFrame(columns), left=2, title="Speed-ups")
 
 
 def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
@@ -130,8 +130,8 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
     is nearest to the kernels, the speed against the best peer and how near the limits the solution
     comes; `limits` are those of `Recorded.limits`, which have a row below the solutions."""
     s, clock = ranking.summary, ranking.clocks[-1]
-    columns: dict[str, pd.Series[str]] = {
-        "#": pd.Series([str(place) for place in range(1, len(s) + 1)]),
+    columns: dict[str, Any] = {
+        "#": pd.Series(s.index + 1).astype(str),
         "solution": s.solution.map(short_name),
         "of": s.peer.map({True: "peer", False: "ours"}),
         "passed": _passed(s),
@@ -148,9 +148,8 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
-    frame.loc[len(s) :, list(roofline)] = list(
-        roofline.values()
-    )  # the row that the limits' rates began
+    # The row that the limits' rates began.
+    frame.loc[len(s) :, list(roofline)] = list(roofline.values())
     return Table(frame.astype(object).fillna("-"), left=3)
 
 
@@ -174,31 +173,24 @@ def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_table(ranking: Ranking) -> Table:
-    s = ranking.summary
-    s = s[s.matched_ratio.notna() | s.cosine.notna()]
+    """Whether the solutions are right, by name; without any time."""
+    s = ranking.summary.sort_values("solution")
     columns = {
         "solution": s.solution,
+        "passed": _passed(s),
         "matched": numbers(s.matched_ratio, ".4f"),
         "cosine": numbers(s.cosine, ".6f"),
         "calc_diff": numbers(s.calc_diff, ".1e"),
         **{f"matched {name}": numbers(s[name], ".4f") for name in TOLERANCES},
     }
-    return Table(pd.DataFrame(columns), note=ACCURACY_NOTE)
-
-
-def correctness_table(ranking: Ranking) -> Table:
-    """Whether the solutions are right, by name; without any time."""
-    s = ranking.summary
-    frame = pd.DataFrame({"solution": s.solution, "passed": _passed(s)})
-    frame = frame.merge(accuracy_table(ranking).frame, how="left", on="solution")
-    return Table(frame.astype(object).fillna("-").sort_values("solution"), note=ACCURACY_NOTE)
+    return Table(pd.DataFrame(columns), title="Accuracy", note=ACCURACY_NOTE)
 
 
 def failures_table(ranking: Ranking) -> Table:
     """One row a failure; empty where everything passed."""
-    rows = [[r.solution, str(r.tokens), r.uuid[:8], r.status, r.reason] for r in ranking.failures()]
-    frame = pd.DataFrame(rows, columns=["solution", "T", "workload", "status", "reason"])
-    return Table(frame, left=5, title="Failed")
+    f = ranking.results.loc[~ranking.results.passed].sort_values(["solution", "tokens", "uuid"])
+    f = f.assign(T=f.tokens.astype(str), workload=f.uuid.str[:8])
+    return Table(f[["solution", "T", "workload", "status", "reason"]], left=5, title="Failed")
 
 
 COUNTS_NOTE = (
@@ -246,10 +238,9 @@ def counts_table(
         us = {pair: 1e3 * r.device.ms for pair, r in main.records.items() if r.device}
         times = [us.get(of) for of in zip(f.uuid, f.solution, strict=True)]
         columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
-    title, note = "Counted in emulation", COUNTS_NOTE
-    if by_launch:
-        title, note = f"{title}, kernel by kernel", ""
-    return Table(pd.DataFrame(columns), 2 + by_launch, title, note)
+    title = "Counted in emulation" + ", kernel by kernel" * by_launch
+    note = "" if by_launch else COUNTS_NOTE
+    return Table(pd.DataFrame(columns), 2 + by_launch, title, note, folded=by_launch)
 
 
 def batch_invariant(checks: Checks) -> str:
@@ -268,24 +259,20 @@ def _check(check: Mapping[str, Any] | None) -> str:
 def bits_table(of: Mapping[str, Checks]) -> Table:
     """The solutions that were looked at, by name, a column for each check; without rows where there
     is none."""
-    names = list(dict.fromkeys(name for checks in of.values() for name in checks))
+    names = dict.fromkeys(name for checks in of.values() for name in checks)
     rows = [
-        [
-            short_name(solution),
-            *(_check(checks.get(name)) for name in names),
-            batch_invariant(checks),
-        ]
+        {"solution": short_name(solution)}
+        | {name: _check(checks.get(name)) for name in names}
+        | {BATCH_INVARIANT: batch_invariant(checks)}
         for solution, checks in sorted(of.items())
         if checks
     ]
-    frame = pd.DataFrame(rows, columns=["solution", *names, BATCH_INVARIANT])
-    return Table(frame, note=BITS_NOTE)
+    return Table(pd.DataFrame(rows), title="Bits", note=BITS_NOTE)
 
 
 def checks_table(ranking: Ranking) -> Table:
     """The same of a ranking's solutions."""
-    s = ranking.summary
-    return bits_table(dict(zip(s.solution, s.checks, strict=True)))
+    return bits_table(ranking.summary.set_index("solution").checks.to_dict())
 
 
 # --- the workloads down ---------------------------------------------------------------------------
@@ -320,8 +307,7 @@ def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str 
     after: dict[str, Any] = {}
 
     def times(clock: Clock) -> "pd.Series[str]":
-        best = f.uuid.map({uuid: name for uuid, (name, _) in ranking.best(clock).items()})
-        return numbers(f[clock], form) + (f.solution == best).map({True: "*", False: ""})
+        return numbers(f[clock], form) + f[f"{clock}_wins"].map({True: "*", False: ""})
 
     uuids = [uuid for _, uuid in ranking.workloads]
     if roofline_ms:
@@ -346,20 +332,45 @@ def workload_tables(
 ) -> list[Table]:
     """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
     f = ranking.results
-    found = [latency_table(ranking, roofline_ms or {}, ".4f")]
-    speedup = by_workload(ranking, f.speedup.map(ratio))
-    found.append(Table(speedup, left=0, title="Speed-up over the reference"))
+    shown = {"Speed-up over the reference": f.speedup.map(ratio)}
     if ranking.compares_peers:
-        best = [ranking.best(clock, peer=True) for clock in ranking.clocks]
-        names = {u: "/".join(of[u][0] if u in of else "-" for of in best) for u in set(f.uuid)}
-        ratios = by_clock(ranking, f, "vs_peer")
-        frame = by_workload(ranking, ratios, after={"best peer": pd.Series(names)})
-        title = "Time of the workload's best peer over the solution's"
-        found.append(Table(frame, left=0, title=title))
+        shown["Time of the workload's best peer over the solution's"] = by_clock(
+            ranking, f, "vs_peer"
+        )
     if len(ranking.clocks) > 1:
-        spread = by_workload(ranking, by_clock(ranking, f, "spread", percent))
-        found.append(Table(spread, left=0, title="Spread of the calls"))
-    return found
+        shown["Spread of the calls"] = by_clock(ranking, f, "spread", percent)
+    return [
+        latency_table(ranking, roofline_ms or {}, ".4f"),
+        *(
+            Table(by_workload(ranking, cells), 0, f"{title}, workload by workload", folded=True)
+            for title, cells in shown.items()
+        ),
+    ]
+
+
+def ranking_tables(
+    ranking: Ranking,
+    roofline_ms: Mapping[str, float] | None = None,
+    records: "Sequence[Recorded]" = (),
+) -> list[Table]:
+    """All of a ranking that have rows. Of a run on the CPU, whose times say nothing about a GPU:
+    whether the solutions are right, and what emulation counted, beside the times of `records`."""
+    if ranking.cpu:
+        found = [
+            accuracy_table(ranking),
+            failures_table(ranking),
+            counts_table(ranking, records),
+            counts_table(ranking, by_launch=True),
+        ]
+    else:
+        found = [
+            summary_table(ranking),
+            *workload_tables(ranking, roofline_ms),
+            accuracy_table(ranking),
+            checks_table(ranking),
+            failures_table(ranking),
+        ]
+    return list(filter(None, found))
 
 
 # --- the environment ------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common.project import DEFINITION
+from scripts.data.traces import read_records
+from scripts.table.rankings import Ranking, rankings
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 
@@ -86,3 +88,8 @@ def record(path: Path, traces: list[dict], *measurements: list[dict], **info: An
     write(path / "rows.jsonl", [line for lines in measurements for line in lines])
     (path / "run.json").write_text(json.dumps(info))
     return path
+
+
+def ranked(path: Path, traces: list[dict]) -> list[Ranking]:
+    """The rankings of a directory's only traces."""
+    return rankings(read_records([write(path / "traces.jsonl", traces)]))

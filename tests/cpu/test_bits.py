@@ -11,7 +11,7 @@ import small
 import torch
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
-from test_rank import ranked, trace
+from small_record import ranked, trace
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.data import rows

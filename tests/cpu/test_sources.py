@@ -3,7 +3,7 @@
 import pytest
 from flashinfer_bench.data import Solution
 from programs import packed_once
-from test_rank import ranked, trace
+from small_record import ranked, trace
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import MOE
