@@ -174,7 +174,7 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
 # --- whether a solution repeats its bits ----------------------------------------------------------
 
 
-def by_part(found: Iterable[Mapping[str, Any]]) -> dict[str, Checks]:
+def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
     """Rows of bits by subject and check."""
     checks: dict[str, dict[str, Any]] = {}
     for row in found:
@@ -183,7 +183,7 @@ def by_part(found: Iterable[Mapping[str, Any]]) -> dict[str, Checks]:
     return checks
 
 
-def checks_of(found: Rows) -> dict[tuple[str | None, str], Checks]:
+def checks_of(found: Rows) -> Mapping[tuple[str | None, str], Checks]:
     """Those of a run's rows, by (hash of the source, hardware)."""
     checks: dict[tuple[str | None, str], dict[str, Any]] = {}
     for hardware, row in found.every(BITS):
