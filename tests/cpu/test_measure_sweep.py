@@ -288,8 +288,9 @@ def test_layers_have_their_own_rows_in_one_table(measured, capsys) -> None:
         layer.packed_name(name) for layer in (find("glm5"), DSV3_TP8) for name in (OURS, PEER)
     }
     text = printed(capsys)
-    assert "| glm5 | 1 | 1 | 40.0 | 50.0* | 80.0 | 80 % | 1.60x |" in text
-    assert f"| {SHARED.short} | 2 | 1 | 40.0 | 60.0* | - | 67 % | - |" in text
+    times = "0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x"
+    assert f"| glm5 | 1 | 1 | {times} |" in text
+    assert f"| {SHARED.short} | 2 | 1 | 0.040 | 0.0900*/0.0600* | -/- | 44 %/67 % | -/- |" in text
     assert f"| {SHARED.short} | triton_moe | 2 | OutOfMemoryError: CUDA |" in text
 
 
