@@ -1,18 +1,16 @@
-"""Timing the variants of a GEMM problem: compiled ahead, checked, then timed in turns; and what a
-shipped config loses to the best of them."""
+"""Timing the variants of a GEMM problem: compiled ahead, checked, then timed in turns."""
 
-import statistics
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from moe_fp8.kernels.operations import compile_grouped_gemm
 
 from scripts.common.command_line import duration, say
-from scripts.common.text import error_line, number
+from scripts.common.text import error_line
 from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import SOLUTIONS, Problem
 from scripts.measure.gemm_variants import (
@@ -28,10 +26,12 @@ from scripts.measure.gemm_variants import (
 )
 from scripts.measure.gpu import Rates
 from scripts.measure.processes import process_pool
-from scripts.measure.timing import Call, percentile, time_variants
+from scripts.measure.timing import Timed, device_times, figures, one_after_another
 
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
+WORKERS = 12
+"""Processes that compile, of which each may hold a set of operands on the GPU."""
 READING = "reading"
 """Beginning of the names under which the readings of the weights are timed with the variants."""
 
@@ -45,7 +45,7 @@ def compile_variants(collect: Callable[[Problem], list[Variant]], problem: Probl
     operands = Operands(problem, source)
     for variant in collect(problem):
         try:
-            variant.prepare(operands).launch()
+            variant.prepare(operands)()
             torch.cuda.synchronize()
         except Exception:  # the timing meets it again and reports it
             continue
@@ -56,11 +56,11 @@ def compile_kernel(kernel: tuple[Any, int, int, int, str]) -> None:
     compile_grouped_gemm(*kernel)
 
 
-def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any], workers: int) -> None:
+def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any]) -> None:
     """Compile in processes side by side what timing would compile one after the other: a peer's
     compiler takes seconds a kernel. Whatever goes wrong here is reported by the timing."""
     jobs = list(jobs)
-    workers = min(workers, len(jobs))
+    workers = min(WORKERS, os.cpu_count() or 1, len(jobs))
     if workers < 2:
         return
     start = time.monotonic()
@@ -83,6 +83,11 @@ class Timing(NamedTuple):
     seed: int = 2026
 
 
+def rotated(calls: Sequence[Timed]) -> Timed:
+    """LAUNCHES calls in turn of those on several operands."""
+    return one_after_another([calls[i % len(calls)] for i in range(LAUNCHES)])
+
+
 def run_problem(
     writer: Writer, problem: Problem, variants: Sequence[Variant], timing: Timing
 ) -> list[dict[str, Any]]:
@@ -94,7 +99,7 @@ def run_problem(
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
     found: dict[str, dict[str, Any]] = {variant.name: variant.said() for variant in variants}
-    calls: dict[str, Sequence[Call]] = {}
+    calls: dict[str, Timed] = {}
     for variant in variants:
         row = found[variant.name]
         try:
@@ -102,54 +107,24 @@ def run_problem(
             if row["calc_diff"] > MAX_CALC_DIFF:
                 row["error"] = f"wrong: calc_diff {row['calc_diff']:.1e}"
                 continue
-            prepared = [variant.prepare(x) for x in operands]
-            calls[variant.name] = [prepared[i % sets] for i in range(LAUNCHES)]
+            calls[variant.name] = rotated([variant.prepare(x) for x in operands])
         except Exception as error:
             row["error"] = error_line(error)
     orders = zip(*(readings(x.b, problem.rows) for x in operands), strict=True)
-    for order, read in enumerate(orders):
-        calls[f"{READING} {order}"] = [read[i % sets] for i in range(LAUNCHES)]
-    timed = time_variants(calls, timing.repeats)
-    read_us = min(statistics.median(timed.pop(n)[0]) for n in calls if n.startswith(READING))
+    calls |= {f"{READING} {order}": rotated(read) for order, read in enumerate(orders)}
+    timed = device_times(calls, timing.repeats)
+    rows = {name: figures(times, "us", LAUNCHES) for name, times in timed.items()}
+    read_us = min(rows.pop(name)["value"] for name in calls if name.startswith(READING))
     least = max(read_us, 1e6 * problem.flops / timing.rates["fp8_flops_per_s"])
-    for name, (samples, method) in timed.items():
-        found[name] |= {"value": statistics.median(samples), "unit": "us", "roofline": least}
-        spread = {"p10": percentile(samples, 0.1), "p90": percentile(samples, 0.9)}
-        found[name] |= {**spread, "read": read_us, "method": method}
+    for name, row in rows.items():
+        found[name] |= row if "error" in row else {**row, "roofline": least, "read": read_us}
     return [writer.add(problem.case(), name, **row) for name, row in found.items()]
 
 
-# --- what ships and what is fastest ---------------------------------------------------------------
-
-
-def verdict(where: str, what: str, us: dict[str, float], shipped: str) -> dict[str, Any]:
-    """By the times of the candidates that ran, in us: the fastest, what ships, and `loss`, the
-    percent that the fastest would gain. A figure is None where nothing ran."""
-    best = min(us, key=lambda name: us[name], default="none ran")
-    loss = 100 * (us[shipped] / us[best] - 1) if shipped in us else None
-    times = {"best_us": us.get(best), "shipped_us": us.get(shipped)}
-    return {"where": where, "what": what, "best": best, "shipped": shipped, **times, "loss": loss}
-
-
-def verdict_table(verdicts: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "at": v["where"],
-            "of": v["what"],
-            "best": v["best"],
-            "us": number(v["best_us"], ".1f"),
-            "shipped": "the best" if v["shipped"] == v["best"] else v["shipped"],
-            "shipped us": number(v["shipped_us"], ".1f"),
-            "loss": "not run" if v["loss"] is None else f"{v['loss']:.1f} %",
-        }
-        for v in verdicts
-    )
-
-
-def collect_variants(layers: bool, peers: tuple[str, ...], problem: Problem) -> list[Variant]:
+def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
     """Our kernel, on the layer's problems as the solutions ship it, and the peers."""
     if layers:
         own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
     else:
         own = [ours("ours default", heuristic(problem), "batched", "v3")]
-    return own + peer_variants(peers)
+    return own + peer_variants()

@@ -19,7 +19,6 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Of an expert, that `tune` looks at."""
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
 """Module and row layout of those that choose their configs."""
-PEERS = ("deepgemm", "sgl", "triton")
 STUDY = (2048, 4096, 7168)
 GRIDS: dict[str, dict[str, Any]] = {
     "quick": {"experts": (8,), "rows": (128, 512), "shapes": tuple(LAYER_SHAPES.values())},

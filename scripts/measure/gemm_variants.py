@@ -21,7 +21,7 @@ from scripts.common.command_line import say
 from scripts.common.project import PREFIX
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
-from scripts.measure.timing import Call
+from scripts.measure.timing import Timed
 from scripts.measure.weight_stream import readers
 from scripts.pack import sources
 
@@ -138,15 +138,16 @@ class Operands:
 # --- variants -------------------------------------------------------------------------------------
 
 
-def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Call]:
-    """Launches that only read the weights [E, N, K] of the experts that have rows, each in another
+def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Timed]:
+    """Calls that only read the weights [E, N, K] of the experts that have rows, each in another
     order."""
     device = weights.device
     active = [e for e, count in enumerate(rows) if count]
     experts = torch.tensor(active, dtype=torch.int32, device=device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     read = torch.empty(processors, dtype=torch.int64, device=device)
-    return [Call(launch, read) for launch in readers(weights, experts, read, gpu.gpu_arch())]
+    launches = readers(weights, experts, read, gpu.gpu_arch())
+    return [Timed(lambda _, launch=launch: launch(), [read]) for launch in launches]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Variant:
     as it prints itself, and the solution that ships it."""
 
     name: str
-    prepare: Callable[[Operands], Call]
+    prepare: Callable[[Operands], Timed]
     config: str = ""
     peer: bool = False
     solution: str = ""
@@ -178,14 +179,14 @@ def heuristic(problem: Problem) -> Any:
 def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Variant:
     """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
-    def prepare(x: Operands) -> Call:
+    def prepare(x: Operands) -> Timed:
         placed: Placed = getattr(x, layout)
-        arguments = (placed.a, placed.a_scale, x.b, x.b_scale, placed.out, placed.rows)
+        operands = (placed.a, placed.a_scale, x.b, x.b_scale)
 
-        def launch() -> None:
-            kernels.grouped_gemm(*arguments, config=config)
+        def run(out: torch.Tensor) -> None:
+            kernels.grouped_gemm(*operands, out, placed.rows, config=config)
 
-        return Call(launch, placed.out, placed.index)
+        return Timed(run, [placed.out], rows=placed.index)
 
     return Variant(name, prepare, str(config), solution=solution and PREFIX + solution)
 
@@ -203,7 +204,7 @@ class Checker:
         """The largest of an expert's rows; infinite where any row was not written."""
         call = variant.prepare(self.operands)
         call.poison()
-        call.launch()
+        call()
         result, rows = call.result(), self.operands.problem.rows
         if not bool(torch.isfinite(result).all()):
             return float("inf")
@@ -263,32 +264,30 @@ def deepgemm_variants() -> list[Variant]:
 
     recipe = (1, BLOCK, BLOCK)
 
-    def contiguous(x: Operands) -> Call:
+    def contiguous(x: Operands) -> Timed:
         rows = x.aligned
         a, b = (rows.a, rows.a_scale.t()), (x.b, x.b_scale)
 
-        def launch() -> None:
-            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(
-                a, b, rows.out, rows.expert, recipe=recipe
-            )
+        def run(out: torch.Tensor) -> None:
+            deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous(a, b, out, rows.expert, recipe=recipe)
 
-        return Call(launch, rows.out, rows.index)
+        return Timed(run, [rows.out], rows=rows.index)
 
-    def masked(x: Operands) -> Call:
+    def masked(x: Operands) -> Timed:
         p, rows = x.problem, x.batched
         batched = rows.a.view(p.experts, p.max_rows, p.k)
         # [E, rows, K/128] with the rows contiguous, one matrix an expert.
         scale = rows.a_scale.view(-1, p.experts, p.max_rows).transpose(0, 1).contiguous()
         a, b = (batched, scale.transpose(1, 2)), (x.b, x.b_scale)
-        out = rows.out.view(p.experts, p.max_rows, p.n)
         expected = max(1, round(p.mean_rows))
 
-        def launch() -> None:
+        def run(out: torch.Tensor) -> None:
+            of_experts = out.view(p.experts, p.max_rows, p.n)
             deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-                a, b, out, x.rows_per_expert, expected, recipe=recipe
+                a, b, of_experts, x.rows_per_expert, expected, recipe=recipe
             )
 
-        return Call(launch, rows.out, rows.index)
+        return Timed(run, [rows.out], rows=rows.index)
 
     both = {"deepgemm contiguous": contiguous, "deepgemm masked": masked}
     return [Variant(name, prepare, peer=True) for name, prepare in both.items()]
@@ -302,18 +301,18 @@ def sgl_variants() -> list[Variant]:
 
     require("sgl_kernel", REQUIREMENT)
 
-    def flat(x: Operands) -> Call:
+    def flat(x: Operands) -> Timed:
         p, device = x.problem, x.a.device
-        a, out = x.a[: p.pairs], x.out[: p.pairs]
+        a = x.a[: p.pairs]
         a_scale = x.a_scale[:, : p.pairs].t().contiguous()
         held = scratch(device, p.experts, (p.k, p.n))
         sizes = torch.tensor([[m, p.n, p.k] for m in p.rows], dtype=torch.int32, device=device)
         offsets = x.m_indptr[:-1].contiguous()
 
-        def launch() -> None:
-            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out, sizes, offsets)
+        def run(out: torch.Tensor) -> None:
+            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out[: p.pairs], sizes, offsets)
 
-        return Call(launch, x.out, x.flat.index)
+        return Timed(run, [x.out], rows=x.flat.index)
 
     return [Variant("sgl_kernel", flat, peer=True)]
 
@@ -355,7 +354,7 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
     return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
 
 
-def triton_call(x: Operands, tile: "Tile") -> Call:
+def triton_call(x: Operands, tile: "Tile") -> Timed:
     """GEMM1 gathers its rows from the flat ones; where others than the layer's are multiplied, and
     in GEMM2, they are in place."""
     from moe_fp8.baselines.triton_gemm import grouped_gemm
@@ -364,20 +363,22 @@ def triton_call(x: Operands, tile: "Tile") -> Call:
     gather = (x.problem.n, x.problem.k) == LAYER_SHAPES["gemm1"]
     a, a_scale = (x.a, x.a_scale) if gather else (placed.a, placed.a_scale)
 
-    def launch() -> None:
-        grouped_gemm(a, a_scale.t(), x.b, x.b_scale, placed.out, rows, tile, gather)
+    def run(out: torch.Tensor) -> None:
+        grouped_gemm(a, a_scale.t(), x.b, x.b_scale, out, rows, tile, gather)
 
-    return Call(launch, placed.out, placed.index)
+    return Timed(run, [placed.out], rows=placed.index)
+
+
+PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
 
 
 @functools.cache
-def peer_variants(names: tuple[str, ...]) -> list[Variant]:
-    """The variants of these of PEERS; one that is not there is said, and left out."""
-    peers = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
+def peer_variants() -> list[Variant]:
+    """Of every peer that is there; one that is not is said, and left out."""
     variants = []
-    for name in names:
+    for name, of_peer in PEERS.items():
         try:
-            variants += peers[name]()
+            variants += of_peer()
         except Exception as error:  # a peer's import compiles and loads its own libraries
             if multiprocessing.parent_process() is None:  # once, not by every one that compiles
                 say(f"{name}: not measured, {type(error).__name__}: {error}")

@@ -6,7 +6,6 @@ cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits an
 out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide.
 """
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.gemm_variants import readings
 from scripts.measure.gpu import Rates
-from scripts.measure.timing import Call, time_variants
+from scripts.measure.timing import one_after_another, require_times
 
 
 def measure_reading(
@@ -36,15 +35,15 @@ def measure_reading(
         )
         for n, k in layer.gemms
     ]
-    calls: dict[str, list[Call]] = {}
+    calls = {}
     for h in found:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)
-            calls |= {f"{h.uuid} {order}": list(both) for order, both in enumerate(orders)}
+            both = {f"{h.uuid} {order}": one_after_another(c) for order, c in enumerate(orders)}
+            calls |= both
     best: dict[str, float] = {h.uuid: 0.0 for h in found}
-    for name, (samples, _) in time_variants(calls, repeats).items():
+    for name, ms in require_times(calls, repeats).items():
         uuid, _, order = name.partition(" ")
-        ms = 1e-3 * statistics.median(samples) * len(tensors)  # a sample is of one launch
         best[uuid] = ms if order == "0" else min(best[uuid], ms)
     return best
 

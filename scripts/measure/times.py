@@ -24,7 +24,15 @@ from scripts.common.text import error_line
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import Writer
 from scripts.measure.plan import Plan
-from scripts.measure.timing import FAILURES, Timed, attempt, both_times, on_own_stream, timed
+from scripts.measure.timing import (
+    FAILURES,
+    Timed,
+    attempt,
+    both_times,
+    figures,
+    on_own_stream,
+    timed,
+)
 
 
 def metrics(output: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def check(
 ) -> tuple[Timed, dict[str, Any]]:
     """The call, made once, and its accuracy. Raises RuntimeError: a wrong output."""
     call = prepare()
-    call.output.fill_(float("nan"))
+    call.poison()
     call()
     found = metrics(call.output, expected)
     if case.limit is not None and not found["calc_diff"] <= case.limit:  # nor is NaN
@@ -175,9 +183,8 @@ def measure(
             if "error" in times:
                 error(subject, times["error"])
                 continue
-            for clock, time in times.items():
-                value = time.pop("ms")
-                add(subject, clock=clock, value=value, unit="ms", roofline=case.roofline, **time)
+            for clock, found in times.items():
+                add(subject, clock=clock, roofline=case.roofline, **figures(found))
 
 
 def of_plan(plan: Plan, writer: Writer, device: str, seed: int, repeats: int) -> None:

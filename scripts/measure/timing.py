@@ -1,14 +1,13 @@
 """The clock of every measurement on a GPU: of layers, of the grouped GEMM alone, of single kernels.
 
 A call is captured in a CUDA graph and replayed, the calls that are compared in turns, the L2 cache
-overwritten before each replay. A call whose host waits for the GPU cannot be captured: of a layer
-the kernels are then traced through CUPTI and their times summed, without the pauses, which the
-profiler makes longer; GEMM launches are timed by events around each.
+overwritten before each replay. A call whose host waits for the GPU cannot be captured: its kernels
+are then traced through CUPTI and their times summed, without the pauses, which the profiler makes
+longer.
 """
 
 import functools
 import statistics
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +67,15 @@ def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
     return {**more, "ms": statistics.median(samples), **spread, "calls": len(samples)}
 
 
+def figures(times: Mapping[str, Any], unit: str = "ms", launches: int = 1) -> dict[str, Any]:
+    """What a row has of a `summary` of calls that make so many launches, or of an `error`."""
+    if "error" in times:
+        return dict(times)
+    scale = {"ms": 1.0, "us": 1e3}[unit] / launches
+    spread = {share: scale * times[share] for share in ("p10", "p90") if share in times}
+    return {**times, **spread, "value": scale * times["ms"], "unit": unit, "ms": None}
+
+
 def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
     """What it returns, or, where it fails, {"error": a line of two sentences at most}; the whole
     goes to stderr."""
@@ -119,96 +127,39 @@ def elapsed(launch: Run) -> float:
     return begin.elapsed_time(end)
 
 
-def in_turns(runs: Mapping[str, Sequence[Run]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds on the GPU of each name's launches, the mean over them, a list over the repeats.
+def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds on the GPU of each run, a list over the repeats.
 
-    The names take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
-    before each launch. Two rounds of warm-up do not count.
+    They take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
+    before each. Two rounds of warm-up do not count.
     """
     flush = flush_buffer()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(-2, repeats):
-        for name, launches in runs.items():
-            spans = []
-            for launch in launches:
-                flush.zero_()
-                spans.append(elapsed(launch))
+        for name, run in runs.items():
+            flush.zero_()
+            ms = elapsed(run)
             if repeat >= 0:
-                samples[name].append(statistics.fmean(spans))
+                samples[name].append(ms)
     return samples
 
 
-# --- launches of a GEMM ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """A launch that is ready to be made, what it writes, and its rows in the flat order (all)."""
-
-    launch: Run
-    out: torch.Tensor
-    rows: Any = ...
-
-    def poison(self) -> None:
-        """With what no launch writes: NaN, or where it counts -1."""
-        self.out.fill_(float("nan") if self.out.is_floating_point() else -1)
-
-    def result(self) -> torch.Tensor:
-        return self.out[self.rows]
-
-    def written(self) -> bool:
-        """Whether the launch has written its result, poisoned before."""
-        result = self.result()
-        return bool((result.isfinite() if result.is_floating_point() else result >= 0).all())
-
-
-def capture_launches(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-    """A graph of the launches, or None where one cannot be captured or was not recorded."""
-
-    def launch_all() -> None:
-        for call in calls:
-            call.launch()
-
-    try:
-        graph = capture(launch_all)
-    except Exception as error:
-        print(f"not captured: {error}", file=sys.stderr)
-        torch.cuda.synchronize()
-        return None
-    # A launch on a stream of its own would leave an empty graph, which replays in no time.
-    calls[-1].poison()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph if calls[-1].written() else None
-
-
-def time_variants(
-    calls: Mapping[str, Sequence[Call]], repeats: int
-) -> dict[str, tuple[list[float], str]]:
-    """Microseconds of one launch, a list over the repeats, and the method, for each variant."""
-    graphs = {name: capture_launches(prepared) for name, prepared in calls.items()}
-    runs = {
-        name: [call.launch for call in calls[name]] if graph is None else [graph.replay]
-        for name, graph in graphs.items()
-    }
-    found = {}
-    for name, samples in in_turns(runs, repeats).items():
-        us = 1e3 * len(runs[name]) / len(calls[name])  # of a launch: a replay makes all of them
-        found[name] = [us * ms for ms in samples], "graph" if graphs[name] else "events"
-    return found
-
-
-# --- calls of a solution --------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A solution with its arguments, of which the last is the output; `as_defined` if those before
-    it are the definition's inputs, in its order."""
+    """A function with its arguments, of which the last is the output.
+
+    Attributes:
+        as_defined: whether those before it are the definition's inputs, in its order.
+        rows: those of the output that the call writes, in the order that is compared (all).
+    """
 
     runnable: Any
     arguments: list[Any]
     as_defined: bool = False
+    rows: Any = ...
 
     def __call__(self) -> None:
         self.runnable(*self.arguments)
@@ -216,6 +167,13 @@ class Timed:
     @property
     def output(self) -> torch.Tensor:
         return self.arguments[-1]
+
+    def result(self) -> torch.Tensor:
+        return self.output[self.rows]
+
+    def poison(self) -> None:
+        """With what no call writes: NaN, or where it counts -1."""
+        self.output.fill_(float("nan") if self.output.is_floating_point() else -1)
 
 
 class Returning(Timed):
@@ -225,15 +183,25 @@ class Returning(Timed):
         self.arguments[-1] = self.runnable(*self.arguments)
 
 
+def one_after_another(calls: Sequence[Timed]) -> Timed:
+    """One call that makes all of these; its output is the last one's."""
+
+    def run(output: torch.Tensor) -> None:
+        for call in calls:
+            call()
+
+    return Timed(run, [calls[-1].output], rows=calls[-1].rows)
+
+
 def captured(call: Timed) -> Run:
     """A replay of the call, checked against the call itself, which was made before; see `capture`.
     Raises RuntimeError: the replay does not write what the call writes."""
-    expected = call.output.clone()
+    expected = call.result().clone()
     graph = capture(call)
-    call.output.fill_(float("nan"))
+    call.poison()
     graph.replay()
     torch.cuda.synchronize()
-    if not torch.equal(call.output, expected):
+    if not torch.equal(call.result(), expected):
         raise RuntimeError("a replay of the captured call gives another output than the call")
     return graph.replay
 
@@ -261,7 +229,7 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
     """The device time of each call in ms, or the `error` for which there is none."""
     flush = flush_buffer()
     found: dict[str, dict[str, Any]] = {}
-    replays: dict[str, list[Run]] = {}
+    replays: dict[str, Run] = {}
 
     def prepare(name: str, call: Timed) -> dict[str, Any]:
         """Capture the call for `time_replays`, or, if its host waits for the GPU, time it now: only
@@ -271,7 +239,7 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
         waiting = waits(call)
         torch.cuda.synchronize()
         if not waiting:
-            replays[name] = [captured(call)]
+            replays[name] = captured(call)
             return {}
         samples = []
         for _ in range(min(repeats, TRACED_CALLS)):
@@ -302,6 +270,15 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
             found[name] = attempt(fitted, name, call)
         time_replays()
     return found
+
+
+def require_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, float]:
+    """The device time of each call in ms. Raises RuntimeError: one has none."""
+    found = device_times(calls, repeats)
+    for name, times in found.items():
+        if "error" in times:
+            raise RuntimeError(f"{name}: {times['error']}")
+    return {name: times["ms"] for name, times in found.items()}
 
 
 def both_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:

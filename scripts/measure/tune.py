@@ -8,18 +8,47 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import MoeShape
 
 from scripts.common.command_line import steps
+from scripts.common.text import number
 from scripts.data.rows import Writer
 from scripts.measure import configs, gpu
 from scripts.measure.cases import Problems
-from scripts.measure.gemm import Timing, compile_ahead, compile_kernel, run_problem, verdict
+from scripts.measure.gemm import Timing, compile_ahead, compile_kernel, run_problem
 from scripts.measure.gemm_problems import Problem, uneven_rows
 from scripts.measure.gemm_variants import heuristic, ladder, ours
-from scripts.measure.timing import Timed, device_times
+from scripts.measure.timing import Timed, device_times, figures
+
+# --- what ships and what is fastest ---------------------------------------------------------------
+
+
+def verdict(where: str, what: str, us: dict[str, float], shipped: str) -> dict[str, Any]:
+    """By the times of the candidates that ran, in us: the fastest, what ships, and `loss`, the
+    percent that the fastest would gain. A figure is None where nothing ran."""
+    best = min(us, key=lambda name: us[name], default="none ran")
+    loss = 100 * (us[shipped] / us[best] - 1) if shipped in us else None
+    times = {"best_us": us.get(best), "shipped_us": us.get(shipped)}
+    return {"where": where, "what": what, "best": best, "shipped": shipped, **times, "loss": loss}
+
+
+def verdict_table(verdicts: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "at": v["where"],
+            "of": v["what"],
+            "best": v["best"],
+            "us": number(v["best_us"], ".1f"),
+            "shipped": "the best" if v["shipped"] == v["best"] else v["shipped"],
+            "shipped us": number(v["shipped_us"], ".1f"),
+            "loss": "not run" if v["loss"] is None else f"{v['loss']:.1f} %",
+        }
+        for v in verdicts
+    )
+
 
 # --- our GEMM alone -------------------------------------------------------------------------------
 
@@ -60,7 +89,7 @@ def tune_problem(
 
 
 def tune_gemm(
-    writer: Writer, problems: Sequence[Problem], timing: Timing, workers: int, max_loss: float
+    writer: Writer, problems: Sequence[Problem], timing: Timing, max_loss: float
 ) -> Iterator[dict[str, Any]]:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
     the rows (v3 does; flat knows the tokens alone: `measure gemm --layers`)."""
@@ -68,7 +97,7 @@ def tune_gemm(
     problems = sorted(problems, key=lambda p: (p.n, -p.experts))
     arch = gpu.gpu_arch()
     kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
-    compile_ahead(compile_kernel, dict.fromkeys(kernels), workers)
+    compile_ahead(compile_kernel, dict.fromkeys(kernels))
     for problem in steps(problems):
         yield tune_problem(writer, problem, timing, max_loss)
 
@@ -152,12 +181,10 @@ def tune_layer(
         times, shipped, us = device_times(calls, repeats), next(iter(calls)), {}
         case = {"definition": problems.layer.name, "tokens": t, "routing": routing}
         for name, call in calls.items():
-            found = times[name]
+            found = figures(times[name], "us")
             if "error" not in found and not torch.equal(call.output, calls[shipped].output):
                 found = {"error": "not the output of the shipped pair"}
             if "error" not in found:
-                us[name] = 1e3 * found.pop("ms")
-                spread = {share: 1e3 * found.pop(share) for share in ("p10", "p90")}
-                found |= {"clock": "device", "value": us[name], "unit": "us", **spread}
+                us[name], found["clock"] = found["value"], "device"
             writer.add(case, name, **found)
         yield verdict(f"T={t}", "layer", us, shipped)

@@ -47,8 +47,7 @@ dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared exp
 `moe_fp8.experts` beside its solutions.
 
 gemm: the grouped FP8 GEMM alone beside DeepGEMM, sgl_kernel and Triton: CUDA graphs of eight
-launches that rotate over copies of the operands (together at least four times the L2 cache). A
-variant that cannot be captured is timed by events around single launches and marked so. With
+launches that rotate over copies of the operands (together at least four times the L2 cache). With
 --layers our kernel has the configs that flat and v3 launch on these workloads; beside flat stand
 the configs next to its own, and "best known" is the fastest of the three. Elsewhere the config is
 what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
@@ -84,7 +83,7 @@ from scripts.common.definitions import (
 )
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
-from scripts.measure.gemm_problems import GRIDS, PEERS, grid_problems, histograms, layer_problems
+from scripts.measure.gemm_problems import GRIDS, grid_problems, histograms, layer_problems
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
@@ -131,9 +130,6 @@ def parse_arguments() -> argparse.Namespace:
     grid = arguments.add_mutually_exclusive_group()
     grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
     grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
-    add("--gemm-peers", nargs="*", default=PEERS, choices=PEERS, help="gemm: all of these")
-    said = "gemm: processes that compile ahead, 0 for none (12)"
-    add("--compile-workers", type=int, default=12, metavar="N", help=said)
     args = arguments.parse_args()
     for option, whats in OPTIONS.items():
         if getattr(args, option) and args.what not in whats:
@@ -343,9 +339,8 @@ def gemm(args: argparse.Namespace) -> Shown:
     problems = grid_problems(args.grid or "quick")
     if args.layers:
         problems = layer_problems(histograms(args.local, args.tokens))
-    collect = functools.partial(gemm.collect_variants, args.layers, tuple(args.gemm_peers))
-    compile_all = functools.partial(gemm.compile_variants, collect)
-    gemm.compile_ahead(compile_all, problems, args.compile_workers)
+    collect = functools.partial(gemm.collect_variants, args.layers)
+    gemm.compile_ahead(functools.partial(gemm.compile_variants, collect), problems)
     rates = gpu.measure_rates()
     method = (
         f"graphs of {gemm.LAUNCHES} launches over rotating operands, {args.repeats} replays in "

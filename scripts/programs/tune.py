@@ -58,7 +58,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-loss", type=positive, metavar="PERCENT", help="5; layer: 2")
     add_options(arguments, "definition", definition={"type": find_layer, "default": None})
     add("--repeats", type=whole(1), default=10, help="replays of each graph (10)")
-    add("--compile-workers", type=int, default=12, metavar="N", help="0: none compiled ahead (12)")
     add("--out", type=Path, metavar="FILE", help="append all figures there, a row each")
     add_options(arguments, "local", "seed", "markdown")
     args = arguments.parse_args()
@@ -86,7 +85,7 @@ def search(args: argparse.Namespace, into: "Writer") -> Iterator[dict[str, Any]]
         for m in args.rows or ROWS
     ]
     timing = Timing(into.measurement["rates"], args.repeats, args.seed)
-    return tune.tune_gemm(into, of, timing, args.compile_workers, args.max_loss)
+    return tune.tune_gemm(into, of, timing, args.max_loss)
 
 
 def main() -> int:
@@ -96,7 +95,7 @@ def main() -> int:
 
     from scripts.data.rows import Writer
     from scripts.measure import gpu
-    from scripts.measure.gemm import verdict_table
+    from scripts.measure.tune import verdict_table
 
     hardware, rates = gpu.require_gpu(), gpu.measure_rates()
     method = "CUDA graph replays in turns, L2 overwritten, medians"

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -45,13 +45,12 @@ class Setup:
     expert_parallel: bool = False
     share: float = 0.9  # of the GPU's memory
     batch_invariant: bool = False
-    environment: dict[str, str] = field(default_factory=dict)  # beside the caller's
 
     @property
     def variables(self) -> dict[str, str]:
         """Of the engine's processes."""
         own = {"ours": "1", "accurate": "accurate"}
-        found = {SWITCH[self.engine]: own.get(self.backend, "0"), **self.environment}
+        found = {SWITCH[self.engine]: own.get(self.backend, "0")}
         if self.engine == "vllm":
             if self.tensor_parallel == 1:  # so that nothing between processes is timed
                 found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

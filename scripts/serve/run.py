@@ -12,8 +12,7 @@ from moe_fp8.kernels.cache import KernelCache, cache_dir
 from scripts.common.command_line import Failure, note, say
 from scripts.serve import inside
 from scripts.serve.engines import OWN, Setup
-from scripts.serve.measure import MIXED_REQUESTS
-from scripts.serve.worker import Backend
+from scripts.serve.worker import MIXED_REQUESTS, Backend
 
 COMPILED_LATE = "compilation during inference"
 """What vLLM's monitor says of a kernel that a request had to wait for."""

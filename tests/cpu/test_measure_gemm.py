@@ -6,21 +6,20 @@ import math
 import multiprocessing
 import sys
 import time
-import types
 from concurrent.futures import Future
+from types import SimpleNamespace
 
+import fake_libraries
 import pytest
 import torch
-from fake_cuda import Kernel
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import flat_rows
+from moe_fp8.problem import DEEPSEEK_V3
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
 from scripts.data import rows, workload_specs
-from scripts.measure import gemm, gemm_variants, gpu, timing
+from scripts.measure import gemm, gemm_variants, gpu
 from scripts.measure.gemm import Timing, run_problem
 from scripts.measure.gemm_problems import (
     BLOCK,
@@ -41,7 +40,7 @@ from scripts.measure.gemm_variants import (
     ours,
     weights,
 )
-from scripts.measure.timing import Call
+from scripts.measure.timing import Timed
 from scripts.programs import measure as program
 from scripts.table import pivots
 
@@ -63,61 +62,21 @@ def test_work_of_a_problem() -> None:
     assert Problem((0, 7, 7), 128, 128).even
 
 
-def dequantised(a, a_scale, b, b_scale):
-    """A [M, K] with scales [M, K/128] and B [N, K] with [N/128, K/128], in float32."""
-    a = a.float() * a_scale.repeat_interleave(BLOCK, 1)
-    b = b.float() * b_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return a @ b.t()
-
-
-def deepgemm_contiguous(a, b, d, grouped_layout, recipe):
-    """What DeepGEMM documents: row i belongs to the expert grouped_layout[i], -1 is padding."""
-    assert recipe == (1, BLOCK, BLOCK) and grouped_layout.dtype == torch.int32
-    (a, a_scale), (b, b_scale) = a, b
-    assert a_scale.stride(0) == 1 and a_scale.stride(1) % 4 == 0  # rows contiguous, 16 bytes
-    for e in range(len(b)):
-        rows = (grouped_layout == e).nonzero()[:, 0]
-        assert not len(rows) or rows[0] % BLOCK == 0
-        d[rows] = dequantised(
-            a.view(torch.uint8)[rows].view(a.dtype), a_scale[rows], b[e], b_scale[e]
-        ).bfloat16()
-
-
-def deepgemm_masked(a, b, d, masked_m, expected_m, recipe):
-    (a, a_scale), (b, b_scale) = a, b
-    assert recipe == (1, BLOCK, BLOCK) and masked_m.dtype == torch.int32
-    assert a_scale.stride(1) == 1 and a_scale.stride(2) == a.shape[1]
-    assert a_scale.stride(0) == a.shape[1] * a_scale.shape[2]
-    counts = [m for m in masked_m.tolist() if m]
-    assert expected_m == round(sum(counts) / len(counts))
-    for e, m in enumerate(masked_m.tolist()):
-        d[e, :m] = dequantised(a[e, :m], a_scale[e, :m], b[e], b_scale[e]).bfloat16()
-
-
-def sgl_grouped_mm(output, *arguments):
-    """What SGLang passes: B and its scales with K before N, expert offsets, sizes [E, 3]."""
-    a, b, a_scale, b_scale, stride_a, stride_b, stride_c = arguments[5:12]
-    sizes, offsets = arguments[14], arguments[15]
-    assert all(p.dtype == torch.int64 and p.shape == (len(b),) for p in arguments[:5])
-    assert stride_a.tolist() == [a.shape[1]] * len(b) == stride_b.tolist()
-    assert stride_c.tolist() == [output.shape[1]] * len(b)
-    assert a_scale.is_contiguous() and a.is_contiguous()
-    for e, ((m, n, k), begin) in enumerate(zip(sizes.tolist(), offsets.tolist(), strict=True)):
-        assert (k, n) == tuple(b[e].shape)
-        rows = slice(begin, begin + m)
-        output[rows] = dequantised(a[rows], a_scale[rows], b[e].t(), b_scale[e].t()).bfloat16()
-
-
 @pytest.fixture
 def peers(monkeypatch):
-    deep_gemm = types.ModuleType("deep_gemm")
-    deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous = deepgemm_contiguous
-    deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = deepgemm_masked
-    sgl_kernel = types.ModuleType("sgl_kernel")
-    sgl_kernel.fp8_blockwise_scaled_grouped_mm = sgl_grouped_mm
+    """With what DeepGEMM was told of the rows to expect."""
+    deep_gemm, expected = fake_libraries.deep_gemm(DEEPSEEK_V3), []
+    masked = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
+
+    def noting(a, b, d, masked_m, expected_m, recipe):
+        expected.append(expected_m)
+        masked(a, b, d, masked_m, expected_m, recipe)
+
+    deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = noting
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
-    return gemm_variants.deepgemm_variants() + gemm_variants.sgl_variants()
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(DEEPSEEK_V3))
+    found = gemm_variants.deepgemm_variants() + gemm_variants.sgl_variants()
+    return SimpleNamespace(variants=found, expected=expected)
 
 
 UNEVEN = (5, 0, 130, 1, 0)
@@ -126,13 +85,6 @@ UNEVEN = (5, 0, 130, 1, 0)
 def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
     weights = Weights(len(rows), n, k, CPU, seed=1)
     return Operands(Problem(rows, n, k), weights)
-
-
-def expected(x: Operands) -> torch.Tensor:
-    """The reference model's output of all rows, in the flat order."""
-    out = torch.empty_like(x.out)
-    model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, out, flat_rows(x.m_indptr), None)
-    return out[: x.problem.pairs]
 
 
 @pytest.fixture
@@ -151,17 +103,12 @@ def kernel(monkeypatch):
 @pytest.mark.parametrize("rows", [(128,) * 3, (17,) * 3, (200,) * 3, UNEVEN])
 def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) -> None:
     x = operands(rows)
-    reference = expected(x)
-    chosen = heuristic(x.problem)
-    variants = [*peers, *(ours(name, chosen, name) for name in ("batched", "aligned", "flat"))]
-    assert len(variants) == 6
-    for variant in variants:
-        call = variant.prepare(x)
-        call.poison()
-        call.launch()
-        result = call.result()
-        assert result.shape == (sum(rows), 256), variant.name
-        assert calc_diff(result, reference) < 1e-5, variant.name
+    chosen, checker = heuristic(x.problem), Checker(x)
+    own = [ours(name, chosen, name) for name in ("batched", "aligned", "flat")]
+    for variant in (*peers.variants, *own):
+        assert checker.calc_diff(variant) < 1e-5, variant.name
+        assert variant.prepare(x).result().shape == (sum(rows), 256)
+    assert peers.expected == [round(sum(rows) / sum(r > 0 for r in rows))]
     flat = [x.m_indptr[:-1].tolist(), x.m_indptr[1:].tolist()]
     batched = [[e * x.problem.max_rows for e in range(len(rows))], []]
     batched[1] = [start + count for start, count in zip(batched[0], rows, strict=True)]
@@ -177,12 +124,7 @@ def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> 
     def broken(spoil):
         def prepare(operands):
             call = good.prepare(operands)
-
-            def launch():
-                call.launch()
-                spoil(call.out)
-
-            return dataclasses.replace(call, launch=launch)
+            return Timed(lambda out: (call(), spoil(out)), call.arguments, rows=call.rows)
 
         return dataclasses.replace(good, prepare=prepare)
 
@@ -264,41 +206,12 @@ def test_the_table_has_the_rates_of_ours() -> None:
     assert table.rows[1][table.header.index("a peer")] == "10.0*"
 
 
-def call_of(kernel: Kernel) -> Call:
-    return Call(kernel, kernel.out, torch.arange(2))
-
-
-def test_a_launch_is_timed_cold_in_turns_and_without_the_warm_up(cuda) -> None:
-    """A replay makes all of its graph's launches; what no graph holds is launched one by one."""
-    kernels = Kernel(cuda, "a"), Kernel(cuda, "b"), Kernel(cuda, "eager", captures=False)
-    prepared = [[call_of(kernel)] * count for kernel, count in zip(kernels, (4, 1, 2), strict=True)]
-    calls = {kernel.name: of for kernel, of in zip(kernels, prepared, strict=True)}
-    found = timing.time_variants(calls, repeats=3)
-    assert [method for _, method in found.values()] == ["graph", "graph", "events"]
-    for kernel, count in zip(kernels, (4, 1, 2), strict=True):
-        timed = kernel.took[-3 * count :]
-        means = [1e3 * sum(timed[i : i + count]) / count for i in range(0, len(timed), count)]
-        assert found[kernel.name][0] == pytest.approx(means), kernel.name
-    turns = ["a"] * 4, ["b"], ["eager"], ["eager"]
-    one_round = [x for names in turns for x in ("flush", "event", *names, "event", "wait")]
-    assert cuda.log[-5 * len(one_round) :] == one_round * 5, "two rounds do not count"
-
-
-def test_what_waits_for_the_host_is_timed_without_a_graph(cuda, capsys) -> None:
-    kernel = Kernel(cuda, "waits", waits=99)
-    assert timing.capture_launches([call_of(kernel)]) is None
-    assert "not captured: called a synchronizing CUDA operation" in capsys.readouterr().err
-
-
 def clock(calls, repeats):
-    """In the place of the timing: our kernel takes 10 us, a peer 11, the n-th config n more; once
-    each takes far longer."""
-    spans = {}
-    for number, (name, prepared) in enumerate(calls.items()):
-        for call in prepared:
-            call.launch()
-        spans[name] = ([10.0 + number] * (repeats - 1) + [1e3], "graph")
-    return spans
+    """In the place of the timing: a launch of ours takes 10 us, the n-th other n more."""
+    for call in calls.values():
+        call()
+    ms = {name: 1e-3 * gemm.LAUNCHES * (10 + n) for n, name in enumerate(calls)}
+    return {n: {"ms": t, "p10": t, "p90": t, "method": "graph"} for n, t in ms.items()}
 
 
 FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1e15}
@@ -307,22 +220,22 @@ FLOORS = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s":
 @pytest.fixture
 def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
-    cache = types.SimpleNamespace(L2_cache_size=2**20)
+    cache = SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm, "time_variants", clock)
+    monkeypatch.setattr(gemm, "device_times", clock)
     source = weights
     monkeypatch.setattr(gemm, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed))
 
     def readings(*_):
-        return [Call(lambda: None, torch.zeros(1)) for _ in range(2)]
+        return [Timed(lambda out: None, [torch.zeros(1)]) for _ in range(2)]
 
     monkeypatch.setattr(gemm, "readings", readings)
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
-    wrong = Variant("wrong", lambda x: Call(x.out.zero_, x.out, x.flat.index))
+    wrong = Variant("wrong", lambda x: Timed(torch.zero_, [x.out], rows=x.flat.index))
     problem = Problem(UNEVEN, 256, 384, tokens=7)
-    variants = [ours("ours", heuristic(problem)), *peers, wrong]
+    variants = [ours("ours", heuristic(problem)), *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
     found = run_problem(into, problem, variants, Timing(FLOORS, 3))
     assert found == into.rows and [r["subject"] for r in found] == [v.name for v in variants]
@@ -342,32 +255,39 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     no_gpu, kernel, monkeypatch
 ) -> None:
     """Ours and the readings alike; so that a launch finds nothing of the one before it there."""
-    seen = {}
+    seen: list[list[int]] = []
 
-    def time_variants(calls, repeats):
-        seen.update({name: [id(call) for call in of] for name, of in calls.items()})
-        return clock(calls, repeats)
+    def rotated(calls):
+        real(calls)()
+        seen.append([id(call) for call in calls])
+        return calls[0]
 
-    monkeypatch.setattr(gemm, "time_variants", time_variants)
+    real = gemm.rotated
+    monkeypatch.setattr(gemm, "rotated", rotated)
     monkeypatch.setattr(gemm, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
     into = rows.Writer("gemm_quick", "a GPU", "m")
     run_problem(into, problem, [ours("ours", None)], Timing(FLOORS, 3))
-    assert list(seen) == ["ours", "reading 0", "reading 1"]
-    for launches in seen.values():
-        sets = len(set(launches))
-        assert len(launches) == 40 and launches == (launches[:sets] * 40)[:40]
+    assert len(seen) == 3, "ours, and the reading in two orders"
+    for operands_of in seen:
+        sets = len(set(operands_of))
         assert (sets - 1) * problem.bytes >= 4 * 2**20, "four times the cache before it comes again"
+    made: list[int] = []
+    turns = [Timed(lambda out, n=n: made.append(n), [torch.zeros(1)]) for n in range(3)]
+    real(turns)()
+    assert made == [n % 3 for n in range(40)]
 
 
-def test_compiling_ahead_reports_and_survives_failures(capfd) -> None:
-    gemm.compile_ahead(math.factorial, [3, -1, 4], 2)
+def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "WORKERS", 2)
+    gemm.compile_ahead(math.factorial, [3, -1, 4])
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
-    gemm.compile_ahead(math.factorial, [3, 4], 0)
 
 
 def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "WORKERS", 2)
+
     def interrupted(futures: list[Future]) -> list[Future]:
         while not any(future.running() for future in futures):
             time.sleep(0.01)
@@ -375,14 +295,15 @@ def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
 
     monkeypatch.setattr(gemm, "as_completed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gemm.compile_ahead(time.sleep, [600.0] * 9, 2)
+        gemm.compile_ahead(time.sleep, [600.0] * 9)
     assert not multiprocessing.active_children()
 
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     gemm_variants.peer_variants.cache_clear()
-    variants = gemm.collect_variants(False, ("sgl",), Problem((1,), 128, 128))
+    monkeypatch.setattr(gemm_variants, "PEERS", {"sgl": gemm_variants.sgl_variants})
+    variants = gemm.collect_variants(False, Problem((1,), 128, 128))
     assert [v.name for v in variants] == ["ours default"]
     assert "sgl: not measured" in capsys.readouterr().err
 
@@ -401,7 +322,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
     from moe_fp8.layer import pipeline
-    from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeInputs
+    from moe_fp8.problem import GroupedRows, MoeInputs
 
     launched = []
 
@@ -451,16 +372,17 @@ def test_beside_flats_config_stand_those_next_to_it() -> None:
     assert v3.name == "v3"
 
 
-def test_rows_name_the_solutions_whose_kernel_was_timed() -> None:
+def test_rows_name_the_solutions_whose_kernel_was_timed(monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "peer_variants", list)
     n, k = LAYER_SHAPES["gemm1"]
-    variants = gemm.collect_variants(True, (), Problem((1,) * 32, n, k, 80))
+    variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, 80))
     said = {v.name: v.said().get("solution") for v in variants}
     flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
     assert said == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
         "v3": v3
     }
     assert all(len(v.said()["hash"]) == 40 for v in variants)
-    (default,) = gemm.collect_variants(False, (), Problem((1,), 128, 128))
+    (default,) = gemm.collect_variants(False, Problem((1,), 128, 128))
     assert default.said()["solution"] == v3
 
 
@@ -475,7 +397,7 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
         assert gemm_variants.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
     even = Problem((64,) * 8, n, k)
     assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
-    assert [v.name for v in gemm_variants.peer_variants(("triton",))] == ["triton_moe"]
+    assert [v.name for v in gemm_variants.triton_variants()] == ["triton_moe"]
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm100"])
@@ -511,8 +433,9 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(gemm, "peer_variants", list)
     out = tmp_path / "rows.jsonl"
-    arguments = ["gemm", "--layers", "--tokens", "1", "--gemm-peers", "--out", str(out)]
+    arguments = ["gemm", "--layers", "--tokens", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
     assert program.main() == (EXIT_FAILED if wrong else EXIT_OK)
     found = rows.read(out)

@@ -12,7 +12,7 @@ from fake_cuda import Kernel
 from scripts.common.project import ROOT
 from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
 from scripts.data import rows
-from scripts.measure import gpu, roofline
+from scripts.measure import gpu, roofline, timing
 from scripts.measure.gemm_problems import Histogram
 from scripts.programs import measure
 
@@ -44,7 +44,7 @@ def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
 
 
 def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
-    """Either tensor once a replay: the time of one launch counts twice."""
+    """Either tensor once a replay."""
     import torch
 
     from scripts.measure import gemm_variants
@@ -56,20 +56,22 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     for name in ("empty", "randint", "tensor"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, real=real, device=None, **k: real(*a, **k))
-    asked = []
+    asked, launched = [], []
 
     def readers(weights, experts, read, arch):
         asked.append((tuple(weights.shape), experts.tolist()))
-        return [lambda: None, lambda: None]
+        return [lambda: launched.append("read")] * 2
 
     monkeypatch.setattr(gemm_variants, "readers", readers)
-    spans = {"a 0": 30.0, "a 1": 20.0, "b 0": 50.0, "b 1": 60.0}
+    spans = {"a 0": 0.06, "a 1": 0.04, "b 0": 0.1, "b 1": 0.12}
 
     def clock(calls, repeats):
-        assert all(len(launches) == 2 for launches in calls.values())
-        return {name: ([1.0, spans[name], 1000.0], "graph") for name in calls}
+        launched.clear()
+        next(iter(calls.values()))()
+        assert launched == ["read"] * 2, "both tensors"
+        return {name: {"ms": spans[name]} for name in calls}
 
-    monkeypatch.setattr(roofline, "time_variants", clock)
+    monkeypatch.setattr(timing, "device_times", clock)
     found = [
         Histogram("a", 1, (0, 1, 2)),
         Histogram("b", 2, (1, 0, 0)),

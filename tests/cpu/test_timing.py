@@ -41,6 +41,11 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     traced = [x for x in cuda.log[: -11 * 10] if x in ("flush", "waits")]
     assert traced[-14:] == ["flush", "waits"] * 7
     timing.device_times({"again": timed(a)}, repeats=1)
+    c, each = Kernel(cuda, "c"), Timed(lambda out: None, [torch.zeros(1)])
+    cuda.log.clear()
+    several = timing.one_after_another([each, timed(c), timed(c), timed(c)])
+    timing.device_times({"several": several}, repeats=1)
+    assert cuda.log[-7:] == ["flush", "event", *["c"] * 3, "event", "wait"]
     monkeypatch.setattr(
         timing.harness, "do_bench", lambda fn, setup, **_: [fn(setup())], raising=False
     )

@@ -134,9 +134,10 @@ def timed(no_gpu, kernel, monkeypatch):
     spans: dict[str, float] = {}
 
     def clock(calls, repeats):
-        return {name: ([spans.get(name, 20.0)] * repeats, "graph") for name in calls}
+        us = {name: 1e-3 * gemm.LAUNCHES * spans.get(name, 20.0) for name in calls}
+        return {name: {"ms": ms, "p10": ms, "p90": ms} for name, ms in us.items()}
 
-    monkeypatch.setattr(gemm, "time_variants", clock)
+    monkeypatch.setattr(gemm, "device_times", clock)
     return spans
 
 
@@ -152,7 +153,7 @@ def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> No
     lost = tune.verdict("here", "x", {other: 10.0}, choice)
     none = tune.verdict("here", "x", {}, choice)
     assert lost["loss"] is None is none["loss"] and none["best"] == "none ran"
-    table = gemm.verdict_table([found, lost, none])
+    table = tune.verdict_table([found, lost, none])
     assert table.loss.tolist() == ["4.0 %", "not run", "not run"]
     assert table.us.tolist() == ["10.0", "10.0", "-"]
 
@@ -213,7 +214,7 @@ def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsy
 
 
 def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None:
-    nothing = gemm.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
+    nothing = tune.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
     monkeypatch.setattr(program, "search", lambda args, into: iter([nothing]))
     assert on_a_gpu("--what", "gemm")[0] == EXIT_FAILED
     assert "2 rows, 128x256: shipped did not run; best: another" in capsys.readouterr().err

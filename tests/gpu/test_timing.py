@@ -1,4 +1,4 @@
-"""Both timers of scripts/ on a GPU: a kernel of known duration, and reads that L2 would hasten."""
+"""The timer of scripts/ on a GPU: a kernel of known duration, and reads that L2 would hasten."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from scripts.measure.timing import Call, Timed, device_times, time_variants
+from scripts.measure.timing import Timed, device_times, one_after_another
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 pytestmark = [
@@ -23,18 +23,11 @@ CYCLES = 2_000_000
 """About 1 ms; what launching a kernel adds, some us, is far less."""
 
 
-def by_device_time(run, out: torch.Tensor) -> tuple[float, str]:
-    """(ms of a call, method) as `measure times` has them."""
-    found = device_times({"": Timed(run, [out])}, REPEATS)[""]
+def by_device_time(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
+    """(ms of a launch, method), of so many in a call."""
+    found = device_times({"": one_after_another([Timed(run, [out])] * launches)}, REPEATS)[""]
     assert "error" not in found, found
-    return found["ms"], found["method"]
-
-
-def by_time_variants(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
-    """The same of a launch, of so many in a graph, as `measure gemm` has them."""
-    calls = {"": [Call(lambda: run(out), out)] * launches}
-    samples, method = time_variants(calls, REPEATS)[""]
-    return 1e-3 * median(samples), method
+    return found["ms"] / launches, found["method"]
 
 
 # --- a known duration -----------------------------------------------------------------------------
@@ -72,10 +65,9 @@ def test_a_kernel_takes_as_long_as_by_the_hosts_clock(cycles: int) -> None:
     timed = {
         "a replay": by_device_time(spin(cycles), out),
         "its kernels": by_device_time(spin(cycles, wait=True), out),
-        "one launch": by_time_variants(spin(cycles), out),
-        "eight launches": by_time_variants(spin(cycles), out, launches=8),
+        "eight launches": by_device_time(spin(cycles), out, launches=8),
     }
-    assert [method for _, method in timed.values()] == ["graph", "kernel sum", "graph", "graph"]
+    assert [method for _, method in timed.values()] == ["graph", "kernel sum", "graph"]
     for name, (ms, _) in timed.items():
         assert ms == pytest.approx(expected, rel=0.1), (name, timed, expected)
 
@@ -140,8 +132,7 @@ def test_a_call_that_the_cache_would_hasten_is_timed_cold(chains) -> None:
     from_cache = median(once(follow(chains[-1]), out) for _ in range(REPEATS))
     said = f"{from_memory=:.3f} ms, {from_cache=:.3f} ms"
     assert from_cache < 0.75 * from_memory, f"the cache hastens nothing here: {said}"
-    for timer in (by_device_time, by_time_variants):
-        ms, method = timer(follow(chains[0]), out)
-        assert method == "graph"
-        assert ms == pytest.approx(from_memory, rel=0.2), (timer.__name__, ms, said)
-        assert ms > 1.25 * from_cache, (timer.__name__, ms, said)
+    ms, method = by_device_time(follow(chains[0]), out)
+    assert method == "graph"
+    assert ms == pytest.approx(from_memory, rel=0.2), (ms, said)
+    assert ms > 1.25 * from_cache, (ms, said)
