@@ -4,9 +4,7 @@ every call, the solutions take turns, and medians are reported."""
 import importlib
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from flashinfer_bench.data import Solution
@@ -30,37 +28,31 @@ WARMUP = 5
 
 
 class Clock:
-    """Times a call's stages, on the GPU's stream or, for the reference model, on the host."""
+    """Times a call's stages on the GPU's stream."""
 
-    def __init__(self, on_gpu: bool):
-        self.on_gpu = on_gpu
-        self.marks: list[tuple[str, Any]] = []
-        self.events: list[Any] = []
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, torch.cuda.Event]] = []
+        self.events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Nothing under way and nothing in the cache, then the first mark."""
-        self.marks = []
-        if self.on_gpu:  # the events beforehand: the stages must not wait for them
-            new = torch.cuda.Event
-            self.events = [new(enable_timing=True) for _ in range(len(STAGES) + 2)]
-            flush_buffer().zero_()
-            torch.cuda.synchronize()
+        """Nothing under way and nothing in the cache, then the first mark. The events are made
+        beforehand: the stages must not wait for them."""
+        new = torch.cuda.Event
+        self.marks, self.events = [], [new(enable_timing=True) for _ in range(len(STAGES) + 2)]
+        flush_buffer().zero_()
+        torch.cuda.synchronize()
         self.mark("")
 
     def mark(self, stage: str) -> None:
-        now: Any = time.perf_counter()
-        if self.on_gpu:
-            now = self.events.pop() if self.events else torch.cuda.Event(enable_timing=True)
-            now.record()
-        self.marks.append((stage, now))
+        event = self.events.pop() if self.events else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append((stage, event))
 
     def milliseconds(self) -> dict[str, float]:
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         times: dict[str, float] = {}
         for (_, before), (stage, after) in itertools.pairwise(self.marks):
-            span = before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before)
-            times[stage] = times.get(stage, 0.0) + span
+            times[stage] = times.get(stage, 0.0) + before.elapsed_time(after)
         return times
 
 
@@ -71,7 +63,7 @@ def time_layers(
     iterations: int,
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every stage and end to end, a list over the iterations, for each layer."""
-    clock = Clock(output.device.type == "cuda")
+    clock = Clock()
     for layer in layers.values():
         for _ in range(WARMUP):
             layer(inputs, output)
@@ -108,13 +100,13 @@ def compare_outputs(
     return said
 
 
-def load_layers(names: Sequence[str], use_gpu: bool = True) -> dict[str, Callable[..., None]]:
+def load_layers(names: Sequence[str]) -> dict[str, Callable[..., None]]:
     """The LAYER objects of the named solutions, of all that have one without names; ours first.
     What cannot run here is left out with a remark."""
     found = {g.name: g for g in select(generations(), names)}
     solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
     own = own_hashes(solutions)
-    runnable, skipped = split_available(solutions, this_machine(use_gpu), own)
+    runnable, skipped = split_available(solutions, this_machine(True), own)
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     layers = {}

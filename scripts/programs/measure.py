@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 FUSED = "cutedsl_moe_fp8_fused"
 REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
-ON_CPU = ("times", "bits", "stages")
+ON_CPU = ("times", "bits")
 OF_A_RUN = ("times", "bits", "roofline")
 REPEATS = {"stages": 50}
 OPTIONS = {
@@ -153,7 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     from scripts.measure.gpu import require_gpu
 
     on_gpu = torch.cuda.is_available() and not args.cpu
-    if not on_gpu and (args.what not in ON_CPU or (args.what == "stages" and not args.cpu)):
+    if not on_gpu and args.what not in ON_CPU:
         require_gpu()
         raise UsageError(f"{args.what}: not with --cpu")
     args.device = "cuda:0" if on_gpu else "cpu"
@@ -276,13 +276,8 @@ def stages(args: argparse.Namespace) -> Shown:
     from scripts.measure.cases import Problems
     from scripts.table import pivots
 
-    on_gpu = args.device != "cpu"
-    timing = (
-        "CUDA events between the stages, L2 overwritten"
-        if on_gpu
-        else "host clock, reference model"
-    )
-    layers = stages.load_layers(args.solutions, use_gpu=on_gpu)
+    timing = "CUDA events between the stages, L2 overwritten"
+    layers = stages.load_layers(args.solutions)
     problems = Problems(args.local, args.device, args.seed, args.definition[0])
     into = writer(args, "stages", timing)
     yield into

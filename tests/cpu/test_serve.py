@@ -1,8 +1,7 @@
 """`run.py serve` on a stand-in of an engine; its loader, layer check and tables."""
 
+import importlib.metadata
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 from moe_fp8 import experts
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_blocks, quantise_rows
+from programs import call
 
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.project import ROOT
@@ -22,27 +22,29 @@ from scripts.serve import inside, models, random_weights
 from scripts.serve import run as turns
 from scripts.serve.engines import Setup
 from scripts.serve.layer_check import checking, in_float32
-from scripts.serve.measure import DECODE_STEPS, Measuring, prompts
+from scripts.serve.worker import DECODE_STEPS, Measuring, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
 QUICK = ["--batches", "1,2", "--prompts", "8", "--repeats", "2", "--random-weights"]
 
 
-def run(*options: str, wrong: str = "") -> subprocess.CompletedProcess:
-    """The program where the stand-in is the engine."""
+@pytest.fixture(scope="module")
+def stand_in():
+    """The stand-in is the engine, in this process and in those that it starts."""
     paths = (STAND_IN, ROOT, ROOT / "solutions")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "STAND_IN": wrong}
-    command = [sys.executable, str(ROOT / "scripts/programs/serve.py"), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STAND_IN)
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+        yield
 
 
 @pytest.fixture(scope="module")
-def served_rows(tmp_path_factory) -> tuple[list[dict[str, Any]], str]:
+def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
     """What is written and what is shown of three backends, two of them at once."""
     file = tmp_path_factory.mktemp("serve") / FILE
     options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
-    made = run(*options, *QUICK, "--together", "2", "--out", str(file))
+    made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
     assert made.returncode == 0, made.stderr
     found = read(file)
     of = found.measurements[served.SERVED]
@@ -69,25 +71,16 @@ def test_a_record_has_every_figure_of_every_backend(served_rows):
     assert all(row.items() >= head.items() for row in rows)
 
 
-def test_the_layers_that_are_served_are_compared(served_rows):
-    rows, _ = served_rows
+def test_layers_are_compared_kernels_counted_and_tables_shown(served_rows):
+    rows, text = served_rows
     assert not values(rows, "calc_diff of a layer", "engine")
     (fast,) = values(rows, "calc_diff of a layer", "ours")
     (accurate,) = values(rows, "calc_diff of a layer", "accurate")
     assert accurate < 1e-5 < fast < 1e-3
-
-
-def test_nothing_is_compiled_on_the_cpu(served_rows):
-    rows, _ = served_rows
-    for what in ("at start", "later"):
+    for what in ("at start", "later"):  # on the CPU none
         assert values(rows, f"our kernels compiled {what}", "ours") == [0]
     assert values(rows, "of ours, by the engine's monitor", "ours") == [0]
-
-
-def test_the_tables_are_shown(served_rows):
-    rows, text = served_rows
     assert "decode, batch 1, ms a step" in text and "mixed load, requests 128, tokens/s" in text
-    (fast,) = values(rows, "calc_diff of a layer", "ours")
     assert f"{fast:.2e} (layer 0)" in text and "Served: medians" in text
 
 
@@ -95,14 +88,16 @@ def test_the_tables_are_shown(served_rows):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("serves nothing", "error: ours: nothing is served: the log does not name moe_fp8"),
-        ("does not start", "error: ours: RuntimeError: no room for the model; the end of"),
-        ("dies", "error: ours: the process ended; the end of"),
+        ("serves nothing", "^ours: nothing is served: the log does not name moe_fp8"),
+        ("does not start", "^ours: RuntimeError: no room for the model; the end of"),
+        ("dies", "^ours: the process ended; the end of"),
     ],
 )
-def test_what_goes_wrong_is_one_error(wrong, message):
-    made = run("--model", "deepseek-v3", "--compare", "ours", *QUICK, wrong=wrong)
-    assert made.returncode == 1 and message in made.stderr and "Traceback" not in made.stdout
+def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp_path):
+    monkeypatch.setenv("STAND_IN", wrong)
+    setup = Setup("vllm", "ours", models.find("deepseek-v3", None, True), random_weights=True)
+    with pytest.raises(Failure, match=message):
+        list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path))
 
 
 def test_a_layer_of_which_no_call_was_seen_is_an_error(tmp_path):
@@ -191,7 +186,7 @@ def test_random_weights_follow_from_names_and_have_a_sane_spread():
     assert draw("some.int", 4, dtype=torch.int32).tolist() == [0] * 4
 
 
-def call(tokens: int = 9, offset: int = 0) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
 
     def random(*size: int) -> torch.Tensor:
@@ -204,7 +199,7 @@ def call(tokens: int = 9, offset: int = 0) -> tuple[tuple[torch.Tensor, ...], di
 
 @pytest.mark.parametrize("kind", ["plain", "offset", "map", "up first", "fp8"])
 def test_the_layer_in_float32(kind):
-    arguments, how = call()
+    arguments, how = experts_of()
     if kind == "offset":
         how["local_expert_offset"] = 2
     elif kind == "map":
@@ -221,11 +216,11 @@ def test_the_layer_in_float32(kind):
 def test_one_call_of_a_layer_is_checked():
     found: list[float] = []
     checked = checking(experts, 9, found.append)
-    calls = [call(tokens) for tokens in (9, 8, 9)]  # of weights of their own
+    calls = [experts_of(tokens) for tokens in (9, 8, 9)]  # of weights of their own
     for arguments, how in (*calls, *calls):
         assert torch.equal(checked(*arguments, **how), experts(*arguments, **how))
     assert len(found) == 2 and all(1e-5 < value < 1e-3 for value in found)
-    arguments, how = call()
+    arguments, how = experts_of()
     broken = checking(lambda *a, **k: 1.5 * experts(*a, **k), 9, found.append)
     for _ in range(2):
         broken(*arguments, **how)
@@ -294,15 +289,10 @@ def test_prompts_are_drawn_once_and_for_all():
     assert [len(p) for p in first] == [3, 5] and all(10 <= t < 990 for p in first for t in p)
 
 
-def test_the_engine_finds_what_watches_it(tmp_path: Path):
+def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
     """As an entry point, in any of its processes."""
     inside.publish(tmp_path, "sglang")
-    code = (
-        "import importlib.metadata as m; "
-        "(e,) = [e for e in m.entry_points(group='sglang.srt.plugins') if 'serve' in e.name]; "
-        "print(e.load().__name__)"
-    )
-    paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "solutions")))
-    command = [sys.executable, "-c", code]
-    made = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
-    assert made.stdout.strip() == b"register_sglang", made.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    found = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    (plugin,) = (entry for entry in found if "serve" in entry.name)
+    assert plugin.load() is inside.register_sglang
