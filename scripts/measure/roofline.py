@@ -17,7 +17,7 @@ from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.gemm_variants import readings
 from scripts.measure.gpu import Rates
-from scripts.measure.timing import one_after_another, require_times
+from scripts.measure.timing import Timed, one_after_another, require_times
 
 
 def measure_reading(
@@ -35,7 +35,7 @@ def measure_reading(
         )
         for n, k in layer.gemms
     ]
-    calls = {}
+    calls: dict[str, Timed] = {}
     for h in found:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)
