@@ -84,6 +84,12 @@ RUNS = [
     *of("late", {7: 1.0, 80: 1.0}, reference=20.0, libs={"run": "2"}),
     *of("peer", {80: 4.0}, reference=20.0, libs={"run": "2"}),
 ]
+TWO_PEERS = [
+    *of("ours", {7: 1.0}, libs={"run": "1"}),
+    *of("peer", {7: 2.0}, libs={"run": "1"}),
+    *of("late", {7: 1.0}, libs={"run": "2"}),
+    *of("peer_b", {7: 4.0}, libs={"run": "2"}),
+]
 SOURCES = [
     *of("x", {7: 1.0, 80: 1.0}, libs={"solution_hash": "a" * 40}, timestamp="2026-01-01"),
     *of("x", {901: 1.0}, timestamp="2026-01-02"),
@@ -127,6 +133,10 @@ FIGURES = {
             "late": {"harness_vs_peer": 4.0, "harness_against": None},
             "ours": {"harness_vs_peer": 2.0, "harness_against": 1.0},
         },
+    ),
+    "ratios to the peers of its run": (
+        TWO_PEERS, ["--peers", "peer*"],
+        {"late": {"harness_vs_peer": 4.0}, "ours": {"harness_vs_peer": 2.0}},
     ),
     "both clocks": (
         CLOCKED, ["--peers", "peer"], {

@@ -19,29 +19,6 @@ from scripts.table import rank_text
 from scripts.table.rankings import rankings
 
 
-def reason_of(status: str, log: str = "") -> str:
-    record = parse_record(trace("x", 7, None, status=status, log=log), "")
-    assert record is not None
-    return record.reason
-
-
-def test_nan_outputs_and_skipped_solutions_have_a_reason() -> None:
-    nan = trace("x", 7, None, status="INCORRECT_NUMERICAL")
-    nan["evaluation"]["correctness"]["max_absolute_error"] = "NaN"
-    record = parse_record(nan, "")
-    assert record is not None and record.reason == "NaN or infinite values in the output"
-    skipped = "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n"
-    assert reason_of("RUNTIME_ERROR", skipped) == "KeyError: 'x'"
-    assert reason_of("RUNTIME_ERROR") == "no reason recorded"
-
-
-def test_the_reason_is_the_logs_last_line_where_no_exception_is_named() -> None:
-    log = "compiling\nkilled by the system\n\n"
-    assert reason_of("RUNTIME_ERROR", log) == "killed by the system"
-    passed = parse_record(trace("x", 7, 1.0, log="some output\n"), "")
-    assert passed is not None and passed.reason == ""
-
-
 def test_reads_directories_and_data_sets_and_skips_what_is_no_result(tmp_path: Path) -> None:
     """A data set's workloads have the form of traces."""
     other = trace("x", 7, 1.0) | {"definition": "gemm"}
@@ -51,14 +28,6 @@ def test_reads_directories_and_data_sets_and_skips_what_is_no_result(tmp_path: P
     assert [r.solution for r in read_records([tmp_path / "set"])] == ["x"]
     assert len(read_records([tmp_path / "set" / "traces"])) == 1
     assert parse_record(workload, "") is None
-
-
-def test_hand_made_traces_are_traces_of_flashinfer_bench() -> None:
-    from flashinfer_bench.data import Trace
-
-    made = Trace.model_validate(trace("x", 7, 1.0, extra={"matched_ratio": 1.0}))
-    record = parse_record(json.loads(made.model_dump_json()), "")
-    assert record is not None and record.speedup == 10.0 and record.tokens == 7
 
 
 # --- files that are not as they should be ---------------------------------------------------------
@@ -133,14 +102,42 @@ def test_a_broken_run_json_is_named_in_one_line(tmp_path: Path, content: str, sa
 # --- figures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("latency", [0.0, float("inf")])
-def test_what_is_no_measurement_is_a_failure(latency: float) -> None:
-    made = trace("x", 7, 1.0)
-    made["evaluation"]["performance"] |= {"latency_ms": latency}
+def failed(log: str) -> dict:
+    return trace("x", 7, None, status="RUNTIME_ERROR", log=log)
+
+
+def wrong(error: Any) -> dict:
+    made = trace("x", 7, None, status="INCORRECT_NUMERICAL")
+    made["evaluation"]["correctness"]["max_absolute_error"] = error
+    return made
+
+
+SKIPPED = "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n"
+LONG = "ValueError: " + "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "reason"),
+    [
+        (trace("x", 7, 1.0, log="some output\n"), "PASSED", ""),
+        (wrong("NaN"), "INCORRECT_NUMERICAL", "NaN or infinite values in the output"),
+        (wrong(5.0), "INCORRECT_NUMERICAL", "too many values differ (largest error 5.0)"),
+        (failed(SKIPPED), "RUNTIME_ERROR", "KeyError: 'x'"),
+        (failed(""), "RUNTIME_ERROR", "no reason recorded"),
+        (failed("compiling\nkilled by the system\n\n"), "RUNTIME_ERROR", "killed by the system"),
+        (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + records.MAX_REASON - 3] + "..."),
+        (changed_performance(latency_ms=0.0), "INVALID", "a latency of 0.0 ms is no measurement"),
+        (
+            changed_performance(latency_ms=float("inf")),
+            "INVALID",
+            "a latency of inf ms is no measurement",
+        ),
+    ],
+)
+def test_why_a_result_counts_or_not(made: dict, status: str, reason: str) -> None:
     record = parse_record(made, "")
-    assert record is not None and not record.passed
-    assert record.status == records.INVALID
-    assert record.reason == f"a latency of {latency} ms is no measurement"
+    assert record is not None and (record.status, record.reason) == (status, reason)
+    assert record.passed == (status == "PASSED")
 
 
 def test_a_speedup_is_formed_of_the_latencies_of_its_trace() -> None:
@@ -185,11 +182,6 @@ def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
     path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
     (tmp_path / "run.json").write_bytes(codecs.BOM_UTF8 + b'{"solutions": {"x": "1"}}')
     assert [(r.solution, r.hash) for r in read_records([path])] == [("x", "1")] * 2
-
-
-def test_a_long_line_of_a_log_is_cut() -> None:
-    reason = reason_of("RUNTIME_ERROR", "ValueError: " + "x" * 10_000)
-    assert len(reason) == records.MAX_REASON and reason.endswith("x...")
 
 
 def test_times_with_their_spread() -> None:
@@ -259,16 +251,28 @@ def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     assert len({r.solution for r in records}) == len(records) == 40
 
 
-def test_why_figures_of_now_do_not_belong_to_a_result() -> None:
-    record = parse_record(trace("x", 7, 1.0, libs={"solution_hash": "1" * 40}), "")
-    assert record is not None
-    same = traces.why_not_same
-    assert same(record, {"x": "1" * 40}, "GPU A") is None
-    assert same(record, {"x": "2" * 40}, "GPU A") == (
-        "x: measured with source 11111111, the present one is 22222222"
-    )
-    assert same(record, {}, "GPU A") == "x: not among the present solutions"
-    assert same(record, {"x": "1" * 40}, "GPU B") == "x: measured on GPU A, this is GPU B"
-    unknown = parse_record(trace("x", 7, 1.0), "")
-    assert unknown is not None
-    assert "an unknown source" in str(same(unknown, {"x": "2" * 40}, "GPU A"))
+@pytest.mark.parametrize(
+    ("was", "now", "hardware", "said"),
+    [
+        ("1" * 40, {"x": "1" * 40}, "GPU A", None),
+        (
+            "1" * 40,
+            {"x": "2" * 40},
+            "GPU A",
+            "x: measured with source 11111111, the present one is 22222222",
+        ),
+        ("1" * 40, {}, "GPU A", "x: not among the present solutions"),
+        ("1" * 40, {"x": "1" * 40}, "GPU B", "x: measured on GPU A, this is GPU B"),
+        (
+            "",
+            {"x": "2" * 40},
+            "GPU A",
+            "x: measured with an unknown source, the present one is 22222222",
+        ),
+    ],
+)
+def test_why_figures_of_now_do_not_belong_to_a_result(
+    was: str, now: dict, hardware: str, said: str | None
+) -> None:
+    record = parse_record(trace("x", 7, 1.0, libs={"solution_hash": was}), "")
+    assert record is not None and traces.why_not_same(record, now, hardware) == said
