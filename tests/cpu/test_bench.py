@@ -388,16 +388,15 @@ def no_latency(gpu: Bench) -> None:
 
 def another_source(gpu: Bench) -> None:
     """Which an interrupted run has not measured."""
-    gpu.ours = [small.solution("x", small.RIGHT + "# another\n")]
-    before_results(signalled(signal.SIGINT, at=0))
-    FakeBenchmark.run_all, run_all = lambda *_, **__: TraceSet(), FakeBenchmark.run_all  # type: ignore
-    try:
-        before = gpu.libs()
-        gpu("--workloads", "1", "7", "--resume", status=1)
-        assert gpu.libs() == before and gpu.info["solutions"] == {"x": before[0]["solution_hash"]}
-    finally:
-        FakeBenchmark.run_all = run_all  # type: ignore
-        before_results(lambda call: None)
+
+    def interrupted(call: int) -> None:
+        raise KeyboardInterrupt
+
+    gpu.ours, before = [small.solution("x", small.RIGHT + "# another\n")], gpu.libs()
+    before_results(interrupted)
+    gpu("--workloads", "1", "7", "--resume", status=130)
+    assert gpu.libs() == before and gpu.info["solutions"] == {"x": before[0]["solution_hash"]}
+    before_results(lambda call: None)
 
 
 @pytest.mark.parametrize(
