@@ -129,12 +129,14 @@ def new_run(parent: Path, hardware: str) -> Run:
     """A run in a directory that no other run has, whoever starts one at the same time."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(hardware)[:40]}"
     parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        directory = parent / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
+    directory, number = parent / name, 1
+    while True:
+        try:
             directory.mkdir()
             return Run(directory)
-    raise AssertionError("unreachable")
+        except FileExistsError:
+            number += 1
+            directory = parent / f"{name}-{number}"
 
 
 def find_run(parent: Path, wanted: Path | None) -> Run:

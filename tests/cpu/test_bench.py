@@ -329,8 +329,10 @@ def test_ctrl_c_keeps_the_workload_under_way_and_resume_goes_on(gpu, number, sta
 def test_what_was_ignored_stays_ignored(gpu) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before_results(signalled(signal.SIGINT, at=0))
-    gpu("--workloads", "1", "7")
-    assert gpu.kept() == ["x1", "x7"] and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    gpu.ours.append(solution("fails"))  # which an interrupted workload would not keep
+    gpu("--workloads", "1", "7", status=1)
+    assert gpu.kept() == ["x1", "fails1", "x7", "fails7"]
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)

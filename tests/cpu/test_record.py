@@ -1,6 +1,7 @@
 """A record is made step by step, whatever becomes of a step, and the archive holds all of it. Small
 commands stand for the programs."""
 
+import functools
 import json
 import re
 import signal
@@ -219,11 +220,14 @@ def test_steps_measure_what_a_record_holds(directory: Path) -> None:
     assert names.index("bench") < min(names.index(step.name) for step in into), "moves its rows up"
 
 
+@functools.cache
+def shown_by(program: str) -> str:
+    command = [sys.executable, str(run.programs()[program]), "--help"]
+    return subprocess.run(command, env=run.environment(), capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("step", record.steps(Path("/tmp/d"))[1:], ids=lambda step: step.name)
 def test_steps_have_arguments_that_their_programs_take(step: Step) -> None:
     """Each option of a step is one that the program's own help names."""
-    path = run.programs()[step.command[2]]
-    shown = subprocess.run(
-        [sys.executable, str(path), "--help"], env=run.environment(), capture_output=True, text=True
-    ).stdout
-    assert all(word in shown for word in step.command[3:] if word.startswith("--"))
+    options = [word for word in step.command[3:] if word.startswith("--")]
+    assert all(option in shown_by(step.command[2]) for option in options)
