@@ -719,8 +719,9 @@ def test_the_speedup_is_the_references_time_over_the_solutions(on_cpu, monkeypat
     content = small.RIGHT.replace("    output", slow.format(0.0625, "output"))
     on_cpu.ours = [small.solution("x", content)]
     on_cpu("--workloads", "1")
-    (record,) = on_cpu.records()
-    assert (record.reference_ms, record.latency_ms, record.speedup) == (250.0, 62.5, 4.0)
+    trace = json.loads((on_cpu.run / "traces.jsonl").read_text())
+    wanted = {"reference_latency_ms": 250.0, "latency_ms": 62.5, "speedup_factor": 4.0}
+    assert trace["evaluation"]["performance"] == wanted
 
 
 def test_every_solution_has_its_own_copies_and_every_workload_its_own_tokens(

@@ -43,7 +43,7 @@ def test_help(program: str) -> None:
         ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
         ("bench", ["--local", "/absent"], "not a directory"),
         *(
-            ("bench", [option], "argument {}: {!r} is no ".format(*option.split("=")))
+            ("bench", [option, "--list"], "argument {}: {!r} is no ".format(*option.split("=")))
             for option in OUT_OF_RANGE.split()
         ),
         ("rank", [str(RECORD / "rows.jsonl")], "rows.jsonl:2 is no trace"),
