@@ -62,7 +62,7 @@ def test_requirements_are_those_of_pyproject() -> None:
     ],
 )
 def test_pip_says_what_an_interpreter_has(options, wanted, has, monkeypatch, tmp_path) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", ".")
     (tmp_path / "half.egg-info").mkdir()
     (tmp_path / "half.egg-info" / "PKG-INFO").write_text("Name: half\nVersion: 1\n")
     monkeypatch.chdir(tmp_path)
