@@ -48,6 +48,9 @@ def expert_parallel_moe(
     top_k: int = 8,
     gate_first: bool = False,
     accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
     group: dist.ProcessGroup | None = None,
     buffer: "deep_ep.Buffer | None" = None,
 ) -> torch.Tensor:
@@ -69,7 +72,8 @@ def expert_parallel_moe(
         routing_bias: as in `fused_moe`, the same on every rank, which is not checked.
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: of this
             rank's L experts, as in `fused_moe`.
-        routed_scaling_factor, n_group, topk_group, top_k, accurate: the same on every rank.
+        routed_scaling_factor, n_group, topk_group, top_k, accurate, swiglu_limit, swiglu_alpha,
+            swiglu_beta: as in `fused_moe`, the same on every rank.
         group: of processes, else the default one.
         buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
             for high throughput are called.
@@ -88,8 +92,17 @@ def expert_parallel_moe(
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
         0, routed_scaling_factor,  # the offset follows from the rank
     ))  # fmt: skip
-    routing = {"n_group": n_group, "topk_group": topk_group, "top_k": top_k}
-    _agree(_checked(inputs, routing, gate_first, accurate, ranks, buffer), group)
+    options: dict[str, Any] = {
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "top_k": top_k,
+        "gate_first": gate_first,
+        "accurate": accurate,
+        "swiglu_limit": swiglu_limit,
+        "swiglu_alpha": swiglu_alpha,
+        "swiglu_beta": swiglu_beta,
+    }
+    _agree(_checked(inputs, options, ranks, buffer), group)
     local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
     logits, x, x_scale = routing_logits.float(), hidden_states, hidden_states_scale
     if x_scale is None:
@@ -103,13 +116,7 @@ def expert_parallel_moe(
         chosen = _experts_of(logits, routing_bias, shape)
         received, returned = _to_ranks_of(chosen, packed, experts, buffer)
     logits, x, x_scale = _unpacked(received, experts, hidden)
-    options: dict[str, Any] = {
-        "local_expert_offset": rank * local,
-        "routed_scaling_factor": routed_scaling_factor,
-        "gate_first": gate_first,
-        "accurate": accurate,
-        **routing,
-    }
+    options |= {"local_expert_offset": rank * local, "routed_scaling_factor": routed_scaling_factor}
     return returned(fused_moe(logits, routing_bias, x, x_scale, *inputs[4:8], **options))
 
 
@@ -133,17 +140,11 @@ def deep_ep_buffer(
 
 
 def _checked(
-    inputs: MoeInputs,
-    routing: dict[str, int],
-    gate_first: bool,
-    accurate: bool,
-    ranks: int,
-    buffer: Any,
+    inputs: MoeInputs, options: dict[str, Any], ranks: int, buffer: Any
 ) -> dict[str, Any] | str:
     """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
-    how: dict[str, Any] = {**routing, "gate_first": gate_first, "accurate": accurate}
     try:
-        layer, _, output = call_of(fused_moe, *inputs[:8], **how)
+        layer, _, output = call_of(fused_moe, *inputs[:8], **options)
         experts, local = layer.shape.num_experts, layer.shape.num_local_experts
         if experts != ranks * local:
             raise ValueError(
@@ -164,9 +165,10 @@ def _checked(
         "hidden_states.is_cuda": output.is_cuda,
         "routing_logits.shape[1]": experts,
         "gemm2_weights.shape[2]": layer.shape.intermediate_size,
-        **{name: int(value) for name, value in routing.items()},
+        **{name: int(options[name]) for name in ("n_group", "topk_group", "top_k")},
         "routed_scaling_factor": float(inputs.routed_scaling_factor),
-        "accurate": accurate,
+        "accurate": options["accurate"],
+        "swiglu": layer.shape.swiglu,
     }
 
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from .arguments import has_contiguous_lines
 from .layer.fused import FusedLayer
 from .layer.validate import validate
-from .problem import Form, MoeInputs, MoeShape, RoutedInputs
+from .problem import Form, MoeInputs, MoeShape, RoutedInputs, Swiglu
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
@@ -37,6 +37,9 @@ def fused_moe(
     top_k: int = 8,
     gate_first: bool = False,
     accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mixture-of-experts layer of one expert-parallel rank: its experts' share of every token.
@@ -84,6 +87,9 @@ def fused_moe(
             checkpoints have them. Costs nothing, changes no bit.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
             1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
+        swiglu_limit, swiglu_alpha, swiglu_beta: with gate at most the limit and up within the limit
+            of 0, an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`; a NaN
+            stays one. None is no limit. Compiled into the kernels: every triple has its own.
         out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
 
     Returns:
@@ -102,7 +108,7 @@ def fused_moe(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
         local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k,
-        gate_first, accurate, out,
+        gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, out,
     )  # fmt: skip
     return out
 
@@ -122,6 +128,9 @@ def experts(
     local_expert_offset: int = 0,
     num_experts: int | None = None,
     accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_moe` after its routing: the experts here of tokens whose experts are chosen already.
@@ -152,7 +161,7 @@ def experts(
         local_expert_offset: the first id that is here; 0 with a map.
         num_experts: E without a map, which only tells how many rows an expert may have, so that
             the kernels' tiles suit; else L is taken for it. Changes no bit.
-        accurate: as in `fused_moe`.
+        accurate, swiglu_limit, swiglu_alpha, swiglu_beta: as in `fused_moe`.
         out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
 
     Returns:
@@ -168,7 +177,8 @@ def experts(
     run = _experts_operator if _is_traced(topk_ids, x) else _run_experts
     run(
         topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
-        local_expert_offset, expert_map, num_experts, gate_first, accurate, out,
+        local_expert_offset, expert_map, num_experts, gate_first, accurate,
+        swiglu_limit, swiglu_alpha, swiglu_beta, out,
     )  # fmt: skip
     return out
 
@@ -220,14 +230,14 @@ Call = tuple[FusedLayer, MoeInputs | RoutedInputs, torch.Tensor]
 
 def _fused_moe(*arguments: Any) -> Call:
     """Of the operator's arguments: the layer's inputs, three numbers of the routing, `gate_first`,
-    `accurate`, the output."""
+    `accurate`, three numbers of the activation, the output."""
     inputs = MoeInputs(*arguments[:10])
-    *routing, gate_first, accurate, out = arguments[10:]
+    n_group, topk_group, top_k, gate_first, *options, out = arguments[10:]
     sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
     form = () if gate_first is False and _is_usual(inputs) else (*_form(inputs), gate_first)
-    return layer_of(*sizes, *routing, accurate, *form), inputs, out
+    return layer_of(*sizes, n_group, topk_group, top_k, *options, *form), inputs, out
 
 
 def _is_usual(inputs: Any) -> bool:
@@ -257,9 +267,10 @@ def _form(inputs: MoeInputs) -> tuple[Any, ...]:
 
 
 def _experts(*arguments: Any) -> Call:
-    """The same of the inputs, the number of experts, `gate_first`, `accurate`, the output."""
+    """The same of the inputs, the number of experts, `gate_first`, `accurate`, three numbers of the
+    activation, the output."""
     inputs = RoutedInputs(*arguments[:10])
-    num_experts, gate_first, accurate, out = arguments[10:]
+    num_experts, gate_first, *options, out = arguments[10:]
     *_, local, hidden, intermediate = sizes_of(
         inputs.topk_ids, inputs.x, inputs.w13, inputs.w2, names=RoutedInputs._fields
     )
@@ -282,7 +293,7 @@ def _experts(*arguments: Any) -> Call:
     )
     sizes = (local if num_experts is None else num_experts, local, hidden, intermediate)
     top_k = inputs.topk_ids.shape[1]
-    return layer_of(*sizes, 1, 1, top_k, accurate, *form), inputs, out
+    return layer_of(*sizes, 1, 1, top_k, *options, *form), inputs, out
 
 
 def _run(*arguments: Any) -> None:
@@ -379,19 +390,18 @@ def sizes_of(
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
 def _layer(*arguments: Any) -> FusedLayer:
-    sizes, (accurate, *types) = arguments[:7], arguments[7:]
-    form = Form(*types)
+    sizes, (accurate, *activation), form = arguments[:7], arguments[7:11], Form(*arguments[11:])
     for name, flag in (("accurate", accurate), ("gate_first", form.gate_first)):
         if type(flag) is not bool:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
     routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
-    shape = MoeShape(*(*sizes, routing))
+    shape = MoeShape(*sizes, routing, Swiglu(*activation))
     return FusedLayer(shape, 2 if accurate else 1, form=None if form == Form() else form)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:
-    """The layer of `sizes_of`, n_group, topk_group, top_k, `accurate`, and what its `Form` has that
-    is not the definition's, in order.
+    """The layer of `sizes_of`, n_group, topk_group, top_k, `accurate`, the numbers of `Swiglu`, and
+    what its `Form` has that is not the definition's, in order.
 
     Raises:
         ValueError: one of them is wrong; the message names it.
@@ -405,7 +415,14 @@ def layer_of(*arguments: Any) -> FusedLayer:
 # With these schemas and not by `custom_op`, whose part of a call is 90 us of the host's.
 NAMESPACE = __package__.replace(".", "_")
 OPTIONAL = {"routing_bias", "hidden_states_scale", "x_scale"}
-FLAGS = ("bool gate_first", "bool accurate", "Tensor(a!) out")
+OPTIONS = (
+    "bool gate_first",
+    "bool accurate",
+    "float? swiglu_limit",
+    "float swiglu_alpha",
+    "float swiglu_beta",
+    "Tensor(a!) out",
+)
 
 
 def _tensors(names: tuple[str, ...]) -> list[str]:
@@ -418,14 +435,14 @@ SCHEMAS = {
         "SymInt local_expert_offset",
         "float routed_scaling_factor",
         *(f"SymInt {name}" for name in ("n_group", "topk_group", "top_k")),
-        *FLAGS,
+        *OPTIONS,
     ),
     "experts": (
         *_tensors(RoutedInputs._fields),
         "SymInt local_expert_offset",
         "Tensor? expert_map",
         "SymInt? num_experts",
-        *FLAGS,
+        *OPTIONS,
     ),
 }
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,39 @@ LANES = 32
 
 
 @dataclass(frozen=True)
+class Swiglu:
+    """What an expert computes of its two projections: with `gate` at most `limit` and `up` within
+    `limit` of 0, `gate * sigmoid(alpha * gate) * (up + beta)`. By default `silu(gate) * up`.
+
+    With a limit it is vLLM's `SiluAndMulWithClamp` and SGLang's `swiglu_limit`; alpha 1.702 and
+    beta 1 are gpt-oss's. A NaN stays one.
+
+    Raises:
+        ValueError: a number is not finite, or the limit is not positive; the message names it.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "beta"):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not math.isfinite(value):
+                raise ValueError(f"swiglu_{name}={shown(value)}: expected a finite number")
+            object.__setattr__(self, name, float(value))  # 10 and 10.0 are one kernel's
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"swiglu_limit={self.limit}: expected a positive number, or None")
+
+
+SILU = Swiglu()
+"""`silu(gate) * up`."""
+
+
+@dataclass(frozen=True)
 class MoeShape:
     """Everything about the layer that does not change from call to call.
 
@@ -59,6 +92,7 @@ class MoeShape:
     top_k: int = 8  # experts of a token, at most 31
     routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
     # with `given` there are neither, and num_experts only tells how many rows an expert may have
+    swiglu: Swiglu = SILU
 
     def __post_init__(self) -> None:
         for field in fields(self):

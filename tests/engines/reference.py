@@ -1,5 +1,7 @@
 """A mixture-of-experts layer of FP8 weights in float64, and tensors as an engine has them."""
 
+from collections.abc import Callable
+
 import torch
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3
@@ -23,7 +25,21 @@ def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
 
 
-def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, of: Weights) -> torch.Tensor:
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of gate and up."""
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def layer(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    of: Weights,
+    activation: Activation = swiglu,
+) -> torch.Tensor:
     """Of tokens in bfloat16 `[T, H]`, which are quantised, and local ids `[T, K]`, -1 elsewhere."""
     q, scale = quantise_rows(x)
     tokens = q.double() * scale.t().repeat_interleave(BLOCK, 1)
@@ -33,7 +49,7 @@ def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, of: Weights
         for expert, weight in zip(chosen, given, strict=True):
             if expert >= 0:
                 gate, up = (w13[expert] @ tokens[token]).chunk(2)
-                out[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+                out[token] += weight * (w2[expert] @ activation(gate, up))
     return out
 
 

@@ -17,12 +17,14 @@ from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 E, LOCAL, H, WIDTH, K = 64, 16, 512, 256, 8
+OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5, "gate_up_interleaved": False}
 BLOCKS = SimpleNamespace(weight_block_size=[128, 128])
 
 
@@ -139,11 +141,39 @@ def test_the_method_runs_it(experts, top_k, registered, caplog):
     assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
 
 
+def clamped_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`act_and_mul_triton` with a `swiglu_limit` of .5, which needs a GPU."""
+    return torch.nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+
+
+def clamped_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SGLang's own, uncompiled."""
+    function = fused_moe.swiglu_no_interleaved_with_alpha_and_limit
+    return function._torchdynamo_orig_callable(torch.cat((gate, up)), 1.702, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"), [({"swiglu_limit": 0.5}, clamped_silu), (OAI, clamped_oai)]
+)
+def test_a_limit_is_that_of_sglangs_own_activation(changes, activation, registered):
+    """A limit of .5 clamps a third of these gates and ups."""
+    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    method, module = method_and_layer(of)
+    method.create_moe_runner(module, config_of(**changes))
+    out = method.apply(module, given).hidden_states
+    weights, ids, _ = given.topk_output
+    reference = 2.5 * layer(given.hidden_states, ids, weights, of, activation)
+    assert calc_diff(out, reference) < 1e-3 and calc_diff(out, wanted(given, of, 2.5)) > 1e-2
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"activation": "gelu"}, "an activation other than"),
-        ({"swiglu_limit": 7.0}, "an activation other than"),
+        ({"gemm1_clamp_limit": 7.0}, "silu(gate) that is clamped"),
+        ({"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0}, "rows of gate and up in turns"),
+        ({**OAI, "gemm1_beta": 0.5}, "gemm1_beta=0.5"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0: expected a positive number"),
         ({"no_combine": True}, "not weighted and summed"),
         ({"params_dtype": torch.float16}, "tokens of torch.float16"),
         ({"top_k": 32}, "top_k=32: expected 1..31"),
@@ -207,7 +237,8 @@ def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
     passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
-    assert function is plugin.experts and how == {"accurate": False, "num_experts": E}
+    assert function is plugin.experts
+    assert how == {"accurate": False, "num_experts": E, "swiglu_limit": None}
     for made, real in zip(call, passed, strict=True):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 

@@ -19,6 +19,7 @@ from reference import Weights, layer, peer_of_a_sweep
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.integrations import vllm_experts  # noqa: E402
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEConfig,
@@ -92,14 +93,14 @@ def problem() -> tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]:
     return Weights(E, H, WIDTH), x, logits, 7 + 0.1 * torch.rand(E, generator=generator)
 
 
-def modular(weights, x, topk_weights, ids, expert_map=None, **changes) -> torch.Tensor:
+def modular(weights, x, topk_weights, ids, expert_map=None, **changes: Any) -> torch.Tensor:
     config = config_of(**changes)
     kernel = mk.FusedMoEKernel(
         MoEPrepareAndFinalizeNoDPEPModular(),
         vllm_experts.Experts(config, quant_config_of(weights)),
     )
     return kernel.apply(
-        x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
+        x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
         global_num_experts=E, expert_map=expert_map, apply_router_weight_on_input=False,
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
@@ -125,6 +126,34 @@ def test_modular_with_a_part_of_the_experts(problem):
     assert calc_diff(out, wanted) < 1e-3 and (wanted == 0).all(dim=1).any()
 
 
+@pytest.mark.parametrize(
+    ("activation", "alpha", "beta"),
+    [
+        (MoEActivation.SILU, 1.0, 0.0),
+        (MoEActivation.SILU, None, None),
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, 1.702, 1.0),
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, None, None),
+    ],
+)
+def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, problem):
+    """A limit of .5 clamps a third of these gates and ups."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    given = (0.5, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta)
+    theirs = SiluAndMulWithClamp(*given)
+
+    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return theirs.forward_native(torch.cat((gate, up)))
+
+    changes = {"swiglu_limit": 0.5, "swiglu_alpha": alpha, "swiglu_beta": beta}
+    config = config_of(activation=activation, **changes)
+    assert not vllm_experts.why_not(config)
+    assert vllm_experts.Experts._supports_activation(activation)
+    out = modular(weights, x, topk_weights, ids, activation=activation, **changes)
+    assert calc_diff(out, layer(x, ids, topk_weights, weights, clamped)) < 1e-3
+    assert calc_diff(out, layer(x, ids, topk_weights, weights)) > 1e-2
+
+
 def test_tokens_that_were_quantised_before(problem):
     """After an exchange between ranks: scales [T, H/128], of either order."""
     from moe_fp8.quantise import quantise_rows
@@ -145,7 +174,8 @@ def test_tokens_that_were_quantised_before(problem):
 
 WHY_NOT = [
     ({"activation": MoEActivation.GELU}, KEYS, "activation"),
-    ({"swiglu_limit": 7.0}, KEYS, "an activation other than silu"),
+    ({"activation": MoEActivation.SWIGLUOAI}, KEYS, "activation"),  # gate and up in turns
+    ({"swiglu_limit": 0.0}, KEYS, "swiglu_limit=0.0: expected a positive number"),
     ({"has_bias": True}, KEYS, "experts with a bias"),
     ({"in_dtype": torch.float16}, KEYS, "tokens of torch.float16"),
     ({"is_lora_enabled": True}, KEYS, "LoRA"),

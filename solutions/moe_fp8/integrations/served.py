@@ -1,11 +1,12 @@
 """What the layer serves of what engines run, and whether it is asked for."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from ..kernels.architectures import ARCHITECTURES, HOPPER
-from ..problem import MoeShape
+from ..problem import MoeShape, Swiglu
 
 BLOCK_SHAPE = [128, 128]
 """Of the weights' scales."""
@@ -59,8 +60,21 @@ def on_hopper() -> bool:
 
 def why_no_geometry(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
     """What of the sizes the kernels do not take, empty if they take all of them."""
+    return _why_refused(
+        lambda: MoeShape(experts, local, hidden, intermediate, 1, 1, top_k, "given")
+    )
+
+
+def why_no_activation(
+    swiglu_limit: float | None = None, swiglu_alpha: float = 1.0, swiglu_beta: float = 0.0
+) -> str:
+    """The same of the activation, in the options of `experts`."""
+    return _why_refused(lambda: Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta))
+
+
+def _why_refused(make: Callable[[], object]) -> str:
     try:
-        MoeShape(experts, local, hidden, intermediate, 1, 1, top_k, "given")
+        make()
     except ValueError as error:
         return str(error)
     return ""

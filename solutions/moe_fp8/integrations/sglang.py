@@ -21,6 +21,7 @@ from .served import (
     asked_for,
     described,
     older_than,
+    why_no_activation,
     why_no_geometry,
     why_not_here,
 )
@@ -74,6 +75,7 @@ def runner_core(config: Any) -> Any:
                 quant_info.w2_weight, quant_info.w2_scale,
                 num_experts=runner_config.num_experts,  # the ids are local ones, or -1
                 accurate=accurate(VARIABLE),
+                **activation_of(runner_config),
             )  # fmt: skip
             return StandardCombineInput(hidden_states=output)
 
@@ -94,7 +96,7 @@ def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> No
     method.runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
     if layer.w13_weight.is_cuda:
         prepare(experts, *one_token(layer, config), accurate=accurate(VARIABLE),
-                num_experts=config.num_experts)  # fmt: skip
+                num_experts=config.num_experts, **activation_of(config))  # fmt: skip
 
 
 def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
@@ -153,10 +155,35 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return f"tokens of {config.params_dtype}"
     if getattr(layer, "w13_weight_bias", None) is not None:
         return "experts with a bias"
-    limits = "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"
-    clamped = any(getattr(config, name, None) is not None for name in limits)
-    if config.activation != "silu" or not config.is_gated or clamped:
-        return "an activation other than silu(gate) * up"
+    if why := why_no_swiglu(config):
+        return why
     if config.no_combine or config.apply_router_weight_on_input:
         return "experts that are not weighted and summed"
     return why_no_geometry(*sizes(layer, config))
+
+
+def why_no_swiglu(config: Any) -> str:
+    """What of a layer's activation is not served, empty if it is."""
+    if config.activation != "silu" or not config.is_gated:
+        return "an activation other than SwiGLU"
+    alpha, beta = config.gemm1_alpha, config.gemm1_beta
+    if alpha is None and (beta, config.gemm1_clamp_limit) != (None, None):
+        return "silu(gate) that is clamped, in place of gate"
+    if alpha is not None and config.gate_up_interleaved:
+        return "rows of gate and up in turns"
+    if alpha is not None and beta not in (None, 1.0):
+        return f"gemm1_beta={beta}"
+    return why_no_activation(**activation_of(config))
+
+
+def activation_of(config: Any) -> dict[str, float | None]:
+    """The options of `experts` for a layer's activation, as SGLang's Triton runner computes it
+    (moe_runner/triton_utils/fused_moe.py): `swiglu_no_interleaved_with_alpha_and_limit`, whose
+    beta is 1, where there is an alpha, else what `act_and_mul_triton` does with `swiglu_limit`."""
+    if config.gemm1_alpha is None:
+        return {"swiglu_limit": config.swiglu_limit}
+    return {
+        "swiglu_limit": config.gemm1_clamp_limit,
+        "swiglu_alpha": config.gemm1_alpha,
+        "swiglu_beta": 1.0,
+    }

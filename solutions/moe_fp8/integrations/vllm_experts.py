@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ..compile_ahead import prepare
 from ..functional import experts
-from .served import accurate, why_no_geometry, why_not_here
+from .served import accurate, why_no_activation, why_no_geometry, why_not_here
 from .vllm import VARIABLE
 
 
@@ -27,7 +27,7 @@ class Experts(mk.FusedMoEExpertsModular):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.accurate = accurate(VARIABLE)
+        self.options = {"accurate": accurate(VARIABLE), **activation_of(self.moe_config)}
         self.is_prepared = False
 
     @staticmethod
@@ -64,7 +64,7 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
-        return activation == MoEActivation.SILU
+        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
@@ -103,8 +103,8 @@ class Experts(mk.FusedMoEExpertsModular):
             "x_scale": None if a1q_scale is None else a1q_scale.t(),
             "expert_map": expert_map,
             "num_experts": None if expert_map is not None else global_num_experts,
-            "accurate": self.accurate,
             "out": output,
+            **self.options,
         }
         if not self.is_prepared:
             # vLLM makes a first call, with its real tensors, while it loads: the profiling run.
@@ -122,14 +122,24 @@ def why_not(config: Any) -> str:
     """What of a layer is not served, of what vLLM does not ask about; empty if it is."""
     if config.moe_backend != "auto":
         return f"--moe-backend {config.moe_backend} is asked for"
-    clamped = (config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta)
-    if any(value is not None for value in clamped):
-        return "an activation other than silu(gate) * up"
     if config.has_bias:
         return "experts with a bias"
     if config.in_dtype != torch.bfloat16:
         return f"tokens of {config.in_dtype}"
-    return why_no_geometry(*sizes(config))
+    return why_no_activation(**activation_of(config)) or why_no_geometry(*sizes(config))
+
+
+def activation_of(config: Any) -> dict[str, float | None]:
+    """The options of `experts` for a layer's activation, as vLLM computes it: with `silu` there is
+    a limit at most (`silu_and_mul_with_clamp` in its fused_moe/activation.py)."""
+    if config.activation == MoEActivation.SILU:
+        return {"swiglu_limit": config.swiglu_limit}
+    alpha, beta = config.swiglu_alpha, config.swiglu_beta
+    return {
+        "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": 1.0 if alpha is None else alpha,
+        "swiglu_beta": 0.0 if beta is None else beta,
+    }
 
 
 def sizes(config: Any) -> tuple[int, int, int, int, int]:

@@ -122,7 +122,9 @@ class FusedMoe:
         # the first one leaves out or has no tile left for; it asks for tiles, because some of its
         # CTAs begin earlier.
         self.overlaps_gemms = config2.dynamic
-        epilogue = functools.partial(swiglu, terms=self.terms, gate_first=gate_first)
+        epilogue = functools.partial(
+            swiglu, terms=self.terms, gate_first=gate_first, swiglu=shape.swiglu
+        )
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)

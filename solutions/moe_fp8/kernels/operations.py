@@ -13,7 +13,16 @@ import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, TMA_ROWS, round_up
-from ..problem import Form, FusedCall, GroupedRows, MoeInputs, MoeShape, bounded_offset
+from ..problem import (
+    SILU,
+    Form,
+    FusedCall,
+    GroupedRows,
+    MoeInputs,
+    MoeShape,
+    Swiglu,
+    bounded_offset,
+)
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
@@ -77,10 +86,10 @@ def permute(x, x_scale, pair_row, a, a_scale) -> None:
         function(x, x_scale, pair_row, a, a_scale)
 
 
-def swiglu_quant(g, q, q_scale, m_indptr) -> None:
+def swiglu_quant(g, q, q_scale, m_indptr, swiglu=SILU) -> None:
     rows, intermediate = q.shape
     if rows:
-        function = compile_swiglu_quant(intermediate, target_of(g.device))
+        function = compile_swiglu_quant(intermediate, target_of(g.device), swiglu)
         ctas = SwigluQuant(intermediate).ctas(rows, multiprocessors_of(g.device))
         function(g, q, q_scale, m_indptr, ctas)
 
@@ -259,7 +268,7 @@ def compile_permute(hidden: int, top_k: int, target: str, form: Form | None = No
 
 
 @CompiledOnce
-def compile_swiglu_quant(intermediate: int, target: str) -> Any:
+def compile_swiglu_quant(intermediate: int, target: str, swiglu: Swiglu = SILU) -> Any:
     rows = Extent("rows")
     arguments = (
         Tensor(BFloat16, (rows, 2 * intermediate)),
@@ -268,7 +277,7 @@ def compile_swiglu_quant(intermediate: int, target: str) -> Any:
         Tensor(Int32, (Extent("boundaries"),), align=4),
         Scalar(Int32),
     )
-    return compiled(SwigluQuant, (intermediate,), arguments, target)
+    return compiled(SwigluQuant, (intermediate, swiglu), arguments, target)
 
 
 @CompiledOnce

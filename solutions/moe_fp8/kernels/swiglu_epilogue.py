@@ -13,9 +13,10 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
+from ..problem import SILU, Swiglu
 from .epilogue import Epilogue
 from .handoff import announce
-from .swiglu_quant import silu
+from .swiglu_quant import of_gate, of_up
 from .tiles import Tile
 from .vectors import vector
 
@@ -32,7 +33,8 @@ class Quantised(NamedTuple):
 
 
 class SwigluEpilogue(Epilogue):
-    """`c = silu(gate) * up` of the float32 sums, `q = fp8(c / scale)`, `scale = amax(|c|) / 448`.
+    """`c = silu(gate) * up` of the float32 sums, or what else `swiglu` says, `q = fp8(c / scale)`,
+    `scale = amax(|c|) / 448`.
 
     A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
     a second one, stored after the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. It is
@@ -52,8 +54,9 @@ class SwigluEpilogue(Epilogue):
     """Of the result that a tile makes."""
 
     def __init__(
-        self, config: Any, operands: Any, n: int, terms: int = 1, gate_first: bool = False
-    ):
+        self, config: Any, operands: Any, n: int, terms: int = 1, gate_first: bool = False,
+        swiglu: Swiglu = SILU,
+    ):  # fmt: skip
         if config.quantises != terms or n % (2 * BLOCK):
             raise ValueError(
                 f"{config}, n={n}: expected quantises={terms} and n a multiple of {2 * BLOCK}"
@@ -61,6 +64,7 @@ class SwigluEpilogue(Epilogue):
         super().__init__(config, operands, n)
         self.terms = terms
         self.gate_first = gate_first
+        self.swiglu = swiglu
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         # That have maxima of their own, of a token: a warp's columns, or a warpgroup's.
@@ -79,10 +83,10 @@ class SwigluEpilogue(Epilogue):
         return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
 
     def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
-        """`silu(gate) * up` of a column; `first` is the place of its sum over the weights' first
-        half, `second` of the one over the second half."""
+        """`c` of a column; `first` is the place of its sum over the weights' first half, `second`
+        of the one over the second half."""
         gate, up = (first, second) if self.gate_first else (second, first)
-        return silu(sums[gate]) * sums[up]
+        return of_gate(sums[gate], self.swiglu) * of_up(sums[up], self.swiglu)
 
     def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
         """Row of the B scales for a tile's columns over the first (0) or second (1) half."""

@@ -6,6 +6,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, FP8_MAX
+from ..problem import SILU, Swiglu
 from .dependent import wait_for_previous
 from .vectors import vector
 
@@ -20,9 +21,30 @@ ROWS = 2
 
 
 @cute.jit
-def silu(x: Float32) -> Float32:
-    """`x * sigmoid(x)`; goes to -0 and x, not NaN, where the exponential over- and underflows."""
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+def silu(x: Float32, alpha: float = 1.0) -> Float32:
+    """`x * sigmoid(alpha * x)`; goes to -0 and x, not NaN, where the exponential over- and
+    underflows."""
+    power = x * (-LOG2_E * alpha)
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
+
+
+@cute.jit
+def of_gate(gate: Float32, swiglu: Swiglu) -> Float32:
+    """The factor that `Swiglu` makes of the gate projection; a NaN passes the clamp."""
+    if cutlass.const_expr(swiglu.limit is not None):
+        gate = cute.arch.fmin(gate, swiglu.limit, nan=True)
+    return silu(gate, swiglu.alpha)
+
+
+@cute.jit
+def of_up(up: Float32, swiglu: Swiglu) -> Float32:
+    """The other factor, of the up projection."""
+    if cutlass.const_expr(swiglu.limit is not None):
+        up = cute.arch.fmin(up, swiglu.limit, nan=True)
+        up = cute.arch.fmax(up, -swiglu.limit, nan=True)
+    if cutlass.const_expr(swiglu.beta != 0.0):
+        up = up + swiglu.beta
+    return up
 
 
 def block_scale(amax: Float32) -> Float32:
@@ -53,7 +75,8 @@ def divide(values: cute.Tensor, scale: Float32):
 
 
 class SwigluQuant:
-    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with `scale = amax(|c|) / 448`.
+    """`c = silu(gate) * up`, or what else `swiglu` says, then `q = fp8(c / scale)` with
+    `scale = amax(|c|) / 448`.
 
     Half a warp owns the 128 columns of one scale block of one row: each thread 8 columns, the
     maximum by shuffles, so nothing is staged. A block whose scale would be zero (all its
@@ -68,10 +91,10 @@ class SwigluQuant:
     ctas_per_multiprocessor = 8
     """As many as its registers hold at once: more would come in a second wave of a few."""
 
-    def __init__(self, intermediate: int):
+    def __init__(self, intermediate: int, swiglu: Swiglu = SILU):
         if intermediate % BLOCK:
             raise ValueError(f"intermediate={intermediate}: expected a multiple of {BLOCK}")
-        self.intermediate = intermediate
+        self.intermediate, self.swiglu = intermediate, swiglu
         self.blocks = intermediate // BLOCK
         self.column_groups = -(-self.blocks // self.blocks_per_cta)
 
@@ -130,7 +153,7 @@ class SwigluQuant:
         c = cute.make_rmem_tensor(VECTOR, Float32)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(VECTOR):
-            c[i] = silu(Float32(gate[i])) * Float32(up[i])
+            c[i] = of_gate(Float32(gate[i]), self.swiglu) * of_up(Float32(up[i]), self.swiglu)
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from ..problem import Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
+from ..problem import SILU, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs, Swiglu
 from ..quantise import block_scale, quantise_rows
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
@@ -75,8 +75,10 @@ def swiglu_quant(
     q: torch.Tensor,  # [R, I] float8_e4m3fn, or [R, 2I] for two terms
     q_scale: torch.Tensor,  # [I/128, R] float32
     m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
+    swiglu: Swiglu = SILU,
 ) -> None:
-    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+    """`c = silu(gate) * up`, or what else `swiglu` says, then `q = fp8(c / scale)` with one scale
+    per row and 128 columns.
 
     With two terms the second one is FP8 of what the first one leaves. Rows from `m_indptr[-1]` on
     are neither read nor written.
@@ -90,7 +92,7 @@ def swiglu_quant(
     """
     rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
-    c = (torch.nn.functional.silu(gate) * up).view(rows, intermediate // BLOCK, BLOCK)
+    c = activated(gate, up, swiglu).view(rows, intermediate // BLOCK, BLOCK)
     scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1))
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.
@@ -100,6 +102,15 @@ def swiglu_quant(
         term.copy_(left)
         left = left - term.float()
     q_scale[:, :rows] = scale.t()
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, swiglu: Swiglu) -> torch.Tensor:
+    """`gate * sigmoid(alpha * gate) * (up + beta)` of the clamped halves, in float32."""
+    if swiglu.limit is not None:
+        gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+    if swiglu.alpha == 1.0:
+        return torch.nn.functional.silu(gate) * (up + swiglu.beta)
+    return gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)
 
 
 def fused_call(
@@ -139,7 +150,7 @@ def fused(
         g = g.roll(i, dims=1)
     q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
-    swiglu_quant(g, q, q_scale, rows.m_indptr)
+    swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu)
     o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
     grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows)
     combine(o, rows.pair_row, rows.weights, output)

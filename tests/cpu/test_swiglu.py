@@ -1,0 +1,136 @@
+"""SwiGLU with a limit, an alpha and a beta: the functions on the CPU, and what is refused."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from engines.reference import Weights, layer
+from moe_fp8 import experts, fused_moe
+from moe_fp8.kernels.operations import fused_kernel
+from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.layer.pipeline import PlacedLayer
+from moe_fp8.layer.routing import choose_experts
+from moe_fp8.problem import MoeInputs, MoeShape, Swiglu
+from moe_fp8.quantise import quantise_rows
+from moe_fp8.v4_flat import place_flat
+
+SHAPE = MoeShape(16, 8, 256, 128, 4, 2, 3)
+LOCAL, HIDDEN, WIDTH = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+OPTIONS = [
+    {"swiglu_limit": 0.5},
+    {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+    {"swiglu_alpha": 0.5, "swiglu_beta": -1.0},
+]
+
+
+def activation(swiglu_limit=math.inf, swiglu_alpha=1.0, swiglu_beta=0.0):
+    """Of gate and up, as the engines' sources say it (docs/engines.md)."""
+
+    def activated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+        return gate * torch.sigmoid(swiglu_alpha * gate) * (up + swiglu_beta)
+
+    return activated
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, tokens, logits and a bias."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(21, HIDDEN, generator=generator).bfloat16()
+    logits = torch.randn(21, SHAPE.num_experts, generator=generator)
+    return Weights(LOCAL, HIDDEN, WIDTH), x, logits, torch.zeros(SHAPE.num_experts).bfloat16()
+
+
+@pytest.mark.parametrize("accurate", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_both_functions_are_the_formula(options, accurate, problem):
+    weights, x, logits, bias = problem
+    ids, factors = choose_experts(logits, bias, 2.5, SHAPE)
+    local = ids.where(ids < LOCAL, -1)
+    wanted = layer(x, local, factors, weights, activation(**options))
+    plain = layer(x, local, factors, weights)
+    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    given = experts(ids.int(), factors, x, *tensors, accurate=accurate, **options)
+    chosen = fused_moe(
+        logits, bias, x, None, *tensors, routed_scaling_factor=2.5, n_group=4, topk_group=2,
+        top_k=3, gate_first=True, accurate=accurate, **options,
+    )  # fmt: skip
+    assert torch.equal(given, chosen)
+    assert (
+        calc_diff(given, wanted) < (1e-5 if accurate else 1e-3) and calc_diff(given, plain) > 0.01
+    )
+
+
+def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
+    weights, x, logits, bias = problem
+    q, scale = quantise_rows(x)
+    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    inputs = MoeInputs(logits, bias, q, scale, *tensors, 0, 2.5)
+    shape = dataclasses.replace(SHAPE, swiglu=Swiglu(0.5, 1.702, 1.0))
+    out = torch.empty_like(x)
+    PlacedLayer(place_flat, lambda *_, **known: GemmConfig(), shape)(inputs, out)
+    wanted = fused_moe(
+        *inputs[:8], routed_scaling_factor=2.5, n_group=4, topk_group=2, top_k=3, **OPTIONS[1]
+    )
+    assert calc_diff(out, wanted) < 1e-3
+
+
+def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
+    weights, x, logits, bias = problem
+    ids = torch.arange(21).remainder(LOCAL).int().unsqueeze(1)
+    for bad, finite in ((torch.nan, False), (torch.inf, True)):
+        scale = weights.w13_scale.clone()
+        scale[3, 1, 0] = bad  # of up, for expert 3
+        out = experts(
+            ids, torch.ones(21, 1), x, weights.w13, scale, weights.w2, weights.w2_scale,
+            swiglu_limit=0.5,
+        )  # fmt: skip
+        of_expert_3 = ids[:, 0] == 3
+        assert out[~of_expert_3].isfinite().all()
+        assert out[of_expert_3].isfinite().all() == finite
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swiglu_limit": 0}, "swiglu_limit=0.0: expected a positive number, or None"),
+        ({"swiglu_limit": -7.0}, "swiglu_limit=-7.0: expected a positive number"),
+        ({"swiglu_limit": math.nan}, "swiglu_limit=nan: expected a finite number"),
+        ({"swiglu_limit": True}, "swiglu_limit=True: expected a finite number"),
+        ({"swiglu_alpha": math.inf}, "swiglu_alpha=inf: expected a finite number"),
+        ({"swiglu_alpha": None}, "swiglu_alpha=None: expected a finite number"),
+        ({"swiglu_beta": "1"}, "swiglu_beta='1': expected a finite number"),
+        ({"swiglu_beta": [1.0]}, r"swiglu_beta=\[1.0\]: expected a finite number"),
+    ],
+)
+def test_what_is_no_activation_is_named(options, message, problem):
+    weights, x, logits, bias = problem
+    ids, tensors = torch.zeros(21, 1).int(), (weights.w13, weights.w13_scale)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        experts(ids, torch.ones(21, 1), x, *tensors, weights.w2, weights.w2_scale, **options)
+
+
+def test_a_kernel_is_told_by_the_numbers_and_not_by_their_types():
+    def parameters(swiglu: Swiglu) -> str:
+        shape = dataclasses.replace(SHAPE, swiglu=swiglu)
+        configs = GemmConfig().with_swiglu(1), GemmConfig()
+        return repr(fused_kernel(shape, *configs, 132, "sm_90a")[1])
+
+    assert parameters(Swiglu(10)) == parameters(Swiglu(10.0)) != parameters(Swiglu(9.0))
+    assert parameters(Swiglu(10.0, 1.702)) != parameters(Swiglu(10.0)) != parameters(Swiglu())
+
+
+def test_a_compiler_keeps_the_numbers(problem):
+    weights, x, *_ = problem
+    ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
+    given = (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return experts(ids, ones, x, *given, **OPTIONS[1])
+
+    assert torch.equal(compiled(x), experts(ids, ones, x, *given, **OPTIONS[1]))
+    assert not torch.equal(compiled(x), experts(ids, ones, x, *given))

@@ -1,0 +1,103 @@
+"""SwiGLU with a limit, an alpha and a beta as compiled: the stage alone and the fused layer."""
+
+import dataclasses
+
+import pytest
+import torch
+from markers import more
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.operations import compile_swiglu_quant
+from moe_fp8.layer import model
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import Form, Swiglu
+from ptxemu import options
+from test_fused import CONFIGS, TOLERANCE
+from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_layers import SHAPE, inputs_of
+from test_mutations import replace
+
+LIMITED = Swiglu(limit=3.0)
+OAI = Swiglu(limit=3.0, alpha=1.702, beta=1.0)
+INTERMEDIATE = 256
+
+
+@pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
+@pytest.mark.parametrize("swiglu", [OAI, *more(LIMITED, Swiglu(alpha=0.5), Swiglu(beta=-2.0))])
+def test_the_stage_is_the_models(swiglu, target, emulator):
+    """What is not finite too: a NaN passes the limit, an infinity does not."""
+    torch.manual_seed(0)
+    g = (4 * torch.randn(40, 2 * INTERMEDIATE)).bfloat16()
+    for row, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+        g[2 * row, 7] = g[2 * row + 1, INTERMEDIATE + 7] = bad  # of up, of gate
+    rows = torch.tensor([0, 40], dtype=torch.int32)
+
+    def empty() -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.zeros(40, INTERMEDIATE).to(torch.float8_e4m3fn)
+        return q, torch.full((INTERMEDIATE // 128, 40), torch.nan)
+
+    (q, scale), (wanted, wanted_scale) = empty(), empty()
+    compile_swiglu_quant(INTERMEDIATE, target, swiglu)(g, q, scale, rows, 3)
+    model.swiglu_quant(g, wanted, wanted_scale, rows, swiglu)
+    torch.testing.assert_close(scale, wanted_scale, rtol=1e-5, atol=0)
+    q, wanted = q.float(), wanted.float()
+    assert torch.equal(q.isnan(), wanted.isnan()) and q[:2].isnan().sum() == 2
+    assert (q.nan_to_num() != wanted.nan_to_num()).sum() < 1e-3 * q.numel()
+    torch.testing.assert_close(q, wanted, rtol=0.13, atol=0.01, equal_nan=True)
+
+
+def output_of(target: str, name: str, swiglu: Swiglu, terms: int, form: Form) -> torch.Tensor:
+    inputs = inputs_of(9, 4)
+    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    if target == "sm_90a":
+        first, second = CONFIGS[name]
+        first = first.with_swiglu(terms)
+    else:
+        second = BLACKWELL_S[name]
+        first = second.with_swiglu(terms, "pairs" in name)
+    options.poison_races = second.dynamic  # as in `test_fused`
+    shape = dataclasses.replace(SHAPE, swiglu=swiglu)
+    pair = first, dataclasses.replace(second, terms=terms)
+    kernels.fused_call(len(out), out.device, shape, terms, pair, form)(inputs, out)
+    return out
+
+
+KERNELS = [
+    ("sm_90a", "8 swapped", 1),
+    *more(("sm_90a", "64 overlapped", 2), ("sm_90a", "128", 1), ("sm_100a", "16 swapped", 2)),
+    *more(("sm_100a", "16 swapped in pairs", 1), ("sm_100a", "128", 1)),
+]
+
+
+@pytest.fixture
+def device(monkeypatch, request):
+    monkeypatch.setattr(kernels, "target_of", lambda device: request.getfixturevalue("target"))
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+
+
+@pytest.mark.parametrize("gate_first", [False, *more(True)])
+@pytest.mark.parametrize("swiglu", [OAI, *more(LIMITED)])
+@pytest.mark.parametrize(("target", "name", "terms"), KERNELS)
+def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device, emulator):
+    inputs, form = inputs_of(9, 4), dataclasses.replace(Form(), gate_first=gate_first)
+    wanted, plain = (torch.empty(inputs.hidden_states.shape).bfloat16() for _ in range(2))
+    shape = dataclasses.replace(SHAPE, swiglu=swiglu)
+    model.fused(inputs, wanted, shape, terms, gate_first)
+    model.fused(inputs, plain, SHAPE, terms, gate_first)
+    out = output_of(target, name, swiglu, terms, form)
+    assert not any(report.hazards for report in emulator.reports)
+    assert calc_diff(out, wanted) < TOLERANCE[terms] and calc_diff(plain, wanted) > 0.1
+
+
+MUTANTS = {
+    "no lower bound of up": (r"max\.NaN\.f32\s+(%\w+), (%\w+), [^;]*;", r"mov.b32 \1, \2;"),
+    "no upper bound": (r"min\.NaN\.f32\s+(%\w+), (%\w+), [^;]*;", r"mov.b32 \1, \2;"),
+    "bounds that drop a NaN": (r"(min|max)\.NaN", r"\1"),
+}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_bound_shows(mutant, emulator):
+    emulator.host.ptx_transform = replace(*MUTANTS[mutant])
+    with pytest.raises(AssertionError):
+        test_the_stage_is_the_models(OAI, "sm_90a", emulator)
