@@ -14,6 +14,7 @@ PUBLIC = {
     "fused_moe": "functional",
     "expert_parallel_moe": "expert_parallel",
     "deep_ep_buffer": "expert_parallel",
+    "pad_shard": "shards",
     "prepare": "compile_ahead",
     "quantise_blocks": "quantise",
     "quantise_rows": "quantise",

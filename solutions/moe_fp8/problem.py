@@ -103,7 +103,11 @@ class MoeShape:
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
             if size < BLOCK or size % BLOCK:
-                raise ValueError(f"{name}={size}: expected a positive multiple of {BLOCK}")
+                shard = "; moe_fp8.pad_shard widens a rank's part of the experts"
+                raise ValueError(
+                    f"{name}={size}: expected a positive multiple of {BLOCK}"
+                    + (shard if name == "intermediate_size" and size > 0 else "")
+                )
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
         if self.routing != "deepseek_v3" and self.n_group != 1:

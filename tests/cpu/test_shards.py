@@ -1,0 +1,75 @@
+"""Shards of the experts' width that are no multiple of 128: their sum is the layer's."""
+
+import pytest
+import torch
+from engines.reference import Weights, layer, wide
+from moe_fp8 import experts, pad_shard
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.numerics import BLOCK
+from moe_fp8.problem import MoeShape
+
+LOCAL, HIDDEN = 4, 256
+
+
+def shard_of(whole: Weights, rank: int, ranks: int) -> tuple[tuple[torch.Tensor, ...], int]:
+    """What a rank loads of gate, up and down and of their scales, and its first column."""
+    width = whole.w2.shape[2] // ranks
+    first = rank * width
+    columns = slice(first, first + width)
+    blocks = slice(first // BLOCK, -(-(first + width) // BLOCK))
+
+    def halves(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+        return torch.cat([half[:, part] for half in tensor.chunk(2, dim=1)], dim=1)
+
+    return (
+        halves(whole.w13, columns), halves(whole.w13_scale, blocks),
+        whole.w2[:, :, columns].contiguous(), whole.w2_scale[:, :, blocks].contiguous(),
+    ), first  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(768, 4), (384, 2), (1408, 8), (512, 2)])
+def test_the_sum_over_the_ranks_is_the_layer(width, ranks):
+    whole = Weights(LOCAL, HIDDEN, width)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, HIDDEN, generator=generator).bfloat16()
+    ids = torch.rand(9, LOCAL, generator=generator).topk(2).indices
+    weights = torch.rand(9, 2, generator=generator)
+    total = torch.zeros(9, HIDDEN)
+    for rank in range(ranks):
+        shard, first = shard_of(whole, rank, ranks)
+        padded = pad_shard(*shard, first)
+        total += experts(ids, weights, x, *padded, accurate=True).float()
+        # Its own columns, to the bit, in place, and nothing else.
+        w2, dense = wide(padded[2], padded[3]), wide(whole.w2, whole.w2_scale)
+        own = slice(first % BLOCK, first % BLOCK + width // ranks)
+        assert torch.equal(w2[:, :, own], dense[:, :, first : first + width // ranks])
+        assert w2.abs().sum() == w2[:, :, own].abs().sum()
+    assert calc_diff(total, layer(x, ids, weights, whole)) < 1e-5
+
+
+def test_whole_blocks_are_not_copied():
+    shard, first = shard_of(Weights(LOCAL, HIDDEN, 512), 1, 2)
+    assert all(a is b for a, b in zip(pad_shard(*shard, first), shard, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (0, r"w13: expected \[4, 384, 256\], got \[4, 383, 256\]"),
+        (1, r"w13_scale: expected \[4, 4, 2\], got \[4, 3, 2\]"),
+        (3, r"w2_scale: expected \[4, 2, 2\], got \[4, 1, 2\]"),
+    ],
+)
+def test_a_wrong_shape_is_named(place, message):
+    shard, first = shard_of(Weights(LOCAL, HIDDEN, 384), 1, 2)
+    wrong = list(shard)
+    wrong[place] = shard[place][:, :-1]
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        pad_shard(*wrong, first)
+    with pytest.raises(ValueError, match="^w13, w2: expected"):
+        pad_shard(shard[0], shard[1], shard[2][0], shard[3], first)
+
+
+def test_the_refusal_of_such_a_width_names_the_helper():
+    with pytest.raises(ValueError, match="intermediate_size=192: .* of 128; .*pad_shard"):
+        MoeShape(intermediate_size=192)
