@@ -51,6 +51,7 @@ def expert_parallel_moe(
     swiglu_limit: float | None = None,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
     group: dist.ProcessGroup | None = None,
     buffer: "deep_ep.Buffer | None" = None,
 ) -> torch.Tensor:
@@ -73,7 +74,7 @@ def expert_parallel_moe(
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: of this
             rank's L experts, as in `fused_moe`.
         routed_scaling_factor, n_group, topk_group, top_k, accurate, swiglu_limit, swiglu_alpha,
-            swiglu_beta: as in `fused_moe`, the same on every rank.
+            swiglu_beta, ue8m0: as in `fused_moe`, the same on every rank.
         group: of processes, else the default one.
         buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
             for high throughput are called.
@@ -101,12 +102,13 @@ def expert_parallel_moe(
         "swiglu_limit": swiglu_limit,
         "swiglu_alpha": swiglu_alpha,
         "swiglu_beta": swiglu_beta,
+        "ue8m0": ue8m0,
     }
     _agree(_checked(inputs, options, ranks, buffer), group)
     local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
     logits, x, x_scale = routing_logits.float(), hidden_states, hidden_states_scale
     if x_scale is None:
-        x, x_scale = quantise_rows(x)
+        x, x_scale = quantise_rows(x, ue8m0)
     packed = _packed(logits, x, x_scale)
     if buffer is None:
         received, returned = _to_all_ranks(packed, group)
@@ -167,7 +169,7 @@ def _checked(
         "gemm2_weights.shape[2]": layer.shape.intermediate_size,
         **{name: int(options[name]) for name in ("n_group", "topk_group", "top_k")},
         "routed_scaling_factor": float(inputs.routed_scaling_factor),
-        "accurate": options["accurate"],
+        **{name: options[name] for name in ("accurate", "ue8m0")},
         "swiglu": layer.shape.swiglu,
     }
 

@@ -40,6 +40,7 @@ def fused_moe(
     swiglu_limit: float | None = None,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mixture-of-experts layer of one expert-parallel rank: its experts' share of every token.
@@ -90,6 +91,8 @@ def fused_moe(
         swiglu_limit, swiglu_alpha, swiglu_beta: with gate at most the limit and up within the limit
             of 0, an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`; a NaN
             stays one. None is no limit. Compiled into the kernels: every triple has its own.
+        ue8m0: the scales that the layer makes, of tokens in bfloat16 and of the intermediate, are
+            rounded up to powers of two, as models were trained whose `scale_fmt` is "ue8m0".
         out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
 
     Returns:
@@ -108,7 +111,7 @@ def fused_moe(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
         local_expert_offset, routed_scaling_factor, n_group, topk_group, top_k,
-        gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, out,
+        gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0, out,
     )  # fmt: skip
     return out
 
@@ -131,6 +134,7 @@ def experts(
     swiglu_limit: float | None = None,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_moe` after its routing: the experts here of tokens whose experts are chosen already.
@@ -161,7 +165,7 @@ def experts(
         local_expert_offset: the first id that is here; 0 with a map.
         num_experts: E without a map, which only tells how many rows an expert may have, so that
             the kernels' tiles suit; else L is taken for it. Changes no bit.
-        accurate, swiglu_limit, swiglu_alpha, swiglu_beta: as in `fused_moe`.
+        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
         out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
 
     Returns:
@@ -178,7 +182,7 @@ def experts(
     run(
         topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
         local_expert_offset, expert_map, num_experts, gate_first, accurate,
-        swiglu_limit, swiglu_alpha, swiglu_beta, out,
+        swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0, out,
     )  # fmt: skip
     return out
 
@@ -230,7 +234,7 @@ Call = tuple[FusedLayer, MoeInputs | RoutedInputs, torch.Tensor]
 
 def _fused_moe(*arguments: Any) -> Call:
     """Of the operator's arguments: the layer's inputs, three numbers of the routing, `gate_first`,
-    `accurate`, three numbers of the activation, the output."""
+    `accurate`, three numbers of the activation, `ue8m0`, the output."""
     inputs = MoeInputs(*arguments[:10])
     n_group, topk_group, top_k, gate_first, *options, out = arguments[10:]
     sizes = sizes_of(
@@ -268,7 +272,7 @@ def _form(inputs: MoeInputs) -> tuple[Any, ...]:
 
 def _experts(*arguments: Any) -> Call:
     """The same of the inputs, the number of experts, `gate_first`, `accurate`, three numbers of the
-    activation, the output."""
+    activation, `ue8m0`, the output."""
     inputs = RoutedInputs(*arguments[:10])
     num_experts, gate_first, *options, out = arguments[10:]
     *_, local, hidden, intermediate = sizes_of(
@@ -390,18 +394,19 @@ def sizes_of(
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
 def _layer(*arguments: Any) -> FusedLayer:
-    sizes, (accurate, *activation), form = arguments[:7], arguments[7:11], Form(*arguments[11:])
+    sizes, (accurate, *activation, ue8m0), types = arguments[:7], arguments[7:12], arguments[12:]
+    form = Form(*types)
     for name, flag in (("accurate", accurate), ("gate_first", form.gate_first)):
         if type(flag) is not bool:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
     routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
-    shape = MoeShape(*sizes, routing, Swiglu(*activation))
+    shape = MoeShape(*sizes, routing, Swiglu(*activation), ue8m0)
     return FusedLayer(shape, 2 if accurate else 1, form=None if form == Form() else form)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:
-    """The layer of `sizes_of`, n_group, topk_group, top_k, `accurate`, the numbers of `Swiglu`, and
-    what its `Form` has that is not the definition's, in order.
+    """The layer of `sizes_of`, n_group, topk_group, top_k, `accurate`, the numbers of `Swiglu`,
+    `ue8m0`, and what its `Form` has that is not the definition's, in order.
 
     Raises:
         ValueError: one of them is wrong; the message names it.
@@ -421,6 +426,7 @@ OPTIONS = (
     "float? swiglu_limit",
     "float swiglu_alpha",
     "float swiglu_beta",
+    "bool ue8m0",
     "Tensor(a!) out",
 )
 

@@ -6,6 +6,8 @@ BLOCK = 128
 """Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
+MANTISSA = 0x7FFFFF
+"""Bits of a float32 below its exponent."""
 EPSILON = 1e-20
 """Added to the sum of a token's scores, which keeps its weights finite where the sigmoid of every
 chosen logit underflows to zero."""

@@ -93,6 +93,7 @@ class MoeShape:
     routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
     # with `given` there are neither, and num_experts only tells how many rows an expert may have
     swiglu: Swiglu = SILU
+    ue8m0: bool = False  # the scales that the layer makes are powers of two, rounded up
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -108,6 +109,8 @@ class MoeShape:
                     f"{name}={size}: expected a positive multiple of {BLOCK}"
                     + (shard if name == "intermediate_size" and size > 0 else "")
                 )
+        if type(self.ue8m0) is not bool:
+            raise ValueError(f"ue8m0={shown(self.ue8m0)}: expected True or False")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
         if self.routing != "deepseek_v3" and self.n_group != 1:

@@ -5,11 +5,11 @@ Plain torch; the scale maps a block's largest magnitude to FP8's largest value.
 
 import torch
 
-from .numerics import BLOCK, FP8_MAX
+from .numerics import BLOCK, FP8_MAX, MANTISSA
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations: a scale for 128 values of a row.
+def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations: a scale for 128 values of a row, with `ue8m0` rounded up to a power of two.
 
     `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32.
 
@@ -20,7 +20,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if hidden % BLOCK:
         raise ValueError(f"width {hidden}: expected a multiple of {BLOCK}")
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
-    scale = block_scale(blocks.abs().amax(dim=-1))
+    scale = block_scale(blocks.abs().amax(dim=-1), ue8m0)
     # A copy of one token's, too, which are contiguous either way: else its layer would be another
     # than that of more tokens.
     by_block = scale.t().clone(memory_format=torch.contiguous_format)
@@ -45,10 +45,14 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.view(w.shape), scale
 
 
-def block_scale(largest: torch.Tensor) -> torch.Tensor:
+def block_scale(largest: torch.Tensor, ue8m0: bool = False) -> torch.Tensor:
     """The scales of blocks by their largest magnitudes; 1 where a scale would be zero."""
     # By a number torch divides on a GPU as a product with its reciprocal: other bits than here.
     scale = largest / torch.full_like(largest, FP8_MAX)
+    if ue8m0:
+        bits = scale.view(torch.int32)
+        up = (bits + MANTISSA).bitwise_and(~MANTISSA)  # the next power of two, of a number
+        scale = torch.where(scale.isfinite(), up.view(torch.float32), scale)
     return torch.where(scale == 0, 1.0, scale)
 
 

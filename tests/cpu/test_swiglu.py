@@ -78,6 +78,32 @@ def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
     assert calc_diff(out, wanted) < 1e-3
 
 
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-140, 0.0, 448 * 2.0**-3, 2.0**127])
+def test_scales_are_the_next_powers_of_two(magnitude):
+    x = torch.zeros(3, 256)
+    x[0, 5], x[1, 200], x[2] = magnitude, -magnitude, magnitude / 3
+    q, scale = quantise_rows(x, ue8m0=True)
+    least = quantise_rows(x)[1]
+    assert (scale.log2() % 1 == 0).all()
+    assert ((scale >= least) & ((scale < 2 * least) | (scale == 2.0**-126))).all()
+    if magnitude in (1.0, 448 * 2.0**-3):
+        back = q.float() * scale.t().repeat_interleave(128, 1)
+        torch.testing.assert_close(back, x, rtol=2.0**-4, atol=0)
+    assert scale[0, 0] == (2.0**-3 if magnitude == 448 * 2.0**-3 else scale[0, 0])
+
+
+def test_the_layer_makes_scales_that_are_powers_of_two_where_asked_for(problem):
+    weights, x, *_ = problem
+    ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
+    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    q, scale = quantise_rows(x, ue8m0=True)
+    made = experts(ids, ones, x, *tensors, ue8m0=True)
+    assert torch.equal(made, experts(ids, ones, q, *tensors, x_scale=scale, ue8m0=True))
+    assert not torch.equal(made, experts(ids, ones, q, *tensors, x_scale=scale))
+    assert not torch.equal(made, experts(ids, ones, x, *tensors))
+    assert calc_diff(made, layer(x, ids, ones, weights)) < 3e-3
+
+
 def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
     weights, x, logits, bias = problem
     ids = torch.arange(21).remainder(LOCAL).int().unsqueeze(1)
@@ -103,6 +129,7 @@ def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
         ({"swiglu_alpha": math.inf}, "swiglu_alpha=inf: expected a finite number"),
         ({"swiglu_alpha": None}, "swiglu_alpha=None: expected a finite number"),
         ({"swiglu_beta": "1"}, "swiglu_beta='1': expected a finite number"),
+        ({"ue8m0": 1}, "ue8m0=1: expected True or False"),
         ({"swiglu_beta": [1.0]}, r"swiglu_beta=\[1.0\]: expected a finite number"),
     ],
 )

@@ -1,4 +1,5 @@
-"""SwiGLU with a limit, an alpha and a beta as compiled: the stage alone and the fused layer."""
+"""SwiGLU with a limit, an alpha and a beta, and scales that are powers of two, as compiled: the
+stage alone and the fused layer."""
 
 import dataclasses
 import re
@@ -10,7 +11,7 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.operations import compile_swiglu_quant
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import Form, Swiglu
+from moe_fp8.problem import Form, MoeInputs, MoeShape, Swiglu
 from ptxemu import options
 from test_fused import CONFIGS, TOLERANCE
 from test_fused_sm100 import CONFIGS as BLACKWELL_S
@@ -24,8 +25,11 @@ INTERMEDIATE = 256
 
 
 @pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
-@pytest.mark.parametrize("swiglu", [OAI, *more(LIMITED, Swiglu(alpha=0.5), Swiglu(beta=-2.0))])
-def test_the_stage_is_the_models(swiglu, target, emulator):
+@pytest.mark.parametrize(
+    ("swiglu", "ue8m0"),
+    [(OAI, True), *more((OAI, False), (LIMITED, False), (Swiglu(alpha=0.5), False))],
+)
+def test_the_stage_is_the_models(swiglu, ue8m0, target, emulator):
     """What is not finite too: a NaN passes the limit, an infinity does not."""
     torch.manual_seed(0)
     g = (4 * torch.randn(40, 2 * INTERMEDIATE)).bfloat16()
@@ -38,17 +42,19 @@ def test_the_stage_is_the_models(swiglu, target, emulator):
         return q, torch.full((INTERMEDIATE // 128, 40), torch.nan)
 
     (q, scale), (wanted, wanted_scale) = empty(), empty()
-    compile_swiglu_quant(INTERMEDIATE, target, swiglu)(g, q, scale, rows, 3)
-    model.swiglu_quant(g, wanted, wanted_scale, rows, swiglu)
-    torch.testing.assert_close(scale, wanted_scale, rtol=1e-5, atol=0)
+    compile_swiglu_quant(INTERMEDIATE, target, swiglu, ue8m0)(g, q, scale, rows, 3)
+    model.swiglu_quant(g, wanted, wanted_scale, rows, swiglu, ue8m0)
+    torch.testing.assert_close(scale, wanted_scale, rtol=0 if ue8m0 else 1e-5, atol=0)
+    assert ue8m0 == bool((scale.log2() % 1 == 0).all())
     q, wanted = q.float(), wanted.float()
     assert torch.equal(q.isnan(), wanted.isnan()) and q[:2].isnan().sum() == 2
     assert (q.nan_to_num() != wanted.nan_to_num()).sum() < 1e-3 * q.numel()
     torch.testing.assert_close(q, wanted, rtol=0.13, atol=0.01, equal_nan=True)
 
 
-def output_of(target: str, name: str, swiglu: Swiglu, terms: int, form: Form) -> torch.Tensor:
-    inputs = inputs_of(9, 4)
+def output_of(
+    target: str, name: str, inputs: MoeInputs, shape: MoeShape, terms: int, form: Form
+) -> torch.Tensor:
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     if target == "sm_90a":
         first, second = CONFIGS[name]
@@ -57,7 +63,6 @@ def output_of(target: str, name: str, swiglu: Swiglu, terms: int, form: Form) ->
         second = BLACKWELL_S[name]
         first = second.with_swiglu(terms, "pairs" in name)
     options.poison_races = second.dynamic  # as in `test_fused`
-    shape = dataclasses.replace(SHAPE, swiglu=swiglu)
     pair = first, dataclasses.replace(second, terms=terms)
     kernels.fused_call(len(out), out.device, shape, terms, pair, form)(inputs, out)
     return out
@@ -85,9 +90,32 @@ def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device
     shape = dataclasses.replace(SHAPE, swiglu=swiglu)
     model.fused(inputs, wanted, shape, terms, gate_first)
     model.fused(inputs, plain, SHAPE, terms, gate_first)
-    out = output_of(target, name, swiglu, terms, form)
+    out = output_of(target, name, inputs, shape, terms, form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[terms] and calc_diff(plain, wanted) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "tokens"),
+    [
+        ("sm_90a", "8 swapped", 9),  # the routing's one kernel quantises the tokens
+        *more(("sm_90a", "8 swapped", 41), ("sm_90a", "128", 9)),  # its second one; the permute
+        *more(("sm_100a", "16 swapped", 9), ("sm_100a", "128", 9)),
+    ],
+)
+def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
+    """Of tokens in bfloat16 and of the intermediate."""
+    given = inputs_of(tokens, 4)
+    x = torch.randn(tokens, SHAPE.hidden_size).bfloat16()
+    inputs = given._replace(hidden_states=x, hidden_states_scale=None)
+    shape, form = dataclasses.replace(SHAPE, ue8m0=True), dataclasses.replace(Form(), x=x.dtype)
+    wanted, plain = (torch.empty_like(x) for _ in range(2))
+    model.fused(inputs, wanted, shape)
+    model.fused(inputs, plain, SHAPE)
+    assert calc_diff(plain, wanted) > 1e-4
+    out = output_of(target, name, inputs, shape, 1, form)
+    assert not any(report.hazards for report in emulator.reports)
+    assert calc_diff(out, wanted) < TOLERANCE[1] / 10
 
 
 MUTANTS = {
@@ -108,5 +136,5 @@ def test_a_wrong_bound_shows(mutant, emulator):
 
     emulator.host.ptx_transform = edit
     with pytest.raises(AssertionError):
-        test_the_stage_is_the_models(OAI, "sm_90a", emulator)
+        test_the_stage_is_the_models(OAI, False, "sm_90a", emulator)
     assert edited == [True]

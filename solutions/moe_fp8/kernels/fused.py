@@ -112,7 +112,7 @@ class FusedMoe:
         self.terms = config2.terms
         self.gathers = gather is not None
         self.route = Route(shape, names_tokens=True)
-        self.permute = Permute(h, top_k)
+        self.permute = Permute(h, top_k, shape.ue8m0)
         # With few rows the GEMM reads weights all the time, and there is little to zero.
         # Behind a permute it knows the experts' rows while that is still at work.
         how: dict[str, Any] = (
@@ -123,7 +123,7 @@ class FusedMoe:
         # CTAs begin earlier.
         self.overlaps_gemms = config2.dynamic
         epilogue = functools.partial(
-            swiglu, terms=self.terms, gate_first=gate_first, swiglu=shape.swiglu
+            swiglu, terms=self.terms, gate_first=gate_first, swiglu=shape.swiglu, ue8m0=shape.ue8m0
         )
         self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)

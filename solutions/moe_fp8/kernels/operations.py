@@ -86,10 +86,10 @@ def permute(x, x_scale, pair_row, a, a_scale) -> None:
         function(x, x_scale, pair_row, a, a_scale)
 
 
-def swiglu_quant(g, q, q_scale, m_indptr, swiglu=SILU) -> None:
+def swiglu_quant(g, q, q_scale, m_indptr, swiglu=SILU, ue8m0=False) -> None:
     rows, intermediate = q.shape
     if rows:
-        function = compile_swiglu_quant(intermediate, target_of(g.device), swiglu)
+        function = compile_swiglu_quant(intermediate, target_of(g.device), swiglu, ue8m0)
         ctas = SwigluQuant(intermediate).ctas(rows, multiprocessors_of(g.device))
         function(g, q, q_scale, m_indptr, ctas)
 
@@ -268,7 +268,9 @@ def compile_permute(hidden: int, top_k: int, target: str, form: Form | None = No
 
 
 @CompiledOnce
-def compile_swiglu_quant(intermediate: int, target: str, swiglu: Swiglu = SILU) -> Any:
+def compile_swiglu_quant(
+    intermediate: int, target: str, swiglu: Swiglu = SILU, ue8m0: bool = False
+) -> Any:
     rows = Extent("rows")
     arguments = (
         Tensor(BFloat16, (rows, 2 * intermediate)),
@@ -277,7 +279,7 @@ def compile_swiglu_quant(intermediate: int, target: str, swiglu: Swiglu = SILU) 
         Tensor(Int32, (Extent("boundaries"),), align=4),
         Scalar(Int32),
     )
-    return compiled(SwigluQuant, (intermediate, swiglu), arguments, target)
+    return compiled(SwigluQuant, (intermediate, swiglu, ue8m0), arguments, target)
 
 
 @CompiledOnce

@@ -47,10 +47,10 @@ class Permute:
     tokens and have them read again; those that no expert here has are not quantised at all.
     """
 
-    def __init__(self, hidden: int, top_k: int):
+    def __init__(self, hidden: int, top_k: int, ue8m0: bool = False):
         if hidden % BLOCK:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
-        self.hidden, self.top_k = hidden, top_k
+        self.hidden, self.top_k, self.ue8m0 = hidden, top_k, ue8m0
         self.blocks = hidden // BLOCK
         self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
@@ -167,7 +167,7 @@ class Permute:
                     )
                     cute.autovec_copy(vector(at + half * HALF, HALF), to)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            scales[i] = quantise(raw[None, i], values[None, i])
+            scales[i] = quantise(raw[None, i], values[None, i], self.ue8m0)
 
     @cute.jit
     def _store(self, values, scales, quantised, row, thread, a, a_scale):

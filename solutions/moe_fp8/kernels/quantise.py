@@ -36,12 +36,12 @@ class QuantiseTokens:
         ValueError: the threads are too few for a token.
     """
 
-    def __init__(self, hidden: int, threads: int):
+    def __init__(self, hidden: int, threads: int, ue8m0: bool):
         if hidden % BLOCK or hidden > threads * VECTOR:
             raise ValueError(
                 f"hidden={hidden}: expected a multiple of {BLOCK} up to {threads * VECTOR}"
             )
-        self.hidden = hidden
+        self.hidden, self.ue8m0 = hidden, ue8m0
 
     @cute.jit
     def run(self, tokens: QuantisedTokens, token: Int32):
@@ -54,7 +54,7 @@ class QuantiseTokens:
         if column < self.hidden:
             cute.autovec_copy(vector(tokens.x.iterator + start, VECTOR), raw)
         quantised = cute.make_rmem_tensor(VECTOR, Float8E4M3FN)
-        scale = quantise(raw, quantised)
+        scale = quantise(raw, quantised, self.ue8m0)
         if column < self.hidden:
             cute.autovec_copy(quantised, vector(tokens.q.iterator + start, VECTOR))
             if column % BLOCK == 0:
@@ -62,7 +62,7 @@ class QuantiseTokens:
 
 
 @cute.jit
-def quantise(raw: cute.Tensor, quantised: cute.Tensor) -> Float32:
+def quantise(raw: cute.Tensor, quantised: cute.Tensor, ue8m0: bool) -> Float32:
     """Fill this lane's part of a scale block and return the block's scale; by all lanes of a warp,
     of which neighbours share a block.
 
@@ -82,7 +82,7 @@ def quantise(raw: cute.Tensor, quantised: cute.Tensor) -> Float32:
         other = cute.arch.shuffle_sync_bfly(largest[0], distance)
         largest[0] = cutlass.max(largest[0], other)
         distance *= 2
-    scale = block_scale(cute.recast_tensor(largest, Float32)[0])
+    scale = block_scale(cute.recast_tensor(largest, Float32)[0], ue8m0)
     if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
         inverse = 1.0 / scale
         for i in cutlass.range_constexpr(size):

@@ -79,9 +79,7 @@ class Route:
     def __init__(self, shape: MoeShape, names_tokens: bool = False):
         self.word = RouteWord(shape, names_tokens)
         self.choose = ChooseExperts(shape)
-        self.number = NumberRows(
-            shape.num_local_experts, shape.top_k, names_tokens, shape.hidden_size, self.choose.given
-        )
+        self.number = NumberRows(shape, names_tokens)
 
     @cute.jit
     def __call__(
@@ -408,7 +406,7 @@ class RouteWord(ChooseExperts):
     def __init__(self, shape: MoeShape, names_tokens: bool):
         super().__init__(shape)
         self.names_tokens = names_tokens
-        self.quantise = QuantiseTokens(shape.hidden_size, THREADS)
+        self.quantise = QuantiseTokens(shape.hidden_size, THREADS, shape.ue8m0)
 
     @cute.kernel
     def kernel(
@@ -466,12 +464,12 @@ class NumberRows:
     quantise; CTA 0 writes `m_indptr`.
     """
 
-    def __init__(self, local: int, top_k: int, names_tokens: bool, hidden: int, given: bool):
-        if not 1 <= local <= THREADS:
-            raise ValueError(f"local={local}: expected 1..{THREADS}")
-        self.local, self.top_k, self.names_tokens = local, top_k, names_tokens
-        self.given = given  # then a token may have an expert twice, in slots that follow each other
-        self.quantise = QuantiseTokens(hidden, THREADS)
+    def __init__(self, shape: MoeShape, names_tokens: bool):
+        self.local, self.top_k = shape.num_local_experts, shape.top_k
+        self.names_tokens = names_tokens
+        # Then a token may have an expert twice, in slots that follow each other.
+        self.given = shape.routing == "given"
+        self.quantise = QuantiseTokens(shape.hidden_size, THREADS, shape.ue8m0)
 
     @cute.kernel
     def kernel(

@@ -55,7 +55,7 @@ class SwigluEpilogue(Epilogue):
 
     def __init__(
         self, config: Any, operands: Any, n: int, terms: int = 1, gate_first: bool = False,
-        swiglu: Swiglu = SILU,
+        swiglu: Swiglu = SILU, ue8m0: bool = False,
     ):  # fmt: skip
         if config.quantises != terms or n % (2 * BLOCK):
             raise ValueError(
@@ -64,7 +64,7 @@ class SwigluEpilogue(Epilogue):
         super().__init__(config, operands, n)
         self.terms = terms
         self.gate_first = gate_first
-        self.swiglu = swiglu
+        self.swiglu, self.ue8m0 = swiglu, ue8m0
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         # That have maxima of their own, of a token: a warp's columns, or a warpgroup's.

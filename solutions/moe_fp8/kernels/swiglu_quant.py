@@ -1,11 +1,13 @@
 """SwiGLU and FP8 requantisation in one kernel: one scale per row and 128 columns."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..numerics import BLOCK, FP8_MAX
+from ..numerics import BLOCK, FP8_MAX, MANTISSA
 from ..problem import SILU, Swiglu
 from .dependent import wait_for_previous
 from .vectors import vector
@@ -47,9 +49,17 @@ def of_up(up: Float32, swiglu: Swiglu) -> Float32:
     return up
 
 
-def block_scale(amax: Float32) -> Float32:
-    """What maps a block's largest magnitude to the largest FP8 value; 1 where it would be 0."""
+def block_scale(amax: Float32, ue8m0: bool = False) -> Float32:
+    """What maps a block's largest magnitude to the largest FP8 value, with `ue8m0` rounded up to a
+    power of two; 1 where it would be 0."""
     scale = amax / FP8_MAX
+    if ue8m0:
+        made = cute.make_rmem_tensor(1, Float32)
+        made[0] = scale
+        bits = cute.recast_tensor(made, Int32)
+        bits[0] = (bits[0] + MANTISSA) & ~MANTISSA
+        # The bits of a NaN could become those of a number.
+        scale = cutlass.select_(scale < math.inf, made[0], scale)
     return cutlass.select_(scale == 0.0, Float32(1.0), scale)
 
 
@@ -91,10 +101,10 @@ class SwigluQuant:
     ctas_per_multiprocessor = 8
     """As many as its registers hold at once: more would come in a second wave of a few."""
 
-    def __init__(self, intermediate: int, swiglu: Swiglu = SILU):
+    def __init__(self, intermediate: int, swiglu: Swiglu = SILU, ue8m0: bool = False):
         if intermediate % BLOCK:
             raise ValueError(f"intermediate={intermediate}: expected a multiple of {BLOCK}")
-        self.intermediate, self.swiglu = intermediate, swiglu
+        self.intermediate, self.swiglu, self.ue8m0 = intermediate, swiglu, ue8m0
         self.blocks = intermediate // BLOCK
         self.column_groups = -(-self.blocks // self.blocks_per_cta)
 
@@ -157,7 +167,7 @@ class SwigluQuant:
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)
 
-        scale = block_scale(amax)
+        scale = block_scale(amax, self.ue8m0)
         divide(c, scale)
         quantised.store(c.load().to(Float8E4M3FN))
         return scale

@@ -76,6 +76,7 @@ def swiglu_quant(
     q_scale: torch.Tensor,  # [I/128, R] float32
     m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
     swiglu: Swiglu = SILU,
+    ue8m0: bool = False,
 ) -> None:
     """`c = silu(gate) * up`, or what else `swiglu` says, then `q = fp8(c / scale)` with one scale
     per row and 128 columns.
@@ -83,8 +84,9 @@ def swiglu_quant(
     With two terms the second one is FP8 of what the first one leaves. Rows from `m_indptr[-1]` on
     are neither read nor written.
 
-    The scale maps the largest magnitude to the largest FP8 value. Where that is zero, or so small
-    that the scale would underflow to zero, the scale is 1 and no 0/0 can arise.
+    The scale maps the largest magnitude to the largest FP8 value, with `ue8m0` rounded up to a
+    power of two. Where that is zero, or so small that the scale would underflow to zero, the scale
+    is 1 and no 0/0 can arise.
 
     A NaN takes no part in the maximum: it stays the one NaN of its block, and the GEMM that
     follows spreads it over its row of the output. Where the largest magnitude is infinite, so is
@@ -93,7 +95,7 @@ def swiglu_quant(
     rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = activated(gate, up, swiglu).view(rows, intermediate // BLOCK, BLOCK)
-    scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1))
+    scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1), ue8m0)
     # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
     # the conversion saturates then or makes NaN depends on the version of torch.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
@@ -142,7 +144,7 @@ def fused(
     h, i = shape.hidden_size, shape.intermediate_size
     a = new((total, h), dtype=torch.float8_e4m3fn)
     a_scale = new((h // BLOCK, total), dtype=torch.float32)
-    permute(x, x_scale, rows.pair_row, a, a_scale)
+    permute(x, x_scale, rows.pair_row, a, a_scale, shape.ue8m0)
     expert_rows = flat_rows(rows.m_indptr)
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)
@@ -150,7 +152,7 @@ def fused(
         g = g.roll(i, dims=1)
     q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
-    swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu)
+    swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
     o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
     grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows)
     combine(o, rows.pair_row, rows.weights, output)
@@ -162,13 +164,14 @@ def permute(
     pair_row: torch.Tensor,  # [T, top_k] int32, -1 where the pair's expert is not local
     a: torch.Tensor,  # [R, H] float8_e4m3fn
     a_scale: torch.Tensor,  # [H/128, R] float32
+    ue8m0: bool = False,
 ) -> None:
     """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are.
 
     Tokens in bfloat16 are quantised as by `quantise_rows`.
     """
     if x_scale is None:
-        x, x_scale = quantise_rows(x)
+        x, x_scale = quantise_rows(x, ue8m0)
     # As bytes: torch does not index float8 on every device.
     source, target = x.view(torch.uint8), a.view(torch.uint8)
     for slot in range(pair_row.shape[1]):

@@ -83,7 +83,7 @@ class SwigluQuantise(SwigluEpilogue):
         staging.amax[warpgroup, row] = bits[0]
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
         bits[0] = self._largest(staging, row)
-        scale = block_scale(amax[0])
+        scale = block_scale(amax[0], self.ue8m0)
         if warpgroup == 0 and row < tile.rows:
             output.scale[tile.n_tile, tile.row + row] = scale
         divide(c, scale)
@@ -110,7 +110,7 @@ class SwigluQuantise(SwigluEpilogue):
         barrier.arrive_and_wait()  # and all have stored the rows that were staged before
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._largest(staging, Int32(i))
-            amax[i] = block_scale(amax[i])
+            amax[i] = block_scale(amax[i], self.ue8m0)
             if thread == i and i < tile.rows:
                 output.scale[tile.n_tile, tile.row + i] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])

@@ -108,7 +108,7 @@ class SwigluQuantise(SwigluEpilogue):
         for r in cutlass.range_constexpr(2):
             row = first + lane // 4 + 8 * r
             bits[r] = cutlass.max(bits[r], theirs[row])
-            scale = block_scale(amax[r])
+            scale = block_scale(amax[r], self.ue8m0)
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
             divide(c[None, None, r], scale)
             for t in cutlass.range_constexpr(self.terms):
@@ -162,7 +162,7 @@ class SwigluQuantise(SwigluEpilogue):
         for i in cutlass.range_constexpr(tokens):
             token = self.operands.scale_token(i, thread)
             bits[i] = cutlass.max(bits[i], theirs[token])
-            amax[i] = block_scale(amax[i])
+            amax[i] = block_scale(amax[i], self.ue8m0)
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
