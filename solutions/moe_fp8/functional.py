@@ -18,6 +18,7 @@ from .layer.validate import validate
 from .problem import Form, MoeInputs, MoeShape, RoutedInputs, Swiglu
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+E8M0 = torch.float8_e8m0fnu
 
 
 def fused_moe(
@@ -78,9 +79,10 @@ def fused_moe(
             transposed by `.t()`: no copy is made. Without it they are refused, but where T = H/128,
             whose shape does not tell.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
-        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
+        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of
+            128 x 128.
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
-        gemm2_weights_scale: `[L, H/128, I/128]` float32.
+        gemm2_weights_scale: `[L, H/128, I/128]` of the same type.
         local_expert_offset: the first of the L experts that live here.
         routed_scaling_factor: of all weights.
         n_group, topk_group, top_k: of the routing.
@@ -153,9 +155,9 @@ def experts(
         topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
         x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
-        w13_scale: `[L, 2 I/128, H/128]` float32, for a block of 128 x 128.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, I/128]` float32.
+        w2_scale: `[L, H/128, I/128]` of the same type.
         x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
             passed transposed by `.t()`: no copy is made. Without it they are refused, but where
             T = H/128, whose shape does not tell.
@@ -240,17 +242,18 @@ def _fused_moe(*arguments: Any) -> Call:
     sizes = sizes_of(
         inputs.routing_logits, inputs.hidden_states, inputs.gemm1_weights, inputs.gemm2_weights
     )
-    form = () if gate_first is False and _is_usual(inputs) else (*_form(inputs), gate_first)
+    form = () if gate_first is False and _is_usual(inputs) else _form(inputs, gate_first)
     return layer_of(*sizes, n_group, topk_group, top_k, *options, *form), inputs, out
 
 
 def _is_usual(inputs: Any) -> bool:
     """Whether the tensors have the definition's types and layouts: quicker than to find out which
     they have, while the GPU waits."""
-    logits, bias, x, x_scale, *_ = inputs
+    logits, bias, x, x_scale, _, w13_scale, *_ = inputs
     try:
         return (
             bias.dtype is BF16
+            and w13_scale.dtype is F32
             and logits.dtype is F32
             and x.dtype is FP8
             and x_scale.is_contiguous()
@@ -259,14 +262,17 @@ def _is_usual(inputs: Any) -> bool:
         return False
 
 
-def _form(inputs: MoeInputs) -> tuple[Any, ...]:
-    """The first fields of the tensors' `Form`."""
+def _form(inputs: MoeInputs, gate_first: bool) -> tuple[Any, ...]:
+    """The tensors' `Form`."""
     bias = inputs.routing_bias
     return (
         _type_of("routing_logits", inputs.routing_logits, F32, BF16),
         None if bias is None else _type_of("routing_bias", bias, BF16, F32),
         _type_of("hidden_states", inputs.hidden_states, FP8, BF16),
         _lies_elsewhere(inputs.hidden_states_scale),
+        gate_first,
+        False,
+        _type_of("gemm1_weights_scale", inputs.gemm1_weights_scale, F32, E8M0),
     )
 
 
@@ -294,6 +300,7 @@ def _experts(*arguments: Any) -> Call:
         _lies_elsewhere(inputs.x_scale),
         gate_first,
         expert_map is not None,
+        _type_of("w13_scale", inputs.w13_scale, F32, E8M0),
     )
     sizes = (local if num_experts is None else num_experts, local, hidden, intermediate)
     top_k = inputs.topk_ids.shape[1]

@@ -192,6 +192,7 @@ class Form:
     strided_scales: bool = False  # those of x lie anywhere; else `[H/128, T]` contiguous
     gate_first: bool = False  # rows of gate lie above those of up in the first GEMM's weights
     has_map: bool = False  # of given experts to local ones
+    weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
 
     @property
     def has_scales(self) -> bool:

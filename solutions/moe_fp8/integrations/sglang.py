@@ -149,8 +149,8 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
     if layer.w13_weight.dtype is not torch.float8_e4m3fn:
         return f"weights of {layer.w13_weight.dtype}"
     scale = getattr(layer, "w13_weight_scale_inv", None)
-    if scale is None or scale.dtype is not torch.float32:
-        return "scales that are not float32"
+    if scale is None or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return "scales that are neither float32 nor float8_e8m0fnu"
     if config.params_dtype not in (None, torch.bfloat16):
         return f"tokens of {config.params_dtype}"
     if getattr(layer, "w13_weight_bias", None) is not None:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cuda.bindings import driver as cuda
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from ..numerics import BLOCK
@@ -176,7 +176,7 @@ class GroupedGemm:
         a,  # (rows, k) e4m3, or what else `a_load` takes
         a_scale: cute.Tensor,  # (k / 128, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
-        b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32
+        b_scale: cute.Tensor,  # (experts, n / 128, k / 128) f32, or u8: see `weight_scale`
         out,  # (rows, n) bf16, of two terms f32, or what else the epilogue writes
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
         counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
@@ -416,7 +416,7 @@ class GroupedGemm:
             for i in cutlass.range_constexpr(cute.size(next_b_scale, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
-                    next_b_scale[i, half] = row[kb]
+                    next_b_scale[i, half] = weight_scale(row[kb])
 
     @cute.jit
     def _cache_b_scale(self, cached_b_scale: cute.Tensor, next_b_scale: cute.Tensor):
@@ -428,3 +428,16 @@ class GroupedGemm:
                 if kb < self.k_blocks:
                     cached_b_scale[kb, half] = next_b_scale[i, half]
         cute.arch.sync_warp()
+
+
+@cute.jit
+def weight_scale(stored: Any) -> Float32:
+    """A scale of a block of weights; a byte is an exponent, biased by 127, 255 a NaN (e8m0)."""
+    scale = stored
+    if cutlass.const_expr(isinstance(stored, Uint8)):
+        bits = cute.make_rmem_tensor(1, Int32)
+        bits[0] = Int32(stored) << 23
+        if stored == 0 or stored == 255:
+            bits[0] = bits[0] | (1 << 22)  # 2^-127 is subnormal; without it 255 is an infinity
+        scale = cute.recast_tensor(bits, Float32)[0]
+    return scale

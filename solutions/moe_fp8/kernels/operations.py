@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 
 from ..numerics import BLOCK, TMA_ROWS, round_up
 from ..problem import (
@@ -131,9 +131,12 @@ def fused_call(
     quantised = not form.has_scales and of_device(device).gather(configs[0]) is not None
     size = workspace_bytes(shape, terms, tokens, quantised)
     gpu, local, given = device.index, shape.num_local_experts, shape.routing == "given"
+    exponents = form.weight_scale is torch.float8_e8m0fnu
 
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
+        if exponents:
+            w13_scale, w2_scale = w13_scale.view(torch.uint8), w2_scale.view(torch.uint8)
         workspace = allocate(size, gpu)
         try:
             function(
@@ -170,13 +173,14 @@ def fused_kernel(
     local = shape.num_local_experts
     h, i = shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
+    scale, align = TYPES[form.weight_scale], form.weight_scale.itemsize
     arguments = (
         *_routed(shape, tokens, form),
         *_tokens(h, tokens, form),
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
-        Tensor(Float32, (local, 2 * i // BLOCK, h // BLOCK), align=4),
+        Tensor(scale, (local, 2 * i // BLOCK, h // BLOCK), align),
         Tensor(Float8E4M3FN, (local, h, i)),
-        Tensor(Float32, (local, h // BLOCK, i // BLOCK), align=4),
+        Tensor(scale, (local, h // BLOCK, i // BLOCK), align),
         Tensor(BFloat16, (tokens, h)),
         Scalar(Int64),
     )
@@ -211,8 +215,9 @@ TYPES = {
     torch.float8_e4m3fn: Float8E4M3FN,
     torch.int32: Int32,
     torch.int64: Int64,
+    torch.float8_e8m0fnu: Uint8,
 }
-"""The compiler's, by torch's."""
+"""The compiler's, by torch's; exponents alone are passed as their bytes."""
 
 
 def _routed(shape: MoeShape, tokens: Extent, form: Form) -> tuple[Argument, ...]:

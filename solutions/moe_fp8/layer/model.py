@@ -146,6 +146,7 @@ def fused(
     a_scale = new((h // BLOCK, total), dtype=torch.float32)
     permute(x, x_scale, rows.pair_row, a, a_scale, shape.ue8m0)
     expert_rows = flat_rows(rows.m_indptr)
+    w13_scale, w2_scale = w13_scale.float(), w2_scale.float()
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)
     if gate_first:

@@ -1,0 +1,56 @@
+"""Weight scales that are exponents alone (float8_e8m0fnu), as some checkpoints have them."""
+
+import pytest
+import torch
+from moe_fp8 import experts, fused_moe
+from test_functional import ROUTING, tensors_of
+
+E8M0 = torch.float8_e8m0fnu
+
+
+def scales_of(tensors: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The arguments of `fused_moe` with exponents for scales, and with the same numbers."""
+    exponents, numbers = list(tensors), list(tensors)
+    for place in (5, 7):
+        exponents[place] = tensors[place].to(E8M0)
+        numbers[place] = exponents[place].float()
+        assert not torch.equal(numbers[place], tensors[place])
+    return exponents, numbers
+
+
+@pytest.mark.parametrize("accurate", [False, True])
+def test_the_bits_are_those_of_float32(accurate):
+    exponents, numbers = scales_of(tensors_of(9))
+    wanted = fused_moe(*numbers, accurate=accurate, **ROUTING)
+    assert torch.equal(fused_moe(*exponents, accurate=accurate, **ROUTING), wanted)
+    ids, weights = torch.arange(9).remainder(4).unsqueeze(1), torch.ones(9, 1)
+    of_experts = [
+        experts(ids, weights, each[2], *each[4:], x_scale=each[3], gate_first=False)
+        for each in (exponents, numbers)
+    ]
+    assert torch.equal(*of_experts) and of_experts[0].any()
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "message"),
+    [
+        (7, torch.float32, "gemm2_weights_scale: expected dtype torch.float8_e8m0fnu, got "),
+        (5, torch.float32, "gemm2_weights_scale: expected dtype torch.float32, got "),
+        (5, torch.bfloat16, "gemm1_weights_scale: expected dtype torch.float32 or torch.float8_e8"),
+    ],
+)
+def test_two_types_are_refused(place, dtype, message):
+    exponents, _ = scales_of(tensors_of(9))
+    exponents[place] = exponents[place].to(dtype)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        fused_moe(*exponents, **ROUTING)
+
+
+def test_a_compiler_keeps_the_type():
+    exponents, numbers = scales_of(tensors_of(9))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return fused_moe(*exponents[:2], x, *exponents[3:], **ROUTING)
+
+    assert torch.equal(compiled(exponents[2]), fused_moe(*numbers, **ROUTING))

@@ -1,0 +1,50 @@
+"""Weight scales that are exponents alone: the bits of the same numbers in float32."""
+
+import dataclasses
+
+import pytest
+import torch
+from markers import more
+from moe_fp8.kernels import operations as kernels
+from moe_fp8.problem import Form
+from ptxemu import options
+from test_fused import CONFIGS
+from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_layers import SHAPE, inputs_of
+
+E8M0 = torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("sm_90a", "8 swapped"), *more(("sm_90a", "128"), ("sm_100a", "16 swapped in pairs"))],
+)
+def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
+    """With the least exponent, which is subnormal, and with the byte that is a NaN."""
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+    inputs = inputs_of(9, 4)
+    given = {}
+    for field in ("gemm1_weights_scale", "gemm2_weights_scale"):
+        exponents = torch.randint(120, 134, getattr(inputs, field).shape, dtype=torch.uint8)
+        exponents[1, 0, 0] = 0
+        exponents[2, -1, -1] = 255
+        given[field] = exponents.view(E8M0)
+    inputs = inputs._replace(**given)
+    plain = inputs._replace(**{field: scale.float() for field, scale in given.items()})
+    if target == "sm_90a":
+        first, second = CONFIGS[name]
+    else:
+        second = BLACKWELL_S[name]
+        first = second.with_swiglu(1, "pairs" in name)
+    options.poison_races = second.dynamic  # as in `test_fused`
+    outputs = []
+    for each, form in ((inputs, dataclasses.replace(Form(), weight_scale=E8M0)), (plain, Form())):
+        out = torch.full(inputs.hidden_states.shape, 7, dtype=torch.bfloat16)
+        kernels.fused_call(9, out.device, SHAPE, 1, (first, second), form)(each, out)
+        outputs.append(out)
+    assert not any(report.hazards for report in emulator.reports)
+    e8m0, f32 = outputs
+    assert torch.equal(e8m0.nan_to_num(-1), f32.nan_to_num(-1))
+    nan = e8m0.isnan()
+    assert nan.any() and not nan.all() and torch.equal(nan, f32.isnan())
