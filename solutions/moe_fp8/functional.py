@@ -407,7 +407,7 @@ def _layer(*arguments: Any) -> FusedLayer:
         if type(flag) is not bool:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
     routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
-    shape = MoeShape(*sizes, routing, Swiglu(*activation), ue8m0)
+    shape = MoeShape(*(*sizes, routing, Swiglu(*activation), ue8m0))
     return FusedLayer(shape, 2 if accurate else 1, form=None if form == Form() else form)
 
 

@@ -16,7 +16,7 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.quantise import quantise_blocks, quantise_rows
-from test_functional import ROUTING, SHAPE, tensors_of
+from test_functional import PLAIN, ROUTING, SHAPE, tensors_of
 
 E, L, K, OFFSET = SHAPE.num_experts, SHAPE.num_local_experts, SHAPE.top_k, 4
 NAMES = RoutedInputs._fields[:8]
@@ -538,8 +538,8 @@ def test_the_operator(mapped):
     assert torch.Tag.needs_exact_strides in operator.tags, "else rows are padded"
     tensors = (call[name] for name in NAMES)
     arguments = (*tensors, 0, random_map(), None) if mapped else (*tensors, OFFSET, None, E)
-    torch.library.opcheck(operator, (*arguments, False, False, out), test_utils=TESTS)
-    operator(*arguments, False, False, out)
+    torch.library.opcheck(operator, (*arguments, False, False, *PLAIN, out), test_utils=TESTS)
+    operator(*arguments, False, False, *PLAIN, out)
     given = {"expert_map": random_map()} if mapped else {"local_expert_offset": OFFSET}
     assert torch.equal(out, experts(**call, **given)) and out.any()
 
@@ -548,7 +548,7 @@ def test_the_operator_of_the_layer_with_its_routing_without_what_may_be_none():
     logits, _, x, _, *weights = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
     tensors = logits, None, x.bfloat16(), None, *weights
-    arguments = (*tensors, 4, 2.5, *ROUTING.values(), True, False, out)
+    arguments = (*tensors, 4, 2.5, *ROUTING.values(), True, False, *PLAIN, out)
     torch.library.opcheck(torch.ops.moe_fp8.fused_moe.default, arguments, test_utils=TESTS)
 
 

@@ -22,6 +22,8 @@ from scripts.common.project import ROOT
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
 ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
+PLAIN = (None, 1.0, 0.0, False)
+"""Limit, alpha and beta of the activation, `ue8m0`: the operators' arguments before the output."""
 
 
 def tensors_of(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -62,8 +64,8 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
 def test_it_is_the_solutions_layer():
     """At the definition's geometry the defaults are those of fused and hifi."""
     sizes = (256, 32, 7168, 2048, 8, 4, 8)
-    assert functional._layer(*sizes, False) == v5_fused.LAYER
-    assert functional._layer(*sizes, True) == v6_fused_hifi.LAYER
+    assert functional._layer(*sizes, False, *PLAIN) == v5_fused.LAYER
+    assert functional._layer(*sizes, True, *PLAIN) == v6_fused_hifi.LAYER
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_the_operator():
     tensors = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
     operator = torch.ops.moe_fp8.fused_moe.default
-    arguments = (*tensors, 4, 2.5, *ROUTING.values(), False, False, out)
+    arguments = (*tensors, 4, 2.5, *ROUTING.values(), False, False, *PLAIN, out)
     # Not `test_schema`: torch compares no float8 tensors.
     torch.library.opcheck(
         operator,

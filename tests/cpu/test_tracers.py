@@ -7,6 +7,7 @@ import pytest
 import torch
 from moe_fp8 import experts, fused_moe
 from moe_fp8.quantise import quantise_blocks
+from test_functional import PLAIN
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -150,9 +151,9 @@ def test_a_derivative_is_refused_by_the_argument_s_name(layer, wanted, name):
 def test_the_operator_refuses_it_too():
     given = tensors()
     call = (given["ids"], given["weights"], given["x"].requires_grad_(), None)
-    rest = (*(given[name] for name in WEIGHTS), 0, None, None, True, False, torch.empty(0))
+    rest = (*(given[name] for name in WEIGHTS), 0, None, None, True, False, *PLAIN)
     with pytest.raises(ValueError, match="^x: expected a tensor without derivative"):
-        torch.ops.moe_fp8.experts(*call, *rest)
+        torch.ops.moe_fp8.experts(*call, *rest, torch.empty(0))
 
 
 def test_a_tangent_is_refused():

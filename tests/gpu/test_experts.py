@@ -207,7 +207,8 @@ def test_the_operator(engine_call):
     out = torch.empty(7, SHAPE.hidden_size, dtype=torch.bfloat16, device="cuda")
     tensors = *(call[name] for name in ("topk_ids", "topk_weights", "x")), None
     weights = (call[name] for name in ("w13", "w13_scale", "w2", "w2_scale"))
-    arguments = (*tensors, *weights, OFFSET, None, SHAPE.num_experts, True, False, out)
+    options = True, False, None, 1.0, 0.0, False
+    arguments = (*tensors, *weights, OFFSET, None, SHAPE.num_experts, *options, out)
     torch.library.opcheck(
         torch.ops.moe_fp8.experts.default,
         arguments,

@@ -176,7 +176,7 @@ def why_no_swiglu(config: Any) -> str:
     return why_no_activation(**activation_of(config))
 
 
-def activation_of(config: Any) -> dict[str, float | None]:
+def activation_of(config: Any) -> dict[str, Any]:
     """The options of `experts` for a layer's activation, as SGLang's Triton runner computes it
     (moe_runner/triton_utils/fused_moe.py): `swiglu_no_interleaved_with_alpha_and_limit`, whose
     beta is 1, where there is an alpha, else what `act_and_mul_triton` does with `swiglu_limit`."""

@@ -129,7 +129,7 @@ def why_not(config: Any) -> str:
     return why_no_activation(**activation_of(config)) or why_no_geometry(*sizes(config))
 
 
-def activation_of(config: Any) -> dict[str, float | None]:
+def activation_of(config: Any) -> dict[str, Any]:
     """The options of `experts` for a layer's activation, as vLLM computes it: with `silu` there is
     a limit at most (`silu_and_mul_with_clamp` in its fused_moe/activation.py)."""
     if config.activation == MoEActivation.SILU:

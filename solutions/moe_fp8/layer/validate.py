@@ -69,9 +69,11 @@ def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signatu
     form = form or _usual(shape)
     given = shape.routing == "given"
     names = (RoutedInputs if given else MoeInputs)._fields
-    scale = {"dtype": form.weight_scale, "alignment": form.weight_scale.itemsize}
-    weights = shape.weight_specs[-4:]
-    weights = (weights[0], weights[1]._replace(**scale), weights[2], weights[3]._replace(**scale))
+    scale, size = form.weight_scale, form.weight_scale.itemsize
+    weights = tuple(
+        spec._replace(dtype=scale, alignment=size) if spec.name.endswith("_scale") else spec
+        for spec in shape.weight_specs[-4:]
+    )
     if form.gate_first:
         order = "gate rows, then up rows, of each expert"
         weights = (weights[0]._replace(meaning=order), *weights[1:])
