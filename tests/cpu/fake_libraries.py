@@ -19,6 +19,19 @@ def one_expert(a, a_scale, b, b_scale, out) -> None:
     model.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
 
 
+def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
+    """What an expert makes of its rows, gate first; as in our kernels SwiGLU is quantised."""
+    g = torch.empty(len(x), len(w13), dtype=BF16)
+    one_expert(x, x_scale, w13, w13_scale, g)
+    gate, up = g.chunk(2, dim=1)
+    q = torch.empty(len(x), w2.shape[1], dtype=FP8)
+    q_scale = torch.empty(w2.shape[1] // 128, len(x))
+    model.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(x)]))
+    o = torch.empty(len(x), len(w2), dtype=BF16)
+    one_expert(q, q_scale.t(), w2, w2_scale, o)
+    return o.float()
+
+
 def sgl_kernel(shape: MoeShape, newest: bool = False) -> ModuleType:
     """sglang-kernel 0.4.3, or 0.4.10."""
 
@@ -147,15 +160,9 @@ def deep_gemm(shape: MoeShape, newest: bool = False) -> ModuleType:
         x, total = x.view(FP8), torch.zeros(y.shape)
         for expert, rows in enumerate(w13.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1, 3)):
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            g = torch.empty(len(token), len(rows), dtype=BF16)
-            one_expert(x[token], scale[token], rows, w13_scale[expert], g)
-            gate, up = g.chunk(2, dim=1)
-            q = torch.empty(len(token), w2.shape[2], dtype=FP8)
-            q_scale = torch.empty(w2.shape[2] // 128, len(token))
-            model.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(token)]))
-            o = torch.empty(len(token), y.shape[1], dtype=BF16)
-            one_expert(q, q_scale.t(), w2[expert], w2_scale[expert], o)
-            total[token] += weights[token, slot].unsqueeze(1) * o.float()
+            second = w2[expert], w2_scale[expert]
+            o = both_projections(x[token], scale[token], rows, w13_scale[expert], *second)
+            total[token] += weights[token, slot].unsqueeze(1) * o
         assert ((ids >= -1) & (ids < len(w13))).all()
         y.copy_(total)
 
@@ -236,17 +243,11 @@ def hpc(shape: MoeShape) -> ModuleType:
         assert shared_output is None and num_expert_total == shape.num_experts
         assert gate_up_weight.is_contiguous() and gate_up_weight_scale.is_contiguous()
         total = torch.zeros(output.shape)
-        for e, (w13, w2) in enumerate(zip(gate_up_weight, down_weight, strict=True)):
+        weights = gate_up_weight, gate_up_weight_scale, down_weight, down_weight_scale
+        for e, of_expert in enumerate(zip(*weights, strict=True)):
             token, slot = (topk_ids == rank_ep * len(down_weight) + e).nonzero(as_tuple=True)
-            g = torch.empty(len(token), len(w13), dtype=BF16)
-            one_expert(x[token], x_scale[token], w13, gate_up_weight_scale[e], g)
-            gate, up = g.chunk(2, dim=1)
-            q = torch.empty(len(token), w2.shape[1], dtype=FP8)
-            q_scale = torch.empty(w2.shape[1] // 128, len(token))
-            model.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(token)]))
-            o = torch.empty(len(token), len(w2), dtype=BF16)
-            one_expert(q, q_scale.t(), w2, down_weight_scale[e], o)
-            total[token] += topk_scale[token, slot].unsqueeze(1) * o.float()
+            o = both_projections(x[token], x_scale[token], *of_expert)
+            total[token] += topk_scale[token, slot].unsqueeze(1) * o
         return output.copy_(total)
 
     return module("hpc", locals())

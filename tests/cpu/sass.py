@@ -1,10 +1,9 @@
-"""What ptxas made of a kernel, read from its machine code: python3 tests/cpu/sass.py CUBIN...
+"""What ptxas made of a kernel, read from its machine code, for the compile tests.
 
-A tool that the compile tests import; it is no test itself. Needs nvdisasm, on the path or in
-triton's package. Without a GPU this is what can be said of the code that a GPU would run: of the
-grouped GEMM for Blackwell its main loops and the registers of each role (`facts`); of any kernel
-what PTX does not show (`counts`): shared memory that is given back while it is read, MMA and loads
-that wait for each other, local memory in the main loops.
+Needs nvdisasm, on the path or in triton's package. Without a GPU this is what can be said of the
+code that a GPU would run: of the grouped GEMM for Blackwell its main loops and the registers of
+each role (`facts`); of any kernel what PTX does not show (`counts`): shared memory that is given
+back while it is read, MMA and loads that wait for each other, local memory in the main loops.
 
 An instruction of sm_90 and sm_100 has 128 bits. Those from bit 105 on are its control word: clocks
 to stall, the scoreboard that a load releases when its registers are written, and the scoreboards
@@ -17,7 +16,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -403,16 +401,3 @@ def counts(text: str) -> dict[str, list[Line]]:
         "serialised MMA": serialised_mma(text),
         "local memory in loops": local_in_loops(text),
     }
-
-
-def main(cubins: list[str]) -> None:
-    for cubin in cubins:
-        for kernel, text in disassemble(Path(cubin).read_bytes()).items():
-            print(kernel)
-            for what, at in counts(text).items():
-                addresses = ", ".join(f"{line.address:x}" for line in at)
-                print(f"  {len(at):3} {what}{': ' * bool(at)}{addresses}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

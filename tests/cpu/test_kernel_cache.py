@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -51,12 +52,6 @@ def tree(root: Path) -> dict[str, str]:
     return {str(p.relative_to(root)): p.read_text() for p in root.rglob("*") if p.is_file()}
 
 
-def clear(directory: Path, monkeypatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(directory))
-    monkeypatch.setattr(sys, "argv", ["cache.py", "--clear"])
-    assert program.main() == 0
-
-
 def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
     """As with `MOE_FP8_CACHE_DIR=$HOME`."""
     directory, outside = tmp_path / "kernels", tmp_path / "outside"
@@ -81,7 +76,8 @@ def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
     before = tree(tmp_path)
     (entry,) = kept.entries()
     put(directory, f".Gemm-{HEX}-12345678/kernel.o")
-    clear(directory, monkeypatch)
+    monkeypatch.setenv(CACHE_VARIABLE, str(directory))
+    assert program.main(["--clear"]) == 0
     assert kept.entries() == []
     assert tree(tmp_path) == {n: c for n, c in before.items() if entry.path.name not in n}
     assert len([*directory.iterdir()]) == len(theirs) + 2 + 1, "theirs, the links, a lock"
@@ -114,13 +110,25 @@ def test_what_ends_the_process_while_loading_drops_nothing(tmp_path):
     assert kernels_in(tmp_path).get({"kernel": "Gemm"}, lambda: "never") == "built"
 
 
-def test_the_home_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(CACHE_VARIABLE, "~/my/kernels")
-    assert cache_dir() == tmp_path / "my/kernels"
-    monkeypatch.delenv(CACHE_VARIABLE)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == tmp_path / ".cache/moe_fp8/kernels"
+@pytest.mark.parametrize(
+    ("chosen", "users", "expected"),
+    [
+        ("~/my/kernels", "/somewhere", "/home/me/my/kernels"),
+        (None, None, "/home/me/.cache/moe_fp8/kernels"),
+        (None, "/somewhere", "/somewhere/moe_fp8/kernels"),
+        ("", "/somewhere", None),
+    ],
+)
+def test_the_cache_lies_where_the_environment_says(chosen, users, expected, monkeypatch):
+    """One directory for all solutions: a packed one's package has another name after every edit."""
+    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in ((CACHE_VARIABLE, chosen), ("XDG_CACHE_HOME", users)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert cache_dir() == (expected and Path(expected))
 
 
 def test_without_a_home_there_is_no_cache(monkeypatch, capsys, tmp_path):
@@ -137,9 +145,8 @@ def test_without_a_home_there_is_no_cache(monkeypatch, capsys, tmp_path):
     for chosen in ("~/kernels", "~nobody/kernels"):
         monkeypatch.setenv(CACHE_VARIABLE, chosen)
         assert cache_dir() is None
-    monkeypatch.setattr(sys, "argv", ["cache.py"])
     with pytest.raises(SystemExit, match="2"):
-        program.main()
+        program.main([])
     assert "there is no home: no kernel is cached" in capsys.readouterr().err
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert cache_dir() == tmp_path, "which needs no home"
@@ -186,6 +193,48 @@ def test_an_entry_needs_no_description(tmp_path):
     (left,) = kept.entries()
     assert left.made_of == {} and left.path == entry.path
     assert left.size == len("built") + len((entry.path / kernel_cache.DIGEST).read_text())
+
+
+@pytest.fixture
+def listing(monkeypatch, tmp_path, capsys):
+    """Runs `python -m moe_fp8.cache` on a directory with two kernels; what it prints."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    kept = kernels_in(tmp_path)
+    for name in ("Gemm", "Combine"):
+        kept.get({"kernel": name, "parameters": f"({name.lower()} of 7168,)"}, lambda: "built")
+
+    def run(*arguments: str) -> str:
+        assert program.main(arguments) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_program_lists_and_clears(listing, tmp_path) -> None:
+    said = listing()
+    assert "Gemm" in said and "(combine of 7168,)" in said
+    assert f"{tmp_path}: 2 kernels, 0.0 MiB (256 MiB at most)" in said
+    assert "removed 2 kernels" in listing("--clear")
+    assert "0 kernels" in listing()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", "\udcff"])
+def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(
+    content: str, listing, tmp_path
+) -> None:
+    (damaged,) = tmp_path.glob("Gemm-*")
+    (damaged / "made_of.json").write_text(content, errors="surrogateescape")
+    said = listing()
+    assert f"{damaged.name} ?" in said and "(combine of 7168,)" in said
+    assert "removed 2 kernels" in listing("--clear")
+
+
+def test_without_a_cache_it_is_a_usage_error(listing, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    with pytest.raises(SystemExit, match="2"):
+        listing("--clear")
+    assert f"{CACHE_VARIABLE} is empty" in capsys.readouterr().err
 
 
 # --- keys, damage, other users and processes ---
@@ -418,25 +467,21 @@ def test_tensors_are_row_major():
     assert made[2].stride[0] is made[2].shape[1] and made[2].stride[1] == 1
 
 
-KEY_AFTER_EDITS = """
-import sys; sys.path.insert(0, sys.argv[1])
-from package.kernels import compile
-from package.kernels.sm90.gemm import GroupedGemmSm90 as kernel
-for edited in ("", *sys.argv[2:]):
-    if edited:
-        with open(f"{sys.argv[1]}/package/kernels/{edited}.py", "a") as file:
-            file.write("\\n")
-    compile._source_digest.cache_clear()  # as in a new process
-    print(compile.made_of(kernel, (), (), "sm_90a")["sources"])
-"""
-
-
-def test_source_digest_follows_imports(tmp_path):
+def test_source_digest_follows_imports(tmp_path, monkeypatch):
     """Of the kernel, and of what turns its arguments into the compiler's."""
-    shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "package")
-    command = [sys.executable, "-c", KEY_AFTER_EDITS, str(tmp_path), "combine", "tiles", "compile"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    first, unrelated, of_the_kernel, of_its_arguments = result.stdout.split()
+    shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "copied_moe_fp8")
+    monkeypatch.syspath_prepend(tmp_path)
+    copied = importlib.import_module("copied_moe_fp8.kernels.compile")
+    kernel = importlib.import_module("copied_moe_fp8.kernels.sm90.gemm").GroupedGemmSm90
+
+    def sources(edited: str) -> str:
+        with (copied.PACKAGE_ROOT / "kernels" / f"{edited}.py").open("a") as file:
+            file.write("\n")
+        copied._source_digest.cache_clear()  # as in a new process
+        return copied.made_of(kernel, (), (), ARCH)["sources"]
+
+    first = copied.made_of(kernel, (), (), ARCH)["sources"]
+    unrelated, of_the_kernel, of_its_arguments = map(sources, ("combine", "tiles", "compile"))
     assert first == unrelated and len({first, of_the_kernel, of_its_arguments}) == 3
 
 
@@ -447,18 +492,6 @@ def test_unwritable_directory_still_compiles(cache):
     with pytest.warns(RuntimeWarning, match=CACHE_VARIABLE):
         assert build() is not None
     assert count == [1]
-
-
-def test_directory_is_one_for_all_solutions(monkeypatch):
-    """A packed solution's package has another name after every edit."""
-    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
-    assert cache_dir() == Path("/somewhere/moe_fp8/kernels")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache/moe_fp8/kernels"
-    monkeypatch.setenv(CACHE_VARIABLE, "")
-    assert cache_dir() is None
 
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
@@ -474,23 +507,51 @@ def test_what_is_made_is_the_users_alone(cache):
 
 
 @posix_only
-@pytest.mark.parametrize("opened", ["parent", "directory", "group's", "entry", "object", "digest"])
-def test_what_others_can_write_is_not_loaded(cache, opened, monkeypatch):
-    """An entry with a digest that matches, where another user could have put it."""
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [
+        ("parent", 0o777),
+        ("directory", 0o777),
+        ("directory", 0o770),
+        ("entry", 0o770),
+        ("object", 0o666),
+        ("digest", 0o620),
+        ("directory", None),
+        ("entry", None),
+        ("object", None),
+    ],
+)
+def test_what_others_can_write_or_own_is_not_loaded(cache, what, mode, monkeypatch):
+    """An entry with a digest that matches, where another user could have put it.
+
+    Args:
+        mode: of the path; None: another user owns it.
+    """
     directory, count = cache
     build()
     (entry,) = entries(directory)
-    path, mode = {
-        "parent": (directory.parent, 0o777),
-        "directory": (directory, 0o777),
-        "group's": (directory, 0o770),
-        "entry": (entry, 0o770),
-        "object": (entry / kernel_cache.OBJECT, 0o666),
-        "digest": (entry / kernel_cache.DIGEST, 0o620),
-    }[opened]
-    path.chmod(mode)
+    path = {
+        "parent": directory.parent,
+        "directory": directory,
+        "entry": entry,
+        "object": entry / kernel_cache.OBJECT,
+        "digest": entry / kernel_cache.DIGEST,
+    }[what]
+    original = Path.lstat
+
+    def lstat(self):
+        status = original(self)
+        if self == path:
+            status = os.stat_result([*status[:4], os.geteuid() + 1, *status[5:10]])
+        return status
+
+    if mode is None:
+        monkeypatch.setattr(Path, "lstat", lstat)
+    else:
+        path.chmod(mode)
     monkeypatch.setattr(compiling, "load_module", never_called)
-    with pytest.warns(RuntimeWarning, match=re.escape(str(path))):
+    why = "belongs to another user" if mode is None else ""
+    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(path))}.*{why}"):
         assert build() is not None
     assert count == [2]
 
@@ -507,28 +568,6 @@ def test_what_get_would_not_load_is_not_there(tmp_path):
         path.chmod(0o777)
         assert not kept.has({"kernel": "Gemm"})
         path.chmod(mode)
-
-
-@posix_only
-@pytest.mark.parametrize("owned", ["directory", "entry", "object"])
-def test_what_another_user_owns_is_not_loaded(cache, owned, monkeypatch):
-    directory, count = cache
-    build()
-    (entry,) = entries(directory)
-    foreign = {"directory": directory, "entry": entry, "object": entry / kernel_cache.OBJECT}[owned]
-    original = Path.lstat
-
-    def lstat(self):
-        status = original(self)
-        if self == foreign:
-            status = os.stat_result([*status[:4], os.geteuid() + 1, *status[5:10]])
-        return status
-
-    monkeypatch.setattr(Path, "lstat", lstat)
-    monkeypatch.setattr(compiling, "load_module", never_called)
-    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(foreign))} belongs to another user"):
-        assert build() is not None
-    assert count == [2]
 
 
 def test_the_cache_is_trimmed_to_its_limit(tmp_path):
