@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import importlib.metadata
 import os
 import re
@@ -26,10 +27,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
+LOCK = ROOT / ".venv.lock"
 PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
 # Installed where no torch is present; any version that pyproject.toml allows is used as it is.
@@ -102,7 +105,23 @@ def supported() -> bool:
 
 def set_up(extras: str) -> str:
     """The same; installs in .venv if it must."""
-    return ready(extras) or install(extras)
+    if found := ready(extras):
+        return found
+    with alone():  # another start may have installed it meanwhile
+        return ready(extras) or install(extras)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One set-up at a time. The lock goes with the process that has it, however that ends."""
+    with LOCK.open("a") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("waiting: another start of run.py is installing", flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def install(extras: str) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import fcntl
 import functools
 import os
 import re
@@ -90,6 +91,7 @@ class Venv:
         module = command[2]
         python = sys.executable if module == "venv" else str(python_of_venv())
         assert command[0] == python
+        assert is_locked(run.LOCK), "another start could do the same"
         project = command[command.index("-e") + 1 :] if module == "pip" else []
         self.started.append(" ".join([module, *project]).replace(str(ROOT), ""))
         if module == self.fails:
@@ -114,10 +116,20 @@ def make(python: Path, text: str = "") -> None:
     python.chmod(0o755)
 
 
+def is_locked(path: Path) -> bool:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.fixture
 def bare(monkeypatch, tmp_path: Path) -> None:
     """A checkout that was not set up, and an interpreter without packages."""
     monkeypatch.setattr(run, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(run, "LOCK", tmp_path / ".venv.lock")
     monkeypatch.setattr(run, "has", lambda python, wanted: False)
 
 
@@ -163,6 +175,17 @@ def test_what_is_missing_is_installed_and_nothing_else(
     assert venv.started == started
 
 
+def test_two_starts_at_once_install_once(venv: Venv, monkeypatch) -> None:
+    @contextlib.contextmanager
+    def alone():
+        make(python_of_venv())
+        venv.packages |= BENCH
+        yield  # after the other one
+
+    monkeypatch.setattr(run, "alone", alone)
+    assert run.set_up("bench") == str(python_of_venv()) and venv.started == []
+
+
 @pytest.mark.parametrize(("step", "said"), [("venv", "venv could not"), ("pip", "pip could not")])
 def test_a_failed_installation_is_a_clear_error_and_removes_nothing(
     step: str, said: str, venv: Venv, capsys
@@ -174,6 +197,31 @@ def test_a_failed_installation_is_a_clear_error_and_removes_nothing(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and venv.started[-1].startswith(step)
     assert (run.VENV / "notes.txt").is_file()
+
+
+HOLDER = """
+import pathlib, sys, time, run
+run.LOCK = pathlib.Path(sys.argv[1])
+with run.alone():
+    print("alone", time.monotonic(), flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_start_waits_for_another_until_that_is_gone(tmp_path: Path) -> None:
+    def start(seconds: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock"), seconds]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    with start("600") as first:
+        assert first.stdout.readline().startswith("alone ")
+        with start("0") as second:
+            assert second.stdout.readline() == "waiting: another start of run.py is installing\n"
+            time.sleep(0.3)
+            end = time.monotonic()
+            first.kill()
+            said, since = second.communicate(timeout=60)[0].split()
+            assert said == "alone" and float(since) > end
 
 
 @pytest.mark.all
@@ -202,12 +250,17 @@ def a_file() -> None:
     run.VENV.write_text("TOKEN=1\n")
 
 
+def locked() -> None:
+    run.LOCK.mkdir()
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         (broken, "pip could not install the project"),
         (dangling, "No such file or directory"),
         (a_file, "venv could not make"),
+        (locked, ".venv.lock"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_after_its_own(fault, said: str, bare, capfd) -> None:
