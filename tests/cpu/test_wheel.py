@@ -20,7 +20,7 @@ from moe_fp8.problem import MoeShape
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"
-pytestmark = [pytest.mark.all, pytest.mark.xdist_group("wheel")]  # it is built once
+pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
 ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "traces"
 """What a fresh clone does not have, or no build reads."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
