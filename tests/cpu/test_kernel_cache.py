@@ -23,11 +23,13 @@ from moe_fp8 import cache as program
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels import route
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.barriers import Barriers
 from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache, cache_dir
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.swiglu_quant import SwigluQuant
+from moe_fp8.problem import SILU, Swiglu
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -327,7 +329,10 @@ KEYS = {  # compile function -> arguments, and for each another value
         {"hidden": 512, "top_k": 4, "arch": ARCH},
         {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
     ),
-    "swiglu_quant": ({"intermediate": 512, "arch": ARCH}, {"intermediate": 256, "arch": "sm_100a"}),
+    "swiglu_quant": (
+        {"intermediate": 512, "arch": ARCH, "swiglu": SILU, "ue8m0": False},
+        {"intermediate": 256, "arch": "sm_100a", "swiglu": Swiglu(10.0), "ue8m0": True},
+    ),
     "combine": (
         {"hidden": 512, "top_k": 4, "arch": ARCH},
         {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
@@ -367,6 +372,12 @@ def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
     last = (4, 8, Barriers, kernels.Permute, SwigluQuant)
     keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
     assert len({json.dumps(key) for key in keys}) == len(last)
+
+
+def test_kernels_of_one_file_have_keys_of_their_own():
+    of_route = route.Route, route.ChooseExperts
+    first, second = (compiling.made_of(kernel, (), (), ARCH) for kernel in of_route)
+    assert first["sources"] == second["sources"] and first != second
 
 
 def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
