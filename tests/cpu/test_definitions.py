@@ -1,8 +1,8 @@
 """The definitions: that what one says agrees, and that references and layers compute it."""
 
-import dataclasses
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import bruteforce
@@ -232,7 +232,7 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
     inputs = small_inputs(shape, 9, offset)
     wanted = torch.from_numpy(bruteforce.layer(inputs, shape))
     output = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16)
-    run = run_of(module.LAYER, **dataclasses.asdict(shape))
+    run = run_of(module.LAYER, **{of.name: getattr(shape, of.name) for of in fields(shape)})
     run(*arguments_of(definition, inputs), output)
     if offset < shape.num_experts:
         # The brute force rounds up and gate to bfloat16 as flat does, and has one FP8 term.

@@ -424,7 +424,7 @@ def test_ci_ends_with_the_status_of_the_tests(status: int, tmp_path: Path) -> No
     ci.write_bytes((ROOT / ".ci" / "run").read_bytes())
     (tmp_path / "checkout" / "run.py").write_text(
         "import os, sys\n"
-        "assert sys.argv[1:] == ['--venv', 'test', '--all'] and 'PYTHONPATH' not in os.environ\n"
+        "assert sys.argv[1:] == ['--venv', 'test'] and 'PYTHONPATH' not in os.environ\n"
         f"print(os.getcwd())\nsys.exit({status})\n"
     )
     for tool in ("bash", "dirname"):

@@ -77,12 +77,13 @@ def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config=None) -> None:
         function(a, a_scale, b, b_scale, out, expert_rows, counter, ctas)
 
 
-def permute(x, x_scale, pair_row, a, a_scale) -> None:
+def permute(x, x_scale, pair_row, a, a_scale, ue8m0=False) -> None:
     tokens, hidden = x.shape
     if tokens:
         layout = x_scale is not None and not x_scale.is_contiguous()
         form = Form(x=x.dtype, strided_scales=layout)
-        function = compile_permute(hidden, pair_row.shape[1], target_of(x.device), form)
+        top_k = pair_row.shape[1]
+        function = compile_permute(hidden, top_k, target_of(x.device), form, ue8m0)
         function(x, x_scale, pair_row, a, a_scale)
 
 
@@ -261,7 +262,9 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
 
 
 @CompiledOnce
-def compile_permute(hidden: int, top_k: int, target: str, form: Form | None = None) -> Any:
+def compile_permute(
+    hidden: int, top_k: int, target: str, form: Form | None = None, ue8m0: bool = False
+) -> Any:
     rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
     arguments = (
         *_tokens(hidden, tokens, form or Form()),
@@ -269,7 +272,7 @@ def compile_permute(hidden: int, top_k: int, target: str, form: Form | None = No
         Tensor(Float8E4M3FN, (rows, hidden)),
         Tensor(Float32, (blocks, rows), align=4),
     )
-    return compiled(Permute, (hidden, top_k), arguments, target)
+    return compiled(Permute, (hidden, top_k, ue8m0), arguments, target)
 
 
 @CompiledOnce
