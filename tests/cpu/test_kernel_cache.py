@@ -29,7 +29,7 @@ from moe_fp8.kernels.barriers import Barriers
 from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache, cache_dir
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.swiglu_quant import SwigluQuant
-from moe_fp8.problem import SILU, Swiglu
+from moe_fp8.problem import SILU, Form, Swiglu
 
 ARCH = "sm_90a"
 PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
@@ -326,8 +326,14 @@ OTHER = {
 KEYS = {  # compile function -> arguments, and for each another value
     "grouped_gemm": (BASE, OTHER),
     "permute": (
-        {"hidden": 512, "top_k": 4, "arch": ARCH},
-        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
+        {"hidden": 512, "top_k": 4, "arch": ARCH, "form": Form(), "ue8m0": False},
+        {
+            "hidden": 1024,
+            "top_k": 8,
+            "arch": "sm_100a",
+            "form": Form(strided_scales=True),
+            "ue8m0": True,
+        },
     ),
     "swiglu_quant": (
         {"intermediate": 512, "arch": ARCH, "swiglu": SILU, "ue8m0": False},
