@@ -48,7 +48,7 @@ from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
 from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
@@ -406,6 +406,26 @@ def test_fused(target, tokens, terms, compiled_code, tmp_path):
     assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == early
     assert len(re.findall(r"fence\.proxy\.async;", ptx)) == (1 if early else 0)
     assert terms == 1 or len(re.findall(r"st\.global\.v4\S*", gemm1)) >= 2
+    assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+
+
+OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8m0=True)
+"""With a clamp, and scales that are powers of two."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "terms"), [(14107, 1), *more(*product((1, 80, 901), (1, 2)), (14107, 2))]
+)
+def test_options_of_the_activation_take_no_room(tokens, terms, compiled_code, tmp_path):
+    """Beside tokens in bfloat16 and weight scales that are exponents: no spill, and clamps in the
+    first GEMM alone."""
+    configs = HOPPER.choose_layer(tokens, OTHERWISE, terms)
+    form = Form(x=torch.bfloat16, weight_scale=torch.float8_e8m0fnu)
+    ptx, cubin = compiled_code(kernels.compile_fused, OTHERWISE, *configs, 132, "sm_90a", form)
+    clamps = [part.count(".NaN.f32") for part in re.split(r"\.entry", ptx)]
+    first, _ = configs
+    columns = first.tile_m * first.tile_n // 2 // (32 * first.consumer_warps)  # of a thread
+    assert sorted(clamps) == [*[0] * (len(clamps) - 1), 3 * columns]
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 
