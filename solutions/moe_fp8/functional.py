@@ -347,7 +347,7 @@ def _type_of(name: str, tensor: Any, *types: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: it has another one.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if getattr(tensor, "dtype", None) is types[0] or not isinstance(tensor, torch.Tensor):
         return types[0]
     if tensor.dtype not in types:
         legal = " or ".join(map(str, types))
