@@ -72,8 +72,11 @@ def requirements(extras: str = "") -> list[str]:
 def has(python: str, wanted: list[str]) -> bool:
     """Whether an interpreter has these requirements, by its pip, which fetches nothing."""
     command = [*pip(python), "--dry-run", "--no-deps", "--no-index", "--quiet", *wanted]
+    # Nor does it take what a configured folder of wheels has.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env["PIP_CONFIG_FILE"] = os.devnull
     # From nowhere near ROOT: metadata of an attempt to install would count as installed.
-    return subprocess.run(command, cwd="/", capture_output=True).returncode == 0
+    return subprocess.run(command, cwd="/", env=env, capture_output=True).returncode == 0
 
 
 def has_names(wanted: list[str]) -> bool:

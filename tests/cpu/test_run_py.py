@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,13 +60,25 @@ def test_requirements_are_those_of_pyproject() -> None:
         ("", ["pytest>=8", "no-such-package-here"], False),
         ("", ["pytest>=1000"], False),
         ("", ["half"], False),  # metadata that an attempt to install left beside run.py
+        ("", ["near"], False),  # a wheel in a folder that pip is told of
         ("-S", ["pytest"], False),  # without pip
     ],
 )
-def test_pip_says_what_an_interpreter_has(options, wanted, has, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("variable", ["PIP_FIND_LINKS", "PIP_CONFIG_FILE"])
+def test_pip_says_what_an_interpreter_has(
+    variable, options, wanted, has, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("PYTHONPATH", ".")
     (tmp_path / "half.egg-info").mkdir()
     (tmp_path / "half.egg-info" / "PKG-INFO").write_text("Name: half\nVersion: 1\n")
+    with zipfile.ZipFile(tmp_path / "near-1-py3-none-any.whl", "w") as wheel:
+        info = {"METADATA": "Metadata-Version: 2.1\nName: near\nVersion: 1\n", "RECORD": ""}
+        info["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        for name, text in info.items():
+            wheel.writestr(f"near-1.dist-info/{name}", text)
+    (tmp_path / "pip.conf").write_text(f"[global]\nfind-links = {tmp_path}\n")
+    of_variable = {"PIP_FIND_LINKS": tmp_path, "PIP_CONFIG_FILE": tmp_path / "pip.conf"}
+    monkeypatch.setenv(variable, str(of_variable[variable]))
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "python", f'exec {sys.executable} {options} "$@"')
     assert run.has(str(tmp_path / "python"), wanted) is has
