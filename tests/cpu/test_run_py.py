@@ -78,6 +78,7 @@ def test_pip_says_what_an_interpreter_has(
             wheel.writestr(f"near-1.dist-info/{name}", text)
     (tmp_path / "pip.conf").write_text(f"[global]\nfind-links = {tmp_path}\n")
     of_variable = {"PIP_FIND_LINKS": tmp_path, "PIP_CONFIG_FILE": tmp_path / "pip.conf"}
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)  # which would hide the file's
     monkeypatch.setenv(variable, str(of_variable[variable]))
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "python", f'exec {sys.executable} {options} "$@"')
