@@ -65,9 +65,10 @@ FAILS, HANGS, GATE = "fails", "hangs", "gate"
     ],
 )  # fmt: skip
 def test_steps_run_in_order_and_only_a_gate_that_has_not_passed_stops_the_next(
-    chosen, statuses, ended, said, directory: Path, capfd
+    chosen, statuses, ended, said, directory: Path, capfd, monkeypatch
 ) -> None:
     """steps.json and the archive say so."""
+    monkeypatch.setattr(record, "PATIENCE_S", 1.0)  # where Ctrl-C is ignored, as behind nohup
     steps = [
         note(directory, name, FAILS in of, GATE in of, HANGS in of) for name, of in chosen.items()
     ]
