@@ -244,7 +244,7 @@ def run_tests(arguments: list[str]) -> int:
         start = time.monotonic()
         print(f"=== {name}", flush=True)
         status = status_of(command)
-        if (name, status) == ("GPU tests", 5):  # pytest: nothing collected
+        if status == 5 and name == "GPU tests":  # pytest: nothing collected
             status = 0
         if status != 0:
             failed.append(f"{name} (exit status {status})")

@@ -23,6 +23,7 @@ from scripts.measure.timing import (
     Timed,
     captured,
     device_times,
+    figures,
     flush_buffer,
     percentile,
     traced_calls,
@@ -190,12 +191,10 @@ def measure(
         calls=repeats,
         method=traced,
     )
-    device = device_times({"": call}, repeats)[""]
-    if "error" in device:
-        writer.add(case, subject, error=device["error"], **of)
-    else:
-        ms = {name: 1e3 * device.pop(name) for name in ("ms", "p10", "p90")}
-        add(ms.pop("ms"), least_us, clock="device", **ms, **device)
+    alone = figures(device_times({"": call}, repeats)[""], "us")
+    if "error" not in alone:
+        alone |= {"clock": "device", "roofline": least_us}
+    writer.add(case, subject, **of, **alone)
 
 
 def one_call(call: Timed) -> None:

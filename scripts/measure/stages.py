@@ -106,7 +106,7 @@ def load_layers(names: Sequence[str]) -> dict[str, Callable[..., None]]:
     found = {g.name: g for g in select(generations(), names)}
     solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
     own = own_hashes(solutions)
-    runnable, skipped = split_available(solutions, this_machine(True), own)
+    runnable, skipped = split_available(solutions, this_machine(), own)
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     layers = {}

@@ -72,8 +72,9 @@ def figures(times: Mapping[str, Any], unit: str = "ms", launches: int = 1) -> di
     if "error" in times:
         return dict(times)
     scale = {"ms": 1.0, "us": 1e3}[unit] / launches
-    spread = {share: scale * times[share] for share in ("p10", "p90") if share in times}
-    return {**times, **spread, "value": scale * times["ms"], "unit": unit, "ms": None}
+    found = {name: times[name] for name in times if name != "ms"}
+    found |= {share: scale * times[share] for share in ("p10", "p90") if share in times}
+    return {**found, "value": scale * times["ms"], "unit": unit}
 
 
 def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:

@@ -30,7 +30,7 @@ UNSUPPORTED = "unsupported on"
 NOT_INSTALLED = "not installed: pip install"
 FOREIGN = "code of the data set, which runs only where --solutions names it or with --run-foreign"
 
-CAPABILITIES: dict[Capability, str] = {
+GPUS: dict[Capability, str] = {
     (7, 0): "v100",
     (7, 5): "t4",
     (8, 0): "a100 a800 a30",
@@ -41,7 +41,8 @@ CAPABILITIES: dict[Capability, str] = {
     (10, 3): "b300 gb300",
     (12, 0): "5090",
 }
-"""The words of GPUs' names that tell the model: 'NVIDIA H100 80GB HBM3' is an h100."""
+CAPABILITIES = {word: capability for capability, words in GPUS.items() for word in words.split()}
+"""By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
 
 # What solutions list besides pip packages; whether these are there is not for this module to say.
 TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc", "g++"}
@@ -75,9 +76,8 @@ def this_machine(use_gpu: bool = True) -> Machine:
 def capability_of(name: str) -> Capability | None:
     """The compute capability of a GPU by its name, or of 'sm_90' itself; None if not known."""
     for word in re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm")):
-        for capability, names in CAPABILITIES.items():
-            if word in names.split():
-                return capability
+        if word in CAPABILITIES:
+            return CAPABILITIES[word]
         if number := re.fullmatch(r"sm(\d+)(\d)[af]?", word):
             return int(number[1]), int(number[2])
     return None

@@ -109,17 +109,17 @@ class Generation:
 def read_generation(path: Path, root: Path) -> Generation | None:
     """The generation that the file holds, or None if it has no SOLUTION. Nothing is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    said = [
-        node.value
+    literals = {
+        ast.unparse(target): node.value
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
-        if ast.unparse(node).startswith(("SOLUTION =", "SOLUTION:"))
-    ]
-    if not said:
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    if "SOLUTION" not in literals:
         return None
     where = path.relative_to(root).as_posix()
     try:
-        metadata = dict(ast.literal_eval(said[0]))
+        metadata = dict(ast.literal_eval(literals["SOLUTION"]))
     except (ValueError, TypeError):
         raise PackError(f"{where}: SOLUTION must be a literal dict") from None
     if "name" not in metadata or (unknown := sorted(metadata.keys() - KEYS)):

@@ -89,7 +89,8 @@ def print_ranking(
     escape = markdown if in_markdown else printable
     title, *rest = map(escape, headline(ranking))
     parts = [f"### {title}", " ".join(rest)] if in_markdown else ["\n".join([title, *rest])]
-    parts += [escape(notes(ranking))] * (not ranking.cpu)
+    if not ranking.cpu:
+        parts.append(escape(notes(ranking)))
     for table in tables.ranking_tables(ranking, records=records):
         parts += [f"{table.title}:", table.markdown() if in_markdown else table.text()]
         parts += [escape(table.note)]

@@ -41,9 +41,8 @@ def pad_shard(
         ValueError: a shape is wrong; the message names the argument.
     """
     if w2.dim() != 3 or w13.dim() != 3:
-        raise ValueError(
-            f"w13, w2: expected [L, 2 I, H] and [L, H, I], got {w13.shape}, {w2.shape}"
-        )
+        shapes = f"{list(w13.shape)} and {list(w2.shape)}"
+        raise ValueError(f"w13, w2: expected [L, 2 I, H] and [L, H, I], got {shapes}")
     local, hidden, width = w2.shape
     offset = first % BLOCK
     blocks = -(-(offset + width) // BLOCK)

@@ -9,6 +9,7 @@ from engines.reference import Weights, layer
 from moe_fp8 import experts, fused_moe
 from moe_fp8.kernels.operations import fused_kernel
 from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import PlacedLayer
 from moe_fp8.layer.routing import choose_experts
@@ -76,6 +77,14 @@ def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
         *inputs[:8], routed_scaling_factor=2.5, n_group=4, topk_group=2, top_k=3, **OPTIONS[1]
     )
     assert calc_diff(out, wanted) < 1e-3
+
+
+def test_a_zero_keeps_its_sign():
+    """As in the kernels, which add nothing where beta is 0."""
+    g = torch.tensor([[-0.0] * WIDTH + [1.0] * WIDTH])  # up, gate
+    q = torch.empty(1, WIDTH, dtype=torch.float8_e4m3fn)
+    model.swiglu_quant(g, q, torch.empty(1, 1), torch.tensor([1], dtype=torch.int32))
+    assert (q.view(torch.uint8) == 0x80).all()
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 2.0**-140, 0.0, 448 * 2.0**-3, 2.0**127])

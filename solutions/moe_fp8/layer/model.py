@@ -110,9 +110,11 @@ def activated(gate: torch.Tensor, up: torch.Tensor, swiglu: Swiglu) -> torch.Ten
     """`gate * sigmoid(alpha * gate) * (up + beta)` of the clamped halves, in float32."""
     if swiglu.limit is not None:
         gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+    if swiglu.beta:  # adding 0 would change the sign of a zero
+        up = up + swiglu.beta
     if swiglu.alpha == 1.0:
-        return torch.nn.functional.silu(gate) * (up + swiglu.beta)
-    return gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)
+        return torch.nn.functional.silu(gate) * up
+    return gate * torch.sigmoid(swiglu.alpha * gate) * up
 
 
 def fused_call(

@@ -240,8 +240,7 @@ class PaddedLayer(Layer):
 
         q = new((placed.rows, intermediate), dtype=torch.float8_e4m3fn)
         q_scale = new((intermediate // BLOCK, placed.rows), dtype=torch.float32)
-        swiglu, ue8m0 = self.shape.swiglu, self.shape.ue8m0
-        backend.swiglu_quant(g, q, q_scale, rows.m_indptr, swiglu, ue8m0)
+        backend.swiglu_quant(g, q, q_scale, rows.m_indptr, self.shape.swiglu, self.shape.ue8m0)
         mark("swiglu_quant")
 
         a, a_scale = permutation.pad(q, q_scale, None)
@@ -285,8 +284,7 @@ class PlacedLayer(Layer):
         backend.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, placed.config1)
         mark("gemm1")
 
-        swiglu, ue8m0 = self.shape.swiglu, self.shape.ue8m0
-        backend.swiglu_quant(g, q, q_scale, placed.m_indptr, swiglu, ue8m0)
+        backend.swiglu_quant(g, q, q_scale, placed.m_indptr, self.shape.swiglu, self.shape.ue8m0)
         mark("swiglu_quant")
 
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
