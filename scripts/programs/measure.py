@@ -230,8 +230,7 @@ def times(args: argparse.Namespace) -> Shown:
 def bits(args: argparse.Namespace) -> Shown:
     from scripts.measure import bits
     from scripts.measure.plan import CPU_MAX_TOKENS
-    from scripts.table.rankings import by_part
-    from scripts.table.tables import bits_table
+    from scripts.table.tables import bits_table, by_part
 
     plan, most = planned(args), bits.MAX_TOKENS if args.device != "cpu" else CPU_MAX_TOKENS
     fitting = [t.workload for t in plan.workloads if args.workloads or tokens(t.workload) <= most]

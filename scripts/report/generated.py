@@ -23,7 +23,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
 from scripts.common.text import markdown, number, printable, say_skipped
 from scripts.data.rows import BITS, FILE
-from scripts.pack.sources import changed_since, changed_sources
+from scripts.pack.sources import changed_since, remark
 from scripts.report.plots import image
 from scripts.report.report import run_figures
 from scripts.table import pivots, tables
@@ -62,7 +62,7 @@ def table(made: Table) -> str:
 
 def sources_of(recorded: Recorded) -> str:
     """A sentence on the solutions whose sources are not those that were ranked, or nothing."""
-    return changed_sources(recorded.main.records.values())
+    return remark(recorded.main.hashes)
 
 
 def paragraph(*sentences: str) -> str:

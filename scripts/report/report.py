@@ -15,9 +15,9 @@ from typing import Any
 from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.text import printable
-from scripts.data.records import Clock
+from scripts.data.results import Clock
 from scripts.data.rows import Rows
-from scripts.pack.sources import changed_since, changed_sources
+from scripts.pack.sources import changed_since, remark
 from scripts.report import plots
 from scripts.table import pivots, rank_text, tables
 from scripts.table.rankings import Ranking
@@ -74,7 +74,7 @@ def ranking_section(
     roofline_ms = recorded.roofline_ms(ranking)
     shown: list[Picture | Table] = [*tables.ranking_tables(ranking, roofline_ms, known)]
     if not ranking.cpu:
-        text += [changed_sources(ranking.records.values())]
+        text += [remark(ranking.hashes)]
         shown[0] = replace(shown[0], note=rank_text.notes(ranking))
         verdict = tables.short_table(ranking, recorded.limits(ranking))
         shown = [verdict, *latency_pictures(ranking, roofline_ms), *shown]

@@ -11,7 +11,7 @@ from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms
 from scripts.common.schemas import TOTAL
 from scripts.common.text import number, percent
-from scripts.data.records import CLOCKS
+from scripts.data.results import CLOCKS
 from scripts.data.rows import ROOFLINE, Rows
 from scripts.table.tables import Table, joined, numbers, ratio
 
