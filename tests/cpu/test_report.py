@@ -15,6 +15,7 @@ from scripts.common.project import RESULTS_DIR
 from scripts.data.rows import Rows
 from scripts.pack import sources
 from scripts.report import generated, report
+from scripts.report.plots import image
 from scripts.table import pivots, tables
 from scripts.table import recorded as recorded_module
 from scripts.table.recorded import find_run, read
@@ -342,4 +343,7 @@ def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     text, page = page_of(run)
     shown = name.replace("\x1b", "\\x1b")
     assert shown in page.words and "\x1b" not in text
-    assert generated.draw(read(run), ["latency.png"])
+    ((_, picture),) = generated.pictures(
+        "<!-- generated: latency_plot -->\n<!-- /generated -->", read(run)
+    )
+    assert image(picture.figure(), "png")
