@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import small
 import torch
 from fake_cuda import Kernel
 from flashinfer_bench.data import Workload
-from test_rank import trace, write
+from small_record import trace, write
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -211,8 +212,8 @@ def test_a_run_gets_the_rows_and_a_vandal_fails_in_its_ranking(
     err = capsys.readouterr().err
     assert f"2 rows added to {tmp_path / 'rows.jsonl'}" in err
     assert "error: vandal at T=3: changes its inputs: x, w" in err
-    found = {r.solution: r for r in traces.read_records([path])}
-    assert found["right"].extra["cosine"] > 0.9999
+    found = {r.solution: r for r in traces.read_results([path]).itertuples()}
+    assert found["right"].cosine > 0.9999
     assert {n: r.status for n, r in found.items()} == {
         "right": "PASSED",
         "vandal": "CHANGED_INPUTS",
@@ -234,7 +235,7 @@ def test_results_of_other_sources_or_hardware_are_left_alone_and_named(
     path = traces_of(tmp_path, ("right", program.hashes["right"]), hardware="GPU B")
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert "left out: right: measured on GPU B, this is GPU A" in capsys.readouterr().err
-    assert [r.extra for r in traces.read_records([path])] == [{}]
+    assert traces.read_results([path]).cosine.isna().all()
 
 
 def test_code_of_the_data_set_is_run_again_only_where_asked_for(
@@ -267,8 +268,8 @@ def test_an_interrupt_keeps_the_workloads_so_far(
     monkeypatch.setattr(times, "run_reference", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
     assert "1 rows added" in capsys.readouterr().err
-    found = {r.tokens: r.extra for r in traces.read_records([path])}
-    assert "cosine" in found[3] and found[40] == {}
+    cosine = traces.read_results([path]).set_index("tokens").cosine
+    assert cosine[3] > 0.9999 and pd.isna(cosine[40])
 
 
 def test_without_a_run_the_rows_are_printed_and_written(program, tmp_path: Path, capsys) -> None:
@@ -299,8 +300,8 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     write(path, [first, other])
     assert program("--run", str(tmp_path)) == EXIT_FAILED
     assert pairs_of(tmp_path) == [(3, "right"), (40, "fails")]
-    found = {r.solution: r.extra for r in traces.read_records([path])}
-    assert found["fails"] == {}, "an error is no figure"
+    cosine = traces.read_results([path]).set_index("solution").cosine
+    assert pd.isna(cosine["fails"]), "an error is no figure"
     assert program("--run", str(tmp_path), "--workloads", "3") == EXIT_OK
     assert pairs_of(tmp_path) == [(3, "right")]
 
