@@ -54,8 +54,8 @@ def prepare(
         function: `fused_moe`, `experts` or `batched_experts`.
         *arguments, **options: of a call with at least one token, whose types, layouts and sizes are
             those of the calls to come. Nothing is computed of their values.
-        tokens: the most that a call will have; of `batched_experts` the largest `expected_m`, and
-            no more than the arguments' R, while calls may have any R.
+        tokens: the most that a call will have; of `batched_experts` the largest `expected_m`, while
+            calls may have any number of rows.
 
     Returns:
         How many kernels were compiled.
@@ -69,8 +69,7 @@ def prepare(
     if not out.numel():
         raise ValueError("expected the arguments of a call with at least one token, got none")
     select(out.device)  # refuse an unsupported GPU
-    most = out.shape[1] if isinstance(inputs, BatchedInputs) else CHUNK_TOKENS
-    tokens, gpu = min(tokens, most), out.get_device()
+    tokens, gpu = min(tokens, CHUNK_TOKENS), out.get_device()
     if not out.is_cuda or tokens <= layer.prepared.get(gpu, 0):
         return 0
     from .kernels import operations
