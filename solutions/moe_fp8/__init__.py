@@ -1,6 +1,6 @@
 """FP8 block-scaled mixture-of-experts layer of one expert-parallel rank, in CuTe DSL.
 
-    from moe_fp8 import experts, fused_moe
+    from moe_fp8 import batched_experts, experts, fused_moe
 
 One file a generation of the optimisation (`v1_loop_padding`, `v2_vectorised`, ...), all of them on
 the shared kernels in `kernels`, called by the layers in `layer`.
@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 PUBLIC = {
+    "batched_experts": "functional",
     "experts": "functional",
     "fused_moe": "functional",
     "expert_parallel_moe": "expert_parallel",

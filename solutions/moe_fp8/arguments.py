@@ -19,7 +19,7 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     meaning: str
     alignment: int = ALIGNMENT  # bytes that its address is a multiple of
-    strided: bool = False  # a matrix whose rows or whose columns are contiguous, in any distance
+    strided: bool = False  # matrices whose rows or whose columns are contiguous, in any distance
 
 
 class Signature:
@@ -88,7 +88,7 @@ class Signature:
                 )
             elif strided and not (tensor.is_contiguous() or has_contiguous_lines(tensor)):
                 wrong = (
-                    f"a stride of 1 along either dimension and lines that do not overlap, got "
+                    f"a stride of 1 along rows or columns and lines that do not overlap, got "
                     f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
                 )
             elif not strided and not tensor.is_contiguous():
@@ -112,12 +112,14 @@ class Signature:
         )
 
 
-def has_contiguous_lines(matrix: torch.Tensor) -> bool:
-    """Whether the elements of its rows or those of its columns follow each other, and no line
-    begins before another ends."""
-    rows, columns = matrix.shape
-    by_row, by_column = matrix.stride()
-    return (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
+def has_contiguous_lines(matrices: torch.Tensor) -> bool:
+    """Whether the elements of a matrix's rows or those of its columns follow each other, and no
+    line begins before another ends; of several, no matrix before another's last line begins."""
+    *_, rows, columns = matrices.shape
+    *apart, by_row, by_column = matrices.stride()
+    lines = (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
+    last = (rows - 1) * by_row + (columns - 1) * by_column
+    return lines and all(stride > last for stride in apart)
 
 
 def _reach(tensor: torch.Tensor) -> int:

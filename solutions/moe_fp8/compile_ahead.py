@@ -29,7 +29,7 @@ from .functional import call_of
 from .kernels.cache import KernelCache, cache_dir, why_untrusted
 from .layer.backend import on_device, select
 from .layer.pipeline import CHUNK_TOKENS
-from .problem import LARGEST_OFFSET, MoeInputs, RoutedInputs
+from .problem import LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs
 
 PARENT = Path(__file__).resolve().parents[1]
 """The directory that this package can be imported from."""
@@ -51,10 +51,11 @@ def prepare(
     bar shows the compilations on a terminal. On CPU tensors there is nothing to do.
 
     Args:
-        function: `fused_moe` or `experts`.
+        function: `fused_moe`, `experts` or `batched_experts`.
         *arguments, **options: of a call with at least one token, whose types, layouts and sizes are
             those of the calls to come. Nothing is computed of their values.
-        tokens: the most that a call will have.
+        tokens: the most that a call will have; of `batched_experts` the largest `expected_m`, while
+            calls may have any number of rows.
 
     Returns:
         How many kernels were compiled.
@@ -65,7 +66,7 @@ def prepare(
     layer, inputs, out = call_of(function, *arguments, **options)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens={tokens!r}: expected a positive integer")
-    if not len(out):
+    if not out.numel():
         raise ValueError("expected the arguments of a call with at least one token, got none")
     select(out.device)  # refuse an unsupported GPU
     tokens, gpu = min(tokens, CHUNK_TOKENS), out.get_device()
@@ -80,7 +81,8 @@ def prepare(
             [operations.fused_geometry(out.device, layer.shape, pair, form) for pair in configs]
         )
         # A kernel's machine code is brought to the GPU when it is launched for the first time.
-        one, one_output = without_pairs(inputs), torch.empty_like(out[:1])
+        one = without_pairs(inputs)
+        one_output = torch.empty_like(one[2], dtype=torch.bfloat16)
         for pair in configs:
             operations.fused_call(1, out.device, *of_layer, pair, form)(one, one_output)
     layer.prepared[gpu] = tokens
@@ -99,8 +101,14 @@ def all_configs(chosen: Callable[[int], Any], tokens: int) -> list[Any]:
     return configs
 
 
-def without_pairs(inputs: MoeInputs | RoutedInputs) -> MoeInputs | RoutedInputs:
-    """The first token, with none of its experts here."""
+def without_pairs(inputs: Inputs) -> Inputs:
+    """The first token, or place of every expert, with none of its experts here."""
+    if isinstance(inputs, BatchedInputs):
+        x, scale = inputs.x[:, :1].contiguous(), inputs.x_scale
+        if scale is not None:
+            scale = scale[:, :1].contiguous()
+        none = torch.zeros_like(inputs.num_tokens)
+        return inputs._replace(num_tokens=none, x=x, x_scale=scale)
     one = inputs.tokens(slice(1))
     if isinstance(one, MoeInputs):
         return one._replace(local_expert_offset=LARGEST_OFFSET)

@@ -1,7 +1,8 @@
 """The layer as a function on torch tensors, in eager code, under torch.compile and in CUDA graphs.
 
-Also custom operators, `torch.ops.moe_fp8.fused_moe` and `.experts`, so that torch.compile keeps the
-calls in its graph. A copy of the package under another name has operators of that name.
+Also custom operators, `torch.ops.moe_fp8.fused_moe`, `.experts` and `.batched_experts`, so that
+torch.compile keeps the calls in its graph. A copy of the package under another name has operators
+of that name.
 """
 
 import functools
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .arguments import has_contiguous_lines
-from .layer.fused import FusedLayer
+from .arguments import check_integer, has_contiguous_lines
+from .layer.fused import BatchedLayer, FusedLayer
 from .layer.validate import validate
-from .problem import Form, MoeInputs, MoeShape, RoutedInputs, Swiglu
+from .problem import BatchedInputs, Form, Inputs, MoeInputs, MoeShape, RoutedInputs, Swiglu
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 E8M0 = torch.float8_e8m0fnu
@@ -189,6 +190,72 @@ def experts(
     return out
 
 
+def batched_experts(
+    x: torch.Tensor,
+    num_tokens: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    expected_m: int | None = None,
+    gate_first: bool = True,
+    accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`experts` of tokens that were brought to them already, each in a place of its expert's.
+
+    As DeepEP's low-latency mode hands tokens over and takes their outputs back: `x[e, r]` for
+    `r < num_tokens[e]` is the r-th token of expert e, and `out[e, r]` is what the expert makes of
+    it, unweighted: the combine that follows applies the weights. Rows of `x` and `x_scale` beyond
+    may hold anything, and rows of `out` beyond are not written. A row's bits depend on nothing but
+    the token and its expert.
+
+    L experts here with R rows each, width H, expert width I. The counts stay on the GPU: a call
+    that was captured in a CUDA graph serves any. What is said of streams, graphs and NaN in
+    `fused_moe` holds here, too. Beside the output a call needs `L R (I + I/32 + H/32)` bytes, with
+    tokens in bfloat16 `L R H` more, if `accurate` `L R I` more.
+
+    Args:
+        x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
+        num_tokens: `[L]` int32. A negative count is taken for 0, one beyond R for R.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w2: `[L, H, I]` float8_e4m3fn.
+        w2_scale: `[L, H/128, I/128]` of the same type.
+        x_scale: `[L, R, H/128]` float32 of FP8 tokens, in memory with a row's or with a block's
+            values side by side (DeepEP's strides are `(R H/128, 1, R)`); None of bfloat16.
+        expected_m: about how many tokens an expert has, so that the kernels' tiles suit; R without
+            it. Rounded up to a power of two, each of which may need a kernel of its own. Changes no
+            bit.
+        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
+        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
+        out: `[L, R, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+
+    Returns:
+        `[L, R, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
+            Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured, and no call with as large an `expected_m` and as
+            many rows came before.
+    """
+    if out is None and isinstance(x, torch.Tensor):  # else refused by name, below
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+    run = _batched_operator if _is_traced(num_tokens, x) else _run_batched
+    run(
+        num_tokens, expected_m, x, x_scale, w13, w13_scale, w2, w2_scale, gate_first, accurate,
+        swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0, out,
+    )  # fmt: skip
+    return out
+
+
 def _is_traced(first: Any, x: Any) -> bool:
     """Whether someone looks at the operators that are called: a compiler, a tracer, a mode. Two of
     the arguments tell it.
@@ -230,7 +297,7 @@ def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> Non
         )
 
 
-Call = tuple[FusedLayer, MoeInputs | RoutedInputs, torch.Tensor]
+Call = tuple[FusedLayer, Inputs, torch.Tensor]
 """A layer, what it is given and what it writes."""
 
 
@@ -307,6 +374,41 @@ def _experts(*arguments: Any) -> Call:
     return layer_of(*sizes, 1, 1, top_k, *options, *form), inputs, out
 
 
+def _batched(*arguments: Any) -> Call:
+    """The same of the inputs, `gate_first`, `accurate`, three numbers of the activation, `ue8m0`,
+    the output."""
+    inputs = BatchedInputs(*arguments[:8])
+    gate_first, *options, out = arguments[8:]
+    for name, dims in (("x", "[L, R, H]"), ("w13", "[L, 2 I, H]"), ("w2", "[L, H, I]")):
+        _check_dims(name, getattr(inputs, name), dims)
+    (local, rows, hidden), intermediate = inputs.x.shape, inputs.w2.shape[2]
+    expected = inputs.expected_m
+    if expected is None:
+        inputs = inputs._replace(expected_m=max(rows, 1))
+    else:
+        check_integer("expected_m", expected)
+        if int(expected) < 1:
+            raise ValueError(f"expected_m={expected}: expected a positive integer")
+        inputs = inputs._replace(expected_m=int(expected))
+    form = (
+        torch.int32,
+        None,
+        _type_of("x", inputs.x, FP8, BF16),
+        False,
+        gate_first,
+        False,
+        _type_of("w13_scale", inputs.w13_scale, F32, E8M0),
+        True,
+    )
+    return layer_of(local, local, hidden, intermediate, 1, 1, 1, *options, *form), inputs, out
+
+
+def _run_batched(*arguments: Any) -> None:
+    _refuse_gradients(BatchedInputs._fields, arguments)
+    layer, inputs, out = _batched(*arguments)
+    layer(inputs, out)
+
+
 def _run(*arguments: Any) -> None:
     _refuse_gradients(MoeInputs._fields, arguments)
     layer, inputs, out = _fused_moe(*arguments)
@@ -320,15 +422,15 @@ def _run_experts(*arguments: Any) -> None:
 
 
 def call_of(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> Call:
-    """What `fused_moe` or `experts` would do with these arguments.
+    """What `fused_moe`, `experts` or `batched_experts` would do with these arguments.
 
     Raises:
         TypeError: the function is another one, or does not take them.
         ValueError: as the function.
     """
-    calls = {fused_moe: _fused_moe, experts: _experts}
+    calls = {fused_moe: _fused_moe, experts: _experts, batched_experts: _batched}
     if function not in calls:
-        raise TypeError(f"expected fused_moe or experts, got {function!r}")
+        raise TypeError(f"expected fused_moe, experts or batched_experts, got {function!r}")
     given = inspect.signature(function).bind(*arguments, **options)
     given.apply_defaults()
     x = given.arguments["hidden_states" if function is fused_moe else "x"]
@@ -394,9 +496,14 @@ def sizes_of(
         (names[4], w13, "[L, 2 I, H]"),
         (names[6], w2, "[L, H, I]"),
     ):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
-            raise ValueError(f"{name}: expected a tensor {dims}, got {_shown(tensor)}")
+        _check_dims(name, tensor, dims)
     raise AssertionError("a check failed that has no message")
+
+
+def _check_dims(name: str, tensor: Any, dims: str) -> None:
+    """Raise a ValueError for what is no tensor of so many dimensions."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
+        raise ValueError(f"{name}: expected a tensor {dims}, got {_shown(tensor)}")
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
@@ -408,7 +515,8 @@ def _layer(*arguments: Any) -> FusedLayer:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
     routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
     shape = MoeShape(*(*sizes, routing, Swiglu(*activation), ue8m0))
-    return FusedLayer(shape, 2 if accurate else 1, form=None if form == Form() else form)
+    layer = BatchedLayer if form.batched else FusedLayer
+    return layer(shape, 2 if accurate else 1, form=None if form == Form() else form)
 
 
 def layer_of(*arguments: Any) -> FusedLayer:
@@ -439,22 +547,28 @@ OPTIONS = (
 
 
 def _tensors(names: tuple[str, ...]) -> list[str]:
-    return [f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in names[:8]]
+    return [f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in names]
 
 
 SCHEMAS = {
     "fused_moe": (
-        *_tensors(MoeInputs._fields),
+        *_tensors(MoeInputs._fields[:8]),
         "SymInt local_expert_offset",
         "float routed_scaling_factor",
         *(f"SymInt {name}" for name in ("n_group", "topk_group", "top_k")),
         *OPTIONS,
     ),
     "experts": (
-        *_tensors(RoutedInputs._fields),
+        *_tensors(RoutedInputs._fields[:8]),
         "SymInt local_expert_offset",
         "Tensor? expert_map",
         "SymInt? num_experts",
+        *OPTIONS,
+    ),
+    "batched_experts": (
+        "Tensor num_tokens",
+        "SymInt? expected_m",
+        *_tensors(BatchedInputs._fields[2:]),
         *OPTIONS,
     ),
 }
@@ -476,3 +590,4 @@ def _register(name: str, run: Any, names: tuple[str, ...]) -> Any:
 
 _operator = _register("fused_moe", _run, MoeInputs._fields)
 _experts_operator = _register("experts", _run_experts, RoutedInputs._fields)
+_batched_operator = _register("batched_experts", _run_batched, BatchedInputs._fields)

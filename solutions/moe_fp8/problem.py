@@ -193,6 +193,7 @@ class Form:
     gate_first: bool = False  # rows of gate lie above those of up in the first GEMM's weights
     has_map: bool = False  # of given experts to local ones
     weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
+    batched: bool = False  # tokens lie by expert, with a count of each: `BatchedInputs`
 
     @property
     def has_scales(self) -> bool:
@@ -261,6 +262,21 @@ class RoutedInputs(NamedTuple):
         )
 
 
+class BatchedInputs(NamedTuple):
+    """The inputs of experts whose tokens lie by expert, R places for each: shape `given`. Places
+    are those of `MoeInputs`."""
+
+    num_tokens: torch.Tensor  # [E] int32: of each expert, the first ones of its R
+    expected_m: int  # a guess at how many an expert has
+    x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None  # [E, R, H/128] float32 of any strides, None where x is bfloat16
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+
+
+Inputs = MoeInputs | RoutedInputs | BatchedInputs
 FusedCall = Callable[[Any, torch.Tensor], None]
 """The whole layer for one number of tokens: of the inputs and the output, which it writes."""
 

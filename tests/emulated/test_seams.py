@@ -80,7 +80,7 @@ def test_a_second_epilogue(config, emulator):
         Tensor(Float8E4M3FN, (experts, N, K)),
         Tensor(Float32, (experts, N // BLOCK, blocks), align=4),
         Tensor(Float32, (rows, N)),
-        Tensor(Int32, (2, experts), align=4, row_stride=Extent("apart")),
+        Tensor(Int32, (2, experts), align=4, strides=(Extent("apart"), 1)),
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )

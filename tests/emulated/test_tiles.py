@@ -46,7 +46,7 @@ def look_up(counts: list[int], n: int, step: int, apart: int = 0) -> list[list[i
     """`apart` experts more than counts are between the table's two rows."""
     experts = len(counts)
     arguments = (
-        Tensor(Int32, (2, experts), align=4, row_stride=Extent("apart")),
+        Tensor(Int32, (2, experts), align=4, strides=(Extent("apart"), 1)),
         Tensor(Int32, (Extent("positions"), 5), align=4),
         Scalar(Int32),
     )

@@ -10,6 +10,7 @@ from installed import engine
 from moe_fp8.integrations import served
 from moe_fp8.integrations import sglang as plugin
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.quantise import quantise_rows
 from reference import Weights, layer, peer_of_a_sweep
 
 engine("sglang.srt.layers.moe.moe_runner")
@@ -18,6 +19,7 @@ from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa:
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher import deepep  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
@@ -186,6 +188,80 @@ def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
     method.create_moe_runner(module, config_of(**changes))
     assert method.runner.runner_backend.is_triton()
     assert "does not serve layers of" in caplog.text and why in caplog.text
+
+
+@pytest.fixture
+def by_deepep(registered, monkeypatch):
+    """`--moe-a2a-backend deepep`: SGLang's method and a layer after our hooks."""
+    flags = moe_utils.get_flags().moe
+    monkeypatch.setattr(flags, "a2a_backend", moe_utils.MoeA2ABackend.DEEPEP)
+    monkeypatch.setattr(flags, "sbo_enabled", False)
+    of = Weights(LOCAL, H, WIDTH)
+    method, module = method_and_layer(of)
+    method.create_moe_runner(module, config_of())
+    return of, method, module
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch):
+    """Its low-latency mode, whose combine applies the weights: no factor, no sum."""
+    of, method, module = by_deepep
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(LOCAL, 12, H, generator=generator).bfloat16()
+    counts = torch.randint(0, 13, (LOCAL,), generator=generator).int()
+    ids, weights = torch.zeros(5, K).long(), torch.rand(5, K)
+    given, scale = x, None
+    if fp8:
+        given, scale = quantise_rows(x.view(-1, H))
+        given, scale = given.view(x.shape), scale.t().reshape(LOCAL, 12, -1)
+        scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
+    arrived = deepep.DeepEPLLDispatchOutput(given, scale, ids, weights, counts, 6)
+    prepared = []
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    out = [method.apply(module, arrived) for _ in range(2)][1]
+    assert isinstance(out, deepep.DeepEPLLCombineInput)
+    assert out.topk_ids is ids and out.topk_weights is weights
+    ((call, how),) = prepared
+    assert call[0] is plugin.batched_experts and how["expected_m"] == 6
+    for expert, count in enumerate(counts.tolist()):
+        of_expert = torch.full((count, 1), expert)
+        reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), of)
+        assert not count or calc_diff(out.hidden_states[expert, :count], reference) < 1e-3
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
+    """Its normal mode: this rank's part of each token's sum, which may have no tokens at all."""
+    of, method, module = by_deepep
+    given = tokens(local_ids())
+    weights, ids, _ = given.topk_output
+    ids = ids.long()
+    prepared = []
+    monkeypatch.setattr(plugin, "prepare", lambda function, *_, **__: prepared.append(function))
+    for count in (0, 33, 33):
+        x, scale = given.hidden_states[:count], None
+        if fp8:
+            x, scale = quantise_rows(x)
+            scale = scale.t().contiguous()
+        arrived = deepep.DeepEPNormalDispatchOutput(x, scale, ids[:count], weights[:count], [])
+        out = method.apply(module, arrived)
+        assert isinstance(out, deepep.DeepEPNormalCombineInput)
+        assert prepared == [plugin.experts] * (count > 0), "once, and by tokens"
+    assert calc_diff(out.hidden_states, wanted(given, of, 1.0)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("a2a_backend", moe_utils.MoeA2ABackend.MOONCAKE, "exchanged between ranks by mooncake"),
+        ("sbo_enabled", True, "a combine that begins before the experts' end"),
+    ],
+)
+def test_an_exchange_that_is_not_served(flag, value, why, by_deepep, monkeypatch, caplog):
+    _, method, module = by_deepep
+    monkeypatch.setattr(moe_utils.get_flags().moe, flag, value)
+    method.create_moe_runner(module, config_of())
+    assert method.runner.runner_backend.is_triton() and why in caplog.text
 
 
 def test_a_kernel_that_is_asked_for_stays(registered, monkeypatch, caplog):

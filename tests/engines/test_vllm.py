@@ -1,6 +1,7 @@
 """vLLM's kernel object with our experts classes, its routing, and its choice of a class."""
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import re
@@ -28,6 +29,7 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     fp8_w8a8_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle  # noqa: E402
+from vllm.model_executor.layers.fused_moe.prepare_finalize import batched  # noqa: E402
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (  # noqa: E402
     MoEPrepareAndFinalizeNoDPEPModular,
 )
@@ -172,6 +174,93 @@ def test_tokens_that_were_quantised_before(problem):
         assert torch.equal(out, wanted)
 
 
+EXCHANGED = dataclasses.replace(
+    FusedMoEParallelConfig.make_no_parallel(),
+    dp_size=2, ep_size=2, use_ep=True, all2all_backend="deepep_low_latency",
+)  # fmt: skip
+
+
+class AsDeepEp(batched.BatchedPrepareAndFinalize):
+    """vLLM's reference of the batched format, with scales and rows beyond as DeepEP has them."""
+
+    def prepare(self, *arguments: Any, **named: Any) -> Any:
+        x, scale, meta, *rest = super().prepare(*arguments, **named)
+        assert x.dtype is torch.float8_e4m3fn
+        beyond = torch.arange(x.shape[1]) >= meta.expert_num_tokens.unsqueeze(1)
+        x.view(torch.uint8)[beyond] = 0x7F
+        scale = scale.masked_fill(beyond.unsqueeze(-1), torch.nan)
+        return x, scale.transpose(1, 2).contiguous().transpose(1, 2), meta, *rest
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """For vLLM's own quantiser, which needs a GPU."""
+    from moe_fp8.quantise import quantise_rows
+
+    def quantise(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, scale = quantise_rows(x)
+        return q, scale.t()
+
+    monkeypatch.setattr(batched, "moe_kernel_quantize_input", quantise)
+
+
+def exchanged(
+    weights, x, topk_weights, ids, made=None, arrive=AsDeepEp, **changes: Any
+) -> torch.Tensor:
+    config = config_of(moe_parallel_config=EXCHANGED, **changes)
+    made = made or vllm_experts.BatchedExperts(
+        config, quant_config_of(weights), max_num_tokens=40, num_dispatchers=1
+    )
+    kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), made)
+    return kernel.apply(
+        x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
+        global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
+        shared_experts=None, shared_experts_input=None,
+    )  # fmt: skip
+
+
+def test_batched(problem, quantised):
+    """Tokens that lie by expert, weighted and added by vLLM."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    wanted = layer(x, ids, topk_weights, weights)
+    out = exchanged(weights, x, topk_weights, ids)
+    assert calc_diff(out, wanted) < 1e-3
+    row_major = exchanged(weights, x, topk_weights, ids, arrive=batched.BatchedPrepareAndFinalize)
+    assert torch.equal(row_major, out)
+    limited = exchanged(weights, x, topk_weights, ids, swiglu_limit=0.5)
+    assert calc_diff(limited, wanted) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [([33, 31], 8), ([1, 0], 1), ([0, 0], 1), (None, None)]
+)
+def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, monkeypatch):
+    """Of all ranks' tokens, as far as vLLM knows them, in equal shares; and prepared for once."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    metadata = tokens and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
+    context = SimpleNamespace(dp_metadata=metadata)
+    monkeypatch.setattr(vllm_experts, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(vllm_experts, "get_forward_context", lambda: context)
+    prepared, called, run = [], [], vllm_experts.batched_experts
+    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **how: prepared.append(call))
+
+    def spy(*call: Any, **options: Any) -> torch.Tensor:
+        called.append(options["expected_m"])
+        return run(*call, **options)
+
+    monkeypatch.setattr(vllm_experts, "batched_experts", spy)
+    made = vllm_experts.BatchedExperts(
+        config_of(moe_parallel_config=EXCHANGED), quant_config_of(weights),
+        max_num_tokens=40, num_dispatchers=1,
+    )  # fmt: skip
+    for _ in range(2):
+        exchanged(weights, x, topk_weights, ids, made)
+    assert called == 2 * [expected]
+    assert [call[0] for call in prepared] == [spy]
+
+
 WHY_NOT = [
     ({"activation": MoEActivation.GELU}, KEYS, "activation"),
     ({"activation": MoEActivation.SWIGLUOAI}, KEYS, "activation"),  # gate and up in turns
@@ -252,6 +341,26 @@ def test_the_plugin_chooses_and_says_so_once(top_k, selection, said):
         backend, chosen = selection(config, *KEYS)
         assert (backend.name, chosen) == ("TRITON", vllm_experts.Experts)
     assert said == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ours"),
+    [
+        ("deepep_low_latency", "BatchedExperts"),
+        ("nixl_ep", "BatchedExperts"),
+        ("deepep_high_throughput", "Experts"),
+        ("allgather_reducescatter", "Experts"),
+    ],
+)
+def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
+    parallel = dataclasses.replace(EXCHANGED, all2all_backend=exchange)
+    backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
+    assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
+    assert not chosen.expects_unquantized_inputs.fget(SimpleNamespace(
+        moe_config=config_of(moe_parallel_config=parallel)
+    ))  # fmt: skip
+    refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
+    assert selection(refused, *KEYS)[0] == "theirs"
 
 
 @pytest.mark.parametrize(("changes", "keys", "why"), WHY_NOT)

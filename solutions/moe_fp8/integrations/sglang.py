@@ -2,8 +2,9 @@
 
 Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer that SGLang
-would run by Triton or DeepGEMM without exchanging tokens between ranks gets a runner of ours; for
-one that is not served SGLang's own stays, and the log says why. Weights are used as loaded.
+would run by Triton or DeepGEMM gets a runner of ours, where tokens are not exchanged between ranks
+or by DeepEP; for one that is not served SGLang's own stays, and the log says why. Weights are used
+as loaded.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..compile_ahead import prepare
-from ..functional import experts
+from ..functional import batched_experts, experts
 from .served import (
     BLOCK_SHAPE,
     accurate,
@@ -57,35 +58,93 @@ def say(level: int, text: str) -> None:
 def runner_core(config: Any) -> Any:
     """What SGLang's `MoeRunner` runs."""
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
     class Core(DispatchMoeRunnerCore):
+        def __init__(self, config):
+            super().__init__(config)
+            self.prepared: set[Any] = set()
+
         @property
         def runner_backend(self) -> Any:
             return resolve_moe_runner_backend(BACKEND)
 
         def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
-            weights, ids, *_ = dispatch_output.topk_output
-            if runner_config.routed_scaling_factor not in (None, 1.0):
-                weights = weights * runner_config.routed_scaling_factor
-            output = experts(
-                ids.contiguous(), weights.contiguous(), dispatch_output.hidden_states,
-                quant_info.w13_weight, quant_info.w13_scale,
-                quant_info.w2_weight, quant_info.w2_scale,
-                num_experts=runner_config.num_experts,  # the ids are local ones, or -1
-                accurate=accurate(VARIABLE),
-                **activation_of(runner_config),
-            )  # fmt: skip
-            return StandardCombineInput(hidden_states=output)
+            info = quant_info
+            weights = info.w13_weight, info.w13_scale, info.w2_weight, info.w2_scale
+            run = OF_FORMAT[dispatch_output.format.value]
+            return run(dispatch_output, weights, runner_config, self.prepared)
 
     return Core(config)
+
+
+def of_standard(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
+    """Of a rank's own tokens."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+    weights, ids, *_ = dispatched.topk_output
+    if config.routed_scaling_factor not in (None, 1.0):
+        weights = weights * config.routed_scaling_factor
+    call = ids.contiguous(), weights.contiguous(), dispatched.hidden_states, *expert_weights
+    return StandardCombineInput(hidden_states=experts(*call, **options_of_experts(config)))
+
+
+def of_deepep(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
+    """Of tokens that other ranks have sent here by DeepEP, which adds up the ranks' parts.
+
+    The factor of the routing is the model's to apply, here and below.
+    """
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalCombineInput
+
+    x, scale, ids, weights, _ = dispatched
+    call = ids.contiguous(), weights.contiguous(), x, *expert_weights
+    options = options_of_experts(config) | {"x_scale": None if scale is None else scale.t()}
+    out = run_prepared(prepared, experts, call, options)
+    return DeepEPNormalCombineInput(out, ids, weights)
+
+
+def of_low_latency(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
+    """Of tokens that DeepEP has brought to their experts, and whose outputs it weights."""
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput
+
+    x, scale, ids, weights, counts, expected_m = dispatched
+    options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
+    out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
+    return DeepEPLLCombineInput(out, ids, weights)
+
+
+OF_FORMAT = {
+    "standard": of_standard,
+    "deepep_normal": of_deepep,
+    "deepep_ll": of_low_latency,
+}
+"""What runs, by the format in which SGLang hands tokens over."""
+
+
+def run_prepared(
+    prepared: set[Any], function: Any, call: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    """The call, and before the first one that has tokens the kernels of all. SGLang makes one that
+    is not captured before those that are."""
+    if function not in prepared and all(tensor.numel() for tensor in call):
+        prepare(function, *call, **options)
+        prepared.add(function)
+    return function(*call, **options)
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    return {"accurate": accurate(VARIABLE), **activation_of(config)}
+
+
+def options_of_experts(config: Any) -> dict[str, Any]:
+    """The ids are local ones, or -1."""
+    return {"num_experts": config.num_experts, **options_of(config)}
 
 
 def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> None:
     """Around `Fp8MoEMethod.create_moe_runner`: another runner where the layer is served."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner
-    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
     original(method, layer, config)
     why, layers = why_not(method, layer, config), described(*sizes(layer, config))
@@ -94,9 +153,8 @@ def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> No
         return
     say(logging.INFO, f"moe_fp8 serves {layers}")
     method.runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
-    if layer.w13_weight.is_cuda:
-        prepare(experts, *one_token(layer, config), accurate=accurate(VARIABLE),
-                num_experts=config.num_experts, **activation_of(config))  # fmt: skip
+    if layer.w13_weight.is_cuda and get_moe_a2a_backend().is_none():
+        prepare(experts, *one_token(layer, config), **options_of_experts(config))
 
 
 def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
@@ -128,7 +186,11 @@ def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
 
 def why_not(method: Any, layer: Any, config: Any) -> str:
     """What of a layer is not served, empty if it is."""
-    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+    from sglang.srt.layers.moe.utils import (
+        get_moe_a2a_backend,
+        get_moe_runner_backend,
+        is_sbo_enabled,
+    )
 
     if here := why_not_here():
         return here
@@ -139,8 +201,11 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         runner.runner_backend.is_triton() or runner.runner_backend.is_deep_gemm()
     ):
         return "SGLang runs it otherwise than by Triton or DeepGEMM"
-    if not get_moe_a2a_backend().is_none():
-        return f"tokens are exchanged between ranks by {get_moe_a2a_backend().value}"
+    exchange = get_moe_a2a_backend()
+    if not (exchange.is_none() or exchange.is_deepep()):
+        return f"tokens are exchanged between ranks by {exchange.value}"
+    if exchange.is_deepep() and is_sbo_enabled():
+        return "a combine that begins before the experts' end (--enable-single-batch-overlap)"
     if runner.lora_enabled:
         return "LoRA"
     block_shape = method.quant_config.weight_block_size

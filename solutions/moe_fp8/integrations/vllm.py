@@ -2,8 +2,9 @@
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
-`--moe-backend` is asked for is offered to the class `Experts`; one that it does not serve gets
-vLLM's own kernel, and vLLM's log says why. Weights are used as loaded.
+`--moe-backend` is asked for is offered to the class `Experts`, or `BatchedExperts` where DeepEP's
+low-latency mode or NIXL exchanges the tokens; one that it does not serve gets vLLM's own kernel,
+and vLLM's log says why. Weights are used as loaded.
 """
 
 import functools
@@ -54,18 +55,16 @@ class Selection:
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
         from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-        from .vllm_experts import Experts, sizes
+        from .vllm_experts import BatchedExperts, Experts, sizes
 
-        batched = config.moe_parallel_config.use_batched_activation_format
-        formats = FusedMoEActivationFormat
-        serves, why = Experts.is_supported_config(
-            Experts, config, weight_key, activation_key,
-            formats.BatchedExperts if batched else formats.Standard,
-        )  # fmt: skip
+        ours, asked_for = Experts, FusedMoEActivationFormat.Standard
+        if config.moe_parallel_config.use_batched_activation_format:
+            ours, asked_for = BatchedExperts, FusedMoEActivationFormat.BatchedExperts
+        serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, asked_for)
         layers = described(*sizes(config))
         if serves:
             self.logger.info_once("moe_fp8 serves %s", layers)
             # The backend whose weights stay as they were loaded.
-            return Fp8MoeBackend.TRITON, Experts
+            return Fp8MoeBackend.TRITON, ours
         self.logger.warning_once("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
         return self.others(config, weight_key, activation_key, allow_vllm_cutlass)

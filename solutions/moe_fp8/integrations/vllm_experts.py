@@ -1,19 +1,23 @@
-"""The fused layer as an experts class of vLLM (0.28 to 0.33), which its kernel object calls."""
+"""The fused layer as experts classes of vLLM (0.28 to 0.33), which its kernel object calls."""
 
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
 
 from ..compile_ahead import prepare
-from ..functional import experts
+from ..functional import batched_experts, experts
 from .served import accurate, why_no_activation, why_no_geometry, why_not_here
 from .vllm import VARIABLE
 
@@ -116,6 +120,50 @@ class Experts(mk.FusedMoEExpertsModular):
     def most_tokens(self) -> int:
         """That one call may have: those of all ranks that exchange them."""
         return self.moe_config.max_num_tokens * self.moe_config.moe_parallel_config.dp_size
+
+
+class BatchedExperts(Experts):
+    """The same of tokens that were brought to their experts by DeepEP's low-latency mode, or by
+    NIXL: vLLM's batched format, whose combine applies the weights."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return False  # these exchanges refuse that
+
+    @staticmethod
+    def activation_format() -> Any:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ):
+        return (0,), (0,), (local_num_experts, M, K)
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
+        global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
+        expert_tokens_meta, apply_router_weight_on_input,
+    ):  # fmt: skip
+        counts = expert_tokens_meta.expert_num_tokens
+        call = hidden_states, counts, w1, self.w1_scale, w2, self.w2_scale
+        expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
+        options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
+        if not self.is_prepared:  # as in `Experts.apply`
+            prepare(batched_experts, *call, **options)
+            self.is_prepared = True
+        batched_experts(*call, **options)
+
+
+def expected_tokens(num_experts: int, top_k: int) -> int | None:
+    """Of an expert in this step, as far as the host knows how many tokens all ranks have."""
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    if metadata is None:
+        return None
+    pairs = int(metadata.num_tokens_across_dp_cpu.sum()) * top_k
+    return max(1, -(-pairs // num_experts))
 
 
 def why_not(config: Any) -> str:

@@ -42,14 +42,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A row-major tensor argument; `row_stride` of a matrix, where it is not the width, and
-    `column_stride`, where it is not 1."""
+    """A tensor argument, row-major unless `strides` are given."""
 
     dtype: Any
     shape: tuple[int | Extent, ...]
     align: int = 16  # bytes that its address is a multiple of
-    row_stride: Extent | None = None
-    column_stride: Extent | None = None
+    strides: tuple[int | Extent, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,10 +164,8 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
         stride: list[Any] = [1]
         for size in reversed(shape[1:]):
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
-        if argument.row_stride is not None:
-            stride[0] = size_of(argument.row_stride)
-        if argument.column_stride is not None:
-            stride[1] = size_of(argument.column_stride)
+        if argument.strides is not None:
+            stride = [size_of(size) for size in argument.strides]
         made.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align

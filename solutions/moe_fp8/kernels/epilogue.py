@@ -197,11 +197,11 @@ class StoreBFloat16(StoreRows):
                     cute.autovec_copy(source, vector(first + Int64(r) * self.n + column, VECTOR))
 
 
-class StoreFloat32(StoreRows):
-    """Stores the sums of the rows of the tile's expert, out of the registers.
+class StoreFromRegisters(StoreRows):
+    """Stores the sums of the rows of the tile's expert, out of the registers, in the output's type.
 
-    Stores of neighbouring threads, or a thread's next one, fill 32-byte sectors: what shared memory
-    would add is their order alone.
+    Stores of neighbouring threads, or a thread's next one, fill 32-byte sectors of float32: what
+    shared memory would add is their order alone.
     """
 
     staging_type = Float32  # nothing is staged
@@ -213,7 +213,7 @@ class StoreFloat32(StoreRows):
         return
 
     def output(self, out: cute.Tensor) -> cute.Tensor:
-        """In the host function: `out` (rows, n) f32."""
+        """In the host function: `out` (rows, n) f32 or bf16."""
         return out
 
     @cute.jit
@@ -231,8 +231,12 @@ class StoreFloat32(StoreRows):
             if inside:
                 target = first + Int64(token) * self.n + column
                 values = cute.make_tensor(acc.iterator + v, cute.make_layout(width))
+                if cutlass.const_expr(output.element_type is BFloat16):
+                    rounded = cute.make_rmem_tensor(width, BFloat16)
+                    rounded.store(values.load().to(BFloat16))
+                    values = rounded
                 cute.autovec_copy(values, vector(target, width))
 
 
-STORE = {1: StoreBFloat16, 2: StoreFloat32}
+STORE = {1: StoreBFloat16, 2: StoreFromRegisters}
 """By the FP8 terms of A, see `GemmConfig.terms`."""

@@ -4,8 +4,6 @@ Each kernel is started while the one before it ends (`dependent`). What they han
 in one workspace, whose layout follows from the number of tokens.
 """
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -16,20 +14,16 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from ..numerics import BLOCK, TMA_ROWS, round_up
 from ..problem import MoeShape
 from .combine import Combine
-from .handoff import Ready
+from .expert_gemms import COUNTERS, ExpertGemms
 from .permute import Permute, TokensOfRows
 from .quantise import QuantisedTokens
 from .route import WORD, Route
-from .tiles import most_ctas
+from .workspace import offsets, placed, pointer
 from .zero import ZeroTokens
 
-COUNTERS = 2
-"""Of tiles on demand, one for each GEMM."""
 ROWS = {1: BFloat16, 2: Float32}
 """Type of the rows that the combine sums, by the FP8 terms of the intermediate: where two make it
 as accurate as bfloat16, rounding a pair's row would cost more than they gained."""
-ALIGN = 256
-"""Bytes between the beginnings of tensors in the workspace are a multiple of it."""
 
 
 class Parts(NamedTuple):
@@ -75,20 +69,6 @@ def bound(shape: MoeShape, tokens: Any) -> Any:
     return round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
 
 
-def offsets(parts: Parts) -> tuple[Parts, Any]:
-    """(where each part begins, bytes of the workspace)."""
-    at, starts = 0, []
-    for part in parts:
-        starts.append(at)
-        if part is None:
-            continue
-        dtype, extents = part
-        # Multiplied in the order of the extents: the product of the first decides the type.
-        elements = functools.reduce(operator.mul, extents)
-        at = at + round_up(elements * dtype.width // 8, ALIGN)
-    return Parts(*starts), at
-
-
 def workspace_bytes(shape: MoeShape, terms: int, tokens: int, quantised: bool = False) -> int:
     """Bytes of the workspace for `tokens` tokens, whose intermediate is so many FP8 terms."""
     return offsets(parts_of(shape, terms, tokens, bound(shape, tokens), quantised))[1]
@@ -97,17 +77,15 @@ def workspace_bytes(shape: MoeShape, terms: int, tokens: int, quantised: bool = 
 class FusedMoe:
     """All kernels of the layer.
 
-    The intermediate has as many FP8 terms as the second GEMM takes; a GEMM has as many CTAs as the
-    GPU has multiprocessors at most. The classes are the architecture's; without `gather` the rows
-    of A are brought together first. `gate_first`: as in `Form`; the tensors tell the rest of it.
+    The classes are the architecture's; without `gather` the rows of A are brought together first.
+    The others are those of `ExpertGemms`.
     """
 
     def __init__(
         self, shape: MoeShape, config1, config2, multiprocessors: int, gemm, swiglu, gather,
         gate_first: bool = False,
     ):  # fmt: skip
-        h, i = shape.hidden_size, shape.intermediate_size
-        local, top_k = shape.num_local_experts, shape.top_k
+        h, top_k = shape.hidden_size, shape.top_k
         self.shape, self.multiprocessors = shape, multiprocessors
         self.terms = config2.terms
         self.gathers = gather is not None
@@ -118,15 +96,9 @@ class FusedMoe:
         how: dict[str, Any] = (
             {"a_load": gather} if gather else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
         )
-        # The second GEMM takes an expert's rows as soon as they are there, on multiprocessors that
-        # the first one leaves out or has no tile left for; it asks for tiles, because some of its
-        # CTAs begin earlier.
-        self.overlaps_gemms = config2.dynamic
-        epilogue = functools.partial(
-            swiglu, terms=self.terms, gate_first=gate_first, swiglu=shape.swiglu, ue8m0=shape.ue8m0
+        self.gemms = ExpertGemms(
+            shape, config1, config2, multiprocessors, gemm, swiglu, gate_first, **how
         )
-        self.gemm1 = gemm(config1, 2 * i, h, local, epilogue=epilogue, **how)
-        self.gemm2 = gemm(config2, h, i, local, rows_known=True)
         self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
 
     @cute.jit
@@ -152,13 +124,12 @@ class FusedMoe:
         quantised = self.gathers and x.element_type is BFloat16
         starts, _ = offsets(parts_of(self.shape, self.terms, Int64(tokens), Int64(rows), quantised))
         shapes = parts_of(self.shape, self.terms, tokens, rows, quantised)
-        made = (self._part(workspace + at, part) for at, part in zip(starts, shapes, strict=True))
-        parts = Parts(*made)
+        parts = placed(workspace, starts, shapes)
         # The permuted rows and their scales, h + h / 32 bytes a row, at the end of `o`, so that its
         # first rows can be written while these are read.
         row_bytes = parts.o.element_type.width // 8 * h
         before_a = row_bytes - h - h // BLOCK * 4
-        begin = self._at(workspace + (starts.o + Int64(rows) * before_a), Float8E4M3FN)
+        begin = pointer(workspace + (starts.o + Int64(rows) * before_a), Float8E4M3FN)
         a = cute.make_tensor(begin, cute.make_layout((rows, h), stride=(h, 1)))
         begin = cute.recast_ptr(begin + Int64(rows) * h, dtype=Float32).align(16)
         a_scale = cute.make_tensor(begin, cute.make_layout((h // BLOCK, rows), stride=(rows, 1)))
@@ -186,37 +157,9 @@ class FusedMoe:
                 end = cute.domain_offset((local,), parts.m_indptr)
                 by_row = TokensOfRows(parts.token_of_row, end)
             self.permute.launch(x, x_scale, parts.pair_row, a, a_scale, stream, by_row)
-        counts = ready = None
-        if cutlass.const_expr(self.overlaps_gemms):
-            begin = cute.domain_offset((COUNTERS,), parts.counters).iterator
-            counts = cute.make_tensor(begin, cute.make_layout(local))
-            ready = Ready(counts, writable_rows)
-        self.gemm1.launch(
-            *rows_of_a, w13, w13_scale, (parts.q, parts.q_scale, counts),
-            expert_rows, parts.counters, self._ctas(self.gemm1, rows), stream,
-            side_job_tensors=side_job_tensors,
-        )  # fmt: skip
-        second = cute.domain_offset((1,), parts.counters)
-        self.gemm2.launch(
-            parts.q, parts.q_scale, w2, w2_scale, parts.o,
-            expert_rows, second, self._ctas(self.gemm2, rows), stream, ready=ready,
+        self.gemms.launch(
+            rows_of_a, (w13, w13_scale, w2, w2_scale), parts.q, parts.q_scale, parts.o,
+            expert_rows, parts.counters, rows, stream, side_job_tensors, writable_rows,
         )  # fmt: skip
         ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
         self.combine(parts.o, parts.pair_row, parts.weights, out, ctas, stream)
-
-    @staticmethod
-    def _at(address: Int64, dtype: Any) -> cute.Pointer:
-        return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-
-    def _part(self, address: Int64, part: tuple | None) -> cute.Tensor | None:
-        """Row-major, of type and extents; None where there is none."""
-        if part is None:
-            return None
-        dtype, extents = part
-        layout = cute.make_ordered_layout(extents, order=tuple(range(len(extents)))[::-1])
-        return cute.make_tensor(self._at(address, dtype), layout)
-
-    def _ctas(self, gemm: Any, rows: Int32) -> Int32:
-        return most_ctas(
-            gemm.config, rows, gemm.n, gemm.experts, self.multiprocessors, smaller=cutlass.min
-        )

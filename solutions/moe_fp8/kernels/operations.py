@@ -23,6 +23,7 @@ from ..problem import (
     Swiglu,
     bounded_offset,
 )
+from . import batched_experts
 from .architectures import of_device, of_target
 from .combine import Combine
 from .compile import Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
@@ -129,6 +130,8 @@ def fused_call(
     form = form or Form.usual(shape)
     configs = configs or of_device(device).choose_layer(tokens, shape, terms)
     function = compile_fused(*fused_geometry(device, shape, configs, form))
+    if form.batched:
+        return _batched_call(function, tokens, device, shape, terms, form)
     quantised = not form.has_scales and of_device(device).gather(configs[0]) is not None
     size = workspace_bytes(shape, terms, tokens, quantised)
     gpu, local, given = device.index, shape.num_local_experts, shape.routing == "given"
@@ -144,6 +147,26 @@ def fused_call(
                 logits, bias, bounded_offset(int(offset), local), last if given else float(last),
                 x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
             )  # fmt: skip
+        finally:
+            free(workspace)
+
+    return call
+
+
+def _batched_call(
+    function: Any, rows: int, device: torch.device, shape: MoeShape, terms: int, form: Form
+) -> FusedCall:
+    """The same for `rows` rows of every expert."""
+    size = batched_experts.workspace_bytes(shape, terms, rows, not form.has_scales)
+    gpu, exponents = device.index, form.weight_scale is torch.float8_e8m0fnu
+
+    def call(inputs: Any, output: torch.Tensor) -> None:
+        num_tokens, _, x, x_scale, w13, w13_scale, w2, w2_scale = inputs
+        if exponents:
+            w13_scale, w2_scale = w13_scale.view(torch.uint8), w2_scale.view(torch.uint8)
+        workspace = allocate(size, gpu)
+        try:
+            function(x, x_scale, num_tokens, w13, w13_scale, w2, w2_scale, output, workspace)
         finally:
             free(workspace)
 
@@ -175,19 +198,23 @@ def fused_kernel(
     h, i = shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
     scale, align = TYPES[form.weight_scale], form.weight_scale.itemsize
-    arguments = (
-        *_routed(shape, tokens, form),
-        *_tokens(h, tokens, form),
+    weights = (
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
         Tensor(scale, (local, 2 * i // BLOCK, h // BLOCK), align),
         Tensor(Float8E4M3FN, (local, h, i)),
         Tensor(scale, (local, h // BLOCK, i // BLOCK), align),
-        Tensor(BFloat16, (tokens, h)),
-        Scalar(Int64),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(config1), architecture.gather(config1)
-    parameters = (shape, config1, config2, multiprocessors, *classes, form.gate_first)
+    classes = architecture.gemm(), architecture.swiglu(config1)
+    arguments: tuple[Argument, ...]
+    parameters: tuple = (shape, config1, config2, multiprocessors, *classes)
+    if form.batched:
+        out = Tensor(BFloat16, (local, tokens, h))
+        arguments = (*_tokens_by_expert(local, h, tokens, form), *weights, out, Scalar(Int64))
+        return batched_experts.BatchedExperts, (*parameters, form.gate_first), arguments, target
+    out, given = Tensor(BFloat16, (tokens, h)), _routed(shape, tokens, form)
+    arguments = (*given, *_tokens(h, tokens, form), *weights, out, Scalar(Int64))
+    parameters = (*parameters, architecture.gather(config1), form.gate_first)
     return FusedMoe, parameters, arguments, target
 
 
@@ -238,9 +265,20 @@ def _tokens(hidden: int, tokens: Extent, form: Form) -> tuple[Argument, Argument
     """The tokens and their scales."""
     x, scale = Tensor(TYPES[form.x], (tokens, hidden)), None
     if form.has_scales:
-        apart = (Extent("blocks apart"), Extent("tokens apart")) if form.strided_scales else ()
-        scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, *apart)
+        apart = (Extent("blocks apart"), Extent("tokens apart")) if form.strided_scales else None
+        scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, apart)
     return x, scale
+
+
+def _tokens_by_expert(
+    local: int, hidden: int, rows: Extent, form: Form
+) -> tuple[Argument, Argument, Argument]:
+    """The same of each expert, and how many there are."""
+    x, scale = Tensor(TYPES[form.x], (local, rows, hidden)), None
+    if form.has_scales:
+        apart = tuple(Extent(f"{what} apart") for what in ("experts", "tokens", "blocks"))
+        scale = Tensor(Float32, (local, rows, hidden // BLOCK), 4, apart)
+    return x, scale, Tensor(Int32, (local,), align=4)
 
 
 @CompiledOnce
@@ -250,11 +288,11 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
     scales_apart = Extent("scales apart", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (
         Tensor(Float8E4M3FN, (rows, k)),
-        Tensor(Float32, (blocks, rows), row_stride=scales_apart),
+        Tensor(Float32, (blocks, rows), strides=(scales_apart, 1)),
         Tensor(Float8E4M3FN, (experts, n, k)),
         Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
         Tensor(BFloat16, (rows, n)),
-        Tensor(Int32, (2, experts), align=4, row_stride=Extent("boundaries apart")),
+        Tensor(Int32, (2, experts), align=4, strides=(Extent("boundaries apart"), 1)),
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )

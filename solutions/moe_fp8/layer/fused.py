@@ -9,7 +9,7 @@ import torch
 
 from ..arguments import Signature
 from ..kernels.architectures import of_device
-from ..problem import DEEPSEEK_V3, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs
+from ..problem import DEEPSEEK_V3, BatchedInputs, Form, FusedCall, Inputs, MoeInputs, MoeShape
 from .backend import on_device, select
 from .pipeline import Mark, chunks, unmarked
 from .validate import signature, tensors_of, validate
@@ -28,8 +28,8 @@ class FusedLayer:
     # Of both GEMMs by T, the shape and the terms; None takes the architecture's.
     configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
     form: Form | None = None  # of the tensors, None: the definition's
-    # By GPU and T, what is left to do of a call once one like it has been made.
-    calls: dict[tuple[int, int], tuple[FusedCall, Signature]] = field(
+    # By `key`, what is left to do of a call once one like it has been made.
+    calls: dict[tuple[int, ...], tuple[FusedCall, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     # By GPU, up to how many tokens all kernels are loaded, see `prepare`.
@@ -39,14 +39,18 @@ class FusedLayer:
     def given_form(self) -> Form:
         return self.form or Form.usual(self.shape)
 
+    def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
+        """The GPU, the number that memory follows from, and, last, the one that configs do."""
+        return output.get_device(), output.shape[0]
+
     def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
-        """The configs of both GEMMs."""
+        """The configs of both GEMMs, of the last of a `key`."""
         choose = self.configs or of_device(device).choose_layer
         return choose(tokens, self.shape, self.terms)
 
     def __call__(
         self,
-        inputs: MoeInputs | RoutedInputs,
+        inputs: Inputs,
         output: torch.Tensor,
         mark: Mark = unmarked,
     ) -> None:
@@ -67,20 +71,17 @@ class FusedLayer:
             raise
         mark("fused")
 
-    def _call_of_usual(
-        self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor
-    ) -> FusedCall | None:
+    def _call_of_usual(self, inputs: Inputs, output: torch.Tensor) -> FusedCall | None:
         """What is left to do of a call, if one like it has been made and all that the compiled
         function does not compare is as it was: it takes a number for another one's type, and looks
         at neither devices nor memory."""
         try:
-            gpu = output.get_device()
-            call, known = self.calls[gpu, output.shape[0]]
+            call, known = self.calls[self.key(inputs, output)]
+            tensors = tensors_of(inputs, output, self.given_form)
             usual = (
-                type(inputs.local_expert_offset) is int
-                and _is_usual_last(inputs)
-                and (_one_gpu() or _all_on(gpu, inputs))
-                and known.overlapped(tensors_of(inputs, output, self.given_form)) is None
+                _has_usual_numbers(inputs)
+                and (_one_gpu() or _all_on(output.get_device(), tensors))
+                and known.overlapped(tensors) is None
             )
             return call if usual else None
         except (AttributeError, IndexError, KeyError):  # not even tensors, or not the first call
@@ -95,19 +96,40 @@ class FusedLayer:
                 for part, part_output in chunks(inputs, output):
                     self.launch(part, part_output, mark)
 
-    def launch(self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor, mark: Mark) -> None:
+    def launch(self, inputs: Inputs, output: torch.Tensor, mark: Mark) -> None:
         """Compute a part of the tokens, at least one."""
-        device, tokens = output.device, output.shape[0]
-        call, _ = self.calls.get((output.get_device(), tokens), (None, None))
+        device, key = output.device, self.key(inputs, output)
+        call, _ = self.calls.get(key, (None, None))
         if call is None:
+            tokens, configs = key[1], self.chosen(key[-1], device)
             call = select(device).fused_call(
-                tokens, device, self.shape, self.terms, self.chosen(tokens, device), self.given_form
+                tokens, device, self.shape, self.terms, configs, self.given_form
             )
             if output.is_cuda:  # the reference model's call compares nothing
-                known = signature(self.shape, tokens, self.given_form)
-                self.calls[output.get_device(), tokens] = call, known
+                self.calls[key] = call, signature(self.shape, tokens, self.given_form)
         call(inputs, output)
         mark("fused")
+
+
+@dataclass(frozen=True)
+class BatchedLayer(FusedLayer):
+    """The experts of tokens that lie by expert; the form is `batched`, the routing `given`.
+
+    R rows of each expert take the place of T tokens. The configs follow from the caller's guess at
+    how many of them an expert has, in powers of two, so that few kernels serve all guesses.
+    """
+
+    def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
+        rows = output.shape[1]
+        return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
+
+    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
+        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, device)
+
+
+def _power_of_two(number: int) -> int:
+    """Not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 @functools.cache
@@ -116,16 +138,17 @@ def _one_gpu() -> bool:
     return torch.cuda.device_count() == 1
 
 
-def _is_usual_last(inputs: MoeInputs | RoutedInputs) -> bool:
-    """Whether the input that no compiled function looks at in either is what it takes it for."""
+def _has_usual_numbers(inputs: Inputs) -> bool:
+    """Whether the inputs that no compiled function looks at are what it takes them for."""
+    if isinstance(inputs, BatchedInputs):
+        return True  # there is none
+    if type(inputs.local_expert_offset) is not int:
+        return False
     if isinstance(inputs, MoeInputs):
         return type(inputs.routed_scaling_factor) is float
     return inputs.expert_map is None or bool(inputs.local_expert_offset == 0)
 
 
-def _all_on(gpu: int, inputs: MoeInputs | RoutedInputs) -> bool:
+def _all_on(gpu: int, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether the arguments are on this GPU and it is the current one."""
-    tensors = inputs[:8] if isinstance(inputs, MoeInputs) else (*inputs[:8], inputs.expert_map)
-    return gpu == torch.cuda.current_device() and all(
-        x is None or x.get_device() == gpu for x in tensors
-    )
+    return gpu == torch.cuda.current_device() and all(x.get_device() == gpu for x in tensors)

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from ..numerics import BLOCK, FP8_MAX
-from ..problem import SILU, Form, FusedCall, MoeInputs, MoeShape, RoutedInputs, Swiglu
+from ..problem import (
+    SILU,
+    BatchedInputs,
+    Form,
+    FusedCall,
+    MoeInputs,
+    MoeShape,
+    RoutedInputs,
+    Swiglu,
+)
 from ..quantise import block_scale, quantise_rows
 from .routing import route as route  # torch on every device: an operation of this backend too
 from .rows import flat_rows
@@ -126,7 +135,8 @@ def fused_call(
     form: Form | None = None,
 ) -> FusedCall:
     gate_first = form is not None and form.gate_first  # the tensors tell the rest
-    return lambda inputs, output: fused(inputs, output, shape, terms, gate_first)
+    run = batched if form is not None and form.batched else fused
+    return lambda inputs, output: run(inputs, output, shape, terms, gate_first)
 
 
 def fused(
@@ -140,14 +150,52 @@ def fused(
 
     With two terms the pairs' rows stay float32 until the combine.
     """
-    _, _, x, x_scale, w13, w13_scale, w2, w2_scale, *_ = inputs
+    x, x_scale = inputs[2:4]
     rows = route(inputs, shape, with_tokens=False)
-    total, new = int(rows.m_indptr[-1]), output.new_empty
-    h, i = shape.hidden_size, shape.intermediate_size
-    a = new((total, h), dtype=torch.float8_e4m3fn)
-    a_scale = new((h // BLOCK, total), dtype=torch.float32)
+    total, h = int(rows.m_indptr[-1]), shape.hidden_size
+    a = output.new_empty((total, h), dtype=torch.float8_e4m3fn)
+    a_scale = output.new_empty((h // BLOCK, total), dtype=torch.float32)
     permute(x, x_scale, rows.pair_row, a, a_scale, shape.ue8m0)
-    expert_rows = flat_rows(rows.m_indptr)
+    o = expert_gemms(a, a_scale, inputs[4:8], rows.m_indptr, shape, terms, gate_first)
+    combine(o, rows.pair_row, rows.weights, output)
+
+
+def batched(
+    inputs: BatchedInputs,
+    output: torch.Tensor,
+    shape: MoeShape,
+    terms: int = 1,
+    gate_first: bool = False,
+) -> None:
+    """The experts of tokens that lie by expert; rows of `output` beyond them are not written."""
+    num_tokens, _, x, x_scale, *_ = inputs
+    experts, rows, h = x.shape
+    counts = num_tokens.clamp(0, rows)
+    there = (torch.arange(rows, device=x.device) < counts.unsqueeze(1)).flatten().nonzero()[:, 0]
+    # As bytes: torch does not index float8 on every device.
+    a = x.view(torch.uint8).view(experts * rows, -1)[there].view(x.dtype)
+    if x_scale is None:
+        a, a_scale = quantise_rows(a, shape.ue8m0)
+    else:
+        a_scale = x_scale.reshape(experts * rows, -1)[there].t().contiguous()
+    m_indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    o = expert_gemms(a, a_scale, inputs[4:8], m_indptr, shape, terms, gate_first)
+    output.view(experts * rows, h)[there] = o.bfloat16()
+
+
+def expert_gemms(
+    a: torch.Tensor,  # [R, H] float8_e4m3fn
+    a_scale: torch.Tensor,  # [H/128, R] float32
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # as in the inputs
+    m_indptr: torch.Tensor,  # [E + 1] int32: where each expert's rows begin, and the end
+    shape: MoeShape,
+    terms: int,
+    gate_first: bool,
+) -> torch.Tensor:
+    """`[R, H]`: GEMM, SwiGLU and FP8, GEMM; bfloat16, of two terms float32."""
+    total, new, expert_rows = len(a), a.new_empty, flat_rows(m_indptr)
+    h, i = shape.hidden_size, shape.intermediate_size
+    w13, w13_scale, w2, w2_scale = weights
     w13_scale, w2_scale = w13_scale.float(), w2_scale.float()
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)
@@ -155,10 +203,10 @@ def fused(
         g = g.roll(i, dims=1)
     q = new((total, terms * i), dtype=torch.float8_e4m3fn)
     q_scale = new((i // BLOCK, total), dtype=torch.float32)
-    swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
+    swiglu_quant(g, q, q_scale, m_indptr, shape.swiglu, shape.ue8m0)
     o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
     grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows)
-    combine(o, rows.pair_row, rows.weights, output)
+    return o
 
 
 def permute(

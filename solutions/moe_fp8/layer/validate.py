@@ -7,16 +7,20 @@ import torch
 
 from ..arguments import Signature, Spec, check_integer, check_real
 from ..numerics import BLOCK
-from ..problem import Form, MoeInputs, MoeShape, RoutedInputs
+from ..problem import BatchedInputs, Form, Inputs, MoeInputs, MoeShape, RoutedInputs
+
+MOST_ROWS = 2**24
+"""Of all experts together, where the rows lie by expert."""
 
 
 def validate(
-    inputs: MoeInputs | RoutedInputs,
+    inputs: Inputs,
     output: torch.Tensor,
     shape: MoeShape,
     form: Form | None = None,
 ) -> int:
-    """Check every argument and return the number of tokens T. Launches and reads nothing on a GPU.
+    """Check every argument and return the number of tokens T, or of rows R of each expert. Launches
+    and reads nothing on a GPU.
 
     Without a form the definition's types and layouts are expected.
 
@@ -24,17 +28,20 @@ def validate(
         ValueError: names the argument, what was expected and given, and why.
     """
     form = form or _usual(shape)
-    first = inputs[0]
-    known = isinstance(first, torch.Tensor) and first.dim() == 2
-    tokens = first.shape[0] if known else -1
+    counted, dim, place = (inputs[2], 3, 1) if form.batched else (inputs[0], 2, 0)
+    known = isinstance(counted, torch.Tensor) and counted.dim() == dim
+    tokens = counted.shape[place] if known else -1
     signature(shape, tokens, form).check(tensors_of(inputs, output, form))
     names = inputs._fields
-    if form.bias is None and inputs[1] is not None:
+    if form.bias is None and not form.batched and inputs[1] is not None:
         given = type(inputs[1]).__name__
         raise ValueError(f"{names[1]}: expected None with {shape.routing}, got {given}")
     if not form.has_scales and inputs[3] is not None:
         given = type(inputs[3]).__name__
         raise ValueError(f"{names[3]}: expected None with {names[2]} of {form.x}, got {given}")
+    if isinstance(inputs, BatchedInputs):
+        _check_rows(tokens, shape)
+        return tokens
     check_integer("local_expert_offset", inputs.local_expert_offset)
     if isinstance(inputs, MoeInputs):
         check_real("routed_scaling_factor", inputs.routed_scaling_factor)
@@ -46,9 +53,14 @@ def validate(
     return tokens
 
 
-def tensors_of(
-    inputs: MoeInputs | RoutedInputs, output: torch.Tensor, form: Form
-) -> tuple[Any, ...]:
+def _check_rows(rows: int, shape: MoeShape) -> None:
+    """Raise a ValueError where a kernel's integers of 32 bits would not hold what it counts."""
+    most = min(MOST_ROWS // shape.num_local_experts, (2**31 - 1) // shape.intermediate_size)
+    if rows > most:
+        raise ValueError(f"x: expected at most {most} rows of an expert, got {rows}")
+
+
+def tensors_of(inputs: Inputs, output: torch.Tensor, form: Form) -> tuple[Any, ...]:
     """The tensors among the arguments, in order."""
     if form.bias is not None and form.has_scales and not form.has_map:
         return (*inputs[:8], output)
@@ -68,7 +80,8 @@ def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signatu
     """What is expected of `tensors_of`."""
     form = form or _usual(shape)
     given = shape.routing == "given"
-    names = (RoutedInputs if given else MoeInputs)._fields
+    kind = BatchedInputs if form.batched else RoutedInputs if given else MoeInputs
+    names = kind._fields
     scale, size = form.weight_scale, form.weight_scale.itemsize
     weights = tuple(
         spec._replace(dtype=scale, alignment=size) if spec.name.endswith("_scale") else spec
@@ -81,6 +94,8 @@ def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signatu
         spec._replace(name=name) for spec, name in zip(weights, names[4:8], strict=True)
     )
     h, f32 = shape.hidden_size, torch.float32
+    if form.batched:
+        return _batched_signature(shape, tokens, form, weights)
     specs = []
     if given:
         slots, each = (tokens, shape.top_k), f"one for each of the {shape.top_k} experts of a token"
@@ -103,3 +118,20 @@ def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signatu
         specs.append(Spec("expert_map", experts, torch.int32, "an id's local expert, or -1", 4))
     written = "one row per token, written in place"
     return Signature(*specs, Spec("output", (tokens, h), torch.bfloat16, written))
+
+
+def _batched_signature(
+    shape: MoeShape, rows: int, form: Form, weights: tuple[Spec, ...]
+) -> Signature:
+    experts, h = shape.num_local_experts, shape.hidden_size
+    scales: tuple[Spec, ...] = ()
+    if form.has_scales:
+        of_blocks = (experts, rows, h // BLOCK), torch.float32, f"one for {BLOCK} hidden columns", 4
+        scales = (Spec("x_scale", *of_blocks, strided=True),)
+    return Signature(
+        Spec("num_tokens", (experts,), torch.int32, "how many of its rows an expert has", 4),
+        Spec("x", (experts, rows, h), form.x, "as many rows of each expert"),
+        *scales,
+        *weights,
+        Spec("output", (experts, rows, h), torch.bfloat16, "one row per row of x"),
+    )
