@@ -27,7 +27,6 @@ from scripts.measure import plan, times, timing
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Returning, Timed
 from scripts.pack import pack
-from scripts.programs import measure as program_of
 
 VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -323,26 +322,6 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
         run_main(program)
     assert ended.value.code == EXIT_FAILED
     assert capsys.readouterr().err == "error: gen.py: no docstring\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["kernels"], "no GPU is visible"),
-        (["stages"], "no GPU is visible"),
-        (["gemm", "--run", "x"], "--run: only with times, bits, roofline"),
-        (["times", "--as", "engines"], "--as: only with sweep"),
-        (["times", "--definition", "glm5", "qwen3_next"], "times: of one --definition"),
-        (["bits", "--definition", "gemm1"], "only of a layer"),
-        (["gemm", "--tokens", "3"], "--tokens: only with --layers"),
-        (["kernels", "--workloads", "1", "--definition", "dsv3_tp8_shared"], "has no workloads"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(arguments, said, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
-    with pytest.raises(UsageError, match=said):
-        program_of.main()
 
 
 # --- what is chosen -------------------------------------------------------------------------------

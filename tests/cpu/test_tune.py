@@ -1,7 +1,6 @@
 """tune off the GPU: what it tries of GEMM and layer, how it judges, and what it says."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -191,49 +190,32 @@ def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None
 # --- the program ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch, tmp_path):
-    """The program with these arguments; (exit status, its rows)."""
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
-    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
-    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
-    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
-
-    def run(what: str, *arguments: str) -> tuple[int, list[dict]]:
-        monkeypatch.setattr(sys, "argv", ["measure.py", what, *arguments, "--out", str(path)])
-        return program.main(), rows.read(path).rows_of(what)
-
-    return run
-
-
 @pytest.mark.parametrize(("us", "status"), [(10.4, EXIT_OK), (11.0, EXIT_FAILED)])
-def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsys) -> None:
+def test_a_gemm_that_loses_fails(us, status, measure, timed, monkeypatch) -> None:
     """Not one that ships and fails in a config beside it."""
     monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256)})
     monkeypatch.setattr(gemm, "LAUNCHES", 2)
+    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
     problem = tune.gemm_problem(2, 128, 256, True, 1)
     choice, other, third, *_ = (str(c) for c in tune.configs_of(problem))
     timed.update({choice: us, other: 10.0, third: None})
-    found, made = on_a_gpu("tune_gemm", "--rows", "2", "--repeats", "3")
-    assert found == status and {choice, other} <= {row.get("config") for row in made}
-    out, err = capsys.readouterr()
-    assert other in out and f"error: {third} at 2 rows, 128x256: failed" in err
+    done, found = measure("tune_gemm", "--rows", "2", "--repeats", "3")
+    configs = {row.get("config") for row in found.rows_of("tune_gemm")}
+    assert done.returncode == status and {choice, other} <= configs and other in done.stdout
+    assert f"error: {third} at 2 rows, 128x256: failed" in done.stderr
     lost = f"error: {choice} at 2 rows, 128x256: loses 10.0 %; best: {other}"
-    assert (lost in err) == (status == EXIT_FAILED)
-    assert on_a_gpu("tune_gemm", "--rows", "2", "--max-loss", "20")[0] == EXIT_OK
+    assert (lost in done.stderr) == (status == EXIT_FAILED)
+    assert measure("tune_gemm", "--rows", "2", "--max-loss", "20")[0].returncode == EXIT_OK
 
 
-def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None:
+def test_what_ships_and_did_not_run_fails(measure, monkeypatch) -> None:
     def nothing(into, *_):
         tune.add_verdict(into, PROBLEM.case(), {"another": 9.0}, "shipped", 5.0)
 
     monkeypatch.setattr(tune, "tune_gemm", nothing)
-    assert on_a_gpu("tune_gemm")[0] == EXIT_FAILED
-    said = "shipped at 2 rows, 128x256: did not run; best: another"
-    assert said in capsys.readouterr().err
+    done, _ = measure("tune_gemm")
+    assert done.returncode == EXIT_FAILED
+    assert "shipped at 2 rows, 128x256: did not run; best: another" in done.stderr
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -296,7 +278,7 @@ class Problems:
 @pytest.mark.parametrize(("gain", "status"), [(1.01, 0), (1.05, 1)])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_layer_that_loses_or_computes_something_else_fails(
-    gain, status, wrong, on_a_gpu, monkeypatch, capsys
+    gain, status, wrong, measure, monkeypatch
 ) -> None:
     """The second of the pairs is the faster one; the third may write something else."""
 
@@ -310,10 +292,10 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     definition = ["--definition", "dsv3_tp8"] if wrong else []
-    found, made = on_a_gpu("tune_layer", "--tokens", "3", "901", *definition)
-    assert found == (1 if wrong else status)
-    out, err = capsys.readouterr()
-    assert "\n901 " in out and ("at T=901: loses 5.0 %" in err) == (status == 1)
+    done, found = measure("tune_layer", "--tokens", "3", "901", *definition)
+    assert done.returncode == (1 if wrong else status) and "\n901 " in done.stdout
+    assert ("at T=901: loses 5.0 %" in done.stderr) == (status == 1)
+    made = found.rows_of("tune_layer")
     assert {row["tokens"] for row in made} == {3, 901}
     first, second = [row for row in made if row["tokens"] == 3][:2]
     assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"
