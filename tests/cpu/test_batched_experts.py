@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from markers import more
 from moe_fp8 import batched_experts, compile_ahead, experts, prepare
 from moe_fp8.functional import call_of
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.problem import BatchedInputs, Form, MoeShape
+from moe_fp8.problem import BatchedInputs
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 EXPERTS, ROWS, HIDDEN, WIDTH = 5, 7, 384, 256
@@ -230,23 +227,3 @@ def test_a_call_without_tokens(tokens):
     assert isinstance(one, BatchedInputs) and not one.num_tokens.any()
     assert one.x.shape == (EXPERTS, 1, HIDDEN) and one.x.is_contiguous()
     assert one.x_scale is None or one.x_scale.shape == (EXPERTS, 1, HIDDEN // 128)
-
-
-DEEPSEEK = MoeShape(32, 32, 7168, 2048, 1, 1, 1, "given")
-
-
-@pytest.mark.parametrize(
-    ("rows", "terms", "tokens"),
-    [
-        (4, 1, torch.float8_e4m3fn),
-        (64, 2, torch.bfloat16),
-        *more((1, 2, torch.bfloat16), (16, 1, torch.bfloat16), (1024, 1, torch.float8_e4m3fn)),
-        *more((4096, 2, torch.bfloat16)),
-    ],
-)
-@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=["sm_90a", "sm_100a"])
-def test_compiles_for_deepseek_v3(architecture, rows, terms, tokens):
-    configs = architecture.choose_layer(32 * rows, DEEPSEEK, terms)
-    form = Form(torch.int32, None, tokens, gate_first=True, batched=True)
-    target = architecture.target
-    assert operations.compile_fused(DEEPSEEK, *configs, 132, target, form)

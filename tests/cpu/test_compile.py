@@ -429,6 +429,36 @@ def test_options_of_the_activation_take_no_room(tokens, terms, compiled_code, tm
     assert resources(cubin, tmp_path)["frame"] == 0, "spills"
 
 
+BY_EXPERT = MoeShape(32, 32, 7168, 2048, 1, 1, 1, "given")
+"""A rank's share of DeepSeek-V3, whose tokens were brought to their experts."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "terms", "tokens"),
+    [
+        (4, 1, torch.float8_e4m3fn),
+        (64, 2, torch.bfloat16),
+        *more((1, 2, torch.bfloat16), (16, 1, torch.bfloat16), (64, 1, torch.float8_e4m3fn)),
+        *more((16, 2, torch.float8_e4m3fn), (1024, 1, torch.float8_e4m3fn)),
+        *more((4096, 2, torch.bfloat16)),
+    ],
+)
+@pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=lambda a: a.target)
+def test_batched_experts(architecture, rows, terms, tokens, compiled_code, tmp_path):
+    """With all options of the activation: three kernels, no spill."""
+    shape = dataclasses.replace(BY_EXPERT, swiglu=OTHERWISE.swiglu, ue8m0=True)
+    first, second = architecture.choose_layer(32 * rows, shape, terms)
+    form = Form(torch.int32, None, tokens, weight_scale=torch.float8_e8m0fnu, batched=True)
+    target = architecture.target
+    ptx, cubin = compiled_code(kernels.compile_fused, shape, first, second, 132, target, form)
+    assert ptx.count(".entry") == 3
+    assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == second.dynamic
+    if architecture is HOPPER:
+        assert resources(cubin, tmp_path)["frame"] == 0, "spills"
+    if nvdisasm():
+        check_counts(cubin, f"{first} and {second}")
+
+
 @pytest.mark.parametrize("evict_first", [True, *more(False)])
 def test_the_weights_leave_l2_first(evict_first, compiled_code, tmp_path):
     """They alone, and only where it is asked for."""

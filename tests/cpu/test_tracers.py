@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import experts, fused_moe
+from moe_fp8 import batched_experts, experts, fused_moe
 from moe_fp8.quantise import quantise_blocks
 from test_functional import PLAIN
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +29,8 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         "logits": random(TOKENS, EXPERTS), "bias": random(EXPERTS),
         "ids": torch.randint(EXPERTS, (TOKENS, TOP_K), generator=generator),
         "weights": random(TOKENS, TOP_K).abs(), "x": random(TOKENS, HIDDEN).bfloat16(),
+        "by_expert": random(EXPERTS, 2, HIDDEN).bfloat16(),
+        "num_tokens": torch.full((EXPERTS,), 2, dtype=torch.int32),
         "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
     }  # fmt: skip
 
@@ -44,8 +46,18 @@ def of_fused_moe(given: dict[str, torch.Tensor]) -> torch.Tensor:
     return fused_moe(given["logits"], given["bias"], given["x"], None, *of_weights, **routing)
 
 
+def of_batched_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    of_weights = (given[name] for name in WEIGHTS)
+    return batched_experts(given["by_expert"], given["num_tokens"], *of_weights)
+
+
 Layer = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-LAYERS = pytest.mark.parametrize("layer", [of_experts, of_fused_moe])
+LAYERS = pytest.mark.parametrize("layer", [of_experts, of_fused_moe, of_batched_experts])
+
+
+def tokens_of(layer: Layer) -> str:
+    """The name of what a layer computes."""
+    return "by_expert" if layer is of_batched_experts else "x"
 
 
 def calls_of(graph: torch.fx.Graph) -> list[str]:
@@ -101,14 +113,17 @@ def test_fake_tensors_have_the_output_s_shape_and_type(layer, inside):
             out = layer(given)
     else:
         out = layer(given)
-    assert type(out) is type(given["x"])
-    assert (out.shape, out.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
+    x = given[tokens_of(layer)]
+    assert type(out) is type(x)
+    assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)
 
 
 @LAYERS
 def test_meta_tensors(layer):
-    out = layer({name: tensor.to("meta") for name, tensor in tensors().items()})
-    assert out.is_meta and (out.shape, out.dtype) == ((TOKENS, HIDDEN), torch.bfloat16)
+    given = {name: tensor.to("meta") for name, tensor in tensors().items()}
+    out = layer(given)
+    assert out.is_meta
+    assert (out.shape, out.dtype) == (given[tokens_of(layer)].shape, torch.bfloat16)
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -122,15 +137,16 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @LAYERS
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_by_name(name, layer):
-    given = tensors()
+    given, what = tensors(), tokens_of(layer)
     with pytest.raises(RuntimeError, match=f"expected no transform of torch.func .*{name}$"):
-        TRANSFORMS[name](lambda x: layer(given | {"x": x}), given["x"])
+        TRANSFORMS[name](lambda x: layer(given | {what: x}), given[what])
 
 
 WANTED = [(of_experts, "x", "x"), (of_experts, "weights", "topk_weights"),
           (of_experts, "w2_scale", "w2_scale"), (of_fused_moe, "x", "hidden_states"),
           (of_fused_moe, "logits", "routing_logits"), (of_fused_moe, "bias", "routing_bias"),
-          (of_fused_moe, "w13_scale", "gemm1_weights_scale")]  # fmt: skip
+          (of_fused_moe, "w13_scale", "gemm1_weights_scale"),
+          (of_batched_experts, "by_expert", "x"), (of_batched_experts, "w2", "w2")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layer", "wanted", "name"), WANTED)
@@ -139,7 +155,7 @@ def test_a_derivative_is_refused_by_the_argument_s_name(layer, wanted, name):
     right = layer(given)
     given[wanted].requires_grad_()
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor without derivative"):
-        (given["x"] + layer(given)).sum()
+        (given[tokens_of(layer)] + layer(given)).sum()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match=f"{name}: expected a tensor without derivative"):
         compiled(given)
