@@ -87,6 +87,8 @@ class Row(TypedDict, total=False):
     calls: int
     roofline: Annotated[FiniteFloat, Field(ge=0)]  # the least that `value` can be
     method: str
+    best: str  # of a search, in the row of what ships: the fastest that was tried
+    best_us: Positive
 
     # Checks.
     cosine: FiniteFloat | str

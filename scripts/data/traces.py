@@ -1,4 +1,4 @@
-"""Trace files, flashinfer-bench's JSON lines: reading records, appending.
+"""Trace files, flashinfer-bench's JSON lines: reading them as one frame of results, appending.
 
 A file is always written beside and renamed, so that a crash or a full disk costs at most the
 results that were to be added. A last line that was cut short is left out with a remark.
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from filelock import FileLock
 from pydantic import ConfigDict, TypeAdapter
 
@@ -16,7 +17,7 @@ from scripts.common import files, schemas
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
 from scripts.data import rows
-from scripts.data.records import Pair, Record, parse_record
+from scripts.data.results import COLUMNS, result_of
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Trace
@@ -40,49 +41,49 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def read_records(paths: Iterable[Path], definition: str = DEFINITION) -> list[Record]:
-    """All records of the definition in these files or directories."""
-    return [record for record, _ in read_evaluations(paths, definition)]
+def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.DataFrame:
+    """All results of the definition in these files or directories as a frame with the columns of
+    `results.Result`: also the figures of the rows beside them, of the same source and GPU."""
+    found = (result for path in trace_files(paths) for result in _results_of(path, definition))
+    return pd.DataFrame(list(found), columns=list(COLUMNS))
 
 
-def read_evaluations(
-    paths: Iterable[Path], definition: str = DEFINITION
-) -> list[tuple[Record, dict[str, Any]]]:
-    """The same records, each with the JSON of its trace."""
-    return [found for path in trace_files(paths) for found in _parsed(path, definition)]
-
-
-def _parsed(path: Path, definition: str) -> Iterator[tuple[Record, dict[str, Any]]]:
-    """Each record of a file that is of the definition, with its trace; in its correctness.extra the
-    figures of the rows beside it that are of the same source and GPU."""
-    info = read_run(path)
-    # For traces that do not hold their sources' hash. Of a run that was resumed, run.json says it
-    # of the last part only.
-    hashes = {} if info.get("earlier") else info.get("solutions", {})
-    figures = figures_of_pairs(rows.read(path.parent))
+def _results_of(path: Path, definition: str) -> Iterator[dict[str, Any]]:
+    info, beside = read_run(path), rows.read(path.parent)
+    figures, checks = figures_of_pairs(beside), checks_of(beside)
     for number, line in rows.json_lines(path):
         try:
             trace = json.loads(line.decode("utf-8-sig"))
             if trace.get("definition") != definition:
                 continue
-            record = parse_record(trace, str(path), hashes, figures)
+            result = result_of(trace, str(path), info, figures, checks)
         except (ValueError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no trace: {error}") from None
-        if record is not None:
-            yield record, trace
+        if result is not None:
+            yield result
 
 
-def figures_of_pairs(found: rows.Rows) -> dict[Pair, dict[str, Any]]:
-    """What the rows of `rows.TIMES` say of each pair, as the extra of its trace has it."""
-    figures: dict[Pair, dict[str, Any]] = {}
+def figures_of_pairs(found: rows.Rows) -> dict[tuple[str, str, str, str], dict[str, Any]]:
+    """What the rows of `rows.TIMES` say, by workload, solution, hash and hardware."""
+    figures: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for hardware, row in found.every(rows.TIMES):
         of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
         if clock := row.get("clock"):
-            timed = {name: row[name] for name in ("p10", "p90", "calls", "method") if name in row}
-            of[clock] = {"ms": row["value"], **timed}
+            of[clock], known = row["value"], {"p10", "p90"} <= row.keys() and row["value"]
+            of[f"{clock}_spread"] = (row["p90"] - row["p10"]) / row["value"] if known else None
+            of |= {"method": row["method"]} if "method" in row else {}
         else:
             of |= {name: row[name] for name in rows.ACCURACY if name in row}
     return figures
+
+
+def checks_of(found: rows.Rows) -> dict[tuple[Any, str], dict[str, Any]]:
+    """The row of each check of bits, by hash and hardware."""
+    checks: dict[tuple[Any, str], dict[str, Any]] = {}
+    for hardware, row in found.every(rows.BITS):
+        if "part" in row:
+            checks.setdefault((row.get("hash"), hardware), {})[row["part"]] = row
+    return checks
 
 
 def run_file(traces: Path) -> Path:
@@ -106,19 +107,19 @@ def append(path: Path, traces: "Sequence[Trace]") -> None:
         files.write(path, b"".join(line + b"\n" for line in lines))
 
 
-def why_not_same(record: Record, hashes: Mapping[str, str], hardware: str) -> str | None:
+def why_not_same(result: Any, hashes: Mapping[str, str], hardware: str) -> str | None:
     """Why figures that are measured now, with these sources on this hardware, do not belong to the
-    record; None if they do."""
-    if record.solution not in hashes:
-        return f"{record.solution}: not among the present solutions"
-    if record.hash != hashes[record.solution]:
-        was = f"source {record.hash[:8]}" if record.hash else "an unknown source"
+    result; None if they do."""
+    if result.solution not in hashes:
+        return f"{result.solution}: not among the present solutions"
+    if result.hash != hashes[result.solution]:
+        was = f"source {result.hash[:8]}" if result.hash else "an unknown source"
         return (
-            f"{record.solution}: measured with {was}, the present one is "
-            f"{hashes[record.solution][:8]}"
+            f"{result.solution}: measured with {was}, the present one is "
+            f"{hashes[result.solution][:8]}"
         )
-    if record.hardware != hardware:
-        return f"{record.solution}: measured on {record.hardware}, this is {hardware}"
+    if result.hardware != hardware:
+        return f"{result.solution}: measured on {result.hardware}, this is {hardware}"
     return None
 
 

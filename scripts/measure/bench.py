@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from filelock import FileLock, Timeout
 from flashinfer_bench.bench import Benchmark, BenchmarkConfig
@@ -33,8 +34,17 @@ from scripts.common.command_line import ENDING, UsageError, exit_status, note, s
 from scripts.common.definitions import MoeDefinition
 from scripts.common.project import DEFINITION
 from scripts.common.text import slug
-from scripts.data import records, traces
+from scripts.data import traces
 from scripts.data.dataset import load_tensors, named, ours, tokens
+from scripts.data.results import (
+    EMULATED,
+    HASH,
+    INVALID,
+    RUN,
+    TIMING,
+    TOLERANCE,
+    failure_reason,
+)
 from scripts.measure import cpu_bench, emulated
 from scripts.measure.plan import Plan
 from scripts.measure.timing import HARNESS_CLOCK
@@ -91,17 +101,16 @@ class Run:
         part = {k: then[k] for k in ("command", "environment", "seconds") if k in then}
         then["earlier"] = [*then.get("earlier", []), part]
 
-    def results(self) -> list[records.Record]:
-        if not self.traces.is_file():
-            return []
-        return traces.read_records([self.traces], self.info.get("definition", DEFINITION))
+    def results(self) -> pd.DataFrame:
+        paths = [self.traces] if self.traces.is_file() else []
+        return traces.read_results(paths, self.info.get("definition", DEFINITION))
 
-    def done(self) -> dict[tuple[str, str], records.Record]:
+    def done(self) -> dict[tuple[str, str], Any]:
         """By (uuid, solution) the last results that are of the present sources."""
         return {
             (r.uuid, r.solution): r
-            for r in self.results()
-            if r.status != records.INVALID and r.hash == self.hashes.get(r.solution)
+            for r in self.results().itertuples()
+            if r.status != INVALID and r.hash == self.hashes.get(r.solution)
         }
 
     def store(self, results: Sequence[Trace]) -> list[Trace]:
@@ -112,9 +121,9 @@ class Run:
             evaluation = trace.evaluation
             assert trace.solution is not None and evaluation is not None
             of = evaluation.environment
-            libs = {**of.libs, **self.libs, records.HASH: self.hashes[trace.solution]}
-            if records.EMULATED in libs:
-                libs[records.TIMING] = of.libs[records.TIMING]
+            libs = {**of.libs, **self.libs, HASH: self.hashes[trace.solution]}
+            if EMULATED in libs:
+                libs[TIMING] = of.libs[TIMING]
             made = evaluation.model_copy(
                 update={"environment": of.model_copy(update={"libs": libs})}
             )
@@ -195,9 +204,9 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
     part = len(run.info.get("earlier", [])) + 1
     run.libs = {
         **environment.versions(),
-        records.TIMING: timing,
-        records.TOLERANCE: tolerance,
-        records.RUN: f"{run.directory.name}, part {part}",
+        TIMING: timing,
+        TOLERANCE: tolerance,
+        RUN: f"{run.directory.name}, part {part}",
     }
     run.save_info(
         **facts,
@@ -388,7 +397,7 @@ def said_of(result: Trace) -> str:
     if performance := evaluation.performance:
         figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
         return f"{result.solution}: {evaluation.status.value} {figures}"
-    reason = records.failure_reason(evaluation)
+    reason = failure_reason(evaluation)
     return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 

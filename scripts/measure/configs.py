@@ -1,4 +1,4 @@
-"""The configs of an architecture's GEMM that `tune` tries."""
+"""The configs of an architecture's GEMM that `measure tune_gemm` tries."""
 
 import contextlib
 import itertools

@@ -28,7 +28,7 @@ from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 from scripts.common.command_line import UsageError, note, steps
 from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, named
-from scripts.data.records import EMULATED, PASSED, TIMING
+from scripts.data.results import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
 from scripts.measure.gemm_problems import histogram
 from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution

@@ -24,7 +24,7 @@ from moe_fp8.layer.metrics import calc_diff
 
 from scripts.common.definitions import MoeDefinition
 from scripts.data.dataset import tokens
-from scripts.data.records import LAUNCHES, PASSED
+from scripts.data.results import LAUNCHES, PASSED
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.kernels import short_name, works
 from scripts.measure.processes import process_pool

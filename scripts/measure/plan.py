@@ -24,7 +24,7 @@ from scripts.data.dataset import (
     select_workloads,
     tokens,
 )
-from scripts.data.traces import read_records, why_not_same
+from scripts.data.traces import read_results, why_not_same
 from scripts.pack import pack
 from scripts.pack.availability import (
     is_peer,
@@ -148,11 +148,12 @@ def _of_run(
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
-    records = [r for r in read_records([traces], definition.name) if r.has_output]
-    reasons = [why_not_same(record, hashes, hardware) for record in records]
+    results = read_results([traces], definition.name).itertuples()
+    found = [result for result in results if result.has_output]
+    reasons = [why_not_same(result, hashes, hardware) for result in found]
     for why, count in Counter(filter(None, reasons)).items():
         say(f"left out: {why} ({count} results)")
-    return {(r.uuid, r.solution) for r, why in zip(records, reasons, strict=True) if not why}
+    return {(r.uuid, r.solution) for r, why in zip(found, reasons, strict=True) if not why}
 
 
 def listing(local: Path, use_gpu: bool, definition: Entry, named: Sequence[str], all_: bool) -> str:

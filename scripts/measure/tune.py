@@ -1,20 +1,19 @@
-"""What `tune` tries besides the configs that ship: of our grouped GEMM alone, and of the two GEMMs
-in the fused layer. Each search gives, problem by problem, the fastest candidate, what ships, and
-what that loses.
+"""The search for faster configs of our grouped GEMM alone, and of the two GEMMs in the fused layer.
+
+Every candidate has a row of its time. At the end of each case a row of what ships names the `best`,
+and has as its value the percent that what ships loses.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import torch
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.problem import MoeShape
 
 from scripts.common.command_line import steps
-from scripts.common.text import number
 from scripts.data.rows import Writer
 from scripts.measure import configs, gpu
 from scripts.measure.cases import Problems
@@ -23,31 +22,22 @@ from scripts.measure.gemm_problems import Problem, uneven_rows
 from scripts.measure.gemm_variants import heuristic, ladder, ours
 from scripts.measure.timing import Timed, device_times, figures
 
-# --- what ships and what is fastest ---------------------------------------------------------------
+NONE_RAN = "none ran"
 
 
-def verdict(where: str, what: str, us: dict[str, float], shipped: str) -> dict[str, Any]:
-    """By the times of the candidates that ran, in us: the fastest, what ships, and `loss`, the
-    percent that the fastest would gain. A figure is None where nothing ran."""
-    best = min(us, key=lambda name: us[name], default="none ran")
-    loss = 100 * (us[shipped] / us[best] - 1) if shipped in us else None
-    times = {"best_us": us.get(best), "shipped_us": us.get(shipped)}
-    return {"where": where, "what": what, "best": best, "shipped": shipped, **times, "loss": loss}
-
-
-def verdict_table(verdicts: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "at": v["where"],
-            "of": v["what"],
-            "best": v["best"],
-            "us": number(v["best_us"], ".1f"),
-            "shipped": "the best" if v["shipped"] == v["best"] else v["shipped"],
-            "shipped us": number(v["shipped_us"], ".1f"),
-            "loss": "not run" if v["loss"] is None else f"{v['loss']:.1f} %",
-        }
-        for v in verdicts
-    )
+def add_verdict(
+    writer: Writer, case: Mapping[str, Any], us: Mapping[str, float], shipped: str, most: float
+) -> dict[str, Any]:
+    """A row of what ships, by the times of the candidates that ran; an error where it loses more
+    than `most` percent, or did not run."""
+    best = min(us, key=lambda name: us[name], default=NONE_RAN)
+    found: dict[str, Any] = {"best": best, "best_us": us.get(best)}
+    if shipped not in us:
+        return writer.add(case, shipped, **found, error=f"did not run; best: {best}")
+    loss = 100 * (us[shipped] / us[best] - 1)
+    if loss > most:
+        found["error"] = f"loses {loss:.1f} %; best: {best}"
+    return writer.add(case, shipped, **found, value=loss, unit="%")
 
 
 # --- our GEMM alone -------------------------------------------------------------------------------
@@ -67,30 +57,24 @@ def gemm_problem(rows: int, n: int, k: int, even: bool, seed: int) -> Problem:
     return Problem((rows,) * experts if even else uneven_rows(rows, experts, seed), n, k)
 
 
-def tune_problem(
-    writer: Writer, problem: Problem, timing: Timing, max_loss: float
-) -> dict[str, Any]:
+def tune_problem(writer: Writer, problem: Problem, timing: Timing, max_loss: float) -> None:
     """Rows of all timings of a problem, and the verdict on them. A loss above `max_loss` percent is
     timed again, best against choice alone and more often, before it is believed."""
     tried, choice = configs_of(problem), str(heuristic(problem))
 
-    def judge(chosen: Sequence[Any], timing: Timing) -> dict[str, Any]:
+    def times_of(chosen: Sequence[Any], timing: Timing) -> dict[str, float]:
         variants = [ours(str(config), config) for config in chosen]
         rows = run_problem(writer, problem, variants, timing)
-        us = {row["config"]: row["value"] for row in rows if "value" in row}
-        where = f"{problem.mean_rows:g} rows x {problem.experts}"
-        return verdict(where, f"{problem.n}x{problem.k}", us, choice)
+        return {row["config"]: row["value"] for row in rows if "value" in row}
 
-    found = judge(tried, timing)
-    if (found["loss"] or 0.0) > max_loss:
-        again = [config for config in tried if str(config) in (choice, found["best"])]
-        found = judge(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
-    return found
+    us = times_of(tried, timing)
+    if choice in us and us[choice] > (1 + max_loss / 100) * min(us.values()):
+        again = [config for config in tried if str(config) in (choice, min(us, key=us.__getitem__))]
+        us = times_of(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
+    add_verdict(writer, problem.case(), us, choice, max_loss)
 
 
-def tune_gemm(
-    writer: Writer, problems: Sequence[Problem], timing: Timing, max_loss: float
-) -> Iterator[dict[str, Any]]:
+def tune_gemm(writer: Writer, problems: Sequence[Problem], timing: Timing, max_loss: float) -> None:
     """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
     the rows (v3 does; flat knows the tokens alone: `measure gemm --layers`)."""
     # Those with the same weights side by side: they are drawn once.
@@ -99,7 +83,7 @@ def tune_gemm(
     kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
     compile_ahead(compile_kernel, dict.fromkeys(kernels))
     for problem in steps(problems):
-        yield tune_problem(writer, problem, timing, max_loss)
+        tune_problem(writer, problem, timing, max_loss)
 
 
 # --- the GEMMs of the fused layer -----------------------------------------------------------------
@@ -163,8 +147,13 @@ def candidates(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> dict[str, Cal
 
 
 def tune_layer(
-    writer: Writer, problems: Problems, tokens: Sequence[int], terms: int, repeats: int
-) -> Iterator[dict[str, Any]]:
+    writer: Writer,
+    problems: Problems,
+    tokens: Sequence[int],
+    terms: int,
+    repeats: int,
+    max_loss: float,
+) -> None:
     """The layer with its own pair of configs and with those beside it: a step up or down the
     heuristic's ladder, from few rows to many, for either GEMM or both; with few rows pipelines of
     other depths, too. What the layer itself adds to a config it adds to these. One whose output is
@@ -187,4 +176,4 @@ def tune_layer(
             if "error" not in found:
                 us[name], found["clock"] = found["value"], "device"
             writer.add(case, name, **found)
-        yield verdict(f"T={t}", "layer", us, shipped)
+        add_verdict(writer, case, us, shipped, max_loss)

@@ -7,7 +7,7 @@ and row.
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
@@ -31,14 +31,6 @@ def current(definition: Entry = DEFAULT) -> dict[str, str]:
     except (PackError, SyntaxError) as error:
         raise UsageError(f"the present sources cannot be packed: {error}") from None
     return {name: solution.hash() for name, solution in packed.items()}
-
-
-def changed_sources(records: "Iterable[Any]") -> str:
-    """`remark` of a ranking's records."""
-    found: dict[str, set[str]] = {}
-    for record in records:
-        found.setdefault(record.solution, set()).add(record.hash)
-    return remark(found)
 
 
 def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:

@@ -127,7 +127,7 @@ def conclude(args: argparse.Namespace, run: "Run") -> int:
             say(f"report: {report.write(run.directory)}")
         except UsageError as error:  # it has no packages for it
             say(str(error))
-    return EXIT_FAILED if errors or any(r.failures() for r in ranked) else EXIT_OK
+    return EXIT_FAILED if errors or any(r.failed for r in ranked) else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@
     python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
     python3 run.py measure gemm --grid study                81 configurations, even rows
     python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
+    python3 run.py measure tune_gemm                        other configs of our GEMM alone
+    python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
 
 times: cosine, calc_diff and matched ratios at three tolerances against the reference, then the time
 of a call on the GPU alone and by flashinfer-bench's loop. bits: whether outputs repeat, and whether
@@ -52,6 +54,12 @@ launches that rotate over copies of the operands (together at least four times t
 the configs next to its own, and "best known" is the fastest of the three. Elsewhere the config is
 what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
 
+tune_gemm, tune_layer: which configs are fastest on this GPU, and where what ships is not. Of the
+GEMM alone every legal candidate of the architecture, by rows per expert, against the heuristic's
+choice; of the layer the shipped pair against those a step away on the heuristic's ladder, device
+time of the whole layer. Candidates are checked first, those of a layer to the bit against the
+shipped pair. Exit status 1 where what ships loses more than --max-loss percent, or did not run.
+
 Everywhere the L2 cache is overwritten before a call, what is compared takes turns, and medians are
 reported. --out appends every figure to a file, a row each, as it comes.
 """
@@ -68,6 +76,7 @@ from scripts.common.command_line import (
     EXIT_OK,
     UsageError,
     parser,
+    positive,
     run_main,
     say,
     steps,
@@ -83,7 +92,14 @@ from scripts.common.definitions import (
 )
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
-from scripts.measure.gemm_problems import GRIDS, grid_problems, histograms, layer_problems
+from scripts.measure.gemm_problems import (
+    GRIDS,
+    LAYER_SHAPES,
+    ROWS,
+    grid_problems,
+    histograms,
+    layer_problems,
+)
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
@@ -95,17 +111,24 @@ FUSED = "cutedsl_moe_fp8_fused"
 REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
 ON_CPU = ("times", "bits")
 OF_A_RUN = ("times", "bits", "roofline")
-REPEATS = {"stages": 50}
+TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
+REPEATS = {"stages": 50, "tune_gemm": 10, "tune_layer": 10}
+LAYER_TOKENS = (80, 320, 901, 2048)
 OPTIONS = {
+    "definition": ("times", "bits", "roofline", "kernels", "stages", "sweep", "tune_layer"),
     "run": OF_A_RUN,
     "workloads": ("times", "bits", "kernels"),
     "max_tokens": ("times",),
-    "tokens": ("stages", "sweep", "gemm"),
+    "tokens": ("stages", "sweep", "gemm", "tune_layer"),
     "form": ("sweep",),
     "eager": ("kernels",),
     "only_call": ("kernels",),
     "grid": ("gemm",),
     "layers": ("gemm",),
+    "rows": ("tune_gemm",),
+    "uneven": ("tune_gemm",),
+    "accurate": ("tune_layer",),
+    "max_loss": ("tune_gemm", "tune_layer"),
 }
 """What has an option that not all have."""
 
@@ -120,8 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
     add("--out", type=Path, metavar="FILE", help="append all figures there")
-    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages: 50)")
-    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers"
+    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages 50, tune 10)")
+    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers, tune_layer (80 ... 2048)"
     add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
     said = "sweep: what is called, the definition's solutions or what engines call"
     add("--as", dest="form", choices=("definition", "engines"), help=said)
@@ -130,6 +153,10 @@ def parse_arguments() -> argparse.Namespace:
     grid = arguments.add_mutually_exclusive_group()
     grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
     grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
+    add("--rows", nargs="+", type=whole(1), metavar="M", help="tune_gemm: per expert (1 ... 2048)")
+    add("--uneven", action="store_true", help="tune_gemm: drawn around the number of rows")
+    add("--accurate", action="store_true", help="tune_layer: two FP8 terms, as in hifi")
+    add("--max-loss", type=positive, metavar="PERCENT", help="tune_gemm (5), tune_layer (2)")
     args = arguments.parse_args()
     for option, whats in OPTIONS.items():
         if getattr(args, option) and args.what not in whats:
@@ -139,8 +166,8 @@ def parse_arguments() -> argparse.Namespace:
         raise UsageError("--tokens: only with --layers")
     if len(args.definition) > 1 and args.what not in ("kernels", "sweep"):
         raise UsageError(f"{args.what}: of one --definition")
-    if SHARED in args.definition and args.what != "sweep":
-        raise UsageError(f"{SHARED.short}: only with sweep, it has no workloads")
+    if SHARED in args.definition and args.what not in ("sweep", "tune_layer"):
+        raise UsageError(f"{SHARED.short}: only with sweep or tune_layer, it has no workloads")
     args.definition = args.definition or [DEFAULT]
     layers = all(isinstance(of, MoeDefinition) for of in args.definition)
     if not layers and args.what != "times":
@@ -203,8 +230,7 @@ def times(args: argparse.Namespace) -> Shown:
 def bits(args: argparse.Namespace) -> Shown:
     from scripts.measure import bits
     from scripts.measure.plan import CPU_MAX_TOKENS
-    from scripts.table.rankings import by_part
-    from scripts.table.tables import bits_table
+    from scripts.table.tables import bits_table, by_part
 
     plan, most = planned(args), bits.MAX_TOKENS if args.device != "cpu" else CPU_MAX_TOKENS
     fitting = [t.workload for t in plan.workloads if args.workloads or tokens(t.workload) <= most]
@@ -235,8 +261,6 @@ def roofline(args: argparse.Namespace) -> Shown:
 
 
 def kernels(args: argparse.Namespace) -> Shown:
-    import torch
-
     from scripts.measure import gpu, kernels, roofline
     from scripts.measure.gemm_problems import histogram
     from scripts.measure.timing import timed
@@ -257,18 +281,17 @@ def kernels(args: argparse.Namespace) -> Shown:
             h = histogram(plan.trace_set, trace.workload, layer)
             case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
             counts = f"{case['pairs']} pairs, {case['active']} experts"
-            with torch.no_grad():
-                inputs = inputs_of.of(trace.workload)
-                least_us = 1e3 * roofline.least_ms(h, rates, args.repeats, layer) if rates else 0.0
-                for s in plan.solutions:
-                    call = timed(definition, s, inputs, "cuda")
-                    if into is None:
-                        kernels.one_call(call)
-                        continue
-                    of = (h, layer, rates, least_us, args.repeats, args.eager)
-                    kernels.measure(into, case, s.name, call, *of, hash=s.hash())
-                    title = f"{s.name}, T={h.tokens}: {counts}"
-                    yield title, pivots.kernels_table(into.result, s.name, h.uuid)
+            inputs = inputs_of.of(trace.workload)
+            least_us = 1e3 * roofline.least_ms(h, rates, args.repeats, layer) if rates else 0.0
+            for s in plan.solutions:
+                call = timed(definition, s, inputs, "cuda")
+                if into is None:
+                    kernels.one_call(call)
+                    continue
+                of = (h, layer, rates, least_us, args.repeats, args.eager)
+                kernels.measure(into, case, s.name, call, *of, hash=s.hash())
+                title = f"{s.name}, T={h.tokens}: {counts}"
+                yield title, pivots.kernels_table(into.result, s.name, h.uuid)
 
 
 def stages(args: argparse.Namespace) -> Shown:
@@ -289,8 +312,6 @@ def stages(args: argparse.Namespace) -> Shown:
 
 
 def sweep(args: argparse.Namespace) -> Shown:
-    import torch
-
     from scripts.measure import calls, gpu
     from scripts.measure.cases import problems_of
     from scripts.table import pivots
@@ -312,10 +333,9 @@ def sweep(args: argparse.Namespace) -> Shown:
 
             called = Engines(layer, chosen)
         problems = problems_of(layer, args.local, "cuda", args.seed)
-        with torch.no_grad():
-            text = f"{layer.short} T={{}}".strip().format
-            for length in steps(lengths, text, lambda t: 4000 + t):
-                calls.measure(into, layer, problems, called, length, rates, args.repeats)
+        text = f"{layer.short} T={{}}".strip().format
+        for length in steps(lengths, text, lambda t: 4000 + t):
+            calls.measure(into, layer, problems, called, length, rates, args.repeats)
         for subject, why in called.skipped.items():
             into.add({}, subject, not_tried=why)
         del problems, called  # with the layer's weights
@@ -325,8 +345,6 @@ def sweep(args: argparse.Namespace) -> Shown:
 
 
 def gemm(args: argparse.Namespace) -> Shown:
-    import torch
-
     from scripts.measure import gemm, gpu
     from scripts.table import pivots
 
@@ -343,49 +361,96 @@ def gemm(args: argparse.Namespace) -> Shown:
     )
     into = writer(args, name, method, rates=rates)
     yield into
-    with torch.no_grad():
-        for problem in steps(problems):
-            timing = gemm.Timing(rates, args.repeats, args.seed)
-            gemm.run_problem(into, problem, collect(problem), timing)
+    timing = gemm.Timing(rates, args.repeats, args.seed)
+    for problem in steps(problems):
+        gemm.run_problem(into, problem, collect(problem), timing)
     f = pivots.gemm_frame(into.result, name)
     yield f"{method}. {gpu.describe_rates(rates)}", pivots.gemm_table(f)
     yield "Ratio to the best peer", pivots.ratios_table(f)
 
 
+def tune_gemm(args: argparse.Namespace) -> Shown:
+    from scripts.measure import gpu, tune
+    from scripts.measure.gemm import Timing
+    from scripts.table import pivots
+
+    rates = gpu.measure_rates()
+    into = writer(args, "tune_gemm", TURNS, rates=rates)
+    yield into
+    problems = [
+        tune.gemm_problem(m, n, k, not args.uneven, args.seed)
+        for n, k in LAYER_SHAPES.values()
+        for m in args.rows or ROWS
+    ]
+    timing = Timing(rates, args.repeats, args.seed)
+    tune.tune_gemm(into, problems, timing, args.max_loss or 5.0)
+    yield gpu.describe_rates(rates), pivots.tuned_table(into.result, "tune_gemm")
+
+
+def tune_layer(args: argparse.Namespace) -> Shown:
+    from scripts.measure import tune
+    from scripts.measure.cases import problems_of
+    from scripts.table import pivots
+
+    problems = problems_of(args.definition[0], args.local, args.device, args.seed)
+    into = writer(args, "tune_layer", TURNS)
+    yield into
+    terms, tokens = 2 if args.accurate else 1, args.tokens or LAYER_TOKENS
+    tune.tune_layer(into, problems, tokens, terms, args.repeats, args.max_loss or 2.0)
+    yield "", pivots.tuned_table(into.result, "tune_layer")
+
+
 MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
-    of.__name__: of for of in (times, bits, roofline, kernels, stages, sweep, gemm)
+    of.__name__: of
+    for of in (times, bits, roofline, kernels, stages, sweep, gemm, tune_gemm, tune_layer)
 }
 
 
 def main() -> int:
     args = parse_arguments()
+
+    import torch
+
     into: Writer | None = None
     interrupted = False
     shown = MEASURES[args.what](args)
     try:
-        for each in shown:
-            if not isinstance(each, tuple):
-                into = each
-                continue
-            title, table = each
-            if table:
-                text = table.markdown() if args.markdown else table.text()
-                print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
+        with torch.no_grad():
+            for each in shown:
+                if not isinstance(each, tuple):
+                    into = each
+                    continue
+                title, table = each
+                if table:
+                    text = table.markdown() if args.markdown else table.text()
+                    print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
     except KeyboardInterrupt:
         interrupted = True
         say("interrupted; the figures so far are kept")
     rows = into.rows if into else []
     for row in rows:
         if why := why_failed(row):
-            at = f" at T={row['tokens']}" if row.get("tokens") is not None else ""
-            say(f"error: {row['subject']}{at}: {why}")
+            say(f"error: {row['subject']}{where(row)}: {why}")
     if args.path and rows:
         say(f"{len(rows)} rows added to {args.path}")
     if interrupted:
         return EXIT_INTERRUPTED
-    failed = [row for row in rows if why_failed(row)]
-    spared = args.what in ("sweep", "gemm")  # there a peer's failure is no news of ours
-    return EXIT_FAILED if any(not (spared and row.get("peer")) for row in failed) else EXIT_OK
+    failed = [row for row in rows if why_failed(row) and not is_spared(args.what, row)]
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def where(row: dict[str, Any]) -> str:
+    """Of which case a row is, as far as a line of an error says it."""
+    if row.get("tokens") is not None:
+        return f" at T={row['tokens']}"
+    return f" at {row['rows']:g} rows, {row['n']}x{row['k']}" if "n" in row else ""
+
+
+def is_spared(what: str, row: dict[str, Any]) -> bool:
+    """Whether a failure is no news of ours: a peer's, or that of a config that does not ship."""
+    if what == "tune_gemm":
+        return "best" not in row
+    return what in ("sweep", "gemm") and bool(row.get("peer"))
 
 
 def why_failed(row: dict[str, Any]) -> str:

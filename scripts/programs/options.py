@@ -7,7 +7,7 @@ from typing import Any
 from scripts.common.command_line import whole
 from scripts.common.definitions import DEFAULT, find
 from scripts.common.project import ROOT
-from scripts.data.records import CLOCKS
+from scripts.data.results import CLOCKS
 
 NAMES = dict(nargs="+", default=[], metavar="NAME")
 OPTIONS: dict[str, dict[str, Any]] = {

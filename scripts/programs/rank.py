@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--hardware", metavar="TEXT", help="only machines whose name has TEXT")
     args = arguments.parse_args(argv)
 
-    from scripts.data.traces import read_records
+    from scripts.data.traces import read_results
     from scripts.table.rank_text import print_rankings
     from scripts.table.rankings import rankings
 
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     if not args.paths and not any(TRACES_DIR.rglob("*.jsonl")):
         said = f"run.py bench makes one; run.py rank {RESULTS_DIR} ranks what is recorded"
         raise UsageError(f"no run in {TRACES_DIR}: {said}")
-    records = read_records(paths, args.definition)
-    ranked = rankings(records, args.solutions, args.hardware, args.against, args.peers, by=args.by)
+    results = read_results(paths, args.definition)
+    ranked = rankings(results, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:
         raise UsageError(f"no results in {', '.join(map(str, paths))}")
     print(print_rankings(ranked, "markdown" if args.markdown else "text"))
     if args.json:
         files.write(args.json, print_rankings(ranked, "json") + "\n")
-    return EXIT_FAILED if any(r.failures() for r in ranked) else EXIT_OK
+    return EXIT_FAILED if any(r.failed for r in ranked) else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth
 from scripts.common.schemas import TOTAL
 from scripts.common.text import printable
-from scripts.data.records import Clock
+from scripts.data.results import Clock
 from scripts.data.rows import Rows
 from scripts.table.pivots import (
     SWEEP,

@@ -15,9 +15,9 @@ from typing import Any
 from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.text import printable
-from scripts.data.records import Clock
+from scripts.data.results import Clock
 from scripts.data.rows import Rows
-from scripts.pack.sources import changed_since, changed_sources
+from scripts.pack.sources import changed_since, remark
 from scripts.report import plots
 from scripts.table import pivots, rank_text, tables
 from scripts.table.rankings import Ranking
@@ -32,19 +32,26 @@ GEMMS = {"gemm_layers": "On the rows of the workloads", "gemm_study": "Even rows
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of matplotlib's."""
+    """What draws a figure of matplotlib's; in a page of docs its file's name and `what` it shows
+    for those who do not see it."""
 
-    figure: Any
+    figure: Callable[[], Any]
     title: str = ""
     note: str = ""
+    name: str = ""
+    what: str = ""
+
+
+Part = Picture | Table | str
+"""Text of a page of docs is Markdown."""
 
 
 @dataclass(frozen=True)
 class Section:
-    id: str
-    title: str
+    id: str = ""
+    title: str = ""
     text: Sequence[str] = ()
-    parts: Sequence[Picture | Table] = field(default_factory=list)
+    parts: Sequence[Part] = field(default_factory=list)
 
 
 def latency_pictures(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Picture]:
@@ -56,7 +63,7 @@ def latency_pictures(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Pi
     )
     return [
         Picture(
-            plots.latency_figure(ranking, roofline_ms, clock),
+            partial(plots.latency_figure, ranking, roofline_ms, clock),
             f"{plots.CLOCK_TITLES[clock]}, over the workloads",
             note,
         )
@@ -72,13 +79,14 @@ def ranking_section(
     the tables; of a run on the CPU these alone, with the times that are `known` of GPUs."""
     title, *text = rank_text.headline(ranking)
     roofline_ms = recorded.roofline_ms(ranking)
-    shown: list[Picture | Table] = [*tables.ranking_tables(ranking, roofline_ms, known)]
-    if not ranking.cpu:
-        text += [changed_sources(ranking.records.values())]
-        shown[0] = replace(shown[0], note=rank_text.notes(ranking))
-        verdict = tables.short_table(ranking, recorded.limits(ranking))
-        shown = [verdict, *latency_pictures(ranking, roofline_ms), *shown]
-    return Section(id, title, text, shown)
+    first, *others = tables.ranking_tables(ranking, roofline_ms, known)
+    if ranking.cpu:
+        return Section(id, title, text, [first, *others])
+    text += [remark(ranking.hashes)]
+    verdict = tables.short_table(ranking, recorded.limits(ranking))
+    pictures = latency_pictures(ranking, roofline_ms)
+    first = replace(first, note=rank_text.notes(ranking))
+    return Section(id, title, text, [verdict, *pictures, first, *others])
 
 
 def recorded_section(recorded: Recorded, id: str) -> Section:
@@ -96,12 +104,12 @@ def said_of(rows: Rows, name: str) -> str:
 
 def stages_section(rows: Rows) -> Section:
     if "stages" not in rows:
-        return Section("", "")
+        return Section()
     note = (
         "The black line is the whole call, timed without events between the stages; where "
         "the bar is longer, the events themselves cost the difference."
     )
-    picture = Picture(plots.stages_figure(rows, "stages"), note=note)
+    picture = Picture(partial(plots.stages_figure, rows, "stages"), note=note)
     made = [
         replace(pivots.stages_table(of), title=f"T={tokens:g}, ms (routing: {routing})")
         for (tokens, routing), of in rows.frame("stages").groupby(["tokens", "routing"], sort=False)
@@ -116,12 +124,12 @@ def gemm_figure(rows: Rows) -> Any:
 
 
 def gemm_section(rows: Rows) -> Section:
-    parts: list[Picture | Table] = []
+    parts: list[Part] = []
     for name, title in GEMMS.items():
         f = pivots.gemm_frame(rows, name)
         if name == "gemm_layers" and f.peer.any():
             note = "Reached rate against what a large read and a dense product reach (dashed)."
-            parts.append(Picture(gemm_figure(rows), title, note))
+            parts.append(Picture(partial(gemm_figure, rows), title, note))
         if len(f):
             note, title = said_of(rows, name), f"{title}: the figures, in us"
             parts.append(replace(pivots.gemm_table(f), title=title, note=note, folded=True))
@@ -130,10 +138,11 @@ def gemm_section(rows: Rows) -> Section:
 
 
 def sweep_section(rows: Rows) -> Section:
-    parts: list[Picture | Table] = []
+    parts: list[Part] = []
     for name, title in SWEEPS.items():
         if name in rows:
-            parts.append(Picture(plots.sweep_figure(rows, name), title, said_of(rows, name)))
+            figure = partial(plots.sweep_figure, rows, name)
+            parts.append(Picture(figure, title, said_of(rows, name)))
             found = pivots.sweep_table(rows, name), pivots.failed_table(pivots.called(rows, name))
             parts += filter(None, found)
     return Section("sweep", "Over the number of tokens", parts=parts)
@@ -157,8 +166,8 @@ def sections_of(recorded: Recorded) -> list[Section]:
 def render(recorded: Recorded) -> str:
     import jinja2
 
-    def data_url(figure: Any) -> str:
-        svg = base64.b64encode(plots.image(figure, "svg"))
+    def data_url(figure: Callable[[], Any]) -> str:
+        svg = base64.b64encode(plots.image(figure(), "svg"))
         return f"data:image/svg+xml;base64,{svg.decode()}"
 
     environment = jinja2.Environment(
@@ -186,16 +195,3 @@ def write(
     out = out or directory / "report.html"
     files.write(out, render(read(directory, peers, by)))
     return out
-
-
-def run_figures(recorded: Recorded) -> dict[str, Callable[[], Any]]:
-    """What a picture in docs/ can show of a record, by the picture's name."""
-    main, rows = recorded.main, recorded.rows
-    latency = partial(plots.latency_figure, main, recorded.roofline_ms(main))
-    figures: dict[str, Callable[[], Any]] = {"latency.png": latency}
-    if "device" in main.clocks:
-        figures["latency_device.png"] = partial(latency, "device")
-    if "gemm_layers" in rows:
-        figures["gemm_layers.png"] = partial(gemm_figure, rows)
-    sweeps = filter(rows.__contains__, SWEEPS)
-    return figures | {f"{name}.png": partial(plots.sweep_figure, rows, name) for name in sweeps}

@@ -66,10 +66,11 @@ def watch() -> None:
 
     from scripts.serve.layer_check import checking
 
-    file = Path(os.environ[DIRECTORY]) / f"layers-{os.getpid()}.jsonl"
+    directory = Path(os.environ[DIRECTORY])
 
     def report(calc_diff: float) -> None:
-        with file.open("a") as lines:
+        # By the process that calls: the ranks of several GPUs can be forks of the one that watches.
+        with (directory / f"layers-{os.getpid()}.jsonl").open("a") as lines:
             lines.write(f"{calc_diff}\n")
 
     checked = checking(functional.experts, CHECK_TOKENS, report)

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.text import say_skipped
 from scripts.data.dataset import tokens
-from scripts.data.records import Record
 from scripts.data.traces import read_run
 
 if TYPE_CHECKING:
+    import pandas as pd
     from flashinfer_bench.data import Solution, Trace, Workload
-
-Found = Sequence[tuple[Record, dict[str, Any]]]
-"""Records, each with the JSON of its trace."""
 
 
 class Refused(Failure):
@@ -24,7 +21,7 @@ class Refused(Failure):
 
 def back(
     solution: "Solution",
-    found: Found,
+    results: "pd.DataFrame",
     workloads: "Sequence[Trace]",
     gpu: str,
     other_sources: bool = False,
@@ -46,15 +43,15 @@ def back(
         UsageError: `gpu` means several GPUs, or the traces are of several tolerances or clocks.
     """
     name, packed = solution.name, solution.hash()
-    mine = [(r, t) for r, t in found if r.solution == name and not r.cpu]
-    hardware = _one_gpu(name, {r.hardware for r, _ in mine}, gpu)
-    there = [(r, t) for r, t in mine if r.hardware == hardware]
-    there.sort(key=lambda pair: pair[0].timestamp)
-    wanted = there[-1][0].hash if other_sources else packed
-    chosen = {r.uuid: (r, t) for r, t in there if r.hash == wanted}
-    latest = {r.uuid: r for r, _ in there}
+    mine = results[(results.solution == name) & ~results.cpu.astype(bool)]
+    hardware = _one_gpu(name, set(mine.hardware), gpu)
+    ordered = mine[mine.hardware == hardware].sort_values("timestamp", kind="stable")
+    there: list[Any] = list(ordered.itertuples())
+    wanted = there[-1].hash if other_sources else packed
+    chosen = {r.uuid: r for r in there if r.hash == wanted}
+    latest = {r.uuid: r for r in there}
     # Those whose run.json says that the tensors were this repository's.
-    ours = {s for s in {r.source for r, _ in there} if read_run(Path(s)).get("dataset") == "."}
+    ours = {s for s in ordered.source.unique() if read_run(Path(s)).get("dataset") == "."}
 
     def against(workload: "Workload") -> str:
         """Why a workload is not backed; empty where it is."""
@@ -63,12 +60,12 @@ def back(
         if workload.uuid not in chosen:
             was = _source(latest[workload.uuid].hash)
             return f"measured with {was}, not with {_source(wanted)}"
-        record, trace = chosen[workload.uuid]
-        if not record.passed:
-            return f"{record.status}: {record.reason}"
-        if type(workload).model_validate(trace["workload"]) != workload:
+        result = chosen[workload.uuid]
+        if not result.passed:
+            return f"{result.status}: {result.reason}"
+        if type(workload).model_validate(result.trace["workload"]) != workload:
             return "measured on other inputs than the data set's workload of this uuid"
-        if record.source in ours and not synthetic:
+        if result.source in ours and not synthetic:
             return "measured on this repository's synthetic tensors, not on those of the data set"
         return ""
 
@@ -80,22 +77,22 @@ def back(
             f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
         )
     backed = [chosen[workload.uuid] for workload, why in reasons if not why]
-    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r, _ in backed}
+    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r in backed}
     if len(set(ways.values())) > 1:
         many = "the traces are of several tolerances or clocks, name one run"
         raise UsageError("\n  ".join([f"{name}: {many}:", *sorted(ways)]))
     lines = [
         f"{len(backed)} of {len(workloads)} workloads passed on {hardware} "
-        f"({backed[0][0].tolerance or 'tolerance unknown'})"
+        f"({backed[0].tolerance or 'tolerance unknown'})"
     ]
     if wanted != packed:
         lines.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
-    if ours & {r.source for r, _ in backed}:
+    if ours & {r.source for r in backed}:
         lines.append(
             "measured on this repository's synthetic routing (docs/dataset.md), not on the "
             "captured tensors: bench --local PATH measures on those"
         )
-    return tuple(trace for _, trace in backed), "\n".join(f"{name}: {line}" for line in lines)
+    return tuple(r.trace for r in backed), "\n".join(f"{name}: {line}" for line in lines)
 
 
 def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:

@@ -24,7 +24,7 @@ from scripts.common import files
 from scripts.common.command_line import UsageError, say
 from scripts.common.definitions import DEFAULT, Entry
 from scripts.common.project import DEFINITION, OP_TYPE, ROOT
-from scripts.data.traces import finite, read_evaluations
+from scripts.data.traces import finite, read_results
 from scripts.pack.availability import capability_of, requirements
 from scripts.pack.pack import (
     ENTRY_FILE,
@@ -264,7 +264,7 @@ def collect(
     """The solutions with their evidence among the results; where none was named, those that have
     some. `options` are those of `evidence.back`. Raises Refused, PackError, UsageError."""
     chosen = select(generations(definition=definition), [Path(name).name for name in names])
-    found = read_evaluations(results, definition.name)
+    found = read_results(results, definition.name)
     exports, refused = [], []
     for generation in chosen:
         export = export_of(generation, author)

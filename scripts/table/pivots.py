@@ -11,7 +11,7 @@ from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms
 from scripts.common.schemas import TOTAL
 from scripts.common.text import number, percent
-from scripts.data.records import CLOCKS
+from scripts.data.results import CLOCKS
 from scripts.data.rows import ROOFLINE, Rows
 from scripts.table.tables import Table, joined, numbers, ratio
 
@@ -177,6 +177,18 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
     spread = f.p10.map("{:.2f}-".format) + f.p90.map("{:.2f}".format)
     found["p10-p90"] = spread.where(f.p10.notna(), "-")
     return Table(found)
+
+
+def tuned_table(rows: Rows, name: str) -> Table:
+    """Of each case of a search the fastest, what ships, and what that loses."""
+    f = rows.frame(name).dropna(subset=["best"]).reset_index(drop=True)
+    case = {name: column for name, column in GEMM.items() if f[column].notna().any()}
+    found = pd.DataFrame(named_cases(f.set_index(list(case.values())), case))
+    found["best"] = f.best
+    found["us"] = numbers(f.best_us, ".1f")
+    found["shipped"] = f.subject.where(f.subject != f.best, "the best")
+    found["loss"] = numbers(f.value, ".1f", " %").replace("-", "not run")
+    return Table(found, left=0)
 
 
 # --- what follows a run of the benchmark ----------------------------------------------------------

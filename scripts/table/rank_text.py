@@ -108,6 +108,7 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
     solution, `results` for each result."""
     fields = "hardware timing tolerance cpu emulated by superseded against remarks skipped".split()
     frames = {"summary": ranking.summary, "results": ranking.results}
+    frames["results"] = ranking.results.drop(columns=["trace", "checks", "launches"])
     rows = {n: f.astype(object).where(f.notna(), None) for n, f in frames.items()}
     said = {name: getattr(ranking, name) for name in fields}
     return finite(said | {name: f.to_dict("records") for name, f in rows.items()})
@@ -129,7 +130,7 @@ def recorded_ranking(recorded: "Recorded") -> str:
     lines = [
         f"Recorded on {main.hardware}, {recorded.day}, {len(main.workloads)} workloads; not "
         "measured on this machine.",
-        sources.changed_sources(main.records.values()) or "The sources have not changed since.",
+        sources.remark(main.hashes) or "The sources have not changed since.",
         say_clocks(main),
     ]
     table = tables.short_table(main, recorded.limits(main))

@@ -1,4 +1,4 @@
-"""Rankings: the results that compare, one frame of them, and the statistics of each solution.
+"""Rankings: the results that compare, and the statistics of each solution.
 
 A ranking holds results of one machine, timing method and tolerance, and of one source of each
 solution; what does not compare is kept apart or said. There are two clocks: the harness's
@@ -6,7 +6,7 @@ solution; what does not compare is kept apart or said. There are two clocks: the
 has it. Ratios between solutions are formed of latencies of one run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,9 @@ import numpy as np
 import pandas as pd
 
 from scripts.common.command_line import UsageError
-from scripts.common.project import ACCURACY_TOLERANCES, OURS
-from scripts.data import rows
 from scripts.data.dataset import matches
-from scripts.data.records import CLOCKS, Clock, Record, finite_number
-from scripts.data.rows import BITS, Rows
+from scripts.data.results import ACCURACY, CLOCKS, TOLERANCES, Clock
 from scripts.data.traces import read_run
-
-TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
-ACCURACY = ("matched_ratio", "cosine", "calc_diff")
 
 Checks = Mapping[str, Mapping[str, Any]]
 """The row of each check of bits: how many tokens were compared and how many of them differ."""
@@ -33,18 +27,17 @@ Checks = Mapping[str, Mapping[str, Any]]
 class Ranking:
     """The results of one machine under one timing method and tolerance.
 
-    `results` has a row for each result, by tokens, workload and solution. Of each clock it has the
-    ms of those that passed (`harness`, `device`) and, beginning with the clock's name, `_spread` of
-    the calls, `_vs_peer`, `_against` and `_wins`. `summary` has a row for each solution, in the
-    order of the ranking: counts, speed-ups over the reference, the same figures of each clock over
-    the workloads that it passed, and the worst accuracy.
+    `results` are those of `read_results` by tokens, workload and solution, with columns that begin
+    with a clock's name: `_vs_peer`, `_against` and `_wins`. `summary` has a row for each solution,
+    in the order of the ranking: counts, speed-ups over the reference, the same figures of each
+    clock over the workloads that it passed, and the worst accuracy.
     """
 
     hardware: str
     timing: str
-    tolerance: str
     cpu: bool
-    records: dict[tuple[str, str], Record]
+    tolerance: str
+    emulated: str
     results: pd.DataFrame
     summary: pd.DataFrame
     by: Clock = "harness"
@@ -54,15 +47,9 @@ class Ranking:
     remarks: list[str] = field(default_factory=list)
 
     @property
-    def emulated(self) -> str:
-        """What the kernels were compiled for that the emulator ran, all of these: no time is
-        theirs."""
-        return next(iter(self.records.values())).emulated
-
-    @property
     def workloads(self) -> list[tuple[int, str]]:
         """(tokens, uuid), by tokens."""
-        return sorted({(r.tokens, r.uuid) for r in self.records.values()})
+        return sorted(set(zip(self.results.tokens, self.results.uuid, strict=True)))
 
     @property
     def clocks(self) -> tuple[Clock, ...]:
@@ -73,50 +60,35 @@ class Ranking:
         """Whether there are both peers and others, so that a ratio between them means something."""
         return self.summary.peer[self.summary.passed > 0].nunique() == 2
 
+    @property
+    def failed(self) -> bool:
+        """Whether anything did."""
+        return not self.results.passed.all()
+
+    @property
+    def hashes(self) -> dict[str, set[str]]:
+        """Of the sources that were measured, by solution."""
+        return self.results.groupby("solution").hash.agg(set).to_dict()
+
     def references(self) -> "pd.Series[float]":
         """ms of each workload's reference: the median, as each result carries what was measured
         beside it."""
         return self.results.groupby("uuid").reference_ms.median()
 
-    def failures(self) -> list[Record]:
-        failed = [r for r in self.records.values() if not r.passed]
-        return sorted(failed, key=lambda r: (r.solution, r.tokens, r.uuid))
-
 
 # --- statistics -----------------------------------------------------------------------------------
 
 
-def results_of(
-    records: Iterable[Record], peers: Mapping[str, bool], against: str | None
-) -> pd.DataFrame:
-    """The frame `results` of a ranking."""
+FIGURES = [
+    *("reference_ms", "speedup", *CLOCKS, *(f"{clock}_spread" for clock in CLOCKS)),
+    *(*TOLERANCES, *ACCURACY),
+]
 
-    def row(r: Record) -> dict[str, Any]:
-        ratios = r.extra.get("matched_ratios")
-        ratios = ratios if isinstance(ratios, dict) else {}
-        return {
-            "tokens": r.tokens,
-            "uuid": r.uuid,
-            "solution": r.solution,
-            "passed": r.passed,
-            "status": r.status,
-            "reason": r.reason,
-            "peer": peers[r.solution],
-            "run": r.run,
-            "method": r.device.method if r.device else "",
-            "reference_ms": r.reference_ms,
-            "speedup": r.speedup if r.passed else None,
-            "harness": r.latency_ms if r.passed else None,
-            "device": r.device.ms if r.passed and r.device else None,
-            "harness_spread": r.harness.spread if r.passed and r.harness else None,
-            "device_spread": r.device.spread if r.passed and r.device else None,
-            **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
-            **{name: finite_number(r.extra.get(name)) for name in ACCURACY},
-        }
 
-    ordered = sorted(records, key=lambda r: (r.tokens, r.uuid, r.solution))
-    f = pd.DataFrame([row(r) for r in ordered])
-    f = f.astype({name: float for name in f.loc[:, "reference_ms":]})  # type: ignore[misc]
+def compared(results: pd.DataFrame, against: str | None) -> pd.DataFrame:
+    """The results in order, with what their times are beside others of the same run."""
+    f = results.sort_values(["tokens", "uuid", "solution"], ignore_index=True)
+    f = f.astype(dict.fromkeys(FIGURES, float))
     runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
     for clock in CLOCKS:
         for name, others in (("vs_peer", f.peer), ("against", f.solution == against)):
@@ -147,6 +119,7 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         "cosine": g.cosine.min(),
         "calc_diff": g.calc_diff.max(),
         **{name: g[name].min() for name in TOLERANCES},
+        "checks": pd.Series({name: next(filter(None, of), {}) for name, of in g.checks}),
     }
     for clock in CLOCKS:
         columns |= {
@@ -171,52 +144,30 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     return summary.sort_values(order, ascending=ascending, ignore_index=True)
 
 
-# --- whether a solution repeats its bits ----------------------------------------------------------
-
-
-def by_part(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
-    """Rows of bits by subject and check."""
-    checks: dict[str, dict[str, Any]] = {}
-    for row in found:
-        if "part" in row:
-            checks.setdefault(row["subject"], {})[row["part"]] = row
-    return checks
-
-
-def checks_of(found: Rows) -> Mapping[tuple[str | None, str], Checks]:
-    """Those of a run's rows, by (hash of the source, hardware)."""
-    checks: dict[tuple[str | None, str], dict[str, Any]] = {}
-    for hardware, row in found.every(BITS):
-        if "part" in row:
-            checks.setdefault((row.get("hash"), hardware), {})[row["part"]] = row
-    return checks
-
-
 # --- what is said of the results ------------------------------------------------------------------
 
 
-def _latest(group: Sequence[Record]) -> tuple[dict[tuple[str, str], Record], int, list[str]]:
-    """The records that count, how many older ones of the same pairs and sources do not, and remarks
+def _latest(group: pd.DataFrame) -> tuple[pd.DataFrame, int, list[str]]:
+    """The results that count, how many older ones of the same pairs and sources do not, and remarks
     on other sources: of each solution the source measured last counts."""
-    ordered = sorted(group, key=lambda r: r.timestamp)
-    hashes = {r.solution: r.hash for r in ordered}
-    counted = [r for r in ordered if r.hash == hashes[r.solution]]
+    ordered = group.sort_values("timestamp", kind="stable")
+    last = ordered.solution.map(ordered.groupby("solution").hash.last())
+    counted, others = ordered[ordered.hash == last], ordered[ordered.hash != last]
     remarks = []
-    for name, counts in sorted(hashes.items()):
-        left = [r.hash[:8] or "unknown" for r in ordered if r.solution == name and r.hash != counts]
-        if left:
-            remarks.append(
-                f"{name} is ranked with its source {counts[:8] or 'unknown'}; {len(left)} results "
-                f"of other sources ({', '.join(dict.fromkeys(left))}) are left out."
-            )
-    chosen = {(r.uuid, r.solution): r for r in counted}
+    for name, of in others.assign(last=last).groupby("solution"):
+        left = ", ".join(dict.fromkeys(digest[:8] or "unknown" for digest in of.hash))
+        remarks.append(
+            f"{name} is ranked with its source {of['last'].iloc[0][:8] or 'unknown'}; {len(of)} "
+            f"results of other sources ({left}) are left out."
+        )
+    chosen = counted.drop_duplicates(["uuid", "solution"], keep="last")
     return chosen, len(counted) - len(chosen), remarks
 
 
-def _different_software(records: Iterable[Record]) -> list[str]:
+def _different_software(results: pd.DataFrame) -> list[str]:
     """Remarks on packages of which the results were measured with several versions."""
     found: dict[str, list[str]] = {}
-    for name, version in sorted({pair for record in records for pair in record.software}):
+    for name, version in sorted({pair for software in results.software for pair in software}):
         found.setdefault(name, []).append(version)
     return [
         f"Measured with different versions of {name}: {', '.join(versions)}."
@@ -241,76 +192,61 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
     ] * bool(said)
 
 
-# --- from records to rankings ---------------------------------------------------------------------
+# --- from results to rankings ---------------------------------------------------------------------
 
 
 def rankings(
-    records: Sequence[Record],
+    results: pd.DataFrame,
     solutions: Sequence[str] = (),
     hardware: str | None = None,
     against: str | None = None,
     peers: Sequence[str] = (),
     by: Clock = "harness",
 ) -> list[Ranking]:
-    """One ranking for each machine, timing method and tolerance among the records, and one of what
+    """One ranking for each machine, timing method and tolerance among the results, and one of what
     was emulated, where nothing has a time.
 
     `peers` are patterns of the names that count as peers; without them, all that are not ours do.
     `by` is the clock that orders. UsageError for `against` or a clock that nothing has figures of.
     """
-    chosen = [
-        r
-        for r in records
-        if matches(r.solution, solutions)
-        and (hardware is None or hardware.lower() in r.hardware.lower())
-    ]
-    if against is not None and against not in {r.solution for r in chosen}:
+    chosen = results.solution.map(lambda name: matches(name, solutions)).astype(bool)
+    if hardware is not None:
+        chosen &= results.hardware.str.lower().str.contains(hardware.lower(), regex=False)
+    f = results[chosen]
+    if against is not None and against not in set(f.solution):
         raise UsageError(f"--against {against}: no trace of that solution")
-    if by == "device" and not any(r.device for r in chosen):
+    if by == "device" and f.device.isna().all():
         raise UsageError("--by device: no trace has a device time (run.py measure times)")
-    runs = {source: read_run(Path(source)) for source in {r.source for r in chosen}}
-    bits = {source: checks_of(rows.read(Path(source).parent)) for source in runs}
-    groups: dict[tuple[str, str, bool, str, str], list[Record]] = {}
-    for r in chosen:
-        groups.setdefault((r.hardware, r.timing, r.cpu, r.tolerance, r.emulated), []).append(r)
+    if peers:
+        f = f.assign(peer=f.solution.map(lambda name: matches(name, peers)).astype(bool))
     found = []
-    for (where, timing, cpu, tolerance, _), group in sorted(groups.items()):
+    same = ["hardware", "timing", "cpu", "tolerance", "emulated"]
+    for (where, timing, cpu, tolerance, emulated), group in f.groupby(same):
         latest, superseded, remarks = _latest(group)
-        infos = [runs[source] for source in sorted({r.source for r in group})]
-        is_peer = {name: not name.startswith(OURS) for _, name in latest}
-        for info in infos:
-            is_peer |= info.get("peers", {})
-        if peers:
-            is_peer = {name: matches(name, peers) for name in is_peer}
-        results = results_of(latest.values(), is_peer, against)
-        summary = summary_of(results)
+        ranked = compared(latest, against)
+        summary = summary_of(ranked)
         order: Clock = by if summary[f"{by}_count"].any() else "harness"
-        summary = _in_order(summary, order)
-        checks = {
-            r.solution: of
-            for r in latest.values()
-            if (of := bits[r.source].get((r.hash, r.hardware)))
-        }
-        summary["checks"] = [checks.get(name, {}) for name in summary.solution]
-        skipped = {n: why for info in infos for n, why in sorted(info.get("skipped", {}).items())}
-        ran = set(summary.solution)
-        remarks += _several_runs(results) + _different_software(latest.values())
+        skipped: dict[str, str] = {}
+        for source in sorted(group.source.unique()):
+            skipped |= sorted(read_run(Path(source)).get("skipped", {}).items())
         found.append(
             Ranking(
                 hardware=where,
                 timing=timing,
+                cpu=bool(cpu),
                 tolerance=tolerance,
-                cpu=cpu,
-                records=latest,
-                results=results,
-                summary=summary,
+                emulated=emulated,
+                results=ranked,
+                summary=_in_order(summary, order),
                 by=order,
                 against=against,
                 superseded=superseded,
                 skipped={
-                    n: why for n, why in skipped.items() if n not in ran and matches(n, solutions)
+                    name: why
+                    for name, why in skipped.items()
+                    if name not in set(ranked.solution) and matches(name, solutions)
                 },
-                remarks=remarks,
+                remarks=[*remarks, *_several_runs(ranked), *_different_software(ranked)],
             )
         )
     return found

@@ -13,9 +13,10 @@ from scripts.common.definitions import find_layer
 from scripts.common.project import DEFINITION, RESULTS_DIR, TRACES_DIR
 from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
 from scripts.data import rows
+from scripts.data.results import Clock
 from scripts.data.rows import ROOFLINE, Rows
-from scripts.data.traces import read_records, read_run
-from scripts.table.rankings import Clock, Ranking, rankings
+from scripts.data.traces import read_results, read_run
+from scripts.table.rankings import Ranking, rankings
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
     if not traces.is_file():
         raise UsageError(f"{directory} has no traces.jsonl")
     info = read_run(traces)
-    records = read_records([traces], info.get("definition", DEFINITION))
-    ranked = rankings(records, peers=peers, by=by)
+    results = read_results([traces], info.get("definition", DEFINITION))
+    ranked = rankings(results, peers=peers, by=by)
     if not ranked:
         raise UsageError(f"{traces} has no results")
     return Recorded(directory, info, ranked, rows.read(directory))

@@ -25,11 +25,13 @@ Row = Mapping[str, Any]
 
 
 def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
-    """The rows, and of each the model and how it was spread."""
+    """The rows, and of each the model and how it was served."""
     f = pd.DataFrame(list(rows), dtype=object)
     spread = ", " + f.gpus.astype(str) + " GPUs, " + f.parallel.astype(str) + " parallel"
-    model = f.model + ", " + f.layers.astype(str) + " layers"
-    return f.assign(model=model + spread.where(f.gpus > 1, ""))
+    model = f.model + ", " + f.layers.astype(str) + " layers" + spread.where(f.gpus > 1, "")
+    if "batch_invariant" in f:
+        model += f.batch_invariant.map({True: ", batch invariant"}).fillna("")
+    return f.assign(model=model)
 
 
 def gains(timed: pd.DataFrame) -> "pd.Series[float]":

@@ -14,7 +14,8 @@ import pandas as pd
 
 from scripts.common.project import short_name
 from scripts.common.text import markdown_table, number, percent, printable, text_table
-from scripts.table.rankings import TOLERANCES, Checks, Clock, Ranking
+from scripts.data.results import TOLERANCES, Clock
+from scripts.table.rankings import Checks, Ranking
 
 if TYPE_CHECKING:
     from scripts.table.recorded import Recorded
@@ -208,8 +209,8 @@ def counts_table(
     rows where nothing was emulated."""
     pair = ["tokens", "uuid", "solution"]
     f = pd.DataFrame(
-        {"tokens": r.tokens, "uuid": uuid, "solution": solution, "launches": 1, **launch}
-        for (uuid, solution), r in ranking.records.items()
+        {**{name: getattr(r, name) for name in pair}, "launches": 1, **launch}
+        for r in ranking.results.itertuples()
         for launch in r.launches
     )
     if f.empty:
@@ -235,8 +236,8 @@ def counts_table(
         "hazards": f.hazards.astype(int).astype(str),
     }
     for main in (recorded.main for recorded in records):
-        us = {pair: 1e3 * r.device.ms for pair, r in main.records.items() if r.device}
-        times = [us.get(of) for of in zip(f.uuid, f.solution, strict=True)]
+        us = 1e3 * main.results.set_index(pair).device
+        times = us.reindex(pd.MultiIndex.from_frame(f[pair]))
         columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
     title = "Counted in emulation" + ", kernel by kernel" * by_launch
     note = "" if by_launch else COUNTS_NOTE
@@ -254,6 +255,15 @@ def _check(check: Mapping[str, Any] | None) -> str:
     if check is None or "differ" not in check:
         return "-"
     return f"no: {check['differ']}/{check['compared']}" if check["differ"] else "yes"
+
+
+def by_part(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
+    """Rows of bits by subject and check."""
+    checks: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "part" in row:
+            checks.setdefault(row["subject"], {})[row["part"]] = row
+    return checks
 
 
 def bits_table(of: Mapping[str, Checks]) -> Table:

@@ -13,6 +13,9 @@ import torch
 
 if TYPE_CHECKING:
     from fake_cuda import FakeCuda
+    from programs import Done
+
+    from scripts.data.rows import Rows
 
 ROOT = Path(__file__).parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
@@ -37,6 +40,30 @@ def reference() -> Callable[..., torch.Tensor]:
     namespace: dict = {}
     exec(compile(definition["reference"], "reference", "exec"), namespace)
     return namespace["run"]
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path: Path) -> "Callable[..., tuple[Done, Rows]]":
+    """`run.py measure` as on a Hopper GPU, "a GPU": how it ended, and its rows. What measures is
+    left to be stood in for."""
+    from moe_fp8.kernels.architectures import HOPPER
+    from programs import RATES, call
+
+    from scripts.data import rows
+    from scripts.measure import gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
+    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
+    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+
+    def run(*arguments: str) -> "tuple[Done, Rows]":
+        path = tmp_path / rows.FILE
+        done = call("measure", *arguments, "--out", path)
+        return done, rows.read(path)
+
+    return run
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common.project import DEFINITION
-from scripts.data.traces import read_records
+from scripts.data.traces import read_results
 from scripts.table.rankings import Ranking, rankings
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
@@ -45,20 +45,36 @@ def trace(
     }
 
 
-def write(path: Path, traces: list[dict]) -> Path:
+def write(path: Path, lines: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(t) + "\n" for t in traces))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
+def write_traces(path: Path, traces: list[dict], *measurements: list[dict]) -> Path:
+    """And the measurements beside them, with the rows of `clocked` traces; without any, the rows
+    that are there stay."""
+    of_all = [lines for t in traces for lines in t.get("beside", [])] + list(measurements)
+    if of_all:
+        write(path.with_name("rows.jsonl"), [line for lines in of_all for line in lines])
+    own = [{key: of for key, of in t.items() if key != "beside"} for t in traces]
+    return write(path, own)
+
+
 def clocked(solution: str, length: int, harness: float, device: float, **options: Any) -> dict:
+    """A trace, and beside it the rows of both clocks."""
     method = options.pop("method", "graph")
+    made = trace(solution, length, harness, **options)
+    case = {"subject": solution, "uuid": UUIDS[length], "tokens": length}
+    case["hash"] = options.get("libs", {}).get("solution_hash", "")
 
-    def figures(ms: float, share: float) -> dict:
-        return {"ms": ms, "p10": ms * (1 - share / 4), "p90": ms * (1 + 3 * share / 4), "calls": 9}
+    def figures(clock: str, ms: float, share: float) -> dict:
+        spread = {"p10": ms * (1 - share / 4), "p90": ms * (1 + 3 * share / 4), "calls": 9}
+        return case | {"clock": clock, "value": ms, **spread}
 
-    extra = {"device": {"method": method, **figures(device, 0.02)}, "harness": figures(9.0, 0.2)}
-    return trace(solution, length, harness, extra=extra, **options)
+    rows = [figures("device", device, 0.02) | {"method": method}, figures("harness", 9.0, 0.2)]
+    beside = measurement("times", rows, options.get("hardware", "GPU A"))
+    return made | {"beside": [beside]}
 
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
@@ -71,7 +87,12 @@ COUNTS = {
 def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: Any) -> list[dict]:
     """The lines of a measurement in rows.jsonl."""
     captured = {"time": "2026-01-02T00:00:00+00:00"}
-    head = {"id": f"{name} {len(rows)}", "name": name, "hardware": hardware, "method": "m"}
+    head = {
+        "id": f"{name} {len(rows)} {hardware}",
+        "name": name,
+        "hardware": hardware,
+        "method": "m",
+    }
     of = {"of": head["id"], "subject": "x"}
     return [head | {"environment": captured} | more, *(of | row for row in rows)]
 
@@ -84,12 +105,11 @@ def roofline(hardware: str = "GPU A") -> list[dict]:
 
 def record(path: Path, traces: list[dict], *measurements: list[dict], **info: Any) -> Path:
     """A run's directory; `info` is what run.json has."""
-    write(path / "traces.jsonl", traces)
-    write(path / "rows.jsonl", [line for lines in measurements for line in lines])
+    write_traces(path / "traces.jsonl", traces, [], *measurements)
     (path / "run.json").write_text(json.dumps(info))
     return path
 
 
 def ranked(path: Path, traces: list[dict]) -> list[Ranking]:
     """The rankings of a directory's only traces."""
-    return rankings(read_records([write(path / "traces.jsonl", traces)]))
+    return rankings(read_results([write_traces(path / "traces.jsonl", traces)]))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import small
 import torch
@@ -34,8 +35,7 @@ from scripts.common.command_line import ENDING
 from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
-from scripts.data.records import Record
-from scripts.data.traces import read_records
+from scripts.data.traces import read_results
 from scripts.measure import bench, cpu_bench, emulated, plan, times
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.timing import HARNESS_CLOCK
@@ -131,13 +131,13 @@ class Bench:
         change(info)
         (self.run / "run.json").write_text(json.dumps(info))
 
-    def records(self) -> list[Record]:
+    def results(self) -> list[Any]:
         path = self.run / "traces.jsonl"
-        return read_records([path]) if path.exists() else []
+        return list(read_results([path]).itertuples()) if path.exists() else []
 
     def kept(self) -> list[str]:
         """The solution with the token count of every result, in order."""
-        return [f"{r.solution}{r.tokens}" for r in self.records()]
+        return [f"{r.solution}{r.tokens}" for r in self.results()]
 
     def libs(self) -> list[dict[str, str]]:
         lines = (self.run / "traces.jsonl").read_text().splitlines()
@@ -278,9 +278,9 @@ def test_a_workload_that_cannot_be_read_costs_no_other(gpu, tmp_path: Path, cpu)
     first, last, _ = gpu.workloads
     gpu.workloads = [first, *(w for _, w in broken), last]
     said = gpu(*cpu, status=1).stderr
-    passed = [r.uuid for r in gpu.records() if r.passed]
+    passed = [r.uuid for r in gpu.results() if r.passed]
     assert passed == [first.workload.uuid, last.workload.uuid]
-    failed = {r.uuid: r.reason for r in gpu.records() if not r.passed}
+    failed = {r.uuid: r.reason for r in gpu.results() if not r.passed}
     for reason, trace in broken:
         uuid = trace.workload.uuid
         assert re.search(rf"workload {uuid}: {reason}", said), reason
@@ -636,8 +636,8 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
     assert "[1/2] T=1 (uuid-1-0): x   elapsed" in said
     for libs in on_cpu.libs():
         assert libs["device"] == "cpu" and int(libs["threads"]) >= 1
-    for record in on_cpu.records():
-        extra = record.extra
+    for result in on_cpu.results():
+        extra = result.trace["evaluation"]["correctness"]["extra"]
         assert extra["matched_ratio"] == 1.0 and extra["cosine"] > 0.9999 and extra["seed"] == 2026
         assert set(extra["matched_ratios"]) == {"0.2/0.1", "0.3/1", "0.01/0.01"}
     shutil.rmtree(on_cpu.place)
@@ -647,7 +647,7 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
 
 def test_the_cpu_is_taken_where_it_is_asked_for(gpu) -> None:
     said = gpu("--cpu", "--workloads", "1").stderr
-    assert gpu.records()[0].cpu and FakeBenchmark.instances == []
+    assert gpu.results()[0].cpu and FakeBenchmark.instances == []
     assert "as asked (--cpu): the solutions run as" in said
 
 
@@ -699,7 +699,7 @@ def test_what_fails_has_its_reason_and_harms_no_other(on_cpu, monkeypatch) -> No
         for name, (content, *_) in CONTENTS.items()
     ]
     done = on_cpu("--atol", "0.001", status=1)
-    found = {r.solution: r for r in on_cpu.records()}
+    found = {r.solution: r for r in on_cpu.results()}
     assert list(found) == list(CONTENTS)
     for name, (_, status, reason) in CONTENTS.items():
         assert (found[name].status, reason in found[name].reason) == (status, True), found[name]
@@ -778,7 +778,7 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
     monkeypatch.setattr(cpu_bench, "available_memory", lambda: 2**30)
     said = on_cpu(status=2).stderr
     assert "needs about 10 GiB of memory and 1.0 GiB are available" in said
-    assert on_cpu.records() == []
+    assert on_cpu.results() == []
     monkeypatch.setattr(cpu_bench, "available_memory", lambda: math.inf)
     on_cpu("--resume")
 
@@ -794,9 +794,9 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
 def test_a_reference_that_exits_or_fails_is_said_of_every_result(on_cpu, reference, reason) -> None:
     on_cpu.reference = reference
     on_cpu("--workloads", "1", "7", status=1)
-    assert [r.status for r in on_cpu.records()] == ["RUNTIME_ERROR"] * 2
+    assert [r.status for r in on_cpu.results()] == ["RUNTIME_ERROR"] * 2
     said = f"the reference of {DEFINITION} fails: {reason}"
-    assert all(r.reason.startswith(said) for r in on_cpu.records())
+    assert all(r.reason.startswith(said) for r in on_cpu.results())
 
 
 # --- by emulated kernels --------------------------------------------------------------------------
@@ -823,7 +823,7 @@ def by_kernels(on_cpu, monkeypatch) -> Bench:
 
 
 def targets(of: Bench) -> list[tuple[str, str]]:
-    return [(f"{r.solution}{r.tokens}", r.emulated) for r in of.records()]
+    return [(f"{r.solution}{r.tokens}", r.emulated) for r in of.results()]
 
 
 def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
@@ -833,8 +833,8 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     assert by_kernels.asked == [("sm_90a", ["a", "b", "wrong"])]
     assert "up to T=7 also by the kernels for sm_90a" in done.stderr
     assert "the kernels for sm_90a, emulated:" in done.stderr
-    first, larger = by_kernels.records()[:4], by_kernels.records()[4:]
-    found = {r.solution: (r.status, r.emulated, r.latency_ms is None) for r in first}
+    first, larger = by_kernels.results()[:4], by_kernels.results()[4:]
+    found = {r.solution: (r.status, r.emulated, pd.isna(r.harness)) for r in first}
     assert found["a"] == found["b"] == ("PASSED", "sm_90a", True)
     assert found["wrong"] == ("RUNTIME_ERROR", "sm_90a", True)
     assert found["off"] == ("INCORRECT_NUMERICAL", "", True)

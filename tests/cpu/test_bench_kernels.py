@@ -13,7 +13,7 @@ from programs import call
 
 from run import environment
 from scripts.common.definitions import find
-from scripts.data.traces import read_records
+from scripts.data.traces import read_results
 
 BREAKAGES = {
     "the combine waits for nothing": (
@@ -72,13 +72,13 @@ def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, mon
     assert re.search(rf"{hifi} +1/1 ", done.stdout) and "Counted in emulation:" in done.stdout
 
     (made,) = (tmp_path / "t").iterdir()
-    found = {r.solution: r for r in read_records([made / "traces.jsonl"], LAYER.name)}
+    found = {r.solution: r for r in read_results([made / "traces.jsonl"], LAYER.name).itertuples()}
     assert found.keys() == {hifi, *BREAKAGES}
     assert {(r.emulated, r.cpu) for r in found.values()} == {("sm_90a", True)}, "the model is right"
     for name, (*_, reason) in BREAKAGES.items():
         assert not found[name].passed and reason in found[name].reason, found[name].reason
     right = found[hifi]
-    assert right.passed and right.extra["cosine"] > 0.999 and right.extra["matched_ratio"] > 0.85
+    assert right.passed and right.cosine > 0.999 and right.matched_ratio > 0.85
     assert [of["kernel"] for of in right.launches] == ["route", "gemm1", "gemm2", "combine"]
     moved = sum(of["tma_loaded"] + of["loaded"] for of in right.launches)
     assert 1 < moved / sum(of["least_bytes"] for of in right.launches) < 1.1
@@ -91,4 +91,4 @@ def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, mon
     # Nothing is left to do for the same sources, and nothing is measured twice.
     again = call("bench", *arguments, "--resume")
     assert again.returncode == 1 and "0 workloads to run" in again.stderr
-    assert len(read_records([made / "traces.jsonl"], LAYER.name)) == len(found)
+    assert len(read_results([made / "traces.jsonl"], LAYER.name)) == len(found)

@@ -224,14 +224,14 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     assert said["summary"][0]["checks"]["again"]["differ"] == 0
 
     assert ">no: 21/261<" in report.render(recorded.read(tmp_path))
-    page = generated.invariance(recorded.read(tmp_path))
+    block = "<!-- generated: invariance -->\n<!-- /generated -->"
+    page = generated.generate(block, recorded.read(tmp_path))
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))
     assert not tables.checks_table(elsewhere)
     assert tables.BATCH_INVARIANT not in rank_text.print_rankings([elsewhere])
     # The sentence is wrapped, where depends on the length of the directory's name.
-    said = " ".join(generated.invariance(recorded.read(tmp_path)).split())
-    assert said.endswith("not recorded.")
+    assert "not recorded." in " ".join(generated.generate(block, recorded.read(tmp_path)).split())
 
 
 def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:

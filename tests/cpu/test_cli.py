@@ -58,9 +58,22 @@ def test_help(program: str) -> None:
         ("measure", ["gemm", "--tokens", "1"], "only with --layers"),
         ("measure", ["bits", "--grid", "study"], "--grid: only with gemm"),
         ("measure", ["sweep", "--run", "/absent"], "--run: only with times, bits, roofline"),
+        ("measure", ["times", "--as", "engines"], "--as: only with sweep"),
+        ("measure", ["times", "--definition", "glm5", "qwen3_next"], "times: of one --definition"),
+        ("measure", ["bits", "--definition", "gemm1"], "bits: only of a layer"),
+        ("measure", ["kernels", "--definition", "dsv3_tp8_shared"], "it has no workloads"),
         ("measure", [], "the following arguments are required: what"),
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
-        ("tune", [], "the following arguments are required: --what"),
+        ("measure", ["tune_layer", "--rows", "3"], "--rows: only with tune_gemm"),
+        ("measure", ["tune_layer", "--uneven"], "--uneven: only with tune_gemm"),
+        (
+            "measure",
+            ["tune_gemm", "--tokens", "3"],
+            "--tokens: only with stages, sweep",
+        ),
+        ("measure", ["tune_gemm", "--definition", "glm5"], "--definition: only with times, bits"),
+        ("measure", ["tune_gemm", "--accurate"], "--accurate: only with tune_layer"),
+        ("measure", ["sweep", "--max-loss", "1"], "--max-loss: only with tune_gemm, tune_layer"),
     ],
 )
 def test_usage_errors_have_status_2_and_one_line(program, arguments, message) -> None:
@@ -84,7 +97,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
     [
         ["record"],
         *(["measure", what] for what in ("roofline", "kernels", "stages", "sweep", "gemm")),
-        *(["tune", "--what", what] for what in ("gemm", "layer")),
+        *(["measure", what] for what in ("tune_gemm", "tune_layer")),
     ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:

@@ -41,7 +41,6 @@ from scripts.measure.gemm_variants import (
     weights,
 )
 from scripts.measure.timing import Timed
-from scripts.programs import measure as program
 from scripts.table import pivots
 
 CPU = torch.device("cpu")
@@ -418,8 +417,8 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> None:
-    """Everything but the timing, on the layer's GEMMs at the smallest workload."""
+def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) -> None:
+    """Everything but the timing, at the smallest workload."""
 
     def run_problem(into, problem, variants, timing):
         for number, variant in enumerate(variants):
@@ -427,22 +426,14 @@ def test_the_whole_program_off_the_gpu(wrong, monkeypatch, tmp_path, capsys) -> 
             more = {"error": "wrong"} if wrong and variant.name == "v3" else time
             into.add(problem.case(), variant.name, **variant.said(), **more)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
-    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
     monkeypatch.setattr(gemm, "run_problem", run_problem)
-    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(gemm, "peer_variants", list)
-    out = tmp_path / "rows.jsonl"
-    arguments = ["gemm", "--layers", "--tokens", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
-    assert program.main() == (EXIT_FAILED if wrong else EXIT_OK)
-    found = rows.read(out)
+    done, found = measure("gemm", "--layers", "--tokens", "1")
+    assert done.returncode == (EXIT_FAILED if wrong else EXIT_OK)
     assert {row["subject"] for row in found.rows_of("gemm_layers")} == {
         "flat", "v3", "flat, next larger",
     }  # fmt: skip
     assert list(found.hashes("gemm_layers")) == ["cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"]
-    said = capsys.readouterr()
-    assert "flat, best known" in said.out and "FP8 matmul 1000 TFLOP/s" in said.out
-    assert ("error: v3 at T=1: wrong" in said.err) == wrong
+    assert "flat, best known" in done.stdout and "FP8 matmul 1500 TFLOP/s" in done.stdout
+    assert ("error: v3 at T=1: wrong" in done.stderr) == wrong

@@ -1,21 +1,19 @@
 """A call kernel by kernel: work by hand, the rows, the table, and the program."""
 
-import sys
-
 import pytest
 import torch
+from programs import RATES
 from test_timing import FLUSH, calls_of
 
 from scripts.common.definitions import DEFAULT, find
 from scripts.common.roofline import pair_flops
 from scripts.data import rows
-from scripts.measure import gpu, kernels, plan, roofline, timing
+from scripts.measure import kernels, plan, roofline, timing
 from scripts.measure.gemm_problems import Histogram
 from scripts.measure.kernels import Work
 from scripts.programs import measure as program
 from scripts.table.pivots import kernels_table
 
-RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 OURS = "kernel_cutlass_kernel_moe_fp8_3f2a{}_object_at__tensor00_o_i64_div471681110_Cop_3"
 FUSED = [
     OURS.format(path)
@@ -209,35 +207,29 @@ def test_a_call_is_marked_once(monkeypatch) -> None:
 
 
 @pytest.mark.all
-def test_the_whole_program_off_the_gpu(monkeypatch, tmp_path, capsys) -> None:
+def test_each_definition_and_workload_has_its_rows_and_table(measure, monkeypatch) -> None:
     """Everything but the GPU's own measurements, on the smallest workload."""
     choose, seen, marked = plan.choose, [], []
 
-    def measure(into, case, subject, call, h, layer, rates, least_us, repeats, eager, **of):
+    def measured(into, case, subject, call, h, layer, rates, least_us, repeats, eager, **of):
         assert least_us == pytest.approx(40.0)
         seen.append((subject, call, case["active"], layer.short, rates, repeats, eager))
         into.add(case, subject, value=11.0, unit="us", part="gemm1", **of)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
     monkeypatch.setattr(timing, "timed", lambda definition, solution, inputs, device: "call")
-    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "measure", measured)
     monkeypatch.setattr(roofline, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
     monkeypatch.setattr(kernels, "one_call", marked.append)
     monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
     monkeypatch.setattr(plan, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
-    out = tmp_path / "rows.jsonl"
-    arguments = ["measure.py", "kernels", "--workloads", "1", "--out", str(out), "--markdown"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--definition", DEFAULT.name, "dsv3_tp8"])
-    assert program.main() == 0
-    printed = capsys.readouterr().out
-    assert "cutedsl_moe_fp8_fused, T=1: 3 pairs, 3 experts" in printed and "| gemm1 " in printed
+    arguments = ["kernels", "--workloads", "1"]
+    done, none = measure(*arguments, "--only-call")
+    assert done.returncode == 0 and marked == ["call"] and not none.rows
+    done, found = measure(*arguments, "--markdown", "--definition", DEFAULT.name, "dsv3_tp8")
+    assert done.returncode == 0 and "| gemm1 " in done.stdout
+    assert "cutedsl_moe_fp8_fused, T=1: 3 pairs, 3 experts" in done.stdout
     assert seen == [
         ("cutedsl_moe_fp8_fused", "call", 3, "", RATES, 20, False),
         ("cutedsl_moe_fp8_fused_dsv3_tp8", "call", 8, "dsv3_tp8", RATES, 20, False),
     ], "all experts are there in the second"
-    assert list(rows.read(out).hashes("kernels")) == [subject for subject, *_ in seen]
-    none = tmp_path / "none.jsonl"
-    monkeypatch.setattr(sys, "argv", [*arguments[:4], "--only-call", "--out", str(none)])
-    assert program.main() == 0 and marked == ["call"] and not none.exists()
+    assert list(found.hashes("kernels")) == [subject for subject, *_ in seen]

@@ -1,6 +1,5 @@
 """The per-stage timing: every stage and the whole call, in turns, and wrong outputs are noticed."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.measure import cases, stages
 from scripts.pack import sources
-from scripts.programs import measure as program
 from scripts.table.pivots import stages_table
 
 OUTPUT = torch.zeros(4, 8, dtype=torch.bfloat16)
@@ -108,27 +106,22 @@ def test_layers_are_those_of_the_generations() -> None:
     assert set(stages.load_layers([])) >= {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
 
 
-def test_the_rows_name_the_sources_that_were_timed(cuda, monkeypatch, tmp_path, capsys) -> None:
+def test_the_rows_name_the_sources_that_were_timed(cuda, measure, monkeypatch) -> None:
     def problem(self, length: int):
         return SimpleNamespace(hidden_states=torch.zeros(length, 8)), "drawn"
 
     layers = {"triton_moe": Layer(1.0), "cutedsl_moe_fp8_flat": Layer(float("nan"))}
     monkeypatch.setattr(stages, "load_layers", lambda names: layers)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
     monkeypatch.setattr(cases.Problems, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(cases.Problems, "layer", DEFAULT, raising=False)
     monkeypatch.setattr(cases.Problems, "of", problem)
-    out = tmp_path / "rows.jsonl"
-    arguments = ["stages", "--tokens", "4", "--repeats", "2", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
-    assert program.main() == EXIT_FAILED, "not finite"
-    found = rows.read(out)
+    done, found = measure("stages", "--tokens", "4", "--repeats", "2")
+    assert done.returncode == EXIT_FAILED
+    assert "cutedsl_moe_fp8_flat at T=4: not finite" in done.stderr
     assert found.hashes("stages") == {name: sources.current()[name] for name in layers}
     total = {r["subject"]: r["output"] for r in found.rows if r["part"] == stages.TOTAL}
     assert total == {"triton_moe": "first", "cutedsl_moe_fp8_flat": "not finite"}
     assert all(r["least"] <= r["value"] <= r["most"] and r["calls"] == 2 for r in found.rows)
-    assert "cutedsl_moe_fp8_flat at T=4: not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("length", "nearest"), [(7, 7), (24, 32), (300, 901), (10**6, 14107)])

@@ -1,7 +1,6 @@
 """Calls over the number of tokens: what is called, the rows, and the program."""
 
 import contextlib
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,19 +13,16 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
-from programs import packed_once
+from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
 from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
-from scripts.measure import as_engines, calls, cases, gpu, plan, roofline, times, timing
-from scripts.pack import pack
-from scripts.programs import measure as program
+from scripts.measure import as_engines, calls, cases, plan, roofline, times, timing
 
-RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 __all__ = ["interpreter_that_rounds"]  # a fixture
 OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
 
@@ -185,9 +181,9 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """The program's rows of two numbers of tokens: (exit status, rows, what was chosen). A peer
-    has no memory for the second."""
+def sweep(measure, monkeypatch):
+    """The program on two numbers of tokens: how it ended, its rows, and what was chosen. A peer has
+    no memory for the second."""
     solutions = [SimpleNamespace(name=n, hash=lambda n=n: f"hash of {n}") for n in (OURS, PEER)]
     seen: dict = {}
 
@@ -201,7 +197,7 @@ def measured(monkeypatch, tmp_path):
             skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
         )
 
-    def measure(into, layer, problems, called, length, rates, repeats):
+    def measured(into, layer, problems, called, length, rates, repeats):
         case = {"definition": layer.short or layer.name, "tokens": length, "hit": 1, "active": 1}
         case |= {"pairs": 1, "routing": "drawn"}
         for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.08)):
@@ -214,100 +210,89 @@ def measured(monkeypatch, tmp_path):
                 timed = {"value": ms + more, "unit": "ms", "clock": clock, "roofline": 0.04}
                 into.add(case, name, **timed, **of)
 
-    def run(*arguments: str) -> tuple[int, rows.Rows, dict]:
-        out = tmp_path / "sweep.jsonl"
-        words = ["measure.py", "sweep", "--tokens", "1", "2", *arguments, "--out", str(out)]
-        monkeypatch.setattr(sys, "argv", words)
-        return program.main(), rows.read(out), seen
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
     monkeypatch.setattr(plan, "choose", choose)
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
     monkeypatch.setattr(cases, "problems_of", lambda layer, *_: layer)
-    monkeypatch.setattr(calls, "measure", measure)
-    monkeypatch.setattr(pack, "pack", packed_once)
-    return run
+    monkeypatch.setattr(calls, "measure", measured)
+    return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", *arguments), seen)
 
 
-def printed(capsys) -> str:
-    return " ".join(capsys.readouterr().out.split())
+TIMES = "0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x |"
+SAID = {
+    "": [
+        "Harness/device time in ms, * the fastest",
+        f"| 1 | 1 | 1 | {TIMES}",
+        "| 2 | 1 | 1 | 0.040 | 0.0900*/0.0600* | -/- |",
+        "| triton_moe | 2 | OutOfMemoryError: CUDA |",
+    ],
+    f"--definition glm5 {SHARED.short}": [
+        f"| glm5 | 1 | 1 | {TIMES}",
+        f"| {SHARED.short} | 2 | 1 | 0.040 | 0.0900*/0.0600* | -/- | 44 %/67 % | -/- |",
+        f"| {SHARED.short} | triton_moe | 2 | OutOfMemoryError: CUDA |",
+    ],
+}
 
 
-def test_the_program_keeps_and_prints_every_row(measured, capsys) -> None:
-    status, found, seen = measured("--markdown")
-    assert status == EXIT_OK and seen["solutions"] == [*calls.SOLUTIONS]
-    assert found.hashes("sweep") == {name: f"hash of {name}" for name in (OURS, PEER)}
-    assert found.measurements["sweep"]["rates"] == RATES
-    not_tried = [row for row in found.rows if "not_tried" in row]
-    assert [(row["subject"], row["not_tried"]) for row in not_tried] == [
-        ("hpc_ops_moe", "not installed")
-    ]
-    text = printed(capsys)
-    assert "Harness/device time in ms, * the fastest" in text
-    assert (
-        "| 1 | 1 | 1 | 0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x |" in text
-    )
-    assert "| 2 | 1 | 1 | 0.040 | 0.0900*/0.0600* | -/- |" in text
-    assert "| triton_moe | 2 | OutOfMemoryError: CUDA |" in text
+@pytest.mark.parametrize("arguments", SAID)
+def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> None:
+    done, _, _ = sweep("--markdown", *arguments.split())
+    text = " ".join(done.stdout.split())
+    assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
 
 
-def test_it_fails_where_one_of_ours_does(measured, monkeypatch, capsys) -> None:
-    def wrong(into, layer, problems, called, length, *_):
-        into.add({"tokens": length, "active": 1, "pairs": 1}, OURS, error="wrong", peer=False)
+GLM5 = [find("glm5").packed_name(name) for name in (OURS, PEER)]
+TP8 = [DSV3_TP8.packed_name(name) for name in (OURS, PEER)]
+ROWS = [  # options, measurement, solutions that have rows, wanted ones, and what was not tried
+    ("", "sweep", [OURS, PEER], [*calls.SOLUTIONS], {"hpc_ops_moe": "not installed"}),
+    (f"--definition glm5 {SHARED.short}", "models", [*GLM5, *TP8], None, {}),
+    ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *calls.PEERS],
+     {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
+    (f"--definition glm5 --solutions {OURS} {PEER} sglang_moe", "sweep", GLM5, GLM5,
+     {"sglang_moe": "is made for one shape, the default layer's"}),
+]  # fmt: skip
 
-    monkeypatch.setattr(calls, "measure", wrong)
-    assert measured()[0] == EXIT_FAILED
-    assert f"error: {OURS} at T=2: wrong" in capsys.readouterr().err
 
+@pytest.mark.parametrize(("options", "name", "solutions", "wanted", "not_tried"), ROWS)
+def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, monkeypatch) -> None:
+    """Ours need no peer as engines call them; the layer that is in no data set has those of TP8."""
 
-def test_as_engines_ours_need_no_peer(measured, monkeypatch) -> None:
     def engines(layer, chosen):
         return SimpleNamespace(chosen=chosen, skipped={"vllm fused_experts": "no"} | chosen.skipped)
 
     monkeypatch.setattr(as_engines, "Engines", engines)
-    status, found, seen = measured("--as", "engines")
-    assert status == EXIT_OK and seen["solutions"] == [OURS, *calls.PEERS]
-    assert list(found.measurements) == ["sweep_engines"]
-    assert {row["subject"] for row in found.rows if "not_tried" in row} == {
-        "vllm fused_experts",
-        "hpc_ops_moe",
-    }
+    done, found, seen = sweep(*options.split())
+    assert done.returncode == EXIT_OK and list(found.measurements) == [name]
+    assert found.measurements[name]["rates"] == RATES
+    hashes = {s: f"hash of {OURS if s.startswith(OURS) else PEER}" for s in solutions}
+    assert found.hashes(name) == hashes
+    assert {r["subject"]: r["not_tried"] for r in found.rows if "not_tried" in r} == not_tried
+    assert wanted is None or seen["solutions"] == wanted
+    if wanted is None:
+        assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 6
 
 
-def test_what_takes_one_shape_is_left_out(measured) -> None:
-    _, found, _ = measured("--definition", "glm5", "--solutions", OURS, PEER, "sglang_moe")
-    (row,) = (row for row in found.rows if row["subject"] == "sglang_moe")
-    assert "one shape" in row["not_tried"]
+def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
+    def wrong(into, layer, problems, called, length, *_):
+        into.add({"tokens": length, "active": 1, "pairs": 1}, OURS, error="wrong", peer=False)
 
-
-def test_layers_have_their_own_rows_in_one_table(measured, capsys) -> None:
-    _, found, seen = measured("--definition", "glm5", SHARED.short, "--markdown")
-    assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 6
-    assert {*found.hashes("models")} == {
-        layer.packed_name(name) for layer in (find("glm5"), DSV3_TP8) for name in (OURS, PEER)
-    }
-    text = printed(capsys)
-    times = "0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x"
-    assert f"| glm5 | 1 | 1 | {times} |" in text
-    assert f"| {SHARED.short} | 2 | 1 | 0.040 | 0.0900*/0.0600* | -/- | 44 %/67 % | -/- |" in text
-    assert f"| {SHARED.short} | triton_moe | 2 | OutOfMemoryError: CUDA |" in text
+    monkeypatch.setattr(calls, "measure", wrong)
+    done, *_ = sweep()
+    assert done.returncode == EXIT_FAILED and f"error: {OURS} at T=2: wrong" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--as", "engines", "--definition", "qwen3_next"], "renormalisation"),
-        (["--solutions", "sglang_moe", "--definition", "glm5"], "none of sglang_moe"),
-        (["--definition", "gemm1"], "only of a layer"),
+        ("--as engines --definition qwen3_next", "renormalisation"),
+        ("--solutions sglang_moe --definition glm5", "none of sglang_moe"),
+        ("--definition gemm1", "only of a layer"),
     ],
 )
-def test_what_no_layer_has_is_refused(measured, arguments, said) -> None:
-    with pytest.raises(UsageError, match=said):
-        measured(*arguments)
+def test_what_no_layer_has_is_refused(sweep, arguments: str, said: str) -> None:
+    done, *_ = sweep(*arguments.split())
+    assert done.returncode == 2 and said in done.stderr
 
 
-def test_rows_before_the_end_are_kept(measured, monkeypatch) -> None:
+def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
     real = calls.measure
 
     def until_the_first(into, layer, problems, called, length, *rest):
@@ -316,5 +301,5 @@ def test_rows_before_the_end_are_kept(measured, monkeypatch) -> None:
         real(into, layer, problems, called, length, *rest)
 
     monkeypatch.setattr(calls, "measure", until_the_first)
-    status, found, _ = measured()
-    assert status == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
+    done, found, _ = sweep()
+    assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}

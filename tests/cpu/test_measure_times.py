@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import small
 import torch
 from fake_cuda import Kernel
 from flashinfer_bench.data import Workload
-from test_rank import trace, write
+from small_record import trace, write
 
 from scripts.common.command_line import (
     EXIT_FAILED,
@@ -26,7 +27,6 @@ from scripts.measure import plan, times, timing
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Returning, Timed
 from scripts.pack import pack
-from scripts.programs import measure as program_of
 
 VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -211,8 +211,8 @@ def test_a_run_gets_the_rows_and_a_vandal_fails_in_its_ranking(
     err = capsys.readouterr().err
     assert f"2 rows added to {tmp_path / 'rows.jsonl'}" in err
     assert "error: vandal at T=3: changes its inputs: x, w" in err
-    found = {r.solution: r for r in traces.read_records([path])}
-    assert found["right"].extra["cosine"] > 0.9999
+    found = {r.solution: r for r in traces.read_results([path]).itertuples()}
+    assert found["right"].cosine > 0.9999
     assert {n: r.status for n, r in found.items()} == {
         "right": "PASSED",
         "vandal": "CHANGED_INPUTS",
@@ -234,7 +234,7 @@ def test_results_of_other_sources_or_hardware_are_left_alone_and_named(
     path = traces_of(tmp_path, ("right", program.hashes["right"]), hardware="GPU B")
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert "left out: right: measured on GPU B, this is GPU A" in capsys.readouterr().err
-    assert [r.extra for r in traces.read_records([path])] == [{}]
+    assert traces.read_results([path]).cosine.isna().all()
 
 
 def test_code_of_the_data_set_is_run_again_only_where_asked_for(
@@ -267,8 +267,8 @@ def test_an_interrupt_keeps_the_workloads_so_far(
     monkeypatch.setattr(times, "run_reference", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
     assert "1 rows added" in capsys.readouterr().err
-    found = {r.tokens: r.extra for r in traces.read_records([path])}
-    assert "cosine" in found[3] and found[40] == {}
+    cosine = traces.read_results([path]).set_index("tokens").cosine
+    assert cosine[3] > 0.9999 and pd.isna(cosine[40])
 
 
 def test_without_a_run_the_rows_are_printed_and_written(program, tmp_path: Path, capsys) -> None:
@@ -299,8 +299,8 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     write(path, [first, other])
     assert program("--run", str(tmp_path)) == EXIT_FAILED
     assert pairs_of(tmp_path) == [(3, "right"), (40, "fails")]
-    found = {r.solution: r.extra for r in traces.read_records([path])}
-    assert found["fails"] == {}, "an error is no figure"
+    cosine = traces.read_results([path]).set_index("solution").cosine
+    assert pd.isna(cosine["fails"]), "an error is no figure"
     assert program("--run", str(tmp_path), "--workloads", "3") == EXIT_OK
     assert pairs_of(tmp_path) == [(3, "right")]
 
@@ -322,26 +322,6 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
         run_main(program)
     assert ended.value.code == EXIT_FAILED
     assert capsys.readouterr().err == "error: gen.py: no docstring\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["kernels"], "no GPU is visible"),
-        (["stages"], "no GPU is visible"),
-        (["gemm", "--run", "x"], "--run: only with times, bits, roofline"),
-        (["times", "--as", "engines"], "--as: only with sweep"),
-        (["times", "--definition", "glm5", "qwen3_next"], "times: of one --definition"),
-        (["bits", "--definition", "gemm1"], "only of a layer"),
-        (["gemm", "--tokens", "3"], "--tokens: only with --layers"),
-        (["kernels", "--workloads", "1", "--definition", "dsv3_tp8_shared"], "has no workloads"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(arguments, said, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["measure.py", *arguments])
-    with pytest.raises(UsageError, match=said):
-        program_of.main()
 
 
 # --- what is chosen -------------------------------------------------------------------------------

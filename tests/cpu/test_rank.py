@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from programs import call
-from small_record import UUIDS, clocked, record, roofline, trace, write
+from small_record import UUIDS, clocked, measurement, record, roofline, trace, write_traces
 
 from scripts.common.definitions import find_layer
 from scripts.common.project import BASELINES, OURS
@@ -29,14 +29,14 @@ def ranked(path: Path, *options: str) -> list[dict]:
 
 def rank_of(tmp_path: Path, traces: list[dict], *options: str) -> dict:
     """Of the one ranking, the rows of its summary by solution, of its results by both."""
-    (found,) = ranked(write(tmp_path / "traces.jsonl", traces), *options)
+    (found,) = ranked(write_traces(tmp_path / "traces.jsonl", traces), *options)
     found["summary"] = {row["solution"]: row for row in found["summary"]}
     found["results"] = {(r["tokens"], r["solution"]): r for r in found["results"]}
     return found
 
 
 def text_of(tmp_path: Path, traces: list[dict], *options: str) -> str:
-    return call("rank", write(tmp_path / "traces.jsonl", traces), *options).stdout
+    return call("rank", write_traces(tmp_path / "traces.jsonl", traces), *options).stdout
 
 
 def cells(text: str, title: str) -> list[list[str]]:
@@ -178,7 +178,7 @@ def test_ratios_are_of_latencies_of_one_run(tmp_path: Path) -> None:
     assert ratios == {(7, "ours"): 2.0, (7, "late"): None, (80, "ours"): None, (80, "late"): 4.0}
     # Files that do not say their run are a run each.
     for made in (*of("ours", {7: 1.0}), *of("peer", {7: 2.0})):
-        write(tmp_path / "files" / f"{made['solution']}.jsonl", [made])
+        write_traces(tmp_path / "files" / f"{made['solution']}.jsonl", [made])
     (found,) = ranked(tmp_path / "files", "--peers", "peer")
     assert [r["harness_vs_peer"] for r in found["results"]] == [None, 1.0]
 
@@ -286,7 +286,7 @@ def test_machines_timing_methods_and_tolerances_get_a_ranking_each(tmp_path: Pat
         trace("x", 7, None, **failed),
         trace("x", 7, 4.0, timestamp="2026-02-01", libs=loose),
     ]
-    found = ranked(path := write(tmp_path / "traces.jsonl", traces))
+    found = ranked(path := write_traces(tmp_path / "traces.jsonl", traces))
     of_each = {(r["hardware"], r["timing"], r["tolerance"]): r["results"] for r in found}
     assert {key: [r["harness"] for r in of] for key, of in of_each.items()} == {
         ("GPU A", "", ""): [1.0],
@@ -441,14 +441,15 @@ EVIL = "a|b\x1b[31m`<img src=x>\n$x$ [c](d)\\"
 
 def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
     log = f"RuntimeError: {EVIL.splitlines()[0]}\n"
-    device = {"device": {"method": EVIL, "ms": 1.0}}
     of_evil = {"hardware": f"GPU {EVIL}", "libs": {"timing": EVIL, "tolerance": EVIL}}
     traces = [
-        trace(EVIL, 7, 1.0, extra=device, **of_evil),
+        trace(EVIL, 7, 1.0, **of_evil),
         trace("y", 7, None, status="RUNTIME_ERROR", log=log, hardware=f"GPU {EVIL}"),
     ]
     info = {"skipped": {f"z{EVIL}": EVIL}, "peers": {EVIL: False, "y": False}}
-    run = record(tmp_path / "run", traces, **info)
+    device = {"subject": EVIL, "uuid": UUIDS[7], "hash": "", "clock": "device"}
+    rows = measurement("times", [device | {"method": EVIL, "value": 1.0}], f"GPU {EVIL}")
+    run = record(tmp_path / "run", traces, rows, **info)
     summaries = [(s["solution"], s["peer"]) for r in ranked(run) for s in r["summary"]]
     assert summaries == [("y", False), (EVIL, False)], "as it is"
     for style in ("--by=harness", "--markdown"):
@@ -483,7 +484,7 @@ def test_solutions_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_ranked_is_refused(options: list, said: str, tmp_path: Path) -> None:
-    done = call("rank", write(tmp_path / "t.jsonl", NOT_TIMED), *options)
+    done = call("rank", write_traces(tmp_path / "t.jsonl", NOT_TIMED), *options)
     assert done.returncode == 2 and said in done.stderr
 
 
@@ -494,5 +495,5 @@ def test_without_a_run_the_records_are_named(tmp_path: Path, monkeypatch, traces
     none = call("rank")
     assert none.returncode == 2
     assert re.search(rf"no run in .*{traces}: run.py bench .* run.py rank ", none.stderr)
-    write(tmp_path / traces / "a" / "traces.jsonl", [trace("x", 7, 1.0)])
+    write_traces(tmp_path / traces / "a" / "traces.jsonl", [trace("x", 7, 1.0)])
     assert call("rank").returncode == 0

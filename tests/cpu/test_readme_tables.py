@@ -14,7 +14,7 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.pack import sources
-from scripts.report import generated
+from scripts.report import blocks, generated
 from scripts.table.recorded import Recorded, read
 from scripts.table.tables import Table
 
@@ -129,21 +129,12 @@ def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> Non
     text = BLOCK.format("latency_plot")
     assert "](docs/pictures/" in generated.generate(text, recorded)
     assert "](pictures/" in generated.generate(text, recorded, ROOT / "docs")
-    assert generated.shown(generated.generate(text, recorded), recorded)
 
 
-def test_pictures_carry_the_hash_of_their_data(copy: Path, recorded: Recorded) -> None:
-    pytest.importorskip("matplotlib")
-    names = ["latency.png", "gemm_layers.png"]
-    written = generated.draw(read(copy), names)
-    assert written == [copy / name for name in names]
-    source = generated.data_hash(copy)
-    assert all(source.encode() in p.read_bytes() for p in written)
-    assert source == generated.data_hash(recorded.directory), "not of the place"
-    with pytest.raises(UsageError, match="nothing to draw absent.png"):
-        generated.draw(read(copy), ["absent.png"])
+def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Recorded) -> None:
+    """Not of the place, nor of what lies there besides."""
     (copy / ".traces.jsonl.lock").touch()
-    assert source == generated.data_hash(copy), "of the data alone"
+    assert generated.data_hash(copy) == generated.data_hash(recorded.directory)
 
 
 def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
@@ -157,11 +148,9 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no measurement gemm_study"):
         generated.generate(BLOCK.format("gemm_study"), only_traces)
     # What a record may lack leaves nothing.
-    assert all(generated.BLOCKS[n](only_traces) == "" for n in ("sweep", "models", "served"))
-    said = " ".join(
-        generated.invariance(only_traces).split()
-    )  # it is wrapped, by the path's length
-    assert said.endswith(": not recorded.")
+    for name in ("sweep", "models", "served"):
+        assert made(only_traces, name) == f"<!-- generated: {name} --> <!-- /generated -->"
+    assert ": not recorded." in made(only_traces, "invariance")
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
@@ -241,11 +230,10 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
 
 
 def test_the_ladder_compares_with_the_generation_above(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(generated, "GENERATIONS", ("v1", "none of ours", "fused"))
+    monkeypatch.setattr(blocks, "GENERATIONS", ("v1", "none of ours", "fused"))
     traces = [
         clocked(f"cutedsl_moe_fp8_{n}", 80, 9.0, ms) for n, ms in {"v1": 3, "fused": 2}.items()
     ]
-    *_, v1, missing, fused = generated.ladder(read(record(tmp_path, traces))).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (v1, missing, fused)]
-    assert [cell[2] for cell in cells] == ["3.000", "-", "2.000 (1.50x)"]
-    assert [cell[1] for cell in cells] == ["-"] * 3
+    (table,) = blocks.ladder(read(record(tmp_path, traces))).parts
+    assert list(table.frame["T=80"]) == ["3.000", "-", "2.000 (1.50x)"]
+    assert list(table.frame["T=1"]) == ["-"] * 3

@@ -15,6 +15,7 @@ from scripts.common.project import RESULTS_DIR
 from scripts.data.rows import Rows
 from scripts.pack import sources
 from scripts.report import generated, report
+from scripts.report.plots import image
 from scripts.table import pivots, tables
 from scripts.table import recorded as recorded_module
 from scripts.table.recorded import find_run, read
@@ -109,10 +110,9 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert hardware in page.words and gpu["driver"] in page.words
     latency = next(t for t in page.tables if "roofline / best" in t[0])
     assert len(latency) == 1 + 19 and latency[1][:2] == ["1", "e05c6c03"]
-    of_flat = recorded.main.records[recorded.main.workloads[0][1], "cutedsl_moe_fp8_flat"]
-    assert of_flat.device and latency[1][latency[0].index("flat")] == (
-        f"{of_flat.latency_ms:.4f}/{of_flat.device.ms:.4f}"
-    )
+    f = recorded.main.results
+    (of_flat,) = f[(f.tokens == 1) & (f.solution == "cutedsl_moe_fp8_flat")].itertuples()
+    assert latency[1][latency[0].index("flat")] == f"{of_flat.harness:.4f}/{of_flat.device:.4f}"
 
 
 def test_the_first_screen_is_the_verdict_and_its_picture(tmp_path: Path) -> None:
@@ -343,4 +343,7 @@ def test_names_are_no_formulas(tmp_path: Path, name: str) -> None:
     text, page = page_of(run)
     shown = name.replace("\x1b", "\\x1b")
     assert shown in page.words and "\x1b" not in text
-    assert generated.draw(read(run), ["latency.png"])
+    ((_, picture),) = generated.pictures(
+        "<!-- generated: latency_plot -->\n<!-- /generated -->", read(run)
+    )
+    assert image(picture.figure(), "png")

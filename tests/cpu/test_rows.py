@@ -10,11 +10,9 @@ from small_record import UUIDS, measurement, record, trace, write
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.data import rows, traces
-from scripts.data.records import Latency
+from scripts.data import rows
 from scripts.data.rows import Writer, append, read
-from scripts.data.traces import read_records
-from scripts.table.rankings import checks_of
+from scripts.data.traces import checks_of, read_results
 
 CASE = {"uuid": UUIDS[7], "tokens": 7, "hash": "1"}
 
@@ -78,7 +76,7 @@ def without(lines: list[dict], number: int, field: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (of_times()[1:], "1 is no row: no measurement times 1 stands before it"),
+        (of_times()[1:], "1 is no row: no measurement times 1 GPU A stands before it"),
         (of_times(value="fast"), "2 is no row: value"),
         (of_times(p10=0.0), "2 is no row: p10"),
         (of_times(value=float("nan")), "2 is no row: value"),
@@ -165,14 +163,13 @@ def ours(solution: str = "x", length: int = 7, hash: str = "1", **options: Any) 
 
 def test_a_record_has_the_figures_of_its_rows(tmp_path: Path) -> None:
     run = record(tmp_path, [ours()], measurement("times", figures()))
-    (found,) = read_records([run / "traces.jsonl"])
-    assert found.device == Latency("graph", 2.0, 1.9, 2.3, 9)
-    assert found.harness == Latency("", 3.0, 2.9, 3.3, 7)
-    assert {name: found.extra[name] for name in FIGURES[0]} == FIGURES[0]
-    assert found.extra["matched_ratio"] == 0.9, "what the trace itself has stays"
-    (_, as_read), *_ = traces.read_evaluations([run / "traces.jsonl"])
-    assert as_read["evaluation"]["correctness"]["extra"] == found.extra
-    assert len(read_records([run])) == 1, "rows are no traces"
+    (found,) = read_results([run]).to_dict("records")  # rows are no traces
+    assert (found["device"], found["method"], found["harness"]) == (2.0, "graph", 1.0)
+    assert found["device_spread"] == pytest.approx(0.2)
+    assert found["harness_spread"] == pytest.approx(0.4 / 3.0)
+    assert (found["cosine"], found["calc_diff"], found["0.2/0.1"]) == (0.5, None, 0.9)
+    assert found["matched_ratio"] == 0.9, "what the trace itself has stays"
+    assert found["trace"] == ours(), "as it is in the file"
 
 
 def test_figures_join_only_results_of_the_same_pair_source_and_gpu(tmp_path: Path) -> None:
@@ -189,21 +186,21 @@ def test_figures_join_only_results_of_the_same_pair_source_and_gpu(tmp_path: Pat
     }
     of_all = [row for n in "xz" for length in (7, 80) for row in figures(solution=n, length=length)]
     run = record(tmp_path, list(made.values()), measurement("times", of_all))
-    found = dict(zip(made, read_records([run / "traces.jsonl"]), strict=True))
-    assert [name for name, r in found.items() if "cosine" in r.extra] == ["same", "wrong"]
-    assert [name for name, r in found.items() if r.device] == ["same", "wrong"]
+    found = read_results([run / "traces.jsonl"]).set_axis(list(made))
+    assert list(found.index[found.cosine.notna()]) == ["same", "wrong"]
+    assert list(found.index[found.device.notna()]) == ["same"], "no time of what is wrong"
     # The hash is run.json's where the trace has none.
     run = record(tmp_path, [ours(hash="")], measurement("times", figures()), solutions={"x": "1"})
-    assert read_records([run / "traces.jsonl"])[0].device
+    assert read_results([run / "traces.jsonl"]).device[0] == 2.0
 
 
 def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) -> None:
     first = measurement("times", [*figures(), *figures(solution="y")])
     again = measurement("times", figures([{"clock": "device", "value": 1.5}]))
     run = record(tmp_path, [ours(), ours("y")], first, again)
-    x, y = read_records([run / "traces.jsonl"])
-    assert (x.device.ms, y.device.ms) == (1.5, 2.0)
-    assert x.harness.ms == 3.0 and x.extra["cosine"] == y.extra["cosine"]
+    x, y = read_results([run / "traces.jsonl"]).itertuples()
+    assert (x.device, y.device) == (1.5, 2.0)
+    assert x.harness_spread == y.harness_spread > 0 and x.cosine == y.cosine == 0.5
     bit = {"part": "again", "compared": 7}
     x_bits, y_bits = bit | {"subject": "x", "hash": "1"}, bit | {"subject": "y", "hash": "2"}
     whole = measurement("bits", [x_bits | {"differ": 1}, y_bits | {"differ": 2}])
@@ -218,6 +215,6 @@ def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) 
 def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
     changed = figures([{"inputs_changed": ["hidden_states"]}])
     run = record(tmp_path, [ours(), ours("y")], measurement("times", changed))
-    x, y = read_records([run / "traces.jsonl"])
+    x, y = read_results([run / "traces.jsonl"]).itertuples()
     assert (x.status, y.status) == ("CHANGED_INPUTS", "PASSED")
     assert x.reason == "the solution changes its inputs: hidden_states" and not x.passed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import experts
+from moe_fp8 import experts, functional
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 from programs import call
@@ -257,14 +257,16 @@ def test_of_the_layers_the_worst_is_named():
     what = "calc_diff of a layer"
     rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
     rows += [row("ours", "start", None, 12.5, "s"), row("engine", "start", None, 8.0, "s"),
-             row("ours", "same tokens", None, False, "", gpus=2, parallel="expert")]  # fmt: skip
+             row("ours", "same tokens", None, False, "", gpus=2, parallel="expert"),
+             row("ours", "same tokens", None, True, "", batch_invariant=True)]  # fmt: skip
     frame = served.checks_table(rows).frame
-    assert list(frame["ours"]) == ["3.00e-04 (layer 1)", "12.5 s", "no"]
-    assert list(frame["engine"]) == ["-", "8 s", "-"]
+    assert list(frame["ours"]) == ["3.00e-04 (layer 1)", "12.5 s", "no", "yes"]
+    assert list(frame["engine"]) == ["-", "8 s", "-", "-"]
     assert list(frame["model"]) == [
         "m, 2 layers",
         "m, 2 layers",
         "m, 2 layers, 2 GPUs, expert parallel",
+        "m, 2 layers, batch invariant",
     ]
 
 
@@ -296,3 +298,16 @@ def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
     found = importlib.metadata.entry_points(group="sglang.srt.plugins")
     (plugin,) = (entry for entry in found if "serve" in entry.name)
     assert plugin.load() is inside.register_sglang
+
+
+def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(inside, "CHECK_TOKENS", 9)
+    monkeypatch.setattr(functional, "experts", experts)  # what `watch` replaces
+    monkeypatch.setattr(inside, "CALLERS", ("functional",))
+    inside.watch()
+    calls = [experts_of() for _ in range(4)]  # of weights of their own
+    for rank, (arguments, how) in zip((1, 1, 2, 2), calls, strict=True):
+        monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
+        functional.experts(*arguments, **how)
+    assert [len(of_rank) for of_rank in inside.layers_of(tmp_path)] == [2, 2]

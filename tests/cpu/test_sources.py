@@ -68,7 +68,7 @@ def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
     made = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
     made += [trace(V1, 7, 1.0, libs={"solution_hash": "2"}), trace(V2, 7, 1.0)]
     (ranking,) = ranked(tmp_path, made)
-    assert sources.changed_sources(ranking.records.values()) == (
+    assert sources.remark(ranking.hashes) == (
         "Since this run the source of v1 has changed. It is not known which sources of v2 were "
         "measured."
     )

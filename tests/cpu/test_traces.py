@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from flashinfer_bench.data import Trace
-from small_record import UUIDS, record, trace, write
+from small_record import UUIDS, measurement, record, trace, write
 
 from scripts.common.command_line import UsageError
-from scripts.data import records, traces
-from scripts.data.records import parse_record
-from scripts.data.traces import read_records
+from scripts.data import results, traces
+from scripts.data.results import result_of
+from scripts.data.traces import read_results
 from scripts.table import rank_text
 from scripts.table.rankings import rankings
 
@@ -25,9 +25,9 @@ def test_reads_directories_and_data_sets_and_skips_what_is_no_result(tmp_path: P
     workload = trace("x", 7, 1.0) | {"solution": None, "evaluation": None}
     write(tmp_path / "set" / "traces" / "moe" / "a.jsonl", [workload, trace("x", 7, 1.0), other])
     write(tmp_path / "set" / "workloads" / "moe" / "a.jsonl", [workload])
-    assert [r.solution for r in read_records([tmp_path / "set"])] == ["x"]
-    assert len(read_records([tmp_path / "set" / "traces"])) == 1
-    assert parse_record(workload, "") is None
+    assert list(read_results([tmp_path / "set"]).solution) == ["x"]
+    assert len(read_results([tmp_path / "set" / "traces"])) == 1
+    assert result_of(workload, "") is None
 
 
 # --- files that are not as they should be ---------------------------------------------------------
@@ -70,7 +70,7 @@ def test_what_is_no_trace_is_named_in_one_line(tmp_path: Path, made: Any) -> Non
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(trace("x", 7, 1.0)) + "\n\n" + json.dumps(made) + "\n")
     with pytest.raises(UsageError, match=r"t\.jsonl:3 is no trace: [^\n]*$"):
-        read_records([path])
+        read_results([path])
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{}\n", b"[" * 100_000 + b"\n", b"\x00{\n"])
@@ -78,7 +78,7 @@ def test_bytes_that_are_no_text_or_no_json_are_named_too(tmp_path: Path, content
     path = tmp_path / "t.jsonl"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"t\.jsonl:1 is no trace"):
-        read_records([path])
+        read_results([path])
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_a_broken_run_json_is_named_in_one_line(tmp_path: Path, content: str, sa
     path = write(tmp_path / "traces.jsonl", [trace("x", 7, 1.0)])
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(UsageError, match=rf"run\.json:? {said}[^\n]*$"):
-        read_records([path])
+        read_results([path])
     (tmp_path / "run.json").write_text("{}")
-    assert len(read_records([path])) == 1
+    assert len(read_results([path])) == 1
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ LONG = "ValueError: " + "x" * 10_000
         (failed(SKIPPED), "RUNTIME_ERROR", "KeyError: 'x'"),
         (failed(""), "RUNTIME_ERROR", "no reason recorded"),
         (failed("compiling\nkilled by the system\n\n"), "RUNTIME_ERROR", "killed by the system"),
-        (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + records.MAX_REASON - 3] + "..."),
+        (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + results.MAX_REASON - 3] + "..."),
         (changed_performance(latency_ms=0.0), "INVALID", "a latency of 0.0 ms is no measurement"),
         (
             changed_performance(latency_ms=float("inf")),
@@ -135,19 +135,19 @@ LONG = "ValueError: " + "x" * 10_000
     ],
 )
 def test_why_a_result_counts_or_not(made: dict, status: str, reason: str) -> None:
-    record = parse_record(made, "")
-    assert record is not None and (record.status, record.reason) == (status, reason)
-    assert record.passed == (status == "PASSED")
+    found = result_of(made, "")
+    assert found is not None and (found["status"], found["reason"]) == (status, reason)
+    assert found["passed"] == (status == "PASSED") == (found["harness"] is not None)
 
 
 def test_a_speedup_is_formed_of_the_latencies_of_its_trace() -> None:
     made = trace("x", 7, 2.0, reference=10.0)
     made["evaluation"]["performance"]["speedup_factor"] = 77.0
-    record = parse_record(made, "")
-    assert record is not None and record.speedup == 5.0
+    found = result_of(made, "")
+    assert found is not None and found["speedup"] == 5.0
     made["evaluation"]["performance"] |= {"reference_latency_ms": 0.0, "speedup_factor": 0.0}
-    record = parse_record(made, "")
-    assert record is not None and record.passed and record.speedup is None, "was not timed"
+    found = result_of(made, "")
+    assert found is not None and found["passed"] and found["speedup"] is None, "was not timed"
 
 
 def test_texts_are_kept_as_they_are() -> None:
@@ -157,21 +157,21 @@ def test_texts_are_kept_as_they_are() -> None:
     libs = {"timing": evil, "tolerance": evil, "torch": evil}
     made = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=log, hardware=evil, libs=libs)
     made["workload"]["uuid"] += evil
-    record = parse_record(made, "", {f"x{evil}": "hash"})
-    assert record is not None and record.hash == "hash"
-    assert (record.solution, record.uuid) == (f"x{evil}", UUIDS[7] + evil)
-    assert (record.hardware, record.timing, record.tolerance) == (evil, evil, evil)
-    assert record.reason == f"a{evil[:-1]}b"
-    assert record.software == (("torch", evil),)
+    found = result_of(made, "", {"solutions": {f"x{evil}": "hash"}})
+    assert found is not None and found["hash"] == "hash"
+    assert (found["solution"], found["uuid"]) == (f"x{evil}", UUIDS[7] + evil)
+    assert [found[name] for name in ("hardware", "timing", "tolerance")] == [evil] * 3
+    assert found["reason"] == f"a{evil[:-1]}b"
+    assert found["software"] == (("torch", evil),)
 
 
 @pytest.mark.parametrize("other", ["cuda:0", ["cuda:0"], 3, {"ms": "fast"}, {"ms": 0}, None])
 def test_others_may_use_our_names_for_something_else(other: Any, tmp_path: Path) -> None:
     extra = {name: other for name in ("device", "harness", "launches", "matched_ratios")}
     write(tmp_path / "traces.jsonl", [trace("x", 7, 2.0, extra=extra), trace("y", 7, 4.0)])
-    x, y = read_records([tmp_path])
-    assert (x.device, x.harness, x.launches, x.latency_ms) == (None, None, [], 2.0)
-    (ranking,) = rankings([x, y])
+    found = read_results([tmp_path])
+    assert found.device.isna().all() and found.launches[0] == [] and found.harness[0] == 2.0
+    (ranking,) = rankings(found)
     assert list(ranking.summary.solution) == ["x", "y"]
     assert rank_text.print_rankings([ranking]).count("Counted in emulation") == 0
 
@@ -181,21 +181,24 @@ def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "traces.jsonl", [trace("x", 7, 2.0)])
     path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
     (tmp_path / "run.json").write_bytes(codecs.BOM_UTF8 + b'{"solutions": {"x": "1"}}')
-    assert [(r.solution, r.hash) for r in read_records([path])] == [("x", "1")] * 2
+    assert read_results([path])[["solution", "hash"]].to_numpy().tolist() == [["x", "1"]] * 2
 
 
-def test_times_with_their_spread() -> None:
-    figures = {"method": "graph", "ms": 2.0, "p10": 1.9, "p90": 2.3, "calls": 100}
-    record = parse_record(trace("x", 7, 1.0, extra={"device": figures, "harness": {"ms": 0}}), "")
-    assert record is not None and record.harness is None, "0 ms is no time"
-    assert record.device == records.Latency("graph", 2.0, 1.9, 2.3, 100)
-    assert record.device.spread == pytest.approx(0.2)
-    assert records.Latency("graph", 2.0, None, 2.3, 100).spread is None
-    assert records.Latency("graph", 2.0, 1.9, None, 100).spread is None
-    for key in ("p10", "p90"):
-        record = parse_record(trace("x", 7, 1.0, extra={"device": figures | {key: -1.0}}), "")
-        assert record is not None and record.device is not None
-        assert record.device.spread is None, "a negative time is none"
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({"value": 2.0, "p10": 1.9, "p90": 2.3, "method": "graph"}, (2.0, 0.2, "graph")),
+        ({"value": 2.0, "p90": 2.3}, (2.0, None, "")),
+        ({"value": 2.0, "p10": 1.9}, (2.0, None, "")),
+        ({"value": 0.0, "p10": 1.9, "p90": 2.3}, (None, None, "")),  # 0 ms is no time
+    ],
+)
+def test_times_with_their_spread(figures: dict, expected: tuple, tmp_path: Path) -> None:
+    case = {"subject": "x", "uuid": UUIDS[7], "hash": "", "clock": "device"}
+    run = record(tmp_path, [trace("x", 7, 1.0)], measurement("times", [case | figures]))
+    (found,) = read_results([run]).to_dict("records")
+    times = found["device"], found["device_spread"], found["method"]
+    assert times == pytest.approx(expected, nan_ok=True) and found["harness_spread"] is None
 
 
 # --- hashes ---------------------------------------------------------------------------------------
@@ -206,10 +209,10 @@ def test_the_hash_is_the_traces_own_and_else_that_of_run_json(tmp_path: Path) ->
     made = [own, trace("x", 80, 1.0), trace("y", 7, 1.0)]
     info: dict[str, Any] = {"solutions": {"x": "of the run"}}
     run = record(tmp_path, made, **info)
-    assert [r.hash for r in read_records([run / "traces.jsonl"])] == ["own", "of the run", ""]
+    assert list(read_results([run / "traces.jsonl"]).hash) == ["own", "of the run", ""]
     # A resumed run's run.json may name sources that older traces are not of.
     record(tmp_path, made, **info, earlier=[{}])
-    assert [r.hash for r in read_records([run / "traces.jsonl"])] == ["own", "", ""]
+    assert list(read_results([run / "traces.jsonl"]).hash) == ["own", "", ""]
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -223,13 +226,13 @@ def test_appending_drops_a_cut_line_and_keeps_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "new" / "traces.jsonl"
     traces.append(path, [made_trace("a")])
     path.write_bytes(path.read_bytes() + b'{"definition": "cut sh')
-    assert [r.solution for r in read_records([path])] == ["a"]
+    assert list(read_results([path]).solution) == ["a"]
     traces.append(path, [made_trace("b"), made_trace("c")])
-    assert [r.solution for r in read_records([path])] == ["a", "b", "c"]
+    assert list(read_results([path]).solution) == ["a", "b", "c"]
     assert path.read_bytes().endswith(b"}\n") and path.read_bytes().count(b"\n") == 3
     path.write_bytes(path.read_bytes()[:-1])  # only its end is missing
     traces.append(path, [made_trace("d")])
-    assert [r.solution for r in read_records([path])] == ["a", "b", "c", "d"]
+    assert list(read_results([path]).solution) == ["a", "b", "c", "d"]
 
 
 def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
@@ -247,8 +250,8 @@ def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     begin.wait()
     for thread in threads:
         thread.join()
-    records = read_records([path])
-    assert len({r.solution for r in records}) == len(records) == 40
+    found = read_results([path]).solution
+    assert found.nunique() == len(found) == 40
 
 
 @pytest.mark.parametrize(
@@ -272,7 +275,8 @@ def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_why_figures_of_now_do_not_belong_to_a_result(
-    was: str, now: dict, hardware: str, said: str | None
+    was: str, now: dict, hardware: str, said: str | None, tmp_path: Path
 ) -> None:
-    record = parse_record(trace("x", 7, 1.0, libs={"solution_hash": was}), "")
-    assert record is not None and traces.why_not_same(record, now, hardware) == said
+    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": was})])
+    (found,) = read_results([path]).itertuples()
+    assert traces.why_not_same(found, now, hardware) == said

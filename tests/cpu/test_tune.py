@@ -1,7 +1,6 @@
 """tune off the GPU: what it tries of GEMM and layer, how it judges, and what it says."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -16,13 +15,14 @@ from moe_fp8.kernels.sm100.config import GemmConfig as Blackwell
 from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from test_measure_gemm import FLOORS, kernel, no_gpu
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.data import rows
 from scripts.measure import cases, configs, gemm, gpu, tune
 from scripts.measure.gemm import Timing
-from scripts.measure.gemm_problems import Problem, uneven_rows
+from scripts.measure.gemm_problems import ROWS, Problem, uneven_rows
 from scripts.measure.gemm_variants import heuristic, ladder
-from scripts.programs import tune as program
+from scripts.programs import measure as program
+from scripts.table.pivots import tuned_table
 
 __all__ = ["kernel", "no_gpu"]  # fixtures
 
@@ -34,7 +34,7 @@ def architecture(request, monkeypatch):
     return request.param
 
 
-TRIED = [0.5, *program.ROWS, 10000]
+TRIED = [0.5, *ROWS, 10000]
 
 
 @pytest.mark.parametrize("rows", TRIED)
@@ -103,7 +103,7 @@ def test_a_gpu_test_runs_every_config_that_ships_or_is_tried(target: str) -> Non
     for tokens in (1, 7, 80, 901, 14107):
         for terms in (1, 2):
             assert Job(architecture.choose_layer(tokens, DEEPSEEK_V3, terms), terms) in ships
-    tried = {str(c) for rows in program.ROWS for c in configs.candidates(rows, architecture)}
+    tried = {str(c) for rows in ROWS for c in configs.candidates(rows, architecture)}
     assert {f"GEMM: {config}" for config in tried} <= names
     picked = [sm90.LARGEST] if architecture is HOPPER else sm100.PICKED
     assert {Job((config,)) for config in picked} <= set(ships)
@@ -112,7 +112,7 @@ def test_a_gpu_test_runs_every_config_that_ships_or_is_tried(target: str) -> Non
 
 
 def test_the_heuristics_choice_is_always_timed(architecture) -> None:
-    for many in program.ROWS:
+    for many in ROWS:
         for even in (True, False):
             problem = tune.gemm_problem(many, 4096, 7168, even, 1)
             assert problem.experts == (32 if many <= 128 else 8)
@@ -130,37 +130,46 @@ def test_uneven_rows_keep_the_sum_and_spread() -> None:
 
 @pytest.fixture
 def timed(no_gpu, kernel, monkeypatch):
-    """run_problem on the CPU with the model as kernel; config -> us, to be filled by the test."""
-    spans: dict[str, float] = {}
+    """run_problem on the CPU with the model as kernel; config -> us, None where it fails, to be
+    filled by the test."""
+    spans: dict[str, float | None] = {}
 
     def clock(calls, repeats):
-        us = {name: 1e-3 * gemm.LAUNCHES * spans.get(name, 20.0) for name in calls}
-        return {name: {"ms": ms, "p10": ms, "p90": ms} for name, ms in us.items()}
+        found = {}
+        for name in calls:
+            us = spans.get(name, 20.0)
+            ms = us and 1e-3 * gemm.LAUNCHES * us
+            found[name] = {"ms": ms, "p10": ms, "p90": ms} if ms else {"error": "failed"}
+        return found
 
     monkeypatch.setattr(gemm, "device_times", clock)
     return spans
 
 
+PROBLEM = Problem((2,) * 4, 128, 256)
+
+
 def test_what_the_heuristics_choice_loses_to_the_best(timed, architecture) -> None:
-    problem = Problem((2,) * 4, 128, 256)
-    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
+    choice, other = (str(c) for c in tune.configs_of(PROBLEM)[:2])
     timed.update({choice: 10.4, other: 10.0})
     into = rows.Writer("tune_gemm", "a GPU", "m")
-    found = tune.tune_problem(into, problem, Timing(FLOORS, 3), 5.0)
-    assert (found["best"], found["shipped"]) == (other, choice)
-    assert found["loss"] == pytest.approx(4.0)
-    assert len(into.rows) == len(tune.configs_of(problem))
-    lost = tune.verdict("here", "x", {other: 10.0}, choice)
-    none = tune.verdict("here", "x", {}, choice)
-    assert lost["loss"] is None is none["loss"] and none["best"] == "none ran"
-    table = tune.verdict_table([found, lost, none])
+    tune.tune_problem(into, PROBLEM, Timing(FLOORS, 3), 5.0)
+    *_, found = into.rows
+    assert (found["best"], found["subject"], found["unit"]) == (other, choice, "%")
+    assert found["value"] == pytest.approx(4.0) and "error" not in found
+    assert len(into.rows) == len(tune.configs_of(PROBLEM)) + 1
+    for us in ({other: 10.0}, {}):
+        tune.add_verdict(into, PROBLEM.case(), us, choice, 5.0)
+    errors = [row["error"] for row in into.rows if "error" in row]
+    assert errors == [f"did not run; best: {name}" for name in (other, "none ran")]
+    table = tuned_table(into.result, "tune_gemm").frame
     assert table.loss.tolist() == ["4.0 %", "not run", "not run"]
     assert table.us.tolist() == ["10.0", "10.0", "-"]
+    assert table.iloc[0, :4].to_dict() == {"experts": "4", "rows": "2", "N": "128", "K": "256"}
 
 
 def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None:
-    problem = Problem((2,) * 4, 128, 256)
-    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
+    choice, other = (str(c) for c in tune.configs_of(PROBLEM)[:2])
     timed.update({choice: 11.0, other: 10.0})
     seen, run = [], tune.run_problem
 
@@ -172,66 +181,41 @@ def test_a_loss_is_timed_again_before_it_is_believed(timed, monkeypatch) -> None
 
     monkeypatch.setattr(tune, "run_problem", noting)
     into = rows.Writer("tune_gemm", "a GPU", "m")
-    found = tune.tune_problem(into, problem, Timing(FLOORS, 3), 5.0)
+    tune.tune_problem(into, PROBLEM, Timing(FLOORS, 3), 5.0)
     assert seen[1] == ([choice, other], tune.CONFIRM_REPEATS) and len(seen) == 2
-    assert found["loss"] == pytest.approx(1.0) and len(into.rows) == len(seen[0][0]) + 2
+    assert into.rows[-1]["value"] == pytest.approx(1.0)
+    assert len(into.rows) == len(seen[0][0]) + 2 + 1
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch, tmp_path):
-    """The program with these arguments; (exit status, its rows)."""
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
-    monkeypatch.setattr(gpu, "require_gpu", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: FLOORS)
-    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
-
-    def run(*arguments: str) -> tuple[int, list[dict]]:
-        monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--out", str(path)])
-        return program.main(), rows.read(path).rows_of(f"tune_{arguments[1]}")
-
-    return run
-
-
 @pytest.mark.parametrize(("us", "status"), [(10.4, EXIT_OK), (11.0, EXIT_FAILED)])
-def test_a_gemm_that_loses_fails(us, status, on_a_gpu, timed, monkeypatch, capsys) -> None:
+def test_a_gemm_that_loses_fails(us, status, measure, timed, monkeypatch) -> None:
+    """Not one that ships and fails in a config beside it."""
     monkeypatch.setattr(program, "LAYER_SHAPES", {"gemm1": (128, 256)})
     monkeypatch.setattr(gemm, "LAUNCHES", 2)
+    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
     problem = tune.gemm_problem(2, 128, 256, True, 1)
-    choice, other = (str(c) for c in tune.configs_of(problem)[:2])
-    timed.update({choice: us, other: 10.0})
-    found, made = on_a_gpu("--what", "gemm", "--rows", "2", "--repeats", "3")
-    assert found == status and {choice, other} <= {row["config"] for row in made}
-    out, err = capsys.readouterr()
-    assert other in out
-    assert (f"{choice} loses 10.0 %; best: {other}" in err) == (status == EXIT_FAILED)
-    loose = on_a_gpu("--what", "gemm", "--rows", "2", "--max-loss", "20")
-    assert loose[0] == EXIT_OK
+    choice, other, third, *_ = (str(c) for c in tune.configs_of(problem))
+    timed.update({choice: us, other: 10.0, third: None})
+    done, found = measure("tune_gemm", "--rows", "2", "--repeats", "3")
+    configs = {row.get("config") for row in found.rows_of("tune_gemm")}
+    assert done.returncode == status and {choice, other} <= configs and other in done.stdout
+    assert f"error: {third} at 2 rows, 128x256: failed" in done.stderr
+    lost = f"error: {choice} at 2 rows, 128x256: loses 10.0 %; best: {other}"
+    assert (lost in done.stderr) == (status == EXIT_FAILED)
+    assert measure("tune_gemm", "--rows", "2", "--max-loss", "20")[0].returncode == EXIT_OK
 
 
-def test_what_ships_and_did_not_run_fails(on_a_gpu, monkeypatch, capsys) -> None:
-    nothing = tune.verdict("2 rows", "128x256", {"another": 9.0}, "shipped")
-    monkeypatch.setattr(program, "search", lambda args, into: iter([nothing]))
-    assert on_a_gpu("--what", "gemm")[0] == EXIT_FAILED
-    assert "2 rows, 128x256: shipped did not run; best: another" in capsys.readouterr().err
+def test_what_ships_and_did_not_run_fails(measure, monkeypatch) -> None:
+    def nothing(into, *_):
+        tune.add_verdict(into, PROBLEM.case(), {"another": 9.0}, "shipped", 5.0)
 
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--what", "layer", "--rows", "3"], "--rows: not with --what layer"),
-        (["--what", "gemm", "--tokens", "3"], "--tokens: not with --what gemm"),
-        (["--what", "gemm", "--definition", "glm5"], "--definition: not with --what gemm"),
-        (["--what", "gemm", "--accurate"], "--accurate: not with --what gemm"),
-    ],
-)
-def test_options_of_another_search_are_refused(arguments, message, on_a_gpu) -> None:
-    with pytest.raises(UsageError, match=message):
-        on_a_gpu(*arguments)
+    monkeypatch.setattr(tune, "tune_gemm", nothing)
+    done, _ = measure("tune_gemm")
+    assert done.returncode == EXIT_FAILED
+    assert "shipped at 2 rows, 128x256: did not run; best: another" in done.stderr
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -294,7 +278,7 @@ class Problems:
 @pytest.mark.parametrize(("gain", "status"), [(1.01, 0), (1.05, 1)])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_layer_that_loses_or_computes_something_else_fails(
-    gain, status, wrong, on_a_gpu, monkeypatch, capsys
+    gain, status, wrong, measure, monkeypatch
 ) -> None:
     """The second of the pairs is the faster one; the third may write something else."""
 
@@ -308,10 +292,10 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     definition = ["--definition", "dsv3_tp8"] if wrong else []
-    found, made = on_a_gpu("--what", "layer", "--tokens", "3", "901", *definition)
-    assert found == (1 if wrong else status)
-    out, err = capsys.readouterr()
-    assert "T=901" in out and ("T=901, layer: " in err) == (status == 1)
+    done, found = measure("tune_layer", "--tokens", "3", "901", *definition)
+    assert done.returncode == (1 if wrong else status) and "\n901 " in done.stdout
+    assert ("at T=901: loses 5.0 %" in done.stderr) == (status == 1)
+    made = found.rows_of("tune_layer")
     assert {row["tokens"] for row in made} == {3, 901}
     first, second = [row for row in made if row["tokens"] == 3][:2]
     assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"

@@ -9,7 +9,7 @@ import pytest
 from small_record import clocked, record, trace
 
 from scripts.common.project import RESULTS_DIR, short_name
-from scripts.data.traces import read_records
+from scripts.data.traces import read_results
 from scripts.pack import sources
 from scripts.report import report
 from scripts.table import rank_text, tables
@@ -22,18 +22,12 @@ RECORD = sorted(RESULTS_DIR.glob("*/*"))[-1]
 @pytest.fixture
 def on_cpu() -> Ranking:
     """A ranking of a run on the CPU, of which v1 fails at T=1."""
-    records = [
-        dataclasses.replace(r, cpu=True, hardware="Some CPU", timing="wall clock")
-        for r in read_records([RECORD / "traces.jsonl"])
-        if r.tokens in (1, 7) and r.solution.startswith("cutedsl")
-    ]
-    failed = {"status": "INCORRECT_NUMERICAL", "reason": "too many values differ"}
-    (ranking,) = rankings(
-        [
-            dataclasses.replace(r, **failed) if r.solution.endswith("v1") and r.tokens == 1 else r
-            for r in records
-        ]
-    )
+    f = read_results([RECORD / "traces.jsonl"])
+    f = f[f.tokens.isin([1, 7]) & f.solution.str.startswith("cutedsl")]
+    f = f.assign(cpu=True, hardware="Some CPU", timing="wall clock")
+    failed = {"passed": False, "status": "INCORRECT_NUMERICAL", "reason": "too many values differ"}
+    f.loc[f.solution.str.endswith("v1") & (f.tokens == 1), list(failed)] = list(failed.values())
+    (ranking,) = rankings(f)
     return ranking
 
 
@@ -121,7 +115,7 @@ TRACES = [
 
 def ranked(place: Path, *more: dict) -> list[Ranking]:
     record(place, [*TRACES, *more])
-    return rankings(read_records([place / "traces.jsonl"]))
+    return rankings(read_results([place / "traces.jsonl"]))
 
 
 def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
@@ -140,7 +134,7 @@ def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
 
 def test_a_time_in_an_emulated_trace_is_refused(tmp_path: Path) -> None:
     (ranking,) = ranked(tmp_path, emulated("c", 7, latency=0.1, reference=10.0))
-    (failed,) = ranking.failures()
+    (failed,) = ranking.results[~ranking.results.passed].itertuples()
     assert failed.solution.endswith("_c") and failed.status == "INVALID"
     assert failed.reason == "a time of the emulator is no measurement"
 
@@ -160,7 +154,7 @@ def test_counts_stand_beside_the_least_and_the_recorded_time(tmp_path: Path) -> 
     assert list(tables.counts_table(ranking, by_launch=True).frame.kernel) == kernels
     text = rank_text.print_ranking(ranking, records=[gpu])
     assert "outputs of the kernels for sm_90a, emulated" in text and "52.4" in text
-    of_model = dataclasses.replace(ranking, records={})
+    of_model = dataclasses.replace(ranking, results=ranking.results.assign(launches=[[]] * 3))
     assert not tables.counts_table(of_model), "without counts there is no table"
 
 

@@ -120,8 +120,14 @@ def test_a_float32_bias_is_not_rounded(engine_call):
         assert differ(rounded, wanted) > 20
 
 
-def test_a_shared_expert_and_experts_that_are_given_twice():
-    """257 experts of a slice of DeepSeek-V3's width, against the model."""
+Given = tuple[torch.Tensor, ...]
+"""The positional arguments of `experts`."""
+
+
+@pytest.fixture(scope="module")
+def given_to() -> Callable[[int], Given]:
+    """So many tokens, and 257 experts of a slice of DeepSeek-V3's width, of which all tokens choose
+    the last."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -129,16 +135,53 @@ def test_a_shared_expert_and_experts_that_are_given_twice():
 
     w13, w13_scale = quantise_blocks(random(257, 512, 1024))
     w2, w2_scale = quantise_blocks(random(257, 1024, 256))
-    for tokens in (5, 70, 2000):
+
+    def make(tokens: int) -> Given:
         x = random(tokens, 1024).bfloat16()
         ids = random(tokens, 256).topk(8).indices
         ids[::3, 0] = ids[::3, 1]
         ids = torch.cat([ids, torch.full_like(ids[:, :1], 256)], dim=1)
         given = random(tokens, 9).abs()
         given[::5, 2] = 0
-        arguments = ids, given, x, w13, w13_scale, w2, w2_scale
+        return ids, given, x, w13, w13_scale, w2, w2_scale
+
+    return make
+
+
+def test_a_shared_expert_and_experts_that_are_given_twice(given_to):
+    for tokens in (5, 70, 2000):
+        arguments = given_to(tokens)
         on_cpu = experts(*(tensor.cpu() for tensor in arguments))
         assert calc_diff(experts(*arguments).cpu(), on_cpu) < test_layer.LAYER_DIFF
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swiglu_limit": 12.0},
+        {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+        {"ue8m0": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accurate", [False, True])
+def test_options_of_the_activation_and_the_scales(accurate, options, given_to):
+    limit = 1e-5 if accurate else test_layer.LAYER_DIFF
+    for tokens in (1, 33, 300):
+        arguments = given_to(tokens)
+        out = experts(*arguments, accurate=accurate, **options)
+        on_cpu = experts(*(tensor.cpu() for tensor in arguments), accurate=accurate, **options)
+        assert calc_diff(out.cpu(), on_cpu) < limit
+        assert not torch.equal(experts(*arguments, accurate=accurate), out)
+
+
+def test_weight_scales_in_e8m0_have_the_bits_of_float32(given_to):
+    for tokens in (1, 33, 300):
+        *arguments, w13, w13_scale, w2, w2_scale = given_to(tokens)
+        exponents = [scale.to(torch.float8_e8m0fnu) for scale in (w13_scale, w2_scale)]
+        numbers = [scale.float() for scale in exponents]
+        outputs = [experts(*arguments, w13, a, w2, b) for a, b in (exponents, numbers)]
+        assert torch.equal(*outputs) and outputs[0].any()
 
 
 @pytest.mark.parametrize("tokens", [7, 80, 901])

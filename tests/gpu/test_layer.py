@@ -258,10 +258,10 @@ class Compared:
         self._check(f"GEMM n={b.shape[1]}", out[self.own], wanted[self.own])
         assert torch.equal(raw(out[~self.own]), raw(wanted[~self.own]))
 
-    def swiglu_quant(self, g, q, q_scale, m_indptr) -> None:
+    def swiglu_quant(self, g, q, q_scale, m_indptr, *options) -> None:
         wanted_q, wanted_scale = q.clone(), q_scale.clone()
-        self.kernels.swiglu_quant(g, q, q_scale, m_indptr)
-        model.swiglu_quant(g, wanted_q, wanted_scale, m_indptr)
+        self.kernels.swiglu_quant(g, q, q_scale, m_indptr, *options)
+        model.swiglu_quant(g, wanted_q, wanted_scale, m_indptr, *options)
         end = int(m_indptr[-1])
         assert torch.equal(raw(q)[end:], raw(wanted_q)[end:])
         assert torch.equal(raw(q_scale[:, end:]), raw(wanted_scale[:, end:]))

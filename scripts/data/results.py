@@ -1,0 +1,223 @@
+"""A trace as a row of the frame of results: what it is of, whether it counts, and why not if it
+does not.
+
+A trace says what it is of: besides the versions of the software, the `libs` of its environment hold
+the timing method, the tolerance and the hash of the solution's source that was measured. Results of
+other sources are not taken for those of the present ones.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from scripts.common.definitions import size_of
+from scripts.common.environment import PACKAGES
+from scripts.common.project import ACCURACY_TOLERANCES, OURS
+
+if TYPE_CHECKING:
+    from flashinfer_bench.data import Evaluation
+
+PASSED = "PASSED"
+# What flashinfer-bench has no status for; results of these are failures here.
+INVALID = "INVALID"
+CHANGED_INPUTS = "CHANGED_INPUTS"
+SOFTWARE = ("cuda", *PACKAGES)
+MAX_REASON = 300
+"""Characters of a log's line that are shown."""
+
+# Keys of what we add to a trace: in environment.libs ...
+HASH, RUN, TIMING, TOLERANCE = "solution_hash", "run", "timing", "tolerance"
+EMULATED = "emulated"
+# ... and in correctness.extra.
+INPUTS_CHANGED, LAUNCHES = "inputs_changed", "launches"
+
+Clock = Literal["harness", "device"]
+CLOCKS: tuple[Clock, ...] = ("harness", "device")
+TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
+ACCURACY = ("matched_ratio", "cosine", "calc_diff")
+
+
+class Result(TypedDict):
+    """One trace, with what the rows beside it say of the same solution, source and GPU; besides,
+    columns with the names of TOLERANCES have the matched ratios. Texts are as the trace has them,
+    so that names are found again; who prints them makes them printable."""
+
+    solution: str
+    uuid: str
+    tokens: int
+    status: str
+    passed: bool
+    reason: str  # why it has not passed, in a line
+    has_output: bool  # whether one was compared with the reference, right or wrong
+    peer: bool  # by run.json or, without one, by the name
+
+    hardware: str
+    timing: str
+    tolerance: str
+    cpu: bool
+    emulated: str  # what the kernels were compiled for that the emulator ran: there is no time
+    source: str  # the file
+    run: str  # what was measured together: latencies of different runs differ by the hosts
+    hash: str  # of the solution's source; empty where nothing says it
+    timestamp: str
+    software: tuple[tuple[str, str], ...]
+
+    # Of what has passed.
+    speedup: float | None  # reference over solution, both of this trace
+    harness: float | None  # ms
+    device: float | None
+
+    reference_ms: float | None
+    harness_spread: float | None  # from the 10th to the 90th percentile over the median
+    device_spread: float | None
+    method: str  # of the device times
+    matched_ratio: float | None
+    cosine: float | None
+    calc_diff: float | None
+
+    checks: Mapping[str, Mapping[str, Any]]  # rows of bits, by check
+    launches: list[Any]  # what was counted in each launch of an emulated call
+    trace: dict[str, Any]  # its JSON
+
+
+COLUMNS = (*Result.__annotations__, *TOLERANCES)
+
+
+def failure_reason(evaluation: "Evaluation", extra: Mapping[str, Any] | None = None) -> str:
+    """Why an evaluation failed, in one line: from the log, whose last exception says it best. Why
+    one that says PASSED cannot be counted as that; empty where it can. `extra` is that of its
+    correctness, where more is known."""
+    own = evaluation.correctness and evaluation.correctness.extra
+    reason = _reason(evaluation, extra or own or {})
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
+
+
+def _reason(evaluation: "Evaluation", extra: Mapping[str, Any]) -> str:
+    status, log, correctness = evaluation.status.value, evaluation.log, evaluation.correctness
+    if performance := evaluation.performance:
+        if changed := extra.get(INPUTS_CHANGED):
+            said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
+            return f"the solution changes its inputs: {said}"
+        if EMULATED in evaluation.environment.libs:
+            timed = any(performance.model_dump().values())
+            return "a time of the emulator is no measurement" if timed else ""
+        latency = performance.latency_ms
+        return "" if _positive(latency) else f"a latency of {latency} ms is no measurement"
+    if correctness:
+        matched, error = finite_number(extra.get("matched_ratio")), correctness.max_absolute_error
+        if matched is not None:
+            return f"matched ratio {matched:.4f} is too low (largest error {error})"
+        if finite_number(error) is None:
+            return "NaN or infinite values in the output"
+        return f"too many values differ (largest error {error})"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if "timeout" in log.lower() and status == "TIMEOUT":
+        return lines[-1]
+    missing = re.findall(r"No module named '([\w.]+)'", log)
+    if missing:
+        return f"not installed: {missing[-1].split('.')[0]}"
+    pattern = r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt)\b:.*)$"
+    exceptions = re.findall(pattern, log, re.MULTILINE)
+    if exceptions:
+        # The wrapper's own name says less than what it wraps.
+        return re.sub(r"^(?:BuildError|RuntimeError|ValueError): ", "", exceptions[-1].strip())
+    return lines[-1] if lines else "no reason recorded"
+
+
+def finite_number(value: Any) -> float | None:
+    """A finite number; None for anything else that stands in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond all floats
+        return None
+
+
+def _positive(value: Any) -> float | None:
+    number = finite_number(value)
+    return number if number is not None and number > 0 else None
+
+
+def _launches(found: Any) -> list[Any]:
+    """Empty where something else has that name."""
+    from scripts.common import schemas  # which a program's --help does without
+
+    try:
+        return schemas.checked(found or [], list[schemas.Launch])
+    except ValueError:
+        return []
+
+
+def result_of(
+    trace: dict[str, Any],
+    source: str,
+    info: Mapping[str, Any] | None = None,
+    figures: Mapping[tuple[str, str, str, str], Mapping[str, Any]] | None = None,
+    checks: Mapping[tuple[Any, str], Mapping[str, Any]] | None = None,
+) -> dict[str, Any] | None:
+    """The row (`Result`) of a trace's JSON, or None for a trace that holds only a workload. Raises
+    ValueError for what is no trace.
+
+    Args:
+        info: run.json; its hashes are for traces that do not hold their solution's.
+        figures: of the rows beside it, by workload, solution, hash and hardware.
+        checks: of bits, by hash and hardware.
+    """
+    from flashinfer_bench.data import Trace  # which a program's --help does without
+
+    from scripts.common import schemas
+
+    of = schemas.checked(trace, Trace)
+    evaluation, solution, info = of.evaluation, of.solution, info or {}
+    if not solution or not evaluation:
+        return None
+    uuid, hardware = of.workload.uuid, evaluation.environment.hardware
+    libs, correctness = evaluation.environment.libs, evaluation.correctness
+    # Of a run that was resumed, run.json says it of the last part only.
+    hashes = {} if info.get("earlier") else info.get("solutions", {})
+    source_hash = libs.get(HASH) or hashes.get(solution, "")
+    of_pair = (figures or {}).get((uuid, solution, source_hash, hardware), {})
+    measured = of_pair if correctness else {}
+    extra = {**(correctness.extra or {}), **measured} if correctness else {}
+    status, reason = evaluation.status.value, failure_reason(evaluation, extra)
+    if status == PASSED and reason:
+        status = CHANGED_INPUTS if extra.get(INPUTS_CHANGED) else INVALID
+    passed, times = status == PASSED, evaluation.performance
+    latency = _positive(times.latency_ms) if times else None
+    reference = _positive(times.reference_latency_ms) if times else None
+    ratios = extra.get("matched_ratios")
+    ratios = ratios if isinstance(ratios, dict) else {}
+    return {
+        "solution": solution,
+        "uuid": uuid,
+        "tokens": size_of(of.workload.axes),
+        "status": status,
+        "passed": passed,
+        "reason": reason,
+        "has_output": correctness is not None,
+        "peer": info.get("peers", {}).get(solution, not solution.startswith(OURS)),
+        "hardware": hardware,
+        "timing": libs.get(TIMING, ""),
+        "tolerance": libs.get(TOLERANCE, ""),
+        "cpu": libs.get("device") == "cpu",
+        "emulated": libs.get(EMULATED, ""),
+        "source": source,
+        "run": libs.get(RUN, source),
+        "hash": source_hash,
+        "timestamp": evaluation.timestamp,
+        "software": tuple((name, libs[name]) for name in SOFTWARE if name in libs),
+        "speedup": reference / latency if passed and reference and latency else None,
+        "harness": latency if passed else None,
+        "device": _positive(measured.get("device")) if passed else None,
+        "reference_ms": reference,
+        "harness_spread": measured.get("harness_spread") if passed else None,
+        "device_spread": measured.get("device_spread") if passed else None,
+        "method": measured.get("method", ""),
+        **{name: finite_number(extra.get(name)) for name in ACCURACY},
+        **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
+        "checks": (checks or {}).get((source_hash, hardware), {}),
+        "launches": _launches(extra.get(LAUNCHES)),
+        "trace": trace,
+    }

@@ -1,0 +1,289 @@
+"""What the generated blocks of README and docs show of a record: `BLOCKS`, by their names in the
+pages. Each is a section as the report has them: a heading, sentences, pictures and tables."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import PREFIX, ROOT, short_name
+from scripts.common.text import markdown, number, say_skipped
+from scripts.data.rows import BITS, FILE
+from scripts.pack.sources import changed_since, remark
+from scripts.report import plots
+from scripts.report.report import Part, Picture, Section, gemm_figure
+from scripts.table import pivots, tables
+from scripts.table.rank_text import headline, notes, say_clocks
+from scripts.table.recorded import Recorded
+from scripts.table.served import SERVED, checks_table, gains_table, timed_table
+from scripts.table.tables import Table
+
+GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
+LADDER_TOKENS = (1, 80, 901, 14107)
+FORM = "experts"
+MANY_EXPERTS = 16
+"""Active experts from which on the weights alone keep the whole GPU reading."""
+NOTHING = Section()
+
+
+def relative(recorded: Recorded) -> str:
+    """Where the record lies, from the root."""
+    return Path(os.path.relpath(recorded.directory, ROOT)).as_posix()
+
+
+def of_rows(recorded: Recorded, name: str) -> str:
+    """Where a measurement lies."""
+    return f"(`{relative(recorded)}/{FILE}`, `{name}`)"
+
+
+# --- a ranking ------------------------------------------------------------------------------------
+
+
+def short_ranking(recorded: Recorded) -> Section:
+    main, limits = recorded.main, recorded.limits(recorded.main)
+    said = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads"
+    text = f"{markdown(said)} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
+    if not limits.empty:
+        text += (
+            " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "
+            "of roofline over device time."
+        )
+    text = f"{text} {remark(main.hashes)}"
+    return Section(text=[text], parts=[tables.short_table(main, limits)])
+
+
+def ranking(recorded: Recorded) -> Section:
+    main = recorded.main
+    title, *said = map(markdown, [*headline(main), notes(main)])
+    text = f"{recorded.day}, {title} (`{relative(recorded)}/`). {' '.join(said)}"
+    table = replace(tables.summary_table(main), title="")
+    return Section(text=[text, remark(main.hashes)], parts=[table])
+
+
+def ladder(recorded: Recorded) -> Section:
+    """Our generations, one below the other, at a few numbers of tokens, by the device's clock."""
+    ms = recorded.main.results.pivot_table("device", "solution", "tokens")
+    ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
+    faster = ms.ffill().shift() / ms
+    cells = ms.map(lambda value: number(value, ".3f"))
+    cells += faster.map(lambda ratio: f" ({ratio:.2f}x)" if ratio == ratio else "")
+    cells.columns = pd.Index([f"T={tokens}" for tokens in cells])
+    cells.insert(0, "", list(GENERATIONS))
+    title = "Device time in ms, and in brackets how much faster than the generation above"
+    return Section(parts=[Table(cells, title=title)])
+
+
+def latency(recorded: Recorded) -> Section:
+    roofline_ms = recorded.roofline_ms(recorded.main)
+    table = tables.latency_table(recorded.main, roofline_ms)
+    what = "; roofline: the larger of bytes over measured bandwidth and FLOPs over measured rate"
+    title = table.title + what * bool(roofline_ms)
+    return Section(parts=[replace(table, frame=table.frame.drop(columns="workload"), title=title)])
+
+
+def latency_plot(recorded: Recorded, nearest: bool = False) -> Section:
+    """By the harness's clock, or by the one that is nearest to the kernels."""
+    main = recorded.main
+    clock = main.clocks[-1] if nearest else "harness"
+    name = "latency.png" if clock == "harness" else f"latency_{clock}.png"
+    figure = partial(plots.latency_figure, main, recorded.roofline_ms(main), clock)
+    what = f"{plots.CLOCK_TITLES[clock]} of all solutions and the roofline"
+    return Section(parts=[Picture(figure, name=name, what=what)])
+
+
+def accuracy(recorded: Recorded) -> Section:
+    """One line for the solutions that share the figures, which bitwise equal outputs do."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for s in recorded.main.summary.dropna(subset=["matched_ratio", "cosine"]).itertuples():
+        key = (f"{100 * s.matched_ratio:.1f} %", f"{s.cosine:.5f}")
+        groups.setdefault(key, []).append(markdown(short_name(s.solution)))
+    lines = [
+        f"- {', '.join(names)}: {matched} of the values within the tolerance, cosine {cosine}"
+        for (matched, cosine), names in groups.items()
+    ]
+    head = f"Accuracy in the worst workload ({markdown(recorded.main.tolerance)}):"
+    return Section(text=[head], parts=["\n".join(lines)])
+
+
+def invariance(recorded: Recorded) -> Section:
+    """Which solutions repeat their bits, check by check."""
+    main, checks = recorded.main, tables.checks_table(recorded.main)
+    where = f"{markdown(main.hardware)}, {recorded.day} (`{relative(recorded)}/`)"
+    if BITS not in recorded.rows or not checks:
+        return Section(text=[f"{where}: not recorded."])
+    f = recorded.rows.frame(BITS)
+    text = (
+        f"{where}, T={f.tokens.max():g}. Where not, the tokens that differ of those compared; "
+        f"the largest relative difference of any token is {f.largest.astype(float).max():.1e}. "
+        f"{remark(main.hashes)}"
+    )
+    return Section(text=[text], parts=[replace(checks, title="")])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _gemm(recorded: Recorded, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A measurement of the GEMMs, and of its rows those that it is about, as far as a peer was
+    timed beside them."""
+    if name not in recorded.rows:
+        raise UsageError(f"{recorded.directory} has no measurement {name}")
+    f = pivots.gemm_frame(recorded.rows, name)
+    ours = f[(f.subject == pivots.first_of_ours(f)) & f.vs_best_peer.notna()]
+    if ours.empty:
+        raise UsageError("no timing of ours stands beside a peer's in the measurement of the GEMMs")
+    return f, ours
+
+
+def gemm_layers(recorded: Recorded) -> Section:
+    """What our GEMMs reach on the workloads' rows, in a sentence."""
+    every, ours = _gemm(recorded, "gemm_layers")
+    ratios, rates = ours.vs_best_peer, recorded.rows.measurements["gemm_layers"]["rates"]
+    first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
+    least = ratios.idxmin()
+    gemm = "GEMM1" if first[least] else "GEMM2"
+    workloads, name = len(ours.groupby(["tokens", "pairs"])), ours.subject.iloc[0]
+    shipped = f"of {name}, with the configs that it ships, " if " " not in name else ""
+    text = (
+        f"On the rows of the {workloads} workloads (flat rows, `measure gemm --layers`) the two "
+        f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
+        f"{ratios.min():.2f}x at the least ({gemm} at T={ours.tokens[least]})"
+    )
+    if every.beside.any():
+        known = pivots.best_known(every).vs_best_peer
+        text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
+    reading = ours[first & (ours.active >= MANY_EXPERTS) & ~pivots.compute_bound(ours, rates)]
+    if not reading.empty:
+        shares, measured = reading.percent, reading.read.notna().all()
+        rate = "rate of a kernel that only reads them" if measured else "bandwidth of a large read"
+        text += (
+            f". From {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads its "
+            f"weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
+        )
+    return Section(text=[f"{text}. {changed_since(recorded.rows, 'gemm_layers')}"])
+
+
+def gemm_study(recorded: Recorded) -> Section:
+    _, ours = _gemm(recorded, "gemm_study")
+    ratios = ours.vs_best_peer
+    text = (
+        f"Over the {len(ratios)} configurations of the original study (`--grid study`: 1, 4 or 8 "
+        f"experts with even rows) the median is {ratios.median():.2f}x, the least "
+        f"{ratios.min():.2f}x; {(ratios < 1.0).sum()} of them are below 1.0x. "
+        f"{changed_since(recorded.rows, 'gemm_study')}"
+    )
+    return Section(text=[text])
+
+
+def gemm_plot(recorded: Recorded) -> Section:
+    what = "The two GEMMs of the layer against the roofline and the peers"
+    return Section(
+        parts=[Picture(partial(gemm_figure, recorded.rows), "", "", "gemm_layers.png", what)]
+    )
+
+
+def measured(recorded: Recorded, name: str, text: str) -> str:
+    """What a sweep was measured on, where it lies and what it lacks."""
+    rows = recorded.rows
+    of = rows.measurements[name]
+    where = markdown(f"{of['hardware']}, {of['environment']['time'][:10]}")
+    left = {r["subject"]: r["not_tried"] for r in rows.rows_of(name) if "not_tried" in r}
+    text += f" Not run: {say_skipped(left)}." if left else ""
+    return f"{where} {of_rows(recorded, name)}. {markdown(text)} {changed_since(rows, name)}"
+
+
+class Sweep(NamedTuple):
+    """A block of a sweep: `every` so many numbers of tokens have a line; with `forms` a sentence
+    says what those of `experts` cost."""
+
+    title: str
+    text: str
+    every: int = 1
+    forms: bool = False
+
+
+SWEEPS = {
+    "sweep": Sweep(
+        "Over the number of tokens",
+        "Routing drawn as that of the workload with the nearest number of tokens.",
+    ),
+    "sweep_engines": Sweep(
+        "As engines call it",
+        "As engines call the layer: bfloat16 tokens, their experts chosen and, but for what is "
+        "called fp8, their values quantised within the call.",
+        every=2,
+        forms=True,
+    ),
+}
+
+
+def sweep(name: str, recorded: Recorded) -> Section:
+    if name not in recorded.rows:
+        return NOTHING
+    of, called = SWEEPS[name], pivots.called(recorded.rows, name)
+    times, failed = pivots.sweep_table(recorded.rows, name), pivots.failed_table(called)
+    costs, text = form_costs(called) if of.forms else pd.DataFrame(), of.text
+    if not costs.empty:
+        said = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
+        text += f" Device time over that of {FORM} bf16: {said}."
+    text += f" {recorded.rows.measurements[name]['method']}."
+    what = "Device time over the number of tokens, and the roofline"
+    figure = partial(plots.sweep_figure, recorded.rows, name)
+    picture = Picture(figure, name=f"{name}.png", what=what)
+    left_out = ["pairs", "active", "roofline / best", *costs]
+    shown = replace(times, frame=times.frame.drop(columns=left_out)[:: of.every])
+    parts: list[Part] = [picture, shown]
+    if failed:
+        why = [f"{r.call} at T={r.T} ({r.error})" for r in failed.frame.itertuples()]
+        parts.append(f"Failed: {', '.join(map(markdown, why))}.")
+    return Section("", of.title, [measured(recorded, name, text)], parts)
+
+
+def form_costs(f: pd.DataFrame) -> pd.DataFrame:
+    """Of each form of `experts` with FP8 tokens its device times over those with bfloat16."""
+    ms = pivots.wide(f, pivots.SWEEP)
+    forms = [name for name in ms if name.startswith(f"{FORM} fp8")]
+    return ms[forms].div(ms[f"{FORM} bf16"], axis=0)
+
+
+def models(recorded: Recorded) -> Section:
+    """Several layers of one sweep, or nothing where the record has none."""
+    if "models" not in recorded.rows:
+        return NOTHING
+    table = pivots.models_summary(recorded.rows, "models")
+    text = measured(recorded, "models", f"{table.title}.")
+    return Section(text=[text], parts=[replace(table, title="")])
+
+
+def served(show: Sequence[Callable[[Any], Table]], recorded: Recorded) -> Section:
+    """Whole models in an engine, or nothing where the record has none."""
+    if SERVED not in recorded.rows:
+        return NOTHING
+    of, rows = recorded.rows.measurements[SERVED], recorded.rows.rows_of(SERVED)
+    engines = {f"{row['engine']} {row['engine_version']}" for row in rows}
+    when = of["environment"]["time"][:10]
+    said = f"{of['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
+    text = (
+        f"{markdown(said)} (`{relative(recorded)}/{FILE}`, `{SERVED}`): {markdown(of['method'])}."
+    )
+    return Section(text=[text], parts=[table(rows) for table in show])
+
+
+BLOCKS: Mapping[str, Callable[[Recorded], Section]] = {
+    of.__name__: of
+    for of in (short_ranking, ranking, ladder, latency, latency_plot, accuracy, invariance)
+} | {
+    "first_plot": partial(latency_plot, nearest=True),
+    "gemm_layers": gemm_layers,
+    "gemm_study": gemm_study,
+    "gemm_plot": gemm_plot,
+    **{name: partial(sweep, name) for name in SWEEPS},
+    "models": models,
+    "served": partial(served, (timed_table, checks_table)),
+    "served_gains": partial(served, (gains_table,)),
+}
