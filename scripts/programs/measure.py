@@ -10,6 +10,7 @@
     python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
     python3 run.py measure gemm --grid study                81 configurations, even rows
     python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
+    python3 run.py measure batched                          tokens that lie by expert
     python3 run.py measure tune_gemm                        other configs of our GEMM alone
     python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
 
@@ -53,6 +54,10 @@ launches that rotate over copies of the operands (together at least four times t
 --layers our kernel has the configs that flat and v3 launch on these workloads; beside flat stand
 the configs next to its own, and "best known" is the fastest of the three. Elsewhere the config is
 what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
+
+batched: `moe_fp8.batched_experts` with 8 to 64 experts of DeepSeek-V3 and Kimi-K2 and 1 to 256
+tokens each (--rows), beside DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for
+SwiGLU and quantising between them; an output that is wrong has no time.
 
 tune_gemm, tune_layer: which configs are fastest on this GPU, and where what ships is not. Of the
 GEMM alone every legal candidate of the architecture, by rows per expert, against the heuristic's
@@ -125,7 +130,7 @@ OPTIONS = {
     "only_call": ("kernels",),
     "grid": ("gemm",),
     "layers": ("gemm",),
-    "rows": ("tune_gemm",),
+    "rows": ("tune_gemm", "batched"),
     "uneven": ("tune_gemm",),
     "accurate": ("tune_layer",),
     "max_loss": ("tune_gemm", "tune_layer"),
@@ -153,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     grid = arguments.add_mutually_exclusive_group()
     grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
     grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
-    add("--rows", nargs="+", type=whole(1), metavar="M", help="tune_gemm: per expert (1 ... 2048)")
+    add("--rows", nargs="+", type=whole(1), metavar="M", help="of an expert: tune_gemm, batched")
     add("--uneven", action="store_true", help="tune_gemm: drawn around the number of rows")
     add("--accurate", action="store_true", help="tune_layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="tune_gemm (5), tune_layer (2)")
@@ -369,6 +374,20 @@ def gemm(args: argparse.Namespace) -> Shown:
     yield "Ratio to the best peer", pivots.ratios_table(f)
 
 
+def batched(args: argparse.Namespace) -> Shown:
+    from scripts.measure import batched, gpu
+    from scripts.table import pivots
+
+    rates = gpu.measure_rates()
+    into = writer(args, "batched", TURNS, rates=rates)
+    yield into
+    weights = batched.make_weights(max(batched.EXPERTS), args.seed)
+    cases = [(e, m) for e in batched.EXPERTS for m in args.rows or batched.TOKENS]
+    for experts, each in steps(cases, lambda case: "{} experts, {} tokens each".format(*case)):
+        batched.measure(into, weights.of(experts), each, rates, args.repeats, args.seed)
+    yield gpu.describe_rates(rates), pivots.batched_table(into.result)
+
+
 def tune_gemm(args: argparse.Namespace) -> Shown:
     from scripts.measure import gpu, tune
     from scripts.measure.gemm import Timing
@@ -402,7 +421,7 @@ def tune_layer(args: argparse.Namespace) -> Shown:
 
 MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
     of.__name__: of
-    for of in (times, bits, roofline, kernels, stages, sweep, gemm, tune_gemm, tune_layer)
+    for of in (times, bits, roofline, kernels, stages, sweep, gemm, batched, tune_gemm, tune_layer)
 }
 
 
@@ -443,14 +462,16 @@ def where(row: dict[str, Any]) -> str:
     """Of which case a row is, as far as a line of an error says it."""
     if row.get("tokens") is not None:
         return f" at T={row['tokens']}"
-    return f" at {row['rows']:g} rows, {row['n']}x{row['k']}" if "n" in row else ""
+    if "n" in row:
+        return f" at {row['rows']:g} rows, {row['n']}x{row['k']}"
+    return f" at {row['experts']} experts, {row['rows']} rows" if "experts" in row else ""
 
 
 def is_spared(what: str, row: dict[str, Any]) -> bool:
     """Whether a failure is no news of ours: a peer's, or that of a config that does not ship."""
     if what == "tune_gemm":
         return "best" not in row
-    return what in ("sweep", "gemm") and bool(row.get("peer"))
+    return what in ("sweep", "gemm", "batched") and bool(row.get("peer"))
 
 
 def why_failed(row: dict[str, Any]) -> str:

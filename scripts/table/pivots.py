@@ -19,6 +19,7 @@ Case = Mapping[str, str]
 """The columns that tell cases apart, by what the table calls them."""
 SWEEP: Case = {"T": "tokens", "active": "active", "pairs": "pairs"}
 MODELS: Case = {"layer": "definition", "T": "tokens", "active": "active"}
+BATCHED: Case = {"experts": "experts", "tokens each": "rows"}
 GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K": "k"}
 
 
@@ -101,6 +102,23 @@ def sweep_table(rows: Rows, name: str) -> Table:
     found["roofline / best"], found["best peer / ours"] = joined(shares), joined(ratios)
     title = "Harness/device time in ms, * the fastest"
     return Table(found, left=int("layer" in case), title=title)
+
+
+def batched_table(rows: Rows) -> Table:
+    """Experts of tokens that lie by expert: device us, the roofline, its share of our time, the
+    best peer's time over our best."""
+    f = rows.frame("batched")
+    values, peer = wide(f, BATCHED), peers_of(f)
+    roofline = roofline_of(f[f.value.notna()], BATCHED).reindex(values.index)
+    found = pd.concat(
+        [pd.DataFrame(named_cases(values, BATCHED)), marked(values, ".1f").reset_index(drop=True)],
+        axis=1,
+    )
+    ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
+    found["roofline"] = numbers(roofline, ".1f").to_numpy()
+    found["roofline / ours"] = (roofline / ours).map(percent).to_numpy()
+    found["best peer / ours"] = versus(values, peer).map(ratio).to_numpy()
+    return Table(found, left=0, title="Device us, * the fastest")
 
 
 def failed_table(f: pd.DataFrame) -> Table:

@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
     [
         ["record"],
         *(["measure", what] for what in ("roofline", "kernels", "stages", "sweep", "gemm")),
-        *(["measure", what] for what in ("tune_gemm", "tune_layer")),
+        *(["measure", what] for what in ("batched", "tune_gemm", "tune_layer")),
     ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:

@@ -12,8 +12,15 @@ from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer import model
-from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.problem import DEEPSEEK_V3, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.layer.fused import BatchedLayer, FusedLayer
+from moe_fp8.problem import (
+    DEEPSEEK_V3,
+    BatchedInputs,
+    Form,
+    MoeInputs,
+    MoeShape,
+    RoutedInputs,
+)
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
@@ -178,6 +185,53 @@ def test_given_experts_on_the_short_way(form, changed, usual, called, gpus):
 def test_an_output_in_the_memory_of_given_experts_is_validated(name, called):
     layer = FusedLayer(GIVEN, form=Form(torch.int64, torch.float32, has_map=True))
     given, output = routed(expert_map=on(0), local_expert_offset=0)
+    layer(given, output)
+    called.clear()
+    output.address = getattr(given, name).data_ptr()
+    layer(given, output)
+    assert called == ["validated", f"fused {TOKENS}"]
+
+
+BATCHED = Form(torch.int32, None, batched=True)
+
+
+def batched(rows: int = TOKENS, expected_m: int = 3, **changed) -> tuple[BatchedInputs, OnGpu]:
+    tensors = (OnGpu(device=torch.device("cuda", 0), shape=(4, rows, 256)) for _ in range(8))
+    first, output, x, _, *rest = tensors
+    scales = torch.zeros(4, rows, 2)  # whose strides are looked at
+    scales.data_ptr, scales.get_device = (lambda: 2**50), (lambda: 0)
+    return BatchedInputs(first, expected_m, x, scales, *rest)._replace(**changed), output
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ({}, True),
+        ({"expected_m": 4}, True),  # as 3
+        ({"expected_m": 2}, False),
+        ({"expected_m": 5}, False),
+        ({"rows": 6}, False),
+        ({"x": on(1)}, None),
+    ],
+    ids=str,
+)
+def test_batched_calls_are_kept_by_rows_and_by_the_guess(changed, again, called, gpus):
+    """None: with a second GPU the tensors' are compared."""
+    layer = BatchedLayer(GIVEN, form=BATCHED)
+    layer(*batched())
+    layer(*batched())
+    assert called == ["validated", "prepared", *2 * [f"fused {TOKENS}"]]
+    called.clear()
+    layer(*batched(**changed))
+    expected = again if again is not None else gpus == 1
+    assert ("validated" not in called) == expected
+    assert called[-1] == f"fused {changed.get('rows', TOKENS)}"
+
+
+@pytest.mark.parametrize("name", [name for name in BatchedInputs._fields if name != "expected_m"])
+def test_a_batched_output_in_an_inputs_memory_is_validated(name, called):
+    layer = BatchedLayer(GIVEN, form=BATCHED)
+    given, output = batched()
     layer(given, output)
     called.clear()
     output.address = getattr(given, name).data_ptr()

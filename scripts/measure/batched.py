@@ -1,0 +1,239 @@
+"""Experts of tokens that were brought to them: `moe_fp8.batched_experts` beside DeepGEMM's masked
+GEMMs with a SwiGLU-and-quantise kernel between them, as vLLM and SGLang run them.
+
+The GEMMs are those of sgl-deep-gemm. The kernel between them is the engines' own where they are
+installed: vLLM's `persistent_masked_m_silu_mul_quant`, SGLang's `per_token_group_quant`. Neither
+sgl-deep-gemm has one, nor sgl_kernel 0.4.3 with the float32 scales that Hopper's GEMMs read (its
+masked one writes packed exponents alone). So there is one of Triton, too, written here, which needs
+neither engine.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from moe_fp8 import batched_experts
+from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
+from moe_fp8.baselines.requirement import require
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.numerics import BLOCK
+
+from scripts.common.text import error_line
+from scripts.data.rows import Writer
+from scripts.measure.gpu import Rates
+from scripts.measure.times import LARGEST_DIFF
+from scripts.measure.timing import FAILURES, Timed, device_times, figures
+
+HIDDEN, WIDTH = 7168, 2048
+"""Of DeepSeek-V3 and of Kimi-K2."""
+EXPERTS = (8, 16, 32, 64)
+"""That are here."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Of an expert."""
+PLACES = 1024
+"""Reserved for an expert: as by DeepEP for 8 ranks of 128 tokens each."""
+FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+FP8_MAX = tl.constexpr(448.0)
+
+
+class Weights(NamedTuple):
+    """Of all experts: values, and a scale for 128 x 128."""
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+    def of(self, experts: int) -> "Weights":
+        return Weights(*(tensor[:experts] for tensor in self))
+
+
+class Case(NamedTuple):
+    """Tokens of each expert, and what must be made of them."""
+
+    x: torch.Tensor  # [E, PLACES, H]
+    x_scale: torch.Tensor  # [E, PLACES, H/128], in memory as DeepEP has it
+    counts: torch.Tensor  # [E]
+    tokens: int  # of each expert
+    weights: Weights
+
+
+def random(generator: torch.Generator, *size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 matrices `[E, rows, columns]`, one expert after the other, with their scales."""
+    experts, rows, columns = size
+    device = generator.device
+    values = torch.empty(size, dtype=FP8, device=device)
+    for matrix in values:
+        drawn = torch.randn(rows, columns, generator=generator, device=device)
+        matrix.copy_(drawn.clamp_(-2, 2))
+    blocks = experts, rows // BLOCK, columns // BLOCK
+    scale = 0.5 + torch.rand(blocks, generator=generator, device=device)
+    return values, scale / columns**0.5
+
+
+def make_weights(experts: int, seed: int, device: str = "cuda") -> Weights:
+    generator = torch.Generator(device).manual_seed(seed)
+    first = random(generator, experts, 2 * WIDTH, HIDDEN)
+    return Weights(*first, *random(generator, experts, HIDDEN, WIDTH))
+
+
+def make_case(weights: Weights, tokens: int, seed: int) -> Case:
+    experts, device = len(weights.w13), weights.w13.device
+    generator = torch.Generator(device).manual_seed(seed + tokens)
+    x = torch.empty(experts, PLACES, HIDDEN, dtype=FP8, device=device)
+    for of_expert in x:
+        of_expert.copy_(torch.randn(PLACES, HIDDEN, generator=generator, device=device))
+    size = experts, HIDDEN // BLOCK, PLACES
+    scale = 0.5 + torch.rand(size, generator=generator, device=device)
+    counts = torch.full((experts,), tokens, dtype=torch.int32, device=device)
+    return Case(x, scale.transpose(1, 2), counts, tokens, weights)
+
+
+def reference(case: Case) -> torch.Tensor:
+    """`[E, tokens, H]` in float32, without quantisation between the GEMMs."""
+    found = torch.empty(len(case.x), case.tokens, HIDDEN, device=case.x.device)
+    for e, (w13, w13_scale, w2, w2_scale) in enumerate(zip(*case.weights, strict=True)):
+        scale = case.x_scale[e, : case.tokens].repeat_interleave(BLOCK, dim=1)
+        both = (case.x[e, : case.tokens].float() * scale) @ whole(w13, w13_scale).t()
+        gate, up = both.chunk(2, dim=1)
+        found[e] = (torch.nn.functional.silu(gate) * up) @ whole(w2, w2_scale).t()
+    return found
+
+
+def whole(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A matrix in float32."""
+    rows, columns = scale.shape
+    blocks = values.float().view(rows, BLOCK, columns, BLOCK)
+    return (blocks * scale.view(rows, 1, columns, 1)).view(values.shape)
+
+
+# --- the peer -------------------------------------------------------------------------------------
+
+Between = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Of gate and up `[E, R, 2 I]` bfloat16, the counts and the guess: FP8 `[E, R, I]` and scales."""
+
+
+def by_triton(g: torch.Tensor, counts: torch.Tensor, expected: int):
+    experts, places, both = g.shape
+    width, blocks = both // 2, both // 2 // BLOCK
+    q = torch.empty(experts, places, width, dtype=FP8, device=g.device)
+    scale = torch.empty(experts, blocks, places, dtype=F32, device=g.device)
+    # As many programs as tokens are expected: any number of them has all rows done.
+    _swiglu_quant[(experts, min(places, expected), blocks // 4)](
+        g, q, scale, counts, places, WIDTH=width, BLOCKS=4, SIZE=BLOCK, num_warps=4
+    )
+    return q, scale.transpose(1, 2)
+
+
+@triton.jit(do_not_specialize=["places"])
+def _swiglu_quant(
+    g, q, scales, counts, places, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+):
+    expert = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(2) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    end = tl.load(counts + expert)
+    for row in range(tl.program_id(1), end, tl.num_programs(1)):
+        at = expert * places + row
+        gate = tl.load(g + at * 2 * WIDTH + column).to(tl.float32)
+        up = tl.load(g + at * 2 * WIDTH + WIDTH + column).to(tl.float32)
+        c = gate / (1.0 + tl.exp(-gate)) * up
+        scale = tl.maximum(tl.max(tl.abs(c), 1), 1e-10) / FP8_MAX
+        scaled = tl.clamp(c / scale[:, None], -FP8_MAX, FP8_MAX)
+        tl.store(q + at * WIDTH + column, scaled.to(q.dtype.element_ty))
+        tl.store(scales + (expert * (WIDTH // SIZE) + block) * places + row, scale)
+
+
+def vllms() -> Between:
+    from vllm.model_executor.layers.fused_moe.experts import batched_deep_gemm_moe as of
+
+    return lambda g, counts, _: of.persistent_masked_m_silu_mul_quant(g, counts)
+
+
+def sglangs() -> Between:
+    from sglang.kernels.ops.quantization.per_token_group_quant import per_token_group_quant
+
+    how: dict[str, Any] = {"group_size": BLOCK, "fuse_silu_and_mul": True}
+    how |= {"column_major_scales": True, "scale_ue8m0": False}
+    return lambda g, counts, expected: per_token_group_quant(
+        g, masked_m=counts, expected_m=expected, **how
+    )
+
+
+BETWEEN: dict[str, Callable[[], Between]] = {
+    "deepgemm + vLLM's": vllms,
+    "deepgemm + SGLang's": sglangs,
+    "deepgemm + Triton": lambda: by_triton,
+}
+
+
+def peer(case: Case, g: torch.Tensor, between: Between, out: torch.Tensor) -> None:
+    multiply = partial(
+        require("deep_gemm", REQUIREMENT).m_grouped_fp8_fp4_gemm_nt_masked,
+        masked_m=case.counts, expected_m=case.tokens, recipe=RECIPE,
+    )  # fmt: skip
+    w13, w13_scale, w2, w2_scale = case.weights
+    multiply((case.x, case.x_scale), (w13, w13_scale), g)
+    multiply(between(g, case.counts, case.tokens), (w2, w2_scale), out)
+
+
+def ours(case: Case, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
+    how: dict[str, Any] = {"x_scale": scale, "expected_m": case.tokens, "out": out}
+    batched_experts(x, case.counts, *case.weights, **how)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+FROM_BF16 = "batched_experts bf16"
+"""Tokens without scales: the values of the others, quantised by the call."""
+
+
+def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
+    """Names, whether they are peers, and what makes their calls, which share an output."""
+    new = partial(torch.empty, dtype=BF16, device=case.x.device)
+    g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
+
+    def timed(run: Any, *arguments: Any) -> Timed:
+        return Timed(partial(run, case, *arguments), [out], rows=(slice(None), slice(case.tokens)))
+
+    yield "batched_experts fp8", False, partial(timed, ours, case.x, case.x_scale)
+    yield FROM_BF16, False, partial(timed, ours, unscaled, None)
+    for name, load in BETWEEN.items():
+        yield name, True, partial(lambda load: timed(peer, g, load()), load)
+
+
+def measure(
+    into: Writer, weights: Weights, tokens: int, rates: Rates, repeats: int, seed: int
+) -> None:
+    """Check the subjects, then time in turns those that are right; a row for each."""
+    case, experts = make_case(weights, tokens, seed), len(weights.w13)
+    said = {"experts": experts, "rows": tokens, "pairs": experts * tokens}
+    read = experts * 3 * HIDDEN * WIDTH
+    least_s = max(read / rates["read_bytes_per_s"], 2 * tokens * read / rates["fp8_flops_per_s"])
+    right, of = {}, {}
+    for name, is_peer, prepare in subjects(case):
+        of[name] = {"peer": is_peer, "clock": "device"}
+        try:
+            right[name], of[name]["calc_diff"] = checked(case, name, prepare)
+        except ImportError as error:
+            into.add(said, name, peer=is_peer, not_tried=error_line(error))
+        except FAILURES as error:
+            into.add(said, name, peer=is_peer, error=error_line(error))
+    for name, times in device_times(right, repeats).items():
+        into.add(said, name, **of[name], roofline=1e6 * least_s, **figures(times, "us"))
+
+
+def checked(case: Case, name: str, prepare: Callable[[], Timed]) -> tuple[Timed, float]:
+    """The call, made once, and its calc_diff. Raises RuntimeError: a wrong output."""
+    call = prepare()
+    call.poison()
+    call()
+    if name == FROM_BF16:
+        case = case._replace(x_scale=torch.ones_like(case.x_scale))
+    found = calc_diff(call.result(), reference(case))
+    if not found <= LARGEST_DIFF:  # nor is NaN
+        raise RuntimeError(f"calc_diff {found:.1e} to the reference")
+    return call, found

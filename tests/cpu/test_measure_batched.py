@@ -1,0 +1,106 @@
+"""Experts of tokens that lie by expert, beside DeepGEMM: the peer's arithmetic, rows and table."""
+
+import sys
+
+import fake_libraries
+import pytest
+import torch
+from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import MoeShape
+from programs import RATES
+from test_baselines_triton import DEVICE, interpreter_that_rounds
+
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK
+from scripts.data.rows import Writer
+from scripts.measure import batched
+
+__all__ = ["interpreter_that_rounds"]  # a fixture
+DEVICE_NAME = DEVICE.type
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
+    """Widths of 256 and 512, DeepGEMM and a clock of our own; neither engine."""
+    for name, size in (("HIDDEN", 256), ("WIDTH", 512), ("PLACES", 128)):
+        monkeypatch.setattr(batched, name, size)
+    shape = MoeShape(2, 2, 256, 512, 1, 1, 1, "given")
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm(shape))
+    for engine in ("vllm", "sglang"):
+        monkeypatch.setitem(sys.modules, engine, None)
+
+    def device_times(calls, repeats):
+        ms = {name: 0.01 * (1 + place) for place, name in enumerate(calls)}
+        return {name: {"ms": of, "p10": of, "p90": of, "calls": repeats} for name, of in ms.items()}
+
+    monkeypatch.setattr(batched, "device_times", device_times)
+
+
+def measured(tokens: int) -> list[dict]:
+    into, weights = Writer("batched", "a GPU", "m"), batched.make_weights(2, 1, DEVICE_NAME)
+    batched.measure(into, weights, tokens, RATES, 3, 1)
+    return into.rows
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_ours_and_the_peer_compute_the_same(tokens: int) -> None:
+    rows = {row["subject"]: row for row in measured(tokens)}
+    assert [*rows] == [
+        *("deepgemm + vLLM's", "deepgemm + SGLang's"),
+        *("batched_experts fp8", "batched_experts bf16", "deepgemm + Triton"),
+    ]
+    for engine in ("vLLM", "SGLang"):
+        row = rows.pop(f"deepgemm + {engine}'s")
+        assert row["peer"] and engine.lower() in row["not_tried"] and "value" not in row
+    for row in rows.values():
+        assert 0 < row["calc_diff"] < 2e-3 and (row["experts"], row["rows"]) == (2, tokens)
+        assert row["roofline"] == pytest.approx(1e6 * 2 * 3 * 256 * 512 / 3e12)
+    assert [row["value"] for row in rows.values()] == pytest.approx([10, 20, 30])
+
+
+def test_a_wrong_peer_has_no_time(monkeypatch) -> None:
+    def halved(g, counts, expected):
+        q, scale = batched.by_triton(g, counts, expected)
+        return q, scale.transpose(1, 2).div(2).transpose(1, 2)
+
+    monkeypatch.setitem(batched.BETWEEN, "deepgemm + Triton", lambda: halved)
+    row = next(row for row in measured(3) if row["subject"] == "deepgemm + Triton")
+    assert "value" not in row and row["peer"] and "calc_diff" in row["error"]
+
+
+def test_an_expert_without_a_token_and_one_with_all() -> None:
+    """Of the kernel between DeepGEMM's: other counts than are expected."""
+    g = torch.randn(3, 8, 1024, device=DEVICE).bfloat16()
+    counts = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
+    q, scale = batched.by_triton(g, counts, 2)
+    gate, up = g.float().chunk(2, dim=2)
+    wanted = torch.nn.functional.silu(gate) * up
+    got = q.float() * scale.repeat_interleave(128, dim=2)
+    for expert, count in enumerate(counts.tolist()):
+        assert not count or calc_diff(got[expert, :count], wanted[expert, :count]) < 1e-3
+    assert scale.stride() == (4 * 8, 1, 8)
+
+
+@pytest.mark.parametrize(("peer_fails", "ours_fail"), [(False, False), (True, False), (True, True)])
+def test_the_program(peer_fails: bool, ours_fail: bool, measure, monkeypatch) -> None:
+    def of_case(into, weights, tokens, rates, repeats, seed):
+        case = {"experts": len(weights.w13), "rows": tokens}
+        more = {"unit": "us", "clock": "device", "roofline": 20.0}
+        for name, peer, us in (("batched_experts fp8", False, 25.0), ("deepgemm", True, 30.0)):
+            if (peer and peer_fails) or (not peer and ours_fail and tokens == 4):
+                into.add(case, name, peer=peer, error="RuntimeError: no")
+            else:
+                into.add(case, name, peer=peer, value=us + tokens, **more)
+
+    made = batched.make_weights(8, 1, DEVICE_NAME)
+    monkeypatch.setattr(batched, "make_weights", lambda experts, seed: made)
+    monkeypatch.setattr(batched, "EXPERTS", (2, 8))
+    monkeypatch.setattr(batched, "measure", of_case)
+    done, rows = measure("batched", "--rows", "1", "4", "--markdown")
+    assert done.returncode == (EXIT_FAILED if ours_fail else EXIT_OK), done.stderr
+    assert len(rows.rows_of("batched")) == 8
+    text = " ".join(done.stdout.split())
+    assert ("| 8 | 4 | 29.0* | 34.0 | 20.0 | 69 % | 1.17x |" in text) == (not peer_fails)
+    assert "| 2 | 1 | 26.0*" in text
+    assert ("error: batched_experts fp8 at 8 experts, 4 rows: RuntimeError: no" in done.stderr) == (
+        ours_fail
+    )
