@@ -153,9 +153,9 @@ def _launches(found: Any) -> list[Any]:
 def result_of(
     trace: dict[str, Any],
     source: str,
-    info: Mapping[str, Any] | None = None,
-    figures: Mapping[tuple[str, str, str, str], Mapping[str, Any]] | None = None,
-    checks: Mapping[tuple[Any, str], Mapping[str, Any]] | None = None,
+    info: Mapping[str, Any],
+    figures: Mapping[tuple[str, str, str, str], Mapping[str, Any]],
+    checks: Mapping[tuple[Any, str], Mapping[str, Any]],
 ) -> dict[str, Any] | None:
     """The row (`Result`) of a trace's JSON, or None for a trace that holds only a workload. Raises
     ValueError for what is no trace.
@@ -170,7 +170,7 @@ def result_of(
     from scripts.common import schemas
 
     of = schemas.checked(trace, Trace)
-    evaluation, solution, info = of.evaluation, of.solution, info or {}
+    evaluation, solution = of.evaluation, of.solution
     if not solution or not evaluation:
         return None
     uuid, hardware = of.workload.uuid, evaluation.environment.hardware
@@ -178,9 +178,11 @@ def result_of(
     # Of a run that was resumed, run.json says it of the last part only.
     hashes = {} if info.get("earlier") else info.get("solutions", {})
     source_hash = libs.get(HASH) or hashes.get(solution, "")
-    of_pair = (figures or {}).get((uuid, solution, source_hash, hardware), {})
-    measured = of_pair if correctness else {}
-    extra = {**(correctness.extra or {}), **measured} if correctness else {}
+    measured: Mapping[str, Any] = {}
+    extra: dict[str, Any] = {}
+    if correctness:
+        measured = figures.get((uuid, solution, source_hash, hardware), {})
+        extra = {**(correctness.extra or {}), **measured}
     status, reason = evaluation.status.value, failure_reason(evaluation, extra)
     if status == PASSED and reason:
         status = CHANGED_INPUTS if extra.get(INPUTS_CHANGED) else INVALID
@@ -217,7 +219,7 @@ def result_of(
         "method": measured.get("method", ""),
         **{name: finite_number(extra.get(name)) for name in ACCURACY},
         **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
-        "checks": (checks or {}).get((source_hash, hardware), {}),
+        "checks": checks.get((source_hash, hardware), {}),
         "launches": _launches(extra.get(LAUNCHES)),
         "trace": trace,
     }
