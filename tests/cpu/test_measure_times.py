@@ -306,7 +306,10 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
 
 
 def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_path: Path) -> None:
-    write(tmp_path / "traces.jsonl", [trace("right", 7, None, status="TIMEOUT")])
+    path = traces_of(tmp_path, ("right", program.hashes["right"]))
+    made = json.loads(path.read_text())
+    made["evaluation"] |= {"status": "TIMEOUT", "performance": None, "correctness": None}
+    write(path, [made])
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert rows.read(tmp_path).rows == []
     with pytest.raises(UsageError, match="has no traces.jsonl"):

@@ -138,6 +138,7 @@ def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
     _, page = page_of(some_run(tmp_path, roofline(), skipped=skipped))
     ranking = page.tables[0]
     assert ranking[0][-1] == "vs best peer" and ranking[1][1] == "flat"
+    assert "wins: workloads on which the solution is the fastest." in page.words
     assert "flashinfer_moe: unsupported on sm_90 (needs sm_100/103)" in page.words
     latency = next(t for t in page.tables if "best peer / ours" in t[0])
     assert [row[-1] for row in latency[1:]] == ["2.00x", "0.50x"]

@@ -275,6 +275,22 @@ class Problems:
         return MoeInputs(*8 * (nothing,), 0, 1.0), "drawn"
 
 
+def timed_alike(calls, repeats: int) -> dict:
+    for call in calls.values():
+        call.output.zero_()
+    return {name: {"ms": 0.1, "p10": 0.1, "p90": 0.1, "calls": 1} for name in calls}
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_the_pairs_are_those_of_the_terms(terms: int, measure, monkeypatch) -> None:
+    monkeypatch.setattr(cases, "problems_of", Problems)
+    monkeypatch.setattr(tune, "device_times", timed_alike)
+    done, found = measure("tune_layer", "--tokens", "901", *["--accurate"] * (terms - 1))
+    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    wanted = tune.candidates(tune.picked(901, DEEPSEEK_V3, terms), ladders)
+    assert done.returncode == 0 and {row["subject"] for row in found.rows} == set(wanted)
+
+
 @pytest.mark.parametrize(("gain", "status"), [(1.01, 0), (1.05, 1)])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_layer_that_loses_or_computes_something_else_fails(

@@ -1,0 +1,451 @@
+"""Traces and rows: what is written is kept and read back, what is neither is refused in one line,
+and figures join the results that they belong to."""
+
+import codecs
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from flashinfer_bench.data import Trace
+from small_record import UUIDS, measurement, record, trace, write
+
+from scripts.common.command_line import UsageError
+from scripts.common.project import DEFINITION
+from scripts.data import results, rows, traces
+from scripts.data.rows import Writer
+from scripts.data.traces import read_results
+
+CASE = {"uuid": UUIDS[7], "tokens": 7, "hash": "1"}
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def lines_of(path: Path) -> list[Any]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> dict[str, Any]:
+    """The one result of a run with this trace."""
+    (found,) = read_results([record(place, [made], *measurements, **info)]).to_dict("records")
+    return found
+
+
+# --- writing rows ---------------------------------------------------------------------------------
+
+
+def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
+    """Beside those of other measurements, in directories that are not there yet."""
+    path = tmp_path / "new" / rows.FILE
+    for name in ("bits", "times"):
+        into = Writer(name, "GPU A", "how", path, repeats=5)
+        assert lines_of(path)[-1] == into.measurement
+        for number in (1, 2):
+            added = into.add(CASE, "x", value=float(number), unit=None)
+            assert "unit" not in added and added["of"] == into.measurement["id"]
+            assert lines_of(path)[-1] == added and len(into.rows) == number
+    found = rows.read(tmp_path / "new")
+    assert (found.rows_of("times"), "times" in found, "sweep" in found) == (into.rows, True, False)
+    assert found.measurements["times"]["repeats"] == 5
+    assert found.measurements["times"]["environment"]["versions"]
+    assert list(found.frame("times").value) == [1.0, 2.0]
+    assert found.frame("times").error.isna().all(), "has every column that a row may have"
+    assert into.result.rows_of("times") == into.rows
+    assert rows.read(tmp_path / "absent").measurements == {}
+
+
+def test_what_is_no_number_is_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
+    into = Writer("bits", "GPU A", "how", tmp_path / rows.FILE)
+    into.add({}, "x", cosine=NAN, calc_diff=INFINITE, largest=-INFINITE)
+    written = {"cosine": "NaN", "calc_diff": "Infinity", "largest": "-Infinity"}
+    assert lines_of(into.path)[-1].items() >= written.items()
+    assert rows.read(tmp_path).rows == into.rows
+    assert rows.read(tmp_path).frame("bits").largest.astype(float).max() == -INFINITE
+
+
+def test_hashes_are_of_the_solutions_whose_sources_a_subject_runs() -> None:
+    into = Writer("gemm_layers", "GPU A", "how")
+    into.add({}, "flat, next larger", solution="cutedsl_moe_fp8_flat", hash="1")
+    into.add({}, "peer", hash="2")
+    into.add({}, "library")
+    assert into.result.hashes("gemm_layers") == {"cutedsl_moe_fp8_flat": "1", "peer": "2"}
+
+
+def test_the_last_measurement_of_a_name_that_has_rows_counts(tmp_path: Path) -> None:
+    first = measurement("times", [CASE | {"value": 1.0}], "GPU A")
+    second = measurement("times", [CASE | {"value": 2.0}, CASE | {"value": 3.0}], "GPU B")
+    other = measurement("bits", [{"value": 9.0}])
+    begun = measurement("times", [], "GPU C")  # and ended at once
+    found = rows.read(write(tmp_path / rows.FILE, [*first, *second, *other, *begun]))
+    assert [row["value"] for row in found.rows_of("times")] == [2.0, 3.0]
+    assert found.measurements["times"]["hardware"] == "GPU B"
+    assert [row["value"] for row in found.rows_of("bits")] == [9.0]
+
+
+# --- files of either kind -------------------------------------------------------------------------
+
+
+def made_trace(name: str) -> Trace:
+    return Trace.model_validate(trace(name, 7, 1.0))
+
+
+def add_rows(path: Path) -> None:
+    rows.append(path, measurement("times", [CASE]))
+
+
+def add_trace(path: Path) -> None:
+    traces.append(path, [made_trace("x")])
+
+
+ROWS = ("rows.jsonl", add_rows, lambda path: len(rows.read(path).rows))
+TRACES = ("traces.jsonl", add_trace, lambda path: len(read_results([path])))
+either_kind = pytest.mark.parametrize(("name", "add", "count"), [ROWS, TRACES])
+
+
+@pytest.mark.parametrize("cut", [b'{"of": "times 1", "sub', b'{"of": "\xc3'])
+@either_kind
+def test_a_last_line_cut_short_is_left_out_and_taken_away(
+    name: str, add: Callable, count: Callable, cut: bytes, tmp_path: Path, capsys
+) -> None:
+    add(path := tmp_path / "new" / name)
+    whole = path.read_bytes()
+    path.write_bytes(whole + cut)
+    assert count(path) == 1
+    assert capsys.readouterr().err == f"{path}: the last line is cut short and left out\n"
+    add(path)
+    assert path.read_bytes().startswith(whole) and count(path) == 2 and lines_of(path)
+    path.write_bytes(whole[:-1])  # only its end is missing
+    capsys.readouterr()
+    add(path)
+    assert count(path) == 2 and lines_of(path) and capsys.readouterr().err == ""
+    path.write_bytes(cut)
+    add(path)
+    assert count(path) == 1 and lines_of(path)
+
+
+@either_kind
+def test_a_mark_of_byte_order_is_no_part_of_a_line(
+    name: str, add: Callable, count: Callable, tmp_path: Path
+) -> None:
+    """As editors and PowerShell write it at the beginning, and `cat` then in the midst."""
+    add(path := tmp_path / name)
+    path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
+    assert count(path) == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{}\n", b"[" * 100_000 + b"\n", b"\0{\n", b"{broken\n{}\n"]
+)
+@either_kind
+def test_bytes_that_are_no_json_are_refused_in_one_line(
+    name: str, add: Callable, count: Callable, content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{name}:1 is no (row|trace): [^\n]*$"):
+        count(tmp_path / name)
+
+
+def of_times(**fields: Any) -> list[dict]:
+    return measurement("times", [CASE | fields])
+
+
+def without(number: int, field: str) -> list[dict]:
+    lines = of_times()
+    del lines[number][field]
+    return lines
+
+
+NO_ROWS = [
+    (of_times()[1:], "1 is no row: no measurement times 1 GPU A stands before it"),
+    (of_times(value="fast"), "2 is no row: value"),
+    (of_times(p10=0.0), "2 is no row: p10"),
+    (of_times(value=NAN), "2 is no row: value"),
+    (of_times(matched_ratios=[1.0]), "2 is no row: matched_ratios"),
+    (of_times(differ=-1), "2 is no row: differ"),
+    (without(1, "subject"), "2 is no row: subject"),
+    (without(1, "uuid"), "2 is no row: uuid"),
+    (without(1, "hash"), "2 is no row: hash"),
+    (without(0, "hardware"), "1 is no row: hardware"),
+    (measurement("roofline", [CASE]), "2 is no row: hit"),
+    (measurement("times", [], rates={"copy_bytes_per_s": 1.0}), "1 is no row: rates"),
+    ([[1, 2]], "1 is no row: the whole"),
+    ([{"name": 5}], "1 is no row: id"),
+]
+
+
+@pytest.mark.parametrize(("lines", "said"), NO_ROWS)
+def test_what_is_no_row_is_refused(lines: list, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / rows.FILE, lines)
+    with pytest.raises(UsageError, match=rf"rows\.jsonl:{said}[^\n]*$"):
+        rows.read(path)
+
+
+def changed(**fields: Any) -> dict:
+    return trace("x", 7, 1.0) | fields
+
+
+def evaluated(**fields: Any) -> dict:
+    return changed(evaluation=changed()["evaluation"] | fields)
+
+
+def performed(**fields: Any) -> dict:
+    return evaluated(performance=changed()["evaluation"]["performance"] | fields)
+
+
+NO_TRACES = [
+    [1, 2],
+    changed(workload=None),
+    changed(workload={"axes": {"seq_len": "many"}, "uuid": "u"}),
+    changed(workload={"axes": {"seq_len": 7}, "uuid": 5}),
+    changed(solution=["x"]),
+    changed(evaluation=[1]),
+    evaluated(status=5),
+    evaluated(status="TIMEOUT", log=5),
+    evaluated(environment={"hardware": 5}),
+    evaluated(environment={"hardware": "GPU", "libs": {"timing": 5}}),
+    evaluated(performance=[1.0]),
+    evaluated(correctness={"extra": [1]}),
+    *(performed(latency_ms=ms) for ms in ("x", NAN, None, 10**400, -1.0)),
+    performed(speedup_factor=-5.0),
+    performed(reference_latency_ms=-5.0),
+]
+
+
+@pytest.mark.parametrize("made", NO_TRACES)
+def test_what_is_no_trace_is_refused(made: Any, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(changed()) + "\n\n" + json.dumps(made) + "\n")
+    with pytest.raises(UsageError, match=r"t\.jsonl:3 is no trace: [^\n]*$"):
+        read_results([path])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{broken", "is no JSON"),
+        ("[]", "the whole"),
+        ('{"peers": {"x": "maybe"}}', "peers.x"),
+        ('{"environment": {"gpus": 5}}', "environment.gpus"),
+    ],
+)
+def test_a_broken_run_json_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    path = write(tmp_path / "traces.jsonl", [changed()])
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UsageError, match=rf"run\.json:? {said}[^\n]*$"):
+        read_results([path])
+    (tmp_path / "run.json").write_bytes(codecs.BOM_UTF8 + b'{"solutions": {"x": "1"}}')
+    assert list(read_results([path]).hash) == ["1"]
+
+
+def test_directories_and_data_sets_are_read_but_for_what_is_no_result(tmp_path: Path) -> None:
+    """A data set's workloads have the form of traces."""
+    other = changed(definition="gemm")
+    workload = changed(solution=None, evaluation=None)
+    write(tmp_path / "set" / "traces" / "moe" / "a.jsonl", [workload, changed(), other])
+    write(tmp_path / "set" / "workloads" / "moe" / "a.jsonl", [workload])
+    for place in (tmp_path / "set", tmp_path / "set" / "traces"):
+        assert list(read_results([place]).solution) == ["x"]
+
+
+def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
+    path, begin = tmp_path / "traces.jsonl", threading.Barrier(9)
+
+    def work(number: int) -> None:
+        begin.wait()
+        for i in range(5):
+            traces.append(path, [made_trace(f"{number}.{i}")])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    for thread in threads:
+        thread.join()
+    found = read_results([path]).solution
+    assert found.nunique() == len(found) == 40
+
+
+# --- what a trace says ----------------------------------------------------------------------------
+
+
+def failed(log: str) -> dict:
+    return trace("x", 7, None, status="RUNTIME_ERROR", log=log)
+
+
+def wrong(error: Any) -> dict:
+    made = trace("x", 7, None, status="INCORRECT_NUMERICAL")
+    made["evaluation"]["correctness"]["max_absolute_error"] = error
+    return made
+
+
+SKIPPED = "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n"
+LONG = "ValueError: " + "x" * 10_000
+REASONS = [
+    (trace("x", 7, 1.0, log="some output\n"), "PASSED", ""),
+    (wrong("NaN"), "INCORRECT_NUMERICAL", "NaN or infinite values in the output"),
+    (wrong(5.0), "INCORRECT_NUMERICAL", "too many values differ (largest error 5.0)"),
+    (failed(SKIPPED), "RUNTIME_ERROR", "KeyError: 'x'"),
+    (failed(""), "RUNTIME_ERROR", "no reason recorded"),
+    (failed("compiling\nkilled by the system\n\n"), "RUNTIME_ERROR", "killed by the system"),
+    (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + results.MAX_REASON - 3] + "..."),
+    (performed(latency_ms=0.0), "INVALID", "a latency of 0.0 ms is no measurement"),
+    (performed(latency_ms=INFINITE), "INVALID", "a latency of inf ms is no measurement"),
+]
+
+
+@pytest.mark.parametrize(("made", "status", "reason"), REASONS)
+def test_why_a_result_counts_or_not(made: dict, status: str, reason: str, tmp_path: Path) -> None:
+    found = read_one(tmp_path, made)
+    assert (found["status"], found["reason"]) == (status, reason)
+    assert found["passed"] == (status == "PASSED") == pd.notna(found["harness"])
+
+
+@pytest.mark.parametrize(("reference", "speedup"), [(10.0, 5.0), (0.0, None)])  # 0: not timed
+def test_a_speedup_is_of_the_latencies_of_its_trace(reference, speedup, tmp_path: Path) -> None:
+    of = {"latency_ms": 2.0, "reference_latency_ms": reference, "speedup_factor": 77.0}
+    found = read_one(tmp_path, performed(**of))
+    assert found["passed"] and found["speedup"] == speedup
+
+
+def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:
+    """They are made printable where they are printed; a name made so would match no solution's."""
+    evil = "\x1b[2J\u202e\n"
+    log = f"RuntimeError: a{evil[:-1]}b\n"
+    libs = {"timing": evil, "tolerance": evil, "torch": evil}
+    made = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=log, hardware=evil, libs=libs)
+    made["workload"]["uuid"] += evil
+    found = read_one(tmp_path, made, solutions={f"x{evil}": "hash"})
+    assert found["hash"] == "hash" and found["software"] == (("torch", evil),)
+    assert (found["solution"], found["uuid"]) == (f"x{evil}", UUIDS[7] + evil)
+    assert [found[name] for name in ("hardware", "timing", "tolerance")] == [evil] * 3
+    assert found["reason"] == f"a{evil[:-1]}b"
+
+
+@pytest.mark.parametrize("other", ["cuda:0", ["cuda:0"], 3, {"ms": "fast"}, {"ms": 0}, None])
+def test_others_may_use_our_names_for_something_else(other: Any, tmp_path: Path) -> None:
+    extra = {name: other for name in ("device", "harness", "launches", "matched_ratios")}
+    found = read_one(tmp_path, trace("x", 7, 2.0, extra=extra))
+    assert (found["device"], found["launches"], found["harness"]) == (None, [], 2.0)
+    assert found["0.2/0.1"] is None
+
+
+@pytest.mark.parametrize(("earlier", "known"), [([], "of the run"), ([{}], "")])
+def test_the_hash_is_the_traces_own_and_else_that_of_run_json(
+    earlier: list, known: str, tmp_path: Path
+) -> None:
+    """A resumed run's run.json may name sources that older traces are not of."""
+    own = trace("x", 7, 1.0, libs={"solution_hash": "own"})
+    info: dict[str, Any] = {"solutions": {"x": "of the run"}, "earlier": earlier}
+    run = record(tmp_path, [own, trace("x", 80, 1.0), trace("y", 7, 1.0)], **info)
+    assert list(read_results([run]).hash) == ["own", known, ""]
+
+
+ONE, TWO = "1" * 40, "2" * 40
+NOT_SAME = [
+    (ONE, {"x": ONE}, "GPU A", None),
+    (ONE, {"x": TWO}, "GPU A", "x: measured with source 11111111, the present one is 22222222"),
+    (ONE, {}, "GPU A", "x: not among the present solutions"),
+    (ONE, {"x": ONE}, "GPU B", "x: measured on GPU A, this is GPU B"),
+    ("", {"x": TWO}, "GPU A", "x: measured with an unknown source, the present one is 22222222"),
+]
+
+
+@pytest.mark.parametrize(("was", "now", "hardware", "said"), NOT_SAME)
+def test_why_figures_of_now_do_not_belong_to_a_result(was, now, hardware, said, tmp_path) -> None:
+    path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": was})])
+    (found,) = read_results([path]).itertuples()
+    assert traces.why_not_same(found, now, hardware) == said
+
+
+# --- figures join the results that they belong to -------------------------------------------------
+
+FIGURES = [
+    {"cosine": 0.5, "calc_diff": "NaN", "matched_ratios": {"0.2/0.1": 0.9}},
+    {"clock": "device", "value": 2.0, "p10": 1.9, "p90": 2.3, "calls": 9, "method": "graph"},
+    {"clock": "harness", "value": 3.0, "p10": 2.9, "p90": 3.3, "calls": 7},
+]
+
+
+def figures(rows_of: list[dict] = FIGURES, solution: str = "x", length: int = 7) -> list[dict]:
+    case = {"subject": solution, "definition": DEFINITION, "uuid": UUIDS[length], "hash": "1"}
+    return [case | row for row in rows_of]
+
+
+def ours(solution: str = "x", length: int = 7, hash: str = "1", **options: Any) -> dict:
+    made = {"latency": 1.0, "libs": {"solution_hash": hash}, "extra": {"matched_ratio": 0.9}}
+    return trace(solution, length, **made | options)
+
+
+def test_a_result_has_the_figures_of_its_rows(tmp_path: Path) -> None:
+    found = read_one(tmp_path, ours(), measurement("times", figures()))
+    assert (found["device"], found["method"], found["harness"]) == (2.0, "graph", 1.0)
+    assert found["device_spread"] == pytest.approx(0.2)
+    assert found["harness_spread"] == pytest.approx(0.4 / 3.0)
+    assert (found["cosine"], found["calc_diff"], found["0.2/0.1"]) == (0.5, None, 0.9)
+    assert found["matched_ratio"] == 0.9, "what the trace itself has stays"
+    assert found["trace"] == ours(), "as it is in the file"
+
+
+SPREADS = [
+    ({"value": 2.0, "p90": 2.3}, (2.0, None)),
+    ({"value": 2.0, "p10": 1.9}, (2.0, None)),
+    ({"value": 0.0, "p10": 1.9, "p90": 2.3}, (None, None)),  # 0 ms is no time
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), SPREADS)
+def test_what_is_not_known_of_a_time_is_none(row: dict, expected: tuple, tmp_path: Path) -> None:
+    rows_of = measurement("times", figures([{"clock": "device"} | row]))
+    found = read_one(tmp_path, ours(), rows_of)
+    assert (found["device"], found["device_spread"]) == expected
+    assert (found["method"], found["harness_spread"]) == ("", None)
+
+
+FAILED = {"latency": None, "status": "RUNTIME_ERROR"}
+PAIRS = {  # whether the figures of x and z at T=7 and T=80 join
+    "same": (ours(), True),
+    "of another workload": (ours(length=901), False),
+    "of another source": (ours(length=80, hash="2"), False),
+    "of no known source": (ours(length=80, hash=""), False),
+    "of another GPU": (ours(hardware="GPU B"), False),
+    "of another solution": (ours("y"), False),
+    "without output": (ours("z", **FAILED), False),
+    "wrong": (ours("z", 80, **FAILED | {"status": "INCORRECT_NUMERICAL"}), True),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_figures_join_a_result_of_the_same_pair_source_and_gpu(name: str, tmp_path: Path) -> None:
+    """Accuracy also where it is wrong; a time where it is right."""
+    made, joins = PAIRS[name]
+    of_all = [row for n in "xz" for length in (7, 80) for row in figures(solution=n, length=length)]
+    found = read_one(tmp_path, made, measurement("times", of_all))
+    assert pd.notna(found["cosine"]) == joins
+    assert pd.notna(found["device"]) == (name == "same")
+
+
+def test_the_hash_that_joins_may_be_that_of_run_json(tmp_path: Path) -> None:
+    rows_of = measurement("times", figures())
+    assert read_one(tmp_path, ours(hash=""), rows_of, solutions={"x": "1"})["device"] == 2.0
+
+
+def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) -> None:
+    times = measurement("times", [*figures(), *figures(solution="y")])
+    again = measurement("times", figures([{"clock": "device", "value": 1.5}]))
+    bit = {"part": "again", "compared": 7, "hash": "1"}
+    bits = measurement("bits", [bit | {"differ": 1}, bit | {"hash": "2", "differ": 2}])
+    same = measurement("bits", [bit | {"differ": 0}])
+    run = record(tmp_path, [ours(), ours("y"), ours("z", hash="2")], times, again, bits, same)
+    x, y, z = read_results([run]).itertuples()
+    assert (x.device, y.device) == (1.5, 2.0)
+    assert x.harness_spread == y.harness_spread > 0 and x.cosine == y.cosine == 0.5
+    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2]
+
+
+def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
+    rows_of = measurement("times", figures([{"inputs_changed": ["hidden_states"]}]))
+    x, y = read_results([record(tmp_path, [ours(), ours("y")], rows_of)]).itertuples()
+    assert (x.status, y.status) == ("CHANGED_INPUTS", "PASSED")
+    assert x.reason == "the solution changes its inputs: hidden_states" and not x.passed
