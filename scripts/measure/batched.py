@@ -21,6 +21,7 @@ from moe_fp8.baselines.requirement import require
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.numerics import BLOCK
 
+from scripts.common.float32_experts import in_float32
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
 from scripts.measure.gpu import Rates
@@ -94,20 +95,11 @@ def make_case(weights: Weights, tokens: int, seed: int) -> Case:
 
 def reference(case: Case) -> torch.Tensor:
     """`[E, tokens, H]` in float32, without quantisation between the GEMMs."""
-    found = torch.empty(len(case.x), case.tokens, HIDDEN, device=case.x.device)
-    for e, (w13, w13_scale, w2, w2_scale) in enumerate(zip(*case.weights, strict=True)):
-        scale = case.x_scale[e, : case.tokens].repeat_interleave(BLOCK, dim=1)
-        both = (case.x[e, : case.tokens].float() * scale) @ whole(w13, w13_scale).t()
-        gate, up = both.chunk(2, dim=1)
-        found[e] = (torch.nn.functional.silu(gate) * up) @ whole(w2, w2_scale).t()
-    return found
-
-
-def whole(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A matrix in float32."""
-    rows, columns = scale.shape
-    blocks = values.float().view(rows, BLOCK, columns, BLOCK)
-    return (blocks * scale.view(rows, 1, columns, 1)).view(values.shape)
+    experts, device = len(case.x), case.x.device
+    ids = torch.arange(experts, device=device).repeat_interleave(case.tokens).unsqueeze(1)
+    x, scale = (of[:, : case.tokens].flatten(0, 1) for of in (case.x, case.x_scale))
+    found = in_float32(ids, torch.ones_like(ids), x, *case.weights, x_scale=scale.t())
+    return found.view(experts, case.tokens, HIDDEN)
 
 
 # --- the peer -------------------------------------------------------------------------------------

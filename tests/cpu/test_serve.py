@@ -15,13 +15,14 @@ from moe_fp8.quantise import quantise_blocks, quantise_rows
 from programs import call
 
 from scripts.common.command_line import Failure, UsageError
+from scripts.common.float32_experts import in_float32
 from scripts.common.project import ROOT
 from scripts.data.rows import FILE, read
 from scripts.programs import serve
 from scripts.serve import inside, models, random_weights
 from scripts.serve import run as turns
 from scripts.serve.engines import Setup
-from scripts.serve.layer_check import checking, in_float32
+from scripts.serve.layer_check import checking
 from scripts.serve.worker import DECODE_STEPS, Measuring, prompts
 from scripts.table import served
 

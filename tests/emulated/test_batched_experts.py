@@ -16,8 +16,8 @@ from moe_fp8.quantise import quantise_rows
 from problems import fp8
 from ptxemu import options
 from test_experts import TARGETS, odd_tokens, same
-from test_fused import CONFIGS, TOLERANCE
-from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_fused import TOLERANCE
+from test_fused_sm100 import configs_of
 from test_mutations import noticed as noticed_in
 from test_mutations import replace
 
@@ -52,16 +52,6 @@ def inputs_of(
 
 def form_of(inputs: BatchedInputs, **changes) -> Form:
     return Form(torch.int32, None, inputs.x.dtype, batched=True, **changes)
-
-
-def configs_of(target: str, name: str, terms: int):
-    if target == "sm_90a":
-        first, second = CONFIGS[name]
-        first = first.with_swiglu(terms)
-    else:
-        second = BLACKWELL_S[name]
-        first = second.with_swiglu(terms, "pairs" in name)
-    return first, dataclasses.replace(second, terms=terms)
 
 
 class Kernel(NamedTuple):

@@ -8,8 +8,7 @@ from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.problem import Form
 from ptxemu import options
-from test_fused import CONFIGS
-from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
 
 E8M0 = torch.float8_e8m0fnu
@@ -32,16 +31,12 @@ def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
         given[field] = exponents.view(E8M0)
     inputs = inputs._replace(**given)
     plain = inputs._replace(**{field: scale.float() for field, scale in given.items()})
-    if target == "sm_90a":
-        first, second = CONFIGS[name]
-    else:
-        second = BLACKWELL_S[name]
-        first = second.with_swiglu(1, "pairs" in name)
-    options.poison_races = second.dynamic  # as in `test_fused`
+    configs = configs_of(target, name)
+    options.poison_races = configs[1].dynamic  # as in `test_fused`
     outputs = []
     for each, form in ((inputs, dataclasses.replace(Form(), weight_scale=E8M0)), (plain, Form())):
         out = torch.full(inputs.hidden_states.shape, 7, dtype=torch.bfloat16)
-        kernels.fused_call(9, out.device, SHAPE, 1, (first, second), form)(each, out)
+        kernels.fused_call(9, out.device, SHAPE, 1, configs, form)(each, out)
         outputs.append(out)
     assert not any(report.hazards for report in emulator.reports)
     e8m0, f32 = outputs

@@ -12,6 +12,7 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs
 from ptxemu import options
+from test_fused import CONFIGS as HOPPERS
 from test_fused import TOLERANCE
 from test_layers import SHAPE, inputs_of
 from test_mutations import replace
@@ -28,6 +29,17 @@ CONFIGS = {
     "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC),
 }
 HOPPER = HopperConfig(tile_m=64, stages=3)
+
+
+def configs_of(target: str, name: str, terms: int = 1):
+    """Of both GEMMs: by name, of Hopper's in `test_fused` or of those here."""
+    if target == "sm_90a":
+        first, second = HOPPERS[name]
+        first = first.with_swiglu(terms)
+    else:
+        second = CONFIGS[name]
+        first = second.with_swiglu(terms, "pairs" in name)
+    return first, dataclasses.replace(second, terms=terms)
 
 
 def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> torch.Tensor:

@@ -13,8 +13,8 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import Form, MoeInputs, MoeShape, Swiglu
 from ptxemu import options
-from test_fused import CONFIGS, TOLERANCE
-from test_fused_sm100 import CONFIGS as BLACKWELL_S
+from test_fused import TOLERANCE
+from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
 
 LIMIT = 3.1
@@ -56,15 +56,9 @@ def output_of(
     target: str, name: str, inputs: MoeInputs, shape: MoeShape, terms: int, form: Form
 ) -> torch.Tensor:
     out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    if target == "sm_90a":
-        first, second = CONFIGS[name]
-        first = first.with_swiglu(terms)
-    else:
-        second = BLACKWELL_S[name]
-        first = second.with_swiglu(terms, "pairs" in name)
-    options.poison_races = second.dynamic  # as in `test_fused`
-    pair = first, dataclasses.replace(second, terms=terms)
-    kernels.fused_call(len(out), out.device, shape, terms, pair, form)(inputs, out)
+    configs = configs_of(target, name, terms)
+    options.poison_races = configs[1].dynamic  # as in `test_fused`
+    kernels.fused_call(len(out), out.device, shape, terms, configs, form)(inputs, out)
     return out
 
 

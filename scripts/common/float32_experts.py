@@ -1,0 +1,43 @@
+"""What the experts compute, in float32 arithmetic on dequantised tensors."""
+
+from typing import Any
+
+import torch
+from moe_fp8.numerics import BLOCK
+from moe_fp8.quantise import quantise_rows
+
+
+def in_float32(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    local_expert_offset: int = 0,
+    gate_first: bool = True,
+    **others: Any,
+) -> torch.Tensor:
+    """`experts` on quantised tokens and dequantised weights: `[T, H]` float32."""
+    ids = ids.long() if expert_map is None else expert_map.long()[ids.long()]
+    q, scale = (x, x_scale) if x_scale is not None else quantise_rows(x)
+    tokens = q.float() * scale.t().repeat_interleave(BLOCK, 1)
+    out = torch.zeros_like(tokens)
+    for expert in range(len(w13)):
+        chosen = ids == expert + local_expert_offset
+        rows = chosen.any(1).nonzero().squeeze(1)
+        if not len(rows):
+            continue
+        both = (tokens[rows] @ dequantised(w13[expert], w13_scale[expert]).t()).chunk(2, 1)
+        gate, up = both if gate_first else both[::-1]
+        y = (torch.nn.functional.silu(gate) * up) @ dequantised(w2[expert], w2_scale[expert]).t()
+        out.index_add_(0, rows, y * (weights.float() * chosen)[rows].sum(1, keepdim=True))
+    return out
+
+
+def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
