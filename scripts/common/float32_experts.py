@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from moe_fp8.layer.model import activated
 from moe_fp8.numerics import BLOCK
+from moe_fp8.problem import Swiglu
 from moe_fp8.quantise import quantise_rows
 
 
@@ -20,11 +22,17 @@ def in_float32(
     expert_map: torch.Tensor | None = None,
     local_expert_offset: int = 0,
     gate_first: bool = True,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """`experts` on quantised tokens and dequantised weights: `[T, H]` float32."""
+    """`experts` on quantised tokens and dequantised weights: `[T, H]` float32. Other options of it
+    change no arithmetic here."""
+    swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
     ids = ids.long() if expert_map is None else expert_map.long()[ids.long()]
-    q, scale = (x, x_scale) if x_scale is not None else quantise_rows(x)
+    q, scale = (x, x_scale) if x_scale is not None else quantise_rows(x, ue8m0)
     tokens = q.float() * scale.t().repeat_interleave(BLOCK, 1)
     out = torch.zeros_like(tokens)
     for expert in range(len(w13)):
@@ -34,10 +42,10 @@ def in_float32(
             continue
         both = (tokens[rows] @ dequantised(w13[expert], w13_scale[expert]).t()).chunk(2, 1)
         gate, up = both if gate_first else both[::-1]
-        y = (torch.nn.functional.silu(gate) * up) @ dequantised(w2[expert], w2_scale[expert]).t()
+        y = activated(gate, up, swiglu) @ dequantised(w2[expert], w2_scale[expert]).t()
         out.index_add_(0, rows, y * (weights.float() * chosen)[rows].sum(1, keepdim=True))
     return out
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -198,7 +198,7 @@ def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
     return (ids, random(tokens, 3).abs(), random(tokens, 256).bfloat16(), *weights), {}
 
 
-@pytest.mark.parametrize("kind", ["plain", "offset", "map", "up first", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "offset", "map", "up first", "fp8", "clamped", "ue8m0"])
 def test_the_layer_in_float32(kind):
     arguments, how = experts_of()
     if kind == "offset":
@@ -210,6 +210,10 @@ def test_the_layer_in_float32(kind):
     elif kind == "fp8":
         q, how["x_scale"] = quantise_rows(arguments[2])
         arguments = (*arguments[:2], q, *arguments[3:])
+    elif kind == "clamped":
+        how |= {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+    elif kind == "ue8m0":
+        how["ue8m0"] = True
     found = experts(*arguments, **how, accurate=True)
     assert calc_diff(found, in_float32(*arguments, **how)) < 1e-5
 
