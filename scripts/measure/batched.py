@@ -24,6 +24,7 @@ from moe_fp8.numerics import BLOCK
 from scripts.common.float32_experts import in_float32
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
+from scripts.measure.gemm_problems import uneven_rows
 from scripts.measure.gpu import Rates
 from scripts.measure.times import LARGEST_DIFF
 from scripts.measure.timing import FAILURES, Timed, device_times, figures
@@ -58,8 +59,14 @@ class Case(NamedTuple):
     x: torch.Tensor  # [E, PLACES, H]
     x_scale: torch.Tensor  # [E, PLACES, H/128], in memory as DeepEP has it
     counts: torch.Tensor  # [E]
-    tokens: int  # of each expert
+    expected: int  # tokens of an expert
     weights: Weights
+
+    @property
+    def there(self) -> torch.Tensor:
+        """[E, PLACES]: whether there is a token."""
+        places = torch.arange(self.x.shape[1], device=self.x.device)
+        return places < self.counts.unsqueeze(1)
 
 
 def random(generator: torch.Generator, *size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +88,8 @@ def make_weights(experts: int, seed: int, device: str = "cuda") -> Weights:
     return Weights(*first, *random(generator, experts, HIDDEN, WIDTH))
 
 
-def make_case(weights: Weights, tokens: int, seed: int) -> Case:
+def make_case(weights: Weights, tokens: int, seed: int, uneven: bool = False) -> Case:
+    """Of so many tokens for each expert; `uneven`: on average, see `uneven_rows`."""
     experts, device = len(weights.w13), weights.w13.device
     generator = torch.Generator(device).manual_seed(seed + tokens)
     x = torch.empty(experts, PLACES, HIDDEN, dtype=FP8, device=device)
@@ -89,17 +97,18 @@ def make_case(weights: Weights, tokens: int, seed: int) -> Case:
         of_expert.copy_(torch.randn(PLACES, HIDDEN, generator=generator, device=device))
     size = experts, HIDDEN // BLOCK, PLACES
     scale = 0.5 + torch.rand(size, generator=generator, device=device)
-    counts = torch.full((experts,), tokens, dtype=torch.int32, device=device)
+    drawn = uneven_rows(tokens, experts, seed) if uneven else (tokens,) * experts
+    counts = torch.tensor(drawn, dtype=torch.int32, device=device)
     return Case(x, scale.transpose(1, 2), counts, tokens, weights)
 
 
 def reference(case: Case) -> torch.Tensor:
-    """`[E, tokens, H]` in float32, without quantisation between the GEMMs."""
-    experts, device = len(case.x), case.x.device
-    ids = torch.arange(experts, device=device).repeat_interleave(case.tokens).unsqueeze(1)
-    x, scale = (of[:, : case.tokens].flatten(0, 1) for of in (case.x, case.x_scale))
-    found = in_float32(ids, torch.ones_like(ids), x, *case.weights, x_scale=scale.t())
-    return found.view(experts, case.tokens, HIDDEN)
+    """`[sum of the counts, H]` in float32, without quantisation between the GEMMs."""
+    there = case.there
+    ids = there.nonzero()[:, :1]
+    x = case.x.view(torch.uint8)[there].view(FP8)  # torch does not index float8
+    scale = case.x_scale[there].t()
+    return in_float32(ids, torch.ones_like(ids), x, *case.weights, x_scale=scale)
 
 
 # --- the peer -------------------------------------------------------------------------------------
@@ -165,15 +174,15 @@ BETWEEN: dict[str, Callable[[], Between]] = {
 def peer(case: Case, g: torch.Tensor, between: Between, out: torch.Tensor) -> None:
     multiply = partial(
         require("deep_gemm", REQUIREMENT).m_grouped_fp8_fp4_gemm_nt_masked,
-        masked_m=case.counts, expected_m=case.tokens, recipe=RECIPE,
+        masked_m=case.counts, expected_m=case.expected, recipe=RECIPE,
     )  # fmt: skip
     w13, w13_scale, w2, w2_scale = case.weights
     multiply((case.x, case.x_scale), (w13, w13_scale), g)
-    multiply(between(g, case.counts, case.tokens), (w2, w2_scale), out)
+    multiply(between(g, case.counts, case.expected), (w2, w2_scale), out)
 
 
 def ours(case: Case, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
-    how: dict[str, Any] = {"x_scale": scale, "expected_m": case.tokens, "out": out}
+    how: dict[str, Any] = {"x_scale": scale, "expected_m": case.expected, "out": out}
     batched_experts(x, case.counts, *case.weights, **how)
 
 
@@ -186,10 +195,11 @@ FROM_BF16 = "batched_experts bf16"
 def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
     """Names, whether they are peers, and what makes their calls, which share an output."""
     new = partial(torch.empty, dtype=BF16, device=case.x.device)
+    there = case.there
     g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
 
     def timed(run: Any, *arguments: Any) -> Timed:
-        return Timed(partial(run, case, *arguments), [out], rows=(slice(None), slice(case.tokens)))
+        return Timed(partial(run, case, *arguments), [out], rows=there)
 
     yield "batched_experts fp8", False, partial(timed, ours, case.x, case.x_scale)
     yield FROM_BF16, False, partial(timed, ours, unscaled, None)
@@ -197,14 +207,13 @@ def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
         yield name, True, partial(lambda load: timed(peer, g, load()), load)
 
 
-def measure(
-    into: Writer, weights: Weights, tokens: int, rates: Rates, repeats: int, seed: int
-) -> None:
+def measure(into: Writer, case: Case, rates: Rates, repeats: int) -> None:
     """Check the subjects, then time in turns those that are right; a row for each."""
-    case, experts = make_case(weights, tokens, seed), len(weights.w13)
-    said = {"experts": experts, "rows": tokens, "pairs": experts * tokens}
-    read = experts * 3 * HIDDEN * WIDTH
-    least_s = max(read / rates["read_bytes_per_s"], 2 * tokens * read / rates["fp8_flops_per_s"])
+    counts = case.counts.tolist()
+    said = {"experts": len(counts), "rows": case.expected, "fullest": max(counts)}
+    read = sum(map(bool, counts)) * 3 * HIDDEN * WIDTH
+    flops = 2 * sum(counts) * 3 * HIDDEN * WIDTH
+    least_s = max(read / rates["read_bytes_per_s"], flops / rates["fp8_flops_per_s"])
     right, of = {}, {}
     for name, is_peer, prepare in subjects(case):
         of[name] = {"peer": is_peer, "clock": "device"}

@@ -56,8 +56,9 @@ the configs next to its own, and "best known" is the fastest of the three. Elsew
 what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
 
 batched: `moe_fp8.batched_experts` with 8 to 64 experts of DeepSeek-V3 and Kimi-K2 and 1 to 256
-tokens each (--rows), beside DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for
-SwiGLU and quantising between them; an output that is wrong has no time.
+tokens each (--rows), or with --uneven on average, so that the fullest has about twice as many,
+beside DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for SwiGLU and quantising
+between them; an output that is wrong has no time.
 
 tune_gemm, tune_layer: which configs are fastest on this GPU, and where what ships is not. Of the
 GEMM alone every legal candidate of the architecture, by rows per expert, against the heuristic's
@@ -131,7 +132,7 @@ OPTIONS = {
     "grid": ("gemm",),
     "layers": ("gemm",),
     "rows": ("tune_gemm", "batched"),
-    "uneven": ("tune_gemm",),
+    "uneven": ("tune_gemm", "batched"),
     "accurate": ("tune_layer",),
     "max_loss": ("tune_gemm", "tune_layer"),
 }
@@ -159,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
     grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
     grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
     add("--rows", nargs="+", type=whole(1), metavar="M", help="of an expert: tune_gemm, batched")
-    add("--uneven", action="store_true", help="tune_gemm: drawn around the number of rows")
+    add("--uneven", action="store_true", help="tune_gemm, batched: drawn around that")
     add("--accurate", action="store_true", help="tune_layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="tune_gemm (5), tune_layer (2)")
     args = arguments.parse_args()
@@ -384,7 +385,8 @@ def batched(args: argparse.Namespace) -> Shown:
     weights = batched.make_weights(max(batched.EXPERTS), args.seed)
     cases = [(e, m) for e in batched.EXPERTS for m in args.rows or batched.TOKENS]
     for experts, each in steps(cases, lambda case: "{} experts, {} tokens each".format(*case)):
-        batched.measure(into, weights.of(experts), each, rates, args.repeats, args.seed)
+        case = batched.make_case(weights.of(experts), each, args.seed, args.uneven)
+        batched.measure(into, case, rates, args.repeats)
     yield gpu.describe_rates(rates), pivots.batched_table(into.result)
 
 

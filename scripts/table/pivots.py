@@ -19,7 +19,7 @@ Case = Mapping[str, str]
 """The columns that tell cases apart, by what the table calls them."""
 SWEEP: Case = {"T": "tokens", "active": "active", "pairs": "pairs"}
 MODELS: Case = {"layer": "definition", "T": "tokens", "active": "active"}
-BATCHED: Case = {"experts": "experts", "tokens each": "rows"}
+BATCHED: Case = {"experts": "experts", "tokens each": "rows", "fullest": "fullest"}
 GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K": "k"}
 
 

@@ -137,6 +137,7 @@ def layer_configs(tokens: int, picked: TileConfig, **rules) -> tuple[Any, Any]:
         ("evict_first", 24 * WEIGHTS, USUAL, 1, "evict_first", True),
         ("in_order", 16, SWAPPED, 1, "dynamic", False),
         ("in_order", 16, USUAL, 1, "dynamic", False),
+        ("gathered", 2 * SHAPE.intermediate_size, USUAL, 0, "gathers", True),
     ],
 )
 def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, of, flag, up_to_it):
@@ -157,6 +158,9 @@ def test_slices_are_for_one_tile():
         for slices in (16, 128):
             for config in layer_configs(3, picked, slices=slices):
                 assert config.slices == (picked.tile_m == slices == 128)
+    first, second = layer_configs(3, USUAL, slices=128, gathered=2 * SHAPE.intermediate_size)
+    assert (first.slices, first.gathers) == (False, True), "rows that are gathered come whole"
+    assert (second.slices, second.gathers) == (True, False)
 
 
 def test_rows_above_which_the_first_gemm_takes_a_larger_config():
@@ -178,6 +182,6 @@ def test_the_layer_s_bounds_are_the_measured_ones():
     """docs/notes/fused.md has the runs."""
     assert LAYER == LayerRules(
         stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2,
-        larger=(10, 24),
+        gathered=512, larger=(10, 24),
     )  # fmt: skip
     assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)

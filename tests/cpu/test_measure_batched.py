@@ -35,15 +35,17 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(batched, "device_times", device_times)
 
 
-def measured(tokens: int) -> list[dict]:
+def measured(tokens: int, uneven: bool = False) -> list[dict]:
     into, weights = Writer("batched", "a GPU", "m"), batched.make_weights(2, 1, DEVICE_NAME)
-    batched.measure(into, weights, tokens, RATES, 3, 1)
+    batched.measure(into, batched.make_case(weights, tokens, 1, uneven), RATES, 3)
     return into.rows
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_ours_and_the_peer_compute_the_same(tokens: int) -> None:
-    rows = {row["subject"]: row for row in measured(tokens)}
+@pytest.mark.parametrize(
+    ("tokens", "uneven", "fullest"), [(1, False, 1), (5, False, 5), (5, True, 7)]
+)
+def test_ours_and_the_peer_compute_the_same(tokens: int, uneven: bool, fullest: int) -> None:
+    rows = {row["subject"]: row for row in measured(tokens, uneven)}
     assert [*rows] == [
         *("deepgemm + vLLM's", "deepgemm + SGLang's"),
         *("batched_experts fp8", "batched_experts bf16", "deepgemm + Triton"),
@@ -52,7 +54,8 @@ def test_ours_and_the_peer_compute_the_same(tokens: int) -> None:
         row = rows.pop(f"deepgemm + {engine}'s")
         assert row["peer"] and engine.lower() in row["not_tried"] and "value" not in row
     for row in rows.values():
-        assert 0 < row["calc_diff"] < 2e-3 and (row["experts"], row["rows"]) == (2, tokens)
+        assert 0 < row["calc_diff"] < 2e-3
+        assert (row["experts"], row["rows"], row["fullest"]) == (2, tokens, fullest)
         assert row["roofline"] == pytest.approx(1e6 * 2 * 3 * 256 * 512 / 3e12)
     assert [row["value"] for row in rows.values()] == pytest.approx([10, 20, 30])
 
@@ -82,8 +85,9 @@ def test_an_expert_without_a_token_and_one_with_all() -> None:
 
 @pytest.mark.parametrize(("peer_fails", "ours_fail"), [(False, False), (True, False), (True, True)])
 def test_the_program(peer_fails: bool, ours_fail: bool, measure, monkeypatch) -> None:
-    def of_case(into, weights, tokens, rates, repeats, seed):
-        case = {"experts": len(weights.w13), "rows": tokens}
+    def of_case(into, case, rates, repeats):
+        tokens, fullest = case.expected, int(case.counts.max())
+        case = {"experts": len(case.counts), "rows": tokens, "fullest": fullest}
         more = {"unit": "us", "clock": "device", "roofline": 20.0}
         for name, peer, us in (("batched_experts fp8", False, 25.0), ("deepgemm", True, 30.0)):
             if (peer and peer_fails) or (not peer and ours_fail and tokens == 4):
@@ -95,12 +99,12 @@ def test_the_program(peer_fails: bool, ours_fail: bool, measure, monkeypatch) ->
     monkeypatch.setattr(batched, "make_weights", lambda experts, seed: made)
     monkeypatch.setattr(batched, "EXPERTS", (2, 8))
     monkeypatch.setattr(batched, "measure", of_case)
-    done, rows = measure("batched", "--rows", "1", "4", "--markdown")
+    done, rows = measure("batched", "--rows", "1", "4", "--uneven", "--markdown")
     assert done.returncode == (EXIT_FAILED if ours_fail else EXIT_OK), done.stderr
     assert len(rows.rows_of("batched")) == 8
     text = " ".join(done.stdout.split())
-    assert ("| 8 | 4 | 29.0* | 34.0 | 20.0 | 69 % | 1.17x |" in text) == (not peer_fails)
-    assert "| 2 | 1 | 26.0*" in text
+    assert ("| 8 | 4 | 7 | 29.0* | 34.0 | 20.0 | 69 % | 1.17x |" in text) == (not peer_fails)
+    assert "| 2 | 1 | 1 | 26.0*" in text
     assert ("error: batched_experts fp8 at 8 experts, 4 rows: RuntimeError: no" in done.stderr) == (
         ours_fail
     )

@@ -117,6 +117,8 @@ def test_a_token_s_bits_depend_on_nothing_else(names, emulator):
 OPTIONS: dict[str, tuple[str, dict, dict]] = {
     "evict_first": ("8 swapped, early", {"evict_first": True}, {"evict_first": True}),
     "slices": ("192 on demand", {"slices": True}, {"slices": True}),
+    "gathers": ("192 on demand", {"gathers": True}, {}),
+    "gathers, overlapped": ("64 overlapped", {"gathers": True}, {}),
     "slices of 128": ("128", *2 * ({"slices": True, "schedule": Schedule.DYNAMIC},)),
 }
 """What changes the order of nothing: a config's name and what is changed in its two."""

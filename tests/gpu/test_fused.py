@@ -7,7 +7,6 @@ import pytest
 import test_layer
 import torch
 from cuda.bindings import driver as cuda
-from gemm_configs import FUSED, target
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
@@ -98,7 +97,9 @@ def test_many_tokens(module, tokens, make_inputs):
     [
         (1, {"evict_first": False}, {"evict_first": False}),
         (7, {"evict_first": True}, {"evict_first": True}),
+        (901, {"gathers": True}, {}),
         (2048, {"slices": False}, {"slices": False}),
+        (2048, {"slices": False, "gathers": True}, {}),
         (4096, {"slices": True}, {"slices": True}),
     ],
     ids=str,
@@ -204,13 +205,12 @@ def test_sanitizer(tool, terms):
     the rows."""
     if tool == "initcheck" and terms == 1:
         pytest.skip("does not see what TMA writes: the second GEMM's rows pass for uninitialised")
-    configs = FUSED[target()]
     sanitized(
         tool,
         f"""
 from dataclasses import replace
+from gemm_configs import FUSED, target
 from moe_fp8.kernels import operations as kernels
-from {type(configs[0]).__module__} import GemmConfig
 from moe_fp8.problem import MoeInputs, MoeShape
 shape = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)
@@ -218,7 +218,7 @@ def fp8(*size):
     return torch.randn(*size, device="cuda").to(torch.float8_e4m3fn)
 def f32(*size):
     return torch.randn(*size, device="cuda")
-for config in {configs!r}:
+for config in FUSED[target()]:
     for tokens in (1, 9, 41):
         torch.manual_seed(tokens)
         inputs = MoeInputs(

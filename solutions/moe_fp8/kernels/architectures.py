@@ -42,7 +42,7 @@ class Architecture:
         """How it loads rows of A that lie anywhere; None where that does not keep up."""
         from .gather import GatheredRows
 
-        return GatheredRows if config.swap_ab else None
+        return GatheredRows if config.swap_ab or config.gathers else None
 
 
 def _gemm_sm90() -> type:

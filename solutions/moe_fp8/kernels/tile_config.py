@@ -53,6 +53,8 @@ class TileConfig:
             what the GEMM gives.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
+        gathers: of the layer's first GEMM: rows are gathered, as with swapped operands, rather than
+            permuted before.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -68,6 +70,7 @@ class TileConfig:
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
+    gathers: bool = False
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
@@ -105,7 +108,7 @@ class TileConfig:
             words.append(f"{self.terms} terms")
         if self.quantises:
             words.append(f"quantises {self.quantises}")
-        words += self.set_flags("evict_first")
+        words += self.set_flags("evict_first", "gathers")
         return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:
@@ -207,14 +210,15 @@ class LayerRules(NamedTuple):
       GEMM until one of the first is done.
     - The first GEMM gathers its rows. It runs in whole waves if its tiles are small, so that the
       second one begins on the multiprocessors that are left.
-    With more rows a permute comes before the first GEMM. That pays from fewer rows on than the
+    With more rows a permute comes before the first GEMM, unless that has so few columns that hardly
+    any of its CTAs would read a row again (`gathered`). That pays from fewer rows on than the
     larger tile does in the GEMM alone (`larger`).
 
     The second GEMM has a dynamic schedule where it begins while the first one runs, because its
     CTAs begin at different times. With few K blocks a tile, asking for each costs more than the
     early start gains: then it begins after the first GEMM, with a static schedule (`in_order`).
 
-    The last four fields are off by default: where they have not been measured.
+    The last five fields are off by default: where they have not been measured.
     """
 
     stages: int  # of both GEMMs with few rows
@@ -224,6 +228,7 @@ class LayerRules(NamedTuple):
     # rows have at most so many bytes
     slices: int = 0  # tile_m of which only the slices that have rows are loaded
     in_order: int = 0  # K blocks of the second GEMM up to which its schedule is static
+    gathered: int = 0  # columns of the first GEMM up to which there is no permute
     larger: tuple[float, float] = (math.inf, math.inf)  # above the first number of rows an expert
     # the first GEMM takes the config for at least the second number
 
@@ -247,13 +252,14 @@ class LayerRules(NamedTuple):
             schedule = Schedule.WHOLE_WAVES if waves else Schedule.STATIC
             first = replace(first, stages=self.stages, schedule=schedule)
         else:
-            first = replace(first, schedule=Schedule.DYNAMIC)
+            gathers = 2 * i <= self.gathered
+            first = replace(first, schedule=Schedule.DYNAMIC, gathers=gathers)
         first = first.with_swiglu(terms, few=local <= self.one_wave)
         weights = local * 3 * h * i
         return self._loading(first, weights), self._loading(second, weights)
 
     def _loading(self, config: Any, weights: float) -> Any:
         """With how it loads its operands, where the rows' experts have so many bytes of weights."""
-        if config.tile_m == self.slices and not config.swap_ab:
+        if config.tile_m == self.slices and not (config.swap_ab or config.gathers):
             config = replace(config, slices=True)
         return replace(config, evict_first=weights <= self.evict_first)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,9 @@ class BatchedLayer(FusedLayer):
         return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
 
     def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
-        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, device)
+        rows = _power_of_two(tokens) * self.shape.num_local_experts
+        first, second = super().chosen(rows, device)
+        return replace(first, gathers=False), second  # they lie by expert
 
 
 def _power_of_two(number: int) -> int:

@@ -23,7 +23,8 @@ class GemmConfig(TileConfig):
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four; one where that
             would be all of them.
-        slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`.
+        slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`
+            and `gathers`.
     """
 
     overlap: bool = False
@@ -36,8 +37,8 @@ class GemmConfig(TileConfig):
         self.check(f" and quantises={self.quantises}", tile_m=rows, tile_n=columns)
         if self.quantises and self.cluster_n != 2:
             raise ValueError(f"{self}: expected clusters (1, 2), which share the scales")
-        if self.slices and (self.swap_ab or self.tile_m == WGMMA_M):
-            raise ValueError(f"slices: expected several warpgroups of tokens, got {self}")
+        if self.slices and (self.swap_ab or self.gathers or self.tile_m == WGMMA_M):
+            raise ValueError(f"slices: expected several warpgroups of permuted tokens, got {self}")
         most = self.consumer_registers - OTHER_REGISTERS
         if self.accumulator_registers > most:
             raise ValueError(

@@ -71,8 +71,9 @@ def choose(rows_per_expert: float, n: int, k: int, even=False, experts=None, ter
 # waves. Of DeepSeek-V3 an expert has 16 clusters' tiles for 66 clusters, so those of 4 rows make
 # one wave. evict_first: the weights of two experts of DeepSeek-V3.
 LAYER = LayerRules(
-    stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2, larger=(10, 24)
-)
+    stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2, gathered=512,
+    larger=(10, 24),
+)  # fmt: skip
 
 
 def _fill(config: GemmConfig, rows: int, n: int, experts: int, even: bool) -> GemmConfig:
