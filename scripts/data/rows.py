@@ -76,6 +76,7 @@ class Row(TypedDict, total=False):
     k: int
     experts: int
     rows: FiniteFloat  # on average, of an expert that has some
+    fullest: Count  # rows of the expert that has most
 
     # A figure.
     clock: str  # "device" or "harness"

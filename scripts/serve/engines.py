@@ -47,6 +47,11 @@ class Setup:
     batch_invariant: bool = False
 
     @property
+    def dense(self) -> str | None:
+        """Whose kernel multiplies dense layers, where vLLM's variable asks for another one."""
+        return "DeepGEMM" if os.environ.get("VLLM_USE_DEEP_GEMM") == "1" else None
+
+    @property
     def variables(self) -> dict[str, str]:
         """Of the engine's processes."""
         own = {"ours": "1", "accurate": "accurate"}

@@ -82,7 +82,7 @@ def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more
         "engine": setup.engine, "engine_version": backend.version, "model": setup.model.name,
         "layers": setup.model.layers, "gpus": setup.tensor_parallel,
         "parallel": "expert" if setup.expert_parallel else "tensor", "subject": setup.backend,
-        "batch_invariant": setup.batch_invariant or None,
+        "batch_invariant": setup.batch_invariant or None, "dense": setup.dense,
         "part": what, "size": size, "value": value, "unit": unit, **more,
     }  # fmt: skip
 

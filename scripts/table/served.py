@@ -31,6 +31,8 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
     model = f.model + ", " + f.layers.astype(str) + " layers" + spread.where(f.gpus > 1, "")
     if "batch_invariant" in f:
         model += f.batch_invariant.map({True: ", batch invariant"}).fillna("")
+    if "dense" in f:
+        model += (", dense layers by " + f.dense).fillna("")
     return f.assign(model=model)
 
 

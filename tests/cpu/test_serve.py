@@ -263,15 +263,17 @@ def test_of_the_layers_the_worst_is_named():
     rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
     rows += [row("ours", "start", None, 12.5, "s"), row("engine", "start", None, 8.0, "s"),
              row("ours", "same tokens", None, False, "", gpus=2, parallel="expert"),
-             row("ours", "same tokens", None, True, "", batch_invariant=True)]  # fmt: skip
+             row("ours", "same tokens", None, True, "", batch_invariant=True),
+             row("ours", "same tokens", None, True, "", dense="DeepGEMM")]  # fmt: skip
     frame = served.checks_table(rows).frame
-    assert list(frame["ours"]) == ["3.00e-04 (layer 1)", "12.5 s", "no", "yes"]
-    assert list(frame["engine"]) == ["-", "8 s", "-", "-"]
+    assert list(frame["ours"]) == ["3.00e-04 (layer 1)", "12.5 s", "no", "yes", "yes"]
+    assert list(frame["engine"]) == ["-", "8 s", "-", "-", "-"]
     assert list(frame["model"]) == [
         "m, 2 layers",
         "m, 2 layers",
         "m, 2 layers, 2 GPUs, expert parallel",
         "m, 2 layers, batch invariant",
+        "m, 2 layers, dense layers by DeepGEMM",
     ]
 
 
