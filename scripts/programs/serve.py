@@ -109,7 +109,7 @@ def main() -> int:
     from scripts.common import environment
     from scripts.data.rows import Writer
     from scripts.serve.run import Plan, first_start, measure
-    from scripts.table.served import SERVED, checks_table, timed_table
+    from scripts.table.served import SERVED, checks_table, timed_tables
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
@@ -125,7 +125,7 @@ def main() -> int:
         for row in measure(group, plan, logs):
             into.add(row, row["subject"])
     rows = into.rows
-    for table in (timed_table(rows), checks_table(rows)):
+    for table in (*timed_tables(rows), checks_table(rows)):
         print(f"\n{table.title}\n\n{table.text()}")
     return EXIT_OK
 

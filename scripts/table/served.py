@@ -5,10 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from scripts.common.text import number
+from scripts.common.text import number, percent
 from scripts.table.tables import Table, numbers
 
-TIMED = {"decode": "decode, batch", "prefill": "prefill, tokens", "mixed": "mixed load, requests"}
+TIMED = ("decode", "prefill", "mixed")
 LARGER_IS_BETTER = ("tokens/s",)
 SERVED = "served"
 """The measurement's name."""
@@ -65,32 +65,34 @@ def between(values: "pd.Series[float]") -> str:
     return least if least == f"{most}x" else f"{least[:-1]} to {most}x"
 
 
-def timed_table(rows: Sequence[Row]) -> Table:
-    """Times of every model and size, a column a backend."""
+def timed_tables(rows: Sequence[Row]) -> list[Table]:
+    """A table a model: a line a backend, a column a size."""
     f = frame_of(rows)
-    backends, f = f.subject.unique(), f[f.part.isin(TIMED)]
-    forms = f.unit.map(lambda unit: ",.0f" if unit in LARGER_IS_BETTER else ".2f")
-    cells = [
-        f"{value:{form}} ({100 * spread:.0f} %)"
-        for value, form, spread in zip(f.value, forms, f.spread, strict=True)
-    ]
-    case = ["model", "part", "size", "unit"]
-    wide = f.assign(cell=cells).pivot(index=case, columns="subject", values="cell")
-    wide = wide.reindex(pd.MultiIndex.from_frame(f[case].drop_duplicates()), columns=backends)
-    wide["gain"] = numbers(gains(f).reindex(wide.index), unit="x")
-    model, part, size, unit = (wide.index.get_level_values(name) for name in case)
-    what = part.map(TIMED) + " " + size.astype(str) + ", " + unit
-    found = wide.reset_index(drop=True).fillna("-")
-    found.insert(0, "model", model)
-    found.insert(1, "what", what)
-    title = "Served: medians (spread); gain: ours over the best of the engine's own"
-    return Table(found, left=2, title=title)
+    by_model = f[f.part.isin(TIMED)].groupby("model", sort=False)
+    return [timed_table(model, of) for model, of in by_model]
+
+
+def timed_table(model: str, f: pd.DataFrame) -> Table:
+    """Of one model: medians, ours over the best of the engine's own, and the largest spread of a
+    column's backends."""
+    case = ["part", "size", "unit"]
+    columns = pd.MultiIndex.from_frame(f[case].drop_duplicates())
+    values = f.pivot(index="subject", columns=case, values="value")
+    values = values.reindex(index=f.subject.unique(), columns=columns)
+    forms = {column: ",.0f" if column[-1] in LARGER_IS_BETTER else ".2f" for column in columns}
+    found = values.apply(lambda of: numbers(of, forms[of.name]))
+    found.loc["gain"] = numbers(gains(f).droplevel("model").reindex(columns), unit="x")
+    found.loc["spread"] = f.groupby(case).spread.max().reindex(columns).map(percent)
+    units = dict.fromkeys(f"{part} in {unit}" for part, _, unit in columns)
+    found.columns = [f"{part} {size}" for part, size, _ in columns]
+    found = found.rename_axis("backend").reset_index()
+    return Table(found, title=f"{model}: {', '.join(units)}")
 
 
 def checks_table(rows: Sequence[Row]) -> Table:
-    """What is no time: start, worst layer, compilations, tokens."""
+    """What is no time: start, worst layer, compilations, tokens; a line a model and backend."""
     f = frame_of(rows)
-    backends, f = f.subject.unique(), f[~f.part.isin(TIMED)]
+    f = f[~f.part.isin(TIMED)]
 
     def cell(of: pd.DataFrame) -> str:
         """Of several layers the worst, which is the last of equal ones."""
@@ -101,10 +103,9 @@ def checks_table(rows: Sequence[Row]) -> Table:
             return "yes" if row.value else "no"
         return f"{number(row.value, '.4g')} {row.unit}".strip()
 
-    case = ["model", "part"]
-    lines = f[case].drop_duplicates()
-    cells = {key: cell(of) for key, of in f.groupby([*case, "subject"], sort=False)}
-    found = lines.rename(columns={"part": "what"})
-    for name in backends:
-        found[name] = [cells.get((*line, name), "-") for line in lines.itertuples(index=False)]
+    case = ["model", "subject"]
+    cells = {key: cell(of) for key, of in f.groupby([*case, "part"], sort=False)}
+    lines = pd.MultiIndex.from_frame(f[case].drop_duplicates())
+    found = pd.Series(cells).unstack().reindex(lines, columns=f.part.unique()).fillna("-")
+    found = found.reset_index().rename(columns={"subject": "backend"})
     return Table(found, left=2, title="Checks; of the layers the worst")
