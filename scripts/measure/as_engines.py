@@ -5,7 +5,8 @@ What takes chosen experts, `moe_fp8.experts` and the engines' own functions, has
 before it: the one launch of the Triton peers. Solutions that take FP8 have a quantiser of one
 launch before them. The engines' weights have gate above up, and so have those of `experts` but for
 one form. The forms of ours that take FP8 tell what quantising costs, what that order does, and what
-scales that lie token by token do.
+scales that lie token by token do. A peer that brings its weights into an order of its own in every
+call has a second line, with weights that were brought into it once, as a server would.
 """
 
 from collections.abc import Callable
@@ -119,6 +120,21 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
 ENGINES = {"vllm fused_experts": vllm_experts, "sglang fused_experts": sglang_experts}
 
 
+# --- peers with prepared weights ------------------------------------------------------------------
+
+
+def prepared_mega_moe(inputs: MoeInputs) -> Callable[[MoeInputs, torch.Tensor], None]:
+    from moe_fp8.baselines import deepgemm_mega_moe as peer
+
+    weights = peer.own_weights(peer.SHAPE, inputs.hidden_states.device)
+    peer.prepare(inputs, weights)
+    return lambda given, out: peer.call_prepared(given, out, weights)
+
+
+PREPARED = {"deepgemm_mega_moe": prepared_mega_moe}
+"""By the solution's name."""
+
+
 # --- the calls ------------------------------------------------------------------------------------
 
 
@@ -135,6 +151,8 @@ class Engines:
         peers = {name: s for name, s in chosen.solutions.items() if said[name]["peer"]}
         self.runnables = {f"{n} + quantiser": build(chosen.definition, s) for n, s in peers.items()}
         self.said = {f"{name} + quantiser": said[name] for name in peers}
+        self.prepared = {f"{name} prepared + quantiser": name for name in peers if name in PREPARED}
+        self.said |= {line: said[name] for line, name in self.prepared.items()}
         self.own = next((of for of in said.values() if not of["peer"]), {"peer": False})
         self.skipped = dict(chosen.skipped)
         self.shape = MoeShape(**layer.shape)
@@ -188,6 +206,14 @@ class Engines:
             rest = [*weights, drawn.local_expert_offset, drawn.routed_scaling_factor]
             return lambda logits, x, scale, out: run(logits, bias, *quantise(x), *rest, out)
 
+        def of_prepared(run: Any) -> Any:
+            def call(logits: Any, x: Any, _: Any, out: Any) -> None:
+                q, scale = quantise(x)
+                run(inputs._replace(routing_logits=logits, hidden_states=q,
+                                    hidden_states_scale=scale), out)  # fmt: skip
+
+            return call
+
         def of_engine(run: Experts) -> Any:
             return lambda logits, x, *_: run(*choose(logits, *chosen_by), x)
 
@@ -201,6 +227,8 @@ class Engines:
             "experts fp8 token-major": (partial(ours, True), q, token_major),
         }
         others = {name: (of_solution(run), x, None) for name, run in self.runnables.items()}
+        for line, name in self.prepared.items():
+            others[line] = (of_prepared(PREPARED[name](inputs)), x, None)
         theirs = self.experts_of(offset)
         others |= {name: (of_engine(run), x, None) for name, run in theirs.items()}
         of = dict.fromkeys(runs, self.own) | dict.fromkeys(theirs, {"peer": True}) | self.said

@@ -82,6 +82,7 @@ def nothing_kept() -> None:
     deepgemm_moe.tables.clear()
     deepgemm_moe.masked_buffers.clear()
     deepgemm_mega_moe.held.clear()
+    deepgemm_mega_moe.own_weights.clear()
     deepgemm_mega_moe.routed_tokens.clear()
     hpc_ops_moe.buffers.clear()
 
@@ -454,6 +455,19 @@ def test_ids_and_rank_of_the_window(offset):
     wanted = (ids.long() >= offset) & (ids.long() < offset + 32)
     assert torch.equal(is_local, wanted)
     assert torch.equal(local[wanted].long(), ids[wanted].long() - offset)
+
+
+@pytest.mark.parametrize("layer", ["deepgemm_mega_moe"], indirect=True)
+def test_prepared_weights_are_not_prepared_again(layer):
+    inputs = bruteforce.random_inputs(TINY, 12, 4, 12)
+    weights = deepgemm_mega_moe.own_weights(TINY, DEVICE)
+    deepgemm_mega_moe.prepare(inputs, weights)
+    of_others = torch.zeros_like(inputs.gemm1_weights_scale)
+    got = output_of(
+        lambda given, out: deepgemm_mega_moe.call_prepared(given, out, weights),
+        inputs._replace(gemm1_weights_scale=of_others),
+    )
+    assert torch.equal(got, output_of(layer, inputs)) and got.any()
 
 
 def test_capacities_are_few():

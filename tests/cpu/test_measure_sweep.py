@@ -151,7 +151,11 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
         fused_moe(logits, bias, x, scale, *weights, **how, out=out)
 
+    def prepared(inputs):
+        return lambda given, out: solution(*given, out)
+
     monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
+    monkeypatch.setattr(as_engines, "PREPARED", {"a peer": prepared, "not chosen": None})
     said = {"a peer": {"peer": True, "hash": "1"}, OURS: {"peer": False, "hash": "2"}}
     monkeypatch.setattr(
         as_engines,
@@ -164,10 +168,11 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     given, prepare, of = engines(inputs(6, experts=shape.num_experts))
     wanted = torch.empty(6, 256, dtype=torch.bfloat16)
     model.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
-    assert len(prepare) == 8 and {*prepare} == {*of}
+    assert len(prepare) == 9 and {*prepare} == {*of}
     peers = {name: said["peer"] for name, said in of.items()}
-    assert [name for name in prepare if peers[name]] == ["a peer + quantiser", "an engine"]
-    assert of["a peer + quantiser"]["hash"] == "1" and of["experts bf16"]["hash"] == "2"
+    lines = ["a peer + quantiser", "a peer prepared + quantiser"]
+    assert [name for name in prepare if peers[name]] == [*lines, "an engine"]
+    assert {of[line]["hash"] for line in lines} == {"1"} and of["experts bf16"]["hash"] == "2"
     assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
     for name, make in prepare.items():
         call = make()

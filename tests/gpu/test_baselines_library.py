@@ -63,6 +63,7 @@ def nothing_kept() -> Iterator[None]:
         deepgemm_moe.tables,
         deepgemm_moe.masked_buffers,
         deepgemm_mega_moe.held,
+        deepgemm_mega_moe.own_weights,
         deepgemm_mega_moe.routed_tokens,
         flashinfer_cutlass_moe.buffers,
         hpc_ops_moe.buffers,

@@ -10,7 +10,7 @@ buffer, as the package's callers do. No host sync.
 The kernel wants the rows of the first projection in turns of 8, gate before up. A server brings
 them into that order once (`transform_weights_for_mega_moe_sm90`); a solution is given its weights
 anew in every call, so here it is part of every call: 0.94 GB read and written, the same for any T.
-Whoever compares kernels must take that off.
+`call_prepared` is a call without that.
 
 The kernel keeps one accumulator in units of the scales of the block at hand, so it divides by them:
 a scale of zero, which the definition allows, would make NaN. Such scales are replaced as they are
@@ -63,6 +63,14 @@ class OneRank(NamedTuple):
     num_topk: int
 
 
+class Weights(NamedTuple):
+    """Of the local experts, as the kernel reads them."""
+
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32, gate first
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+
+
 class Held(NamedTuple):
     """What a call writes on its way, for up to `symmetric.num_max_tokens_per_rank` tokens."""
 
@@ -71,9 +79,6 @@ class Held(NamedTuple):
     x_scale: torch.Tensor  # [capacity, H/128] float32
     ids: torch.Tensor  # [capacity, top_k] int64
     weights: torch.Tensor  # [capacity, top_k] float32
-    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
-    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32, gate first
-    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
 
 
 def capacity(tokens: int) -> int:
@@ -115,6 +120,13 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
         x_scale.view(torch.float32),
         ids,
         weights,
+    )
+
+
+@HeldPerStream
+def own_weights(shape: MoeShape, device: torch.device) -> Weights:
+    experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return Weights(
         torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((experts, 2 * i // BLOCK, h // BLOCK), dtype=torch.float32, device=device),
         torch.empty((experts, h // BLOCK, i // BLOCK), dtype=torch.float32, device=device),
@@ -149,8 +161,12 @@ def copy_scales(scales: torch.Tensor, out: torch.Tensor) -> None:
     out.masked_fill_(out == 0, NOT_ZERO)
 
 
-@torch.inference_mode()
-@on_its_device
+def prepare(inputs: MoeInputs, out: Weights) -> None:
+    """Write the weights as the kernel reads them."""
+    take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, out.w13, out.w13_scale)
+    copy_scales(inputs.gemm2_weights_scale, out.w2_scale)
+
+
 def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     """Write the layer's output.
 
@@ -159,6 +175,13 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported or not the one that the library was first used on,
             or a package is not installed.
     """
+    call_prepared(inputs, output, None)
+
+
+@torch.inference_mode()
+@on_its_device
+def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | None) -> None:
+    """The same with weights that `prepare` has written; None: prepare them now."""
     tokens, deep_gemm = begin(inputs, output, SHAPE, HOPPER, "deep_gemm", REQUIREMENT)
     if tokens == 0:
         return
@@ -167,17 +190,17 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
     routed = routed_tokens(tokens, SHAPE, output.device)
     route(inputs, SHAPE, routed)
 
-    symmetric, x, x_scale, ids, weights, w13, w13_scale, w2_scale = held(
-        capacity(tokens), SHAPE, output.device
-    )
+    symmetric, x, x_scale, ids, weights = held(capacity(tokens), SHAPE, output.device)
     x[:tokens].copy_(inputs.hidden_states)
     copy_scales(inputs.hidden_states_scale.t(), x_scale[:tokens])
     local = torch.sub(routed.ids, offset, out=ids[:tokens])
     local.masked_fill_((local < 0) | (local >= SHAPE.num_local_experts), -1)
     weights[:tokens].copy_(routed.weights)
 
-    take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, w13, w13_scale)
-    copy_scales(inputs.gemm2_weights_scale, w2_scale)
+    if prepared is None:
+        prepared = own_weights(SHAPE, output.device)
+        prepare(inputs, prepared)
+    w13, w13_scale, w2_scale = prepared
     mega_moe = deep_gemm.fp8_mega_moe
     # Without a bound it chooses its schedule by the room; 0.1.5 always does.
     bounded = "num_tokens_bound" in inspect.signature(mega_moe).parameters
