@@ -155,13 +155,15 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
 
 # --- the layer ------------------------------------------------------------------------------------
 
+FIRST, SECOND = CONFIGS["192 on demand"]
 TARGETS = {
-    "sm_90a": CONFIGS,
+    "sm_90a": CONFIGS | {"192 gathered": (dataclasses.replace(FIRST, gathers=True), SECOND)},
     "sm_100a": {name: (config.with_swiglu(1), config) for name, config in BLACKWELL_S.items()},
 }
 CASES = [  # of each target, where rows are gathered and where they are permuted for
     ("sm_90a", "8 swapped, early"),
     ("sm_90a", "192 on demand"),
+    ("sm_90a", "192 gathered"),
     ("sm_100a", "32 swapped"),
     ("sm_100a", "256 on demand"),
 ]
