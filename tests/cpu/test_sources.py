@@ -11,7 +11,8 @@ from scripts.data.rows import Writer
 from scripts.pack import pack, sources
 
 V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
-NOW = {V1: "1", V2: "2", "triton_moe": "3"}
+GLM5, EP8, EP4 = (f"triton_moe_{of}" for of in ("glm5", "minimax_m2_ep8", "kimi_k2_ep4"))
+NOW = {V1: "1", V2: "2", "triton_moe": "3", GLM5: "3", EP8: "4", EP4: "4"}
 
 
 @pytest.fixture
@@ -20,48 +21,29 @@ def now(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"),
+    ("measured", "changed", "unknown"),
     [
-        ({V1: "1", "triton_moe": "3"}, ""),
-        ({}, ""),
-        ({V1: "0", "triton_moe": "3"}, "Since this run the source of v1 has changed."),
-        ({V1: "0"}, "Since this run the source of v1 has changed."),
-        (
-            {V1: "0", V2: "2", "triton_moe": "0"},
-            "Since this run the sources of v1 and triton_moe have changed.",
-        ),
-        (
-            {V1: "0", V2: "0", "triton_moe": "0"},
-            "Since this run the sources of all 3 solutions have changed.",
-        ),
-        (
-            {V1: "0", V2: "0", "theirs": "0"},
-            "Since this run the sources of v1 and v2 have changed.",
-        ),
-        # A generation that is no more, and someone else's solution, whose source is not here.
-        (
-            {"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"},
-            "Since this run the source of v0 has changed.",
-        ),
-        (
-            {V1: "", V2: "0", "triton_moe": "3"},
-            "Since this run the source of v2 has changed. It is not known which sources of v1 were "
-            "measured.",
-        ),
-        ({V1: "10", "x": ""}, "Since this run the source of v1 has changed."),
+        ({}, "", ""),
+        ({V1: "1", "triton_moe": "3"}, "", ""),
+        ({V1: "0", "triton_moe": "3"}, "source of v1 has", ""),
+        ({V1: "0"}, "source of v1 has", ""),
+        ({V1: "0", V2: "2", "triton_moe": "0"}, "sources of v1 and triton_moe have", ""),
+        ({V1: "0", V2: "0", "triton_moe": "0"}, "sources of all 3 solutions have", ""),
+        # Someone else's solution, whose source is not here, and a generation that is no more.
+        ({V1: "0", V2: "0", "theirs": "0"}, "sources of v1 and v2 have", ""),
+        ({"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"}, "source of v0 has", ""),
+        ({V1: "", V2: "0", "triton_moe": "3"}, "source of v2 has", "v1"),
+        ({V1: "10", "x": ""}, "source of v1 has", ""),  # measured twice
+        # Of a solution of several definitions the name is said once.
+        ({V1: "1", GLM5: "3", EP8: "3", EP4: "3"}, "source of triton_moe has", ""),
     ],
 )
-def test_changed_sources_in_a_sentence(now, measured: dict[str, str], said: str) -> None:
+def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str) -> None:
     """Of hashes of one digit each."""
-    assert sources.remark({name: set(was) or {""} for name, was in measured.items()}) == said
-
-
-def test_a_solution_of_several_definitions_is_named_once(now, monkeypatch) -> None:
-    names = ["triton_moe_glm5", "triton_moe_minimax_m2_ep8", "triton_moe_kimi_k2_ep4"]
-    for name, digest in zip(names, "344", strict=True):
-        monkeypatch.setitem(NOW, name, digest)
-    measured = {V1: {"1"}} | dict.fromkeys(names, {"3"})
-    assert sources.remark(measured) == "Since this run the source of triton_moe has changed."
+    said = [f"Since this run the {changed} changed."] if changed else []
+    said += [f"It is not known which sources of {unknown} were measured."] if unknown else []
+    hashes = {name: set(was) or {""} for name, was in measured.items()}
+    assert sources.remark(hashes) == " ".join(said)
 
 
 def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
@@ -74,20 +56,13 @@ def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("hashes", "said"),
-    [
-        ({V1: "1"}, ""),
-        ({V1: "0", "triton_moe": "3"}, "Since this measurement the source of v1 has changed."),
-        ({}, ""),
-    ],
-)
-def test_measurements(now, hashes: dict[str, str], said: str) -> None:
-    into = Writer("stages", "a GPU", "m")
-    into.add({"tokens": 1}, "a config", solution=V1, hash=hashes.get(V1))
-    for name, of in hashes.items():
-        into.add({"tokens": 1}, name, hash=of)
-    assert sources.changed_since(into.result, "stages") == said
+def test_a_measurements_sources_are_those_that_its_rows_name(now) -> None:
+    changed = "Since this measurement the source of v1 has changed."
+    for was, said in (("1", ""), ("0", changed), (None, "")):
+        into = Writer("stages", "a GPU", "m")
+        into.add({"tokens": 1}, "a config", solution=V1, hash=was)
+        into.add({"tokens": 1}, "triton_moe", hash="3" if was else None)
+        assert sources.changed_since(into.result, "stages") == said
 
 
 def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:

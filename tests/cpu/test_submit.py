@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_record
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import TraceSet
 from programs import Done, call, packed_once
+from small_record import write as write_lines
 from test_pack import GENERATIONS, check_call
 
 from scripts.common import files
@@ -43,29 +45,18 @@ def traces_of(
 ) -> list[Trace]:
     """A passed trace for each workload, as `bench` keeps them."""
     libs = {"solution_hash": export.solution.hash(), "tolerance": "rtol 0.2", "timing": "a clock"}
-    times = {"latency_ms": 1.0, "reference_latency_ms": 10.0, "speedup_factor": 10.0}
-    return [
-        {
-            "definition": export.content["definition"],
-            "workload": t.workload.model_dump(mode="json"),
-            "solution": export.name,
-            "evaluation": {
-                "status": "PASSED",
-                "environment": {"hardware": hardware, "libs": dict(libs)},
-                "timestamp": f"2026-01-{time}T00:00:00",
-                "log": "",
-                "correctness": {"max_relative_error": 0.1, "max_absolute_error": 0.5},
-                "performance": dict(times),
-            },
-        }
-        for t in workloads
+    timestamp = f"2026-01-{time}T00:00:00"
+    made = [
+        small_record.trace(export.name, 7, 1.0, hardware=hardware, timestamp=timestamp, libs={**libs})
+        for _ in workloads
     ]
+    for trace, of in zip(made, workloads, strict=True):
+        trace["workload"] = of.workload.model_dump(mode="json")
+    return made
 
 
 def write(directory: Path, traces: list[Trace]) -> Path:
-    text = "".join(json.dumps(t) + "\n" for t in traces)
-    files.write(directory / "traces.jsonl", text)
-    return directory
+    return write_lines(directory / "traces.jsonl", traces).parent
 
 
 @pytest.fixture(scope="module")
