@@ -210,9 +210,8 @@ class LayerRules(NamedTuple):
       GEMM until one of the first is done.
     - The first GEMM gathers its rows. It runs in whole waves if its tiles are small, so that the
       second one begins on the multiprocessors that are left.
-    With more rows a permute comes before the first GEMM, unless that has so few columns that hardly
-    any of its CTAs would read a row again (`gathered`). That pays from fewer rows on than the
-    larger tile does in the GEMM alone (`larger`).
+    With more rows a permute comes before the first GEMM. It pays from fewer rows on than the larger
+    tile does in the GEMM alone (`larger`), unless so few columns (`gathered`) read each row.
 
     The second GEMM has a dynamic schedule where it begins while the first one runs, because its
     CTAs begin at different times. With few K blocks a tile, asking for each costs more than the
