@@ -90,20 +90,9 @@ IMPOSTOR = by_us("v4_flat", "raise SystemExit")
 """Says that it is ours."""
 
 
-def packed() -> dict[str, Solution]:
-    """Every solution of this checkout, by name."""
-    made = (Solution.model_validate_json(packed_once(g)) for g in generations())
-    return {solution.name: solution for solution in made}
-
-
 def test_peers_are_others_solutions_and_our_baselines() -> None:
     peers = [s for s in (*PACKED, THEIRS, IMPOSTOR) if is_peer(s, OWN)]
     assert peers == [PACKED[1], THEIRS, IMPOSTOR]
-    every = packed()
-    own = own_hashes(every.values())
-    for generation in generations():
-        baseline = generation.path.parent.name == BASELINES
-        assert is_peer(every[generation.name], own) == baseline
 
 
 def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
@@ -137,13 +126,15 @@ def test_installed_versions_of_this_interpreter() -> None:
     assert [installed_version(name) for name in names] == [*versions, "", None]
 
 
-def test_what_runs_on_which_gpu() -> None:
+def test_what_this_checkout_packs_runs_on_which_gpu() -> None:
     """Ours on every GPU that they name, which there are kernels for; a peer where its library has
     them."""
     from moe_fp8.kernels.architectures import ARCHITECTURES
 
-    every = packed()
-    ours = {name for name in every if name.startswith("cutedsl_")}
+    every = {g.name: Solution.model_validate_json(packed_once(g)) for g in generations()}
+    own = own_hashes(every.values())
+    ours = {name for name, s in every.items() if not is_peer(s, own)}
+    assert ours == {g.name for g in generations() if g.path.parent.name != BASELINES}
     hopper, blackwell = (
         {n for n, s in every.items() if why_not(s, Machine(c, lambda name: "1.0")) is None}
         for c in ((9, 0), (10, 0))

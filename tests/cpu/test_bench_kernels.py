@@ -16,12 +16,7 @@ from scripts.common.definitions import find
 from scripts.data.traces import read_results
 
 BREAKAGES = {
-    "the combine waits for nothing": (
-        "combine.py",
-        "wait_for_previous()",
-        "pass",
-        "global-race",
-    ),
+    "the combine waits for nothing": ("combine.py", "wait_for_previous()", "pass", "global-race"),
     "gate and up are exchanged": (
         "swiglu_epilogue.py",
         "gate, up = (first, second)",

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -20,6 +21,7 @@ from test_definitions import KINDS, reference
 from test_gemm_definitions import arguments as gemm_arguments
 from test_gemm_definitions import new_output
 
+from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import (
     CONTIGUOUS,
@@ -80,7 +82,7 @@ def test_the_program_lists_generations_and_packs_one_into_the_same_bytes_each_ti
     tmp_path,
 ) -> None:
     listed = call("pack", "--list").stdout.splitlines()
-    assert "cutedsl_moe_fp8_v1  v1_loop_padding.py" in listed and len(listed) == len(GENERATIONS)
+    assert listed == [f"{g.name}  {g.path.name}" for g in GENERATIONS.values()]
     done = call("pack", "v1_loop_padding", "--output", tmp_path)
     assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
     again = pack.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
@@ -130,9 +132,8 @@ def test_a_solution_has_what_its_file_says_and_for_the_rest_our_own_kernels_defa
     assert solution["spec"]["destination_passing_style"] is True
     sources = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
     assert [s["path"] for s in solution["sources"]] == sources
-    lines = GENERATION.replace("SOLUTION =", "SOLUTION: dict =").splitlines(keepends=True)
-    said = [line for line in lines if not line.startswith(('    "a', '    "t', '    "d'))]
-    (package / "gen.py").write_text("".join(said))
+    least = 'SOLUTION: dict = {"name": "sample"}'
+    (package / "gen.py").write_text(re.sub("SOLUTION = {.*?}", least, GENERATION, flags=re.DOTALL))
     (path,) = write(package)
     made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
     assert (made["author"], made["spec"]) == ("moe-fp8-cutedsl", ours["spec"])
@@ -235,23 +236,23 @@ def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_o
 ) -> None:
     data, definition = package.parent / "data", MOE[1]
     monkeypatch.setattr(pack, "PACKED_DIR", data / "solutions")
-    (package / "layer").mkdir()
     for name in ("layer/__init__.py", "layer/calls.py"):
-        (package / name).write_text('"""Empty."""\n')
+        files.write(package / name, '"""Empty."""\n')
     text = GENERATION.replace('"author"', '"routings": ("deepseek_v3",),\n    "author"')
     (package / "gen.py").write_text(text)
     (package / "gone.py").write_text(text.replace("sample", "gone"))
+
+    def packed(definition: Entry, output: Path | None = None) -> list[Path]:
+        return pack.write_packed((), output, root=package, build=False, definition=definition)
+
     folder = data / "solutions/somebody/moe" / definition.name
-    wanted = [folder / "sample_kimi_k2.json", folder / "gone_kimi_k2.json"]
-    assert pack.write_packed(root=package, build=False, definition=definition) == wanted
+    sample, gone = folder / "sample_kimi_k2.json", folder / "gone_kimi_k2.json"
+    assert packed(definition) == [sample, gone]
     (package / "gone.py").unlink()
-    (first,) = pack.write_packed(root=package, build=False)
-    assert first == data / f"solutions/somebody/moe/{DEFAULT.name}/sample.json"
-    assert wanted[1].is_file(), "of another definition"
-    pack.write_packed(root=package, build=False, definition=definition)
-    assert not wanted[1].is_file()
-    # Those of two definitions can lie in one directory.
-    pack.write_packed(output=folder, root=package, build=False)
+    assert packed(DEFAULT) == [data / f"solutions/somebody/moe/{DEFAULT.name}/sample.json"]
+    assert gone.is_file(), "of another definition"
+    assert packed(definition) == [sample] and not gone.is_file()
+    packed(DEFAULT, folder)  # those of two definitions can lie in one directory
     assert names_in(folder) == {"sample.json", "sample_kimi_k2.json"}
 
 
@@ -310,9 +311,6 @@ def by_its_path(directory: Path) -> Any:
     return module
 
 
-every_way = pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
-
-
 def check_call(name: str, run: Callable[..., None]) -> None:
     values, expected = arguments()
     if name in OWN:
@@ -342,37 +340,22 @@ def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     check_call(name, run)
 
 
-@pytest.mark.all
-@every_way
-def test_bundles_live_side_by_side(load: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Two solutions, two versions of one, and the same one at two places."""
-    flat = packed_of("cutedsl_moe_fp8_flat")
-    assert b"layer(MoeInputs(" in flat
-    other = flat.replace(b"layer(MoeInputs(", b"raise ArithmeticError(MoeInputs(")
-    bundles = [flat, packed_of("cutedsl_moe_fp8_v2"), other, flat]
-    places = [tmp_path / str(i) for i in range(len(bundles))]
-    runs = [load(unpack(b, p)).run for b, p in zip(bundles, places, strict=True)]
-    assert len({run.__globals__["MoeInputs"] for run in runs}) == len(runs)
-    for place, run in zip(places, runs, strict=True):
-        assert Path(inspect.getfile(run)).is_relative_to(place)
-    for i in (0, 1, 3):
-        check_call(OWN[0], runs[i])
-    with pytest.raises(ArithmeticError):
-        runs[2](**arguments()[0])
-
-
-@every_way
-def test_a_version_that_takes_anothers_place_is_loaded(
-    load: Callable[[Path], Any], package: Path
-) -> None:
-    directory = package.parent / "unpacked"
-    for value in (3, 44):
+@pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])
+def test_bundles_live_side_by_side(load: Callable[[Path], Any], package: Path) -> None:
+    """Two versions of one, the same one at two places, and one that takes another's place."""
+    values = {}
+    for place, value in (("a", 3), ("b", 3), ("c", 44), ("a", 55)):
         (package / "helper.py").write_text(f"def fill(x):\n    x.fill_({value})\n")
         (path,) = write(package)
-        run = load(unpack(path.read_bytes(), directory)).run
-        output = torch.zeros(1)
-        run(*range(10), output)
-        assert output == value
+        directory = unpack(path.read_bytes(), package.parent / place)
+        run = load(directory).run
+        assert Path(inspect.getfile(run)).is_relative_to(directory)
+        assert run.__module__ not in {other.__module__ for other in values}
+        values[run] = value
+        for each, expected in values.items():
+            output = torch.zeros(1)
+            each(*range(10), output)
+            assert output == expected
 
 
 def test_a_bundle_is_loaded_once_and_goes_with_the_package_around_it(tmp_path: Path) -> None:
@@ -399,36 +382,29 @@ def test_the_error_of_a_bundle_that_cannot_be_loaded_is_its_own_each_time(packag
 def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path: Path) -> None:
     """Its entries are known by their sources, whatever the modules are called and wherever they
     lie."""
-    from moe_fp8.kernels import compile as compiling
-    from moe_fp8.kernels.sm90 import gemm as gemm_sm90
 
-    def key(compiling: Any, gemm_sm90: Any) -> dict[str, str]:
-        return compiling.made_of(gemm_sm90.GroupedGemmSm90, (1,), (), "sm_90a")
-
-    def bundles_key(packed: bytes, place: str) -> dict[str, str]:
-        package = top_level(unpack(packed, tmp_path / place)).run.__module__.removesuffix(
-            ".layer.calls"
-        )
+    def key(package: str) -> dict[str, str]:
         names = ("compile", "sm90.gemm")
-        return key(*(importlib.import_module(f"{package}.kernels.{name}") for name in names))
+        compiling, gemm = (importlib.import_module(f"{package}.kernels.{n}") for n in names)
+        return compiling.made_of(gemm.GroupedGemmSm90, (1,), (), "sm_90a")
 
-    flat = packed_of("cutedsl_moe_fp8_flat")
-    ours = key(compiling, gemm_sm90)
-    assert bundles_key(flat, "a place") == ours
+    def key_of(packed: bytes, place: str) -> dict[str, str]:
+        return key(top_level(unpack(packed, tmp_path / place)).run.__module__.split(".")[0])
+
+    flat, ours = packed_of("cutedsl_moe_fp8_flat"), key("moe_fp8")
+    assert key_of(flat, "a place") == ours
     options = b"--enable-tvm-ffi --gpu-arch"
-    edited = bundles_key(flat.replace(options, b"--opt-level=2 " + options), "another")
+    edited = key_of(flat.replace(options, b"--opt-level=2 " + options), "another")
     assert {name for name in ours if ours[name] != edited[name]} == {"options", "sources"}
 
 
 LAYERS = {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe", "hpc_ops_moe"}
 PACKED = {CONTIGUOUS: {"flat", "deepgemm_contiguous"}, MASKED: {"batched", "deepgemm_masked"}}
-of_other_definitions = pytest.mark.parametrize(
-    "definition", [*KINDS, *GEMMS], ids=lambda d: d.short
-)
+OTHERS = [*KINDS, *GEMMS]
 
 
 @pytest.mark.all
-@of_other_definitions
+@pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None:
     """One of ours computes, a peer's asks for a GPU."""
     found = {g.path.stem: g for g in pack.generations(definition=definition)}
@@ -452,7 +428,7 @@ def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None
             torch.testing.assert_close(values[-1].float(), wanted.float(), rtol=0.05, atol=1e-3)
 
 
-@of_other_definitions
+@pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 def test_bench_lists_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
     monkeypatch.setattr(pack, "validate", lambda *_: None)
     listed = call("bench", "--cpu", "--list", "--definition", definition.short)
