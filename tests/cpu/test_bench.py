@@ -471,13 +471,17 @@ def test_what_the_options_say_is_what_is_run(gpu, options: str, configuration: d
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(gpu) -> None:
-    made = solution("b").model_dump()
-    made["spec"]["target_hardware"] = ["NVIDIA B200", "NVIDIA B300"]
-    gpu.ours.append(Solution.model_validate(made))
+    for name, spec in {
+        "b": {"target_hardware": ["NVIDIA B200", "NVIDIA B300"]},
+        "p": {"dependencies": ["torch", "no-such-package==1.5"]},
+    }.items():
+        made = solution(name).model_dump()
+        gpu.ours.append(Solution.model_validate(made | {"spec": made["spec"] | spec}))
     why = "unsupported on sm_90 (needs sm_100/103)"
-    done = gpu("--workloads", "1", "--solutions", "x", "b")
-    assert gpu.kept() == ["x1"] and gpu.info["skipped"] == {"b": why}
-    assert why in done.stdout and f"left out: b: {why}\n" in done.stderr
+    missing = "not installed: pip install no-such-package==1.5"
+    done = gpu("--workloads", "1", "--solutions", "x", "b", "p")
+    assert gpu.kept() == ["x1"] and gpu.info["skipped"] == {"b": why, "p": missing}
+    assert all(reason in done.stdout and reason in done.stderr for reason in (why, missing))
     said = gpu("--solutions", "b", status=2).stderr
     assert f"no solution can run here:\n  b: {why}\n" in said
     rows = {tuple(line.split(maxsplit=2)) for line in gpu("--list").stdout.splitlines()}
@@ -618,6 +622,8 @@ CONTENTS = {
     "exits": (small.RIGHT + f"    {EXITS}\n", "RUNTIME_ERROR", "SystemExit: 0"),
     "import exits": (EXITS + small.RIGHT, "COMPILE_ERROR", "SystemExit: 0"),
     "import fails": ("raise ImportError('no')\n", "COMPILE_ERROR", "Failed importing module"),
+    "changes x": (small.RIGHT + "    x.zero_()\n", "RUNTIME_ERROR",
+                  "the solution changes its inputs: x"),
     "changes both": (small.RIGHT + "    x[0, 0] += 1; w.mul_(2)\n", "RUNTIME_ERROR",
                      "the solution changes its inputs: x, w"),
     "resizes w": (small.RIGHT + "    w.resize_(2, 2)\n", "RUNTIME_ERROR",
@@ -830,6 +836,29 @@ def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) 
         assert targets(by_kernels)[4:] == [("a7", "sm_90a")]
     by_kernels("--resume", "--workloads", "9")
     assert targets(by_kernels)[5:] == [("a9", "sm_90a"), ("b9", "sm_90a")]
+
+
+def test_resume_makes_up_the_kernels_of_a_run_that_ended_among_its_models(
+    by_kernels, monkeypatch
+) -> None:
+    real = cpu_bench.evaluate
+
+    def evaluate(case, config, solution, *call):
+        if solution.name == "b":
+            raise KeyboardInterrupt
+        return real(case, config, solution, *call)
+
+    with monkeypatch.context() as here:
+        here.setattr(cpu_bench, "evaluate", evaluate)
+        by_kernels(status=130)
+    assert targets(by_kernels) == []
+    with monkeypatch.context() as here:
+        here.setattr(emulated, "why_not", lambda: NO_COMPILER)
+        by_kernels("--resume")
+    models = [("a7", ""), ("b7", ""), ("a9", ""), ("b9", "")]
+    assert targets(by_kernels) == models
+    by_kernels("--resume")
+    assert set(targets(by_kernels)) == {*models, ("a7", "sm_90a"), ("b7", "sm_90a")}
 
 
 def test_a_compiler_that_lacks_or_fails_is_a_reason(monkeypatch, tmp_path: Path) -> None:

@@ -211,6 +211,18 @@ def test_a_start_waits_for_another_until_that_is_gone(tmp_path: Path) -> None:
             assert said == "alone" and float(since) > end
 
 
+@pytest.mark.all
+def test_pip_is_added_to_an_environment_without(bare, monkeypatch) -> None:
+    pytest.importorskip("ensurepip")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", run.VENV], check=True)
+    started = []
+    monkeypatch.setattr(run, "do", lambda command, failed: started.append(command))
+    run.install("bench")
+    subprocess.run(started[0], check=True)
+    subprocess.run([python_of_venv(), "-m", "pip", "--version"], check=True)
+
+
 def dangling() -> None:
     python_of_venv().parent.mkdir(parents=True)
     python_of_venv().symlink_to("/absent")
