@@ -152,6 +152,7 @@ class Engines:
         self.runnables = {f"{n} + quantiser": build(chosen.definition, s) for n, s in peers.items()}
         self.said = {f"{name} + quantiser": said[name] for name in peers}
         self.prepared = {f"{name} prepared + quantiser": name for name in peers if name in PREPARED}
+        self.with_prepared: dict[str, Callable[[MoeInputs, torch.Tensor], None]] = {}
         self.said |= {line: said[name] for line, name in self.prepared.items()}
         self.own = next((of for of in said.values() if not of["peer"]), {"peer": False})
         self.skipped = dict(chosen.skipped)
@@ -227,8 +228,9 @@ class Engines:
             "experts fp8 token-major": (partial(ours, True), q, token_major),
         }
         others = {name: (of_solution(run), x, None) for name, run in self.runnables.items()}
-        for line, name in self.prepared.items():
-            others[line] = (of_prepared(PREPARED[name](inputs)), x, None)
+        if not self.with_prepared:
+            self.with_prepared = {line: PREPARED[n](inputs) for line, n in self.prepared.items()}
+        others |= {line: (of_prepared(run), x, None) for line, run in self.with_prepared.items()}
         theirs = self.experts_of(offset)
         others |= {name: (of_engine(run), x, None) for name, run in theirs.items()}
         of = dict.fromkeys(runs, self.own) | dict.fromkeys(theirs, {"peer": True}) | self.said

@@ -6,7 +6,8 @@ import pytest
 import torch
 from moe_fp8 import batched_experts, compile_ahead, experts, prepare
 from moe_fp8.functional import call_of
-from moe_fp8.problem import BatchedInputs
+from moe_fp8.layer.fused import BatchedLayer, FusedLayer
+from moe_fp8.problem import BatchedInputs, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 EXPERTS, ROWS, HIDDEN, WIDTH = 5, 7, 384, 256
@@ -227,3 +228,13 @@ def test_a_call_without_tokens(tokens):
     assert isinstance(one, BatchedInputs) and not one.num_tokens.any()
     assert one.x.shape == (EXPERTS, 1, HIDDEN) and one.x.is_contiguous()
     assert one.x_scale is None or one.x_scale.shape == (EXPERTS, 1, HIDDEN // 128)
+
+
+def test_rows_that_lie_by_expert_are_not_gathered() -> None:
+    """With as few columns as the layer gathers its rows for: 512 of an expert, then 64."""
+    shape, cpu = MoeShape(8, 8, 512, 256, 1, 1, 1, "given"), torch.device("cpu")
+    for rows, slices in ((512, False), (64, True)):
+        first, _ = FusedLayer(shape).chosen(8 * rows, cpu)
+        assert (first.gathers, first.slices) == (True, False)
+        first, _ = BatchedLayer(shape).chosen(rows, cpu)
+        assert (first.gathers, first.slices) == (False, slices)

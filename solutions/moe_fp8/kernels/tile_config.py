@@ -53,8 +53,6 @@ class TileConfig:
             what the GEMM gives.
         evict_first: the weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, those of up to three experts then arrive sooner; of seven, later.
-        gathers: of the layer's first GEMM: rows are gathered, as with swapped operands, rather than
-            permuted before.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -70,11 +68,12 @@ class TileConfig:
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
-    gathers: bool = False
     mma_ctas = 1
     """CTAs that share an MMA; Blackwell's to choose."""
     producer_warpgroups = 1
     """Of a CTA: those that do not promote."""
+    gathers = False
+    """Whether the layer's first GEMM gathers rows without `swap_ab`, too; Hopper's to choose."""
     slices = False
     """Whether A comes in slices of which a tile takes those that it has; Hopper's to choose."""
     split_scales = False
@@ -108,7 +107,7 @@ class TileConfig:
             words.append(f"{self.terms} terms")
         if self.quantises:
             words.append(f"quantises {self.quantises}")
-        words += self.set_flags("evict_first", "gathers")
+        words += self.set_flags("evict_first")
         return ", ".join([tile, cluster, *words])
 
     def set_flags(self, *names: str) -> list[str]:
@@ -251,8 +250,9 @@ class LayerRules(NamedTuple):
             schedule = Schedule.WHOLE_WAVES if waves else Schedule.STATIC
             first = replace(first, stages=self.stages, schedule=schedule)
         else:
-            gathers = 2 * i <= self.gathered
-            first = replace(first, schedule=Schedule.DYNAMIC, gathers=gathers)
+            first = replace(first, schedule=Schedule.DYNAMIC)
+            if 2 * i <= self.gathered:
+                first = replace(first, gathers=True)
         first = first.with_swiglu(terms, few=local <= self.one_wave)
         weights = local * 3 * h * i
         return self._loading(first, weights), self._loading(second, weights)

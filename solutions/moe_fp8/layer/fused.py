@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..arguments import Signature
-from ..kernels.architectures import of_device
+from ..kernels.architectures import Architecture, of_device
 from ..problem import DEEPSEEK_V3, BatchedInputs, Form, FusedCall, Inputs, MoeInputs, MoeShape
 from .backend import on_device, select
 from .pipeline import Mark, chunks, unmarked
@@ -45,8 +45,12 @@ class FusedLayer:
 
     def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
         """The configs of both GEMMs, of the last of a `key`."""
-        choose = self.configs or of_device(device).choose_layer
+        choose = self.configs or self.architecture(device).choose_layer
         return choose(tokens, self.shape, self.terms)
+
+    def architecture(self, device: torch.device) -> Architecture:
+        """Whose rules choose the configs."""
+        return of_device(device)
 
     def __call__(
         self,
@@ -124,9 +128,12 @@ class BatchedLayer(FusedLayer):
         return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
 
     def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
-        rows = _power_of_two(tokens) * self.shape.num_local_experts
-        first, second = super().chosen(rows, device)
-        return replace(first, gathers=False), second  # they lie by expert
+        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, device)
+
+    def architecture(self, device: torch.device) -> Architecture:
+        """Without gathering: the rows lie by expert."""
+        usual = super().architecture(device)
+        return replace(usual, layer=usual.layer._replace(gathered=0))
 
 
 def _power_of_two(number: int) -> int:

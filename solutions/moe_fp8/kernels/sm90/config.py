@@ -23,12 +23,15 @@ class GemmConfig(TileConfig):
         unroll: an iteration of the main loop covers all stages, so that their addresses are
             constants; where their number does not divide the K blocks, up to four; one where that
             would be all of them.
+        gathers: of the layer's first GEMM: rows are gathered, as with swapped operands, rather than
+            permuted before.
         slices: of a tile's 64-row slices only those that have rows are loaded. Without `swap_ab`
             and `gathers`.
     """
 
     overlap: bool = False
     unroll: bool = False
+    gathers: bool = False
     slices: bool = False
 
     def __post_init__(self) -> None:
@@ -75,4 +78,4 @@ class GemmConfig(TileConfig):
 
     def __str__(self) -> str:
         words = self.set_flags("swap_ab", "overlap") + self.schedule_word()
-        return self.described(words + self.set_flags("unroll", "slices"))
+        return self.described(words + self.set_flags("unroll", "gathers", "slices"))
