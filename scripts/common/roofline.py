@@ -43,6 +43,24 @@ def roofline_ms(
     return 1e3 * size / bandwidth(rates), flops_ms
 
 
+def stepwise_ms(
+    case: Mapping[str, Any], rates: Mapping[str, float], layer: MoeDefinition = DEFAULT
+) -> float:
+    """Milliseconds of two GEMMs and a combine, each by itself at the roofline, if memory holds all
+    that they read and write: beside what `roofline_ms` counts the FP8 intermediate and a bfloat16
+    row of every pair, both written and read. No bound, since L2 keeps some of it."""
+    h, i = layer.hidden_size, layer.intermediate_size
+    tokens, hit, active, pairs = (case[name] for name in ("tokens", "hit", "active", "pairs"))
+    logits, x = 4 * tokens * layer.num_experts, hit * (h + 4 * h // BLOCK)
+    inner, rows = pairs * (i + 4 * i // BLOCK), 2 * pairs * h
+    combined = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)
+    for (n, k), moved in zip(layer.gemms, (x + inner, inner + rows), strict=True):
+        size = active * (n * k + 4 * n * k // BLOCK**2) + moved
+        flops_ms = 1e3 * gemm_flops(pairs, n, k) / rates["fp8_flops_per_s"]
+        combined += max(1e3 * size / bandwidth(rates), flops_ms)
+    return combined
+
+
 def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:
     """Of a grouped GEMM with weights [n, k] on `pairs` rows; numbers or series of them."""
     return 2.0 * pairs * n * k

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scripts.common.definitions import MoeDefinition
+from scripts.common.definitions import MoeDefinition, find_layer
 from scripts.common.project import short_name
-from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms
+from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms, stepwise_ms
 from scripts.common.schemas import TOTAL
 from scripts.common.text import number, percent
 from scripts.data.results import CLOCKS
@@ -99,7 +99,7 @@ def sweep_table(rows: Rows, name: str) -> Table:
     found.columns = [short_name(name) for name in found]
     shares = [(roofline / of.min(axis=1)).map(percent) for of in values]
     ratios = [versus(of, peers_of(f)).map(ratio) for of in values]
-    found["roofline / best"], found["best peer / ours"] = joined(shares), joined(ratios)
+    found["roofline / best"], found["best peer / our best"] = joined(shares), joined(ratios)
     title = "Harness/device time in ms, * the fastest"
     return Table(found, left=int("layer" in case), title=title)
 
@@ -117,7 +117,7 @@ def batched_table(rows: Rows) -> Table:
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
     found["roofline"] = numbers(roofline, ".1f").to_numpy()
     found["roofline / ours"] = (roofline / ours).map(percent).to_numpy()
-    found["best peer / ours"] = versus(values, peer).map(ratio).to_numpy()
+    found["best peer / our best"] = versus(values, peer).map(ratio).to_numpy()
     return Table(found, left=0, title="Device us, * the fastest")
 
 
@@ -136,15 +136,24 @@ def failed_table(f: pd.DataFrame) -> Table:
 
 def models_summary(rows: Rows, name: str) -> Table:
     """Sweeps of several layers in few words: layers down, tokens across."""
-    f = called(rows, name)
+    f, rates = called(rows, name), rows.measurements[name]["rates"]
     values, peer = 1e3 * wide(f, MODELS), peers_of(f)
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
-    share = (1e3 * roofline_of(f, MODELS) / ours).map(lambda of: percent(of).replace(" ", ""))
-    cells = numbers(ours, ".1f") + " (" + share + ", " + versus(values, peer).map(ratio) + ")"
+    cases = f.drop_duplicates(list(MODELS.values())).to_dict("records")
+    steps = [stepwise_ms(case, rates, find_layer(case["definition"])) for case in cases]
+    roofline = roofline_of(f, MODELS)
+    stepwise = pd.Series(steps, values.index).clip(lower=roofline)
+    shares = [(1e3 * of / ours).map(lambda of: percent(of).replace(" ", ""))
+              for of in (roofline, stepwise)]  # fmt: skip
+    said = shares[0] + ", " + shares[1] + ", " + versus(values, peer).map(ratio)
+    cells = numbers(ours, ".1f") + " (" + said + ")"
     cells.index = cells.index.droplevel("active")
     found = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
     found.columns = [f"T={tokens:.0f}" for tokens in found]
-    title = "Our best device time in us (roofline over it, best peer's time over it)"
+    title = (
+        "Our best device time in us (roofline over it; the same of two GEMMs and a combine one by "
+        "one, whose intermediates go through memory; best peer's time over it)"
+    )
     return Table(found.rename_axis("layer").reset_index(), title=title)
 
 

@@ -329,7 +329,7 @@ def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str 
         )
     if ranking.compares_peers:
         ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
-        after["best peer / ours"] = by_clock(ranking, ours, "vs_peer")
+        after["best peer / our best"] = by_clock(ranking, ours, "vs_peer")
     frame = by_workload(ranking, joined(map(times, ranking.clocks)), before, after)
     title = "Time in ms, * the fastest"
     if len(ranking.clocks) > 1:

@@ -10,7 +10,7 @@ import torch
 from fake_cuda import Kernel
 
 from scripts.common.project import ROOT
-from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
+from scripts.common.roofline import pair_flops, roofline_ms, stepwise_ms, weight_bytes
 from scripts.data import rows
 from scripts.measure import gpu, roofline, timing
 from scripts.measure.gemm_problems import Histogram
@@ -35,6 +35,20 @@ def test_it_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() -> None:
     many = {"tokens": 14107, "hit": 8004, "active": 32, "pairs": 16099}
     memory, compute = roofline_ms(many, RATES, None)
     assert compute > memory and compute == pytest.approx(0.9453, abs=1e-3)
+
+
+def test_step_by_step_each_waits_for_memory_or_for_the_tensor_cores() -> None:
+    """3 pairs read weights, 10000 multiply; rows are written and read again."""
+    for pairs, active in ((3, 3), (10_000, 32)):
+        case = {"tokens": 9000, "hit": 5000, "active": active, "pairs": pairs}
+        inner, rows = pairs * (2048 + 64), pairs * 2 * 7168
+        moved = 5000 * (7168 + 224) + inner, inner + rows
+        weights = 4 * 32 * 56 + 4096 * 7168, 4 * 56 * 16 + 7168 * 2048
+        by_bytes = [(active * w + m) / 4e12 for w, m in zip(weights, moved, strict=True)]
+        by_flops = [2 * pairs * n / 1.5e15 for n in (4096 * 7168, 7168 * 2048)]
+        combine = (9000 * (4 * 256 + 2 * 7168) + rows) / 4e12
+        wanted = sum(map(max, zip(by_bytes, by_flops, strict=True))) + combine
+        assert stepwise_ms(case, RATES) == pytest.approx(1e3 * wanted)
 
 
 def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
