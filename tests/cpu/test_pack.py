@@ -414,8 +414,9 @@ def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None
     else:
         by_name, wanted = arguments(ROOT / definition.path)
         values, names = list(by_name.values()), LAYERS
+        names = {n for n in names if n.startswith("v")} if definition.swiglu_limit else names
     assert set(found) == names
-    for stem in names if gemm else ("v5_fused", "triton_moe"):
+    for stem in names if gemm else names & {"v5_fused", "triton_moe"}:
         generation, packed = found[stem], packed_once(found[stem])
         name = f"{generation.metadata['name']}_{definition.short}"
         assert generation.name == json.loads(packed)["name"] == name
