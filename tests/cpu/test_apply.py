@@ -195,6 +195,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     assert returned.dtype == torch.bfloat16
     for error, said, changed in (
         (TypeError, "gemm1_alpha: None is expected", {"gemm1_alpha": torch.ones(32)}),
+        (TypeError, "clamp_limit: None is expected", {"gemm1_clamp_limit": torch.ones(32)}),
         (TypeError, "topk_group: 4 is expected", {"topk_group": 8}),
         (
             ValueError,
@@ -280,6 +281,8 @@ def test_a_limit_is_compared_once_for_a_tensor_and_what_was_written(
                 got = called(**values, gemm1_clamp_limit=limit)
                 torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0)
             assert len(compared) == 1
+        with pytest.raises(TypeError, match="gemm1_beta: None is expected"):
+            called(**values, gemm1_clamp_limit=limit, gemm1_beta=torch.ones(32))
         limit[31] = 9.0
         for wrong in None, limit, limit[:31], torch.full((32,), 10.0, dtype=torch.float64):
             with pytest.raises(TypeError, match="gemm1_clamp_limit: 32 float32 values of 10.0 are"):
