@@ -78,6 +78,7 @@ class MoeDefinition(Entry):
     topk_group: int
     top_k: int
     routing: str
+    swiglu_limit: float | None = None  # clamps SwiGLU's gate from above and its up on both sides
 
     op_type = OP_TYPE
 
@@ -92,7 +93,8 @@ class MoeDefinition(Entry):
         """The arguments of `moe_fp8.problem.MoeShape`."""
         sizes = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
         routing = ("n_group", "topk_group", "top_k", "routing")
-        return {name: getattr(self, name) for name in sizes + routing}
+        swiglu = {} if self.swiglu_limit is None else {"swiglu": (self.swiglu_limit,)}
+        return {name: getattr(self, name) for name in sizes + routing} | swiglu
 
     @property
     def gemms(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -111,9 +113,9 @@ class MoeDefinition(Entry):
         return self.shape if self.short else None
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """Every layer at the default geometry, elsewhere those that say that they have the
-        routing."""
-        if "rows" in solution:
+        """Every layer at the default geometry, elsewhere those that say that they have the routing
+        and, where SwiGLU is clamped, that they clamp."""
+        if "rows" in solution or (self.swiglu_limit is not None and not solution.get("clamps")):
             return False
         return not self.short or self.routing in solution.get("routings", ())
 
@@ -150,9 +152,10 @@ def axes(op_type: str, name: str) -> dict[str, int]:
 def moe(
     name: str, short: str, tokens: tuple[int, ...], routed_scaling_factor: float = 1.0
 ) -> MoeDefinition:
-    """A layer. Groups, and of the default one `top_k`, are no axes: the public names have them."""
+    """A layer. Groups, a limit of SwiGLU, and of the default one `top_k`, are no axes: the names,
+    public but for the limit, have them."""
     sizes = axes(OP_TYPE, name)
-    of_name = {key: int(value) for key, value in re.findall(r"_(topk|ng|kg)(\d+)", name)}
+    of_name = {key: int(value) for key, value in re.findall(r"_(topk|ng|kg|limit)(\d+)", name)}
     return MoeDefinition(
         name=name,
         short=short,
@@ -166,6 +169,7 @@ def moe(
         topk_group=of_name.get("kg", 1),
         top_k=of_name["topk"],
         routing=RENORMALIZE if "_renorm_" in name else DEEPSEEK_V3,
+        swiglu_limit=float(of_name["limit"]) if "limit" in of_name else None,
     )
 
 
@@ -203,6 +207,7 @@ MOE = (
     moe(MINIMAX.format(256), "minimax_m2", MODEL_TOKENS),
     moe(MINIMAX.format(32), "minimax_m2_ep8", MODEL_TOKENS),
     moe(KIMI.format(96), "kimi_k2_ep4", MODEL_TOKENS, 2.827),
+    moe(f"{GLM}_limit10", "glm5_limit10", OWN_TOKENS, 2.5),
 )
 SHARED = replace(
     DSV3_TP8,

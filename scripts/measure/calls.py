@@ -65,7 +65,7 @@ def choose(
     if layer.short:
         there = {g.name: g for g in generations(definition=packed_for)}
         lacking = {n for n in names if not any(matches(name, [n]) for name in there)}
-        skipped = {names.pop(n): "is made for one shape, the default layer's" for n in lacking}
+        skipped = {names.pop(n): "is not packed for the layer" for n in lacking}
         if not names:
             raise UsageError(f"none of {', '.join(wanted)} is packed for {layer.name}")
     chosen = plan.choose(

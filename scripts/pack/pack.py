@@ -32,7 +32,7 @@ DEFAULTS = {
     "dependencies": ["torch", "nvidia-cutlass-dsl>=4.6.2,<4.9", "apache-tvm-ffi", "filelock"],
 }
 """What SOLUTION need not say: that of the solutions on this project's own kernels."""
-KEYS = {"name", *DEFAULTS, "routings", "rows"}
+KEYS = {"name", *DEFAULTS, "routings", "clamps", "rows"}
 CALLS = Path("layer") / "calls.py"
 """Makes `run` of a layer and a shape."""
 

@@ -323,8 +323,8 @@ def sweep(args: argparse.Namespace) -> Shown:
     from scripts.table import pivots
 
     engines, layers = args.form == "engines", args.definition
-    if engines and any(layer.routing == RENORMALIZE for layer in layers):
-        raise UsageError("--as engines: not of a layer that routes by renormalisation")
+    if engines and any(of.routing == RENORMALIZE or of.swiglu_limit is not None for of in layers):
+        raise UsageError("--as engines: not of a layer that clamps or routes by renormalisation")
     wanted = args.solutions or ([FUSED, *calls.PEERS] if engines else calls.SOLUTIONS)
     name = "sweep_engines" if engines else "sweep" if len(layers) == 1 else "models"
     rates = gpu.measure_rates()

@@ -5,6 +5,7 @@ A call is known by its routing and its shapes. It comes by keyword, without what
 inputs than our definitions have, and wants the output returned.
 """
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,26 @@ INPUTS = (
 METHODS = ("renormalize", "renormalize_naive")
 """Of `routing_method_type` 1 and 4: one function, but for roundings."""
 
+LIMIT = '''
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+compared = WeakTensorKeyDictionary()
+
+
+def check_limit(given):
+    """A tensor is compared once, and again where it was written since: that waits for the GPU."""
+    if given is not None:
+        version = 0 if given.is_inference() else given._version
+        if compared.get(given) == version:
+            return
+        expected = torch.full(({experts},), {limit}, device=given.device)
+        if given.dtype == expected.dtype and torch.equal(given, expected):
+            compared[given] = version
+            return
+    raise TypeError("gemm1_clamp_limit: {experts} float32 values of {limit} are expected")
+'''
 RUN = '''
 
 layer = run
@@ -66,21 +87,29 @@ def files(
     if not isinstance(of, MoeDefinition):
         raise PackError(f"FlashInfer's Trace Apply has no {of.name}")
     ours = definition.model_dump(mode="json")
-    names, specs = {"": of.name}, {**FACTORS, **SIZES}
+    # FlashInfer's names know no limit.
+    names, specs = {"": re.sub(r"_limit\d+$", "", of.name)}, {**FACTORS, **SIZES}
     fixed = {**dict.fromkeys(FACTORS), **{name: getattr(of, name) for name in SIZES}}
     if of.routing == RENORMALIZE:
         names = {f"_{m}": of.name.replace("_renorm_", f"_{m}_routing_") for m in METHODS}
         specs = {**FACTORS, **ALL_LOCAL, "top_k": SIZES["top_k"]}
         fixed = {**dict.fromkeys(FACTORS), "routing_bias": None, "top_k": of.top_k}
         fixed |= {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
+    checks, checked = "", ""
+    if (limit := of.swiglu_limit) is not None:
+        del fixed["gemm1_clamp_limit"]
+        said = f"Must be {limit} for every expert."
+        specs["gemm1_clamp_limit"] = {**FACTORS["gemm1_clamp_limit"], "description": said}
+        checks = LIMIT.format(experts=of.num_local_experts, limit=limit)
+        checked = "check_limit(gemm1_clamp_limit)\n    "
     specs |= ours["inputs"]
     inputs = {name: specs[name] for name in INPUTS if name in specs}
 
     def entry(call: str) -> str:
-        return RUN.format(
+        return checks + RUN.format(
             parameters=",\n    ".join(f"{name}=None" for name in inputs),
             fixed=",\n        ".join(f'"{n}": ({n}, {only!r})' for n, only in fixed.items()),
-            call=call.format(inputs=", ".join(ours["inputs"])),
+            call=checked + call.format(inputs=", ".join(ours["inputs"])),
         )
 
     sources = [

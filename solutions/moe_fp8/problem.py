@@ -92,10 +92,12 @@ class MoeShape:
     top_k: int = 8  # experts of a token, at most 31
     routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
     # with `given` there are neither, and num_experts only tells how many rows an expert may have
-    swiglu: Swiglu = SILU
+    swiglu: Swiglu = SILU  # or its numbers, which a packed solution can write as a literal
     ue8m0: bool = False  # the scales that the layer makes are powers of two, rounded up
 
     def __post_init__(self) -> None:
+        if isinstance(self.swiglu, tuple):
+            object.__setattr__(self, "swiglu", Swiglu(*self.swiglu))
         for field in fields(self):
             size = getattr(self, field.name)
             whole = isinstance(size, Integral) and not isinstance(size, bool)

@@ -23,6 +23,7 @@ from .problem import GroupedRows, MoeShape, expected_rows
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",
     "routings": ["deepseek_v3", "renormalize"],
+    "clamps": True,
 }
 
 

@@ -23,6 +23,7 @@ from .layer.fused import FusedLayer
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused",
     "routings": ["deepseek_v3", "renormalize"],
+    "clamps": True,
 }
 
 

@@ -18,6 +18,7 @@ from .layer.fused import FusedLayer
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",
     "routings": ["deepseek_v3", "renormalize"],
+    "clamps": True,
 }
 
 

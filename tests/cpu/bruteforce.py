@@ -114,10 +114,10 @@ def gemm(a: np.ndarray, a_scale: np.ndarray, b: np.ndarray, b_scale: np.ndarray)
     return round_bf16(out)
 
 
-def swiglu_quant(g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def swiglu_quant(g: np.ndarray, limit: float = np.inf) -> tuple[np.ndarray, np.ndarray]:
     """g [m, 2I] -> FP8 bit patterns [m, I] and scales [I/128, m]."""
     m, intermediate = g.shape[0], g.shape[1] // 2
-    up, gate = g[:, :intermediate], g[:, intermediate:]
+    up, gate = g[:, :intermediate].clip(-limit, limit), g[:, intermediate:].clip(max=limit)
     with np.errstate(over="ignore"):
         c = gate / (1 + np.exp(-gate)) * up
     q = np.zeros((m, intermediate), dtype=np.uint8)
@@ -148,7 +148,7 @@ def layer(inputs: MoeInputs, shape: MoeShape) -> np.ndarray:
             fp8_values(inputs.gemm1_weights[local]),
             inputs.gemm1_weights_scale[local].double().numpy(),
         )
-        q, q_scale = swiglu_quant(g)
+        q, q_scale = swiglu_quant(g, shape.swiglu.limit or np.inf)
         o = gemm(
             E4M3[q],
             q_scale,

@@ -31,12 +31,13 @@ def arguments(definition: Path = DEFAULT) -> tuple[dict[str, Any], torch.Tensor]
     hidden, chosen = sizes["hidden_size"], sizes.get("top_k", 8)
     last, i = chosen - 1, sizes["intermediate_size"]
     values["routing_logits"].fill_(-100.0)[0, :chosen] = 1.0
-    values["hidden_states"][0, 0] = 1.0
+    values["hidden_states"][0, 0] = 16.0
     # Column 0 of the input reaches up[0] and gate[0], and these reach output 5.
     w13, w2 = values["gemm1_weights"], values["gemm2_weights"]
     w13[last, 0, 0] = w13[last, i, 0] = w2[last, 5, 0] = 1.0
     values["output"] = torch.full((1, hidden), torch.nan, dtype=torch.bfloat16)
     expected = torch.zeros(1, hidden)
     factor = values.get("routed_scaling_factor", 1.0) / chosen
-    expected[0, 5] = factor / (1 + torch.exp(torch.tensor(-1.0)))
+    both = 10.0 if said["name"].endswith("_limit10") else 16.0  # up and gate, of which silu(x) is x
+    expected[0, 5] = factor * both * both
     return values, expected

@@ -195,6 +195,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     assert returned.dtype == torch.bfloat16
     for error, said, changed in (
         (TypeError, "gemm1_alpha: None is expected", {"gemm1_alpha": torch.ones(32)}),
+        (TypeError, "clamp_limit: None is expected", {"gemm1_clamp_limit": torch.ones(32)}),
         (TypeError, "topk_group: 4 is expected", {"topk_group": 8}),
         (
             ValueError,
@@ -210,20 +211,28 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     assert was["path"] == "main.py" and entry["content"].startswith(was["content"])
 
 
-QWEN = find("qwen3_235b")
+QWEN, LIMITED = find("qwen3_235b"), find("glm5_limit10")
 WAYS = {1: "renormalize", 4: "renormalize_naive"}
+
+
+def exported(place: Path, of: Entry) -> Path:
+    (generation,) = (g for g in generations(definition=of) if g.name == of.packed_name(FUSED))
+    workloads = load(run.ROOT, of)[0].workloads[of.name]
+    traces = traces_of(export_of(generation), workloads=workloads)
+    made, said = export(place, "flashinfer", traces, "v5_fused", "--definition", of.short)
+    assert "8 of 8 workloads passed" in said
+    return made
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> Path:
     """Exported for both names that FlashInfer has for the routing."""
-    (generation,) = (g for g in generations(definition=QWEN) if g.name.startswith(f"{FUSED}_qwen"))
-    workloads = load(run.ROOT, QWEN)[0].workloads[QWEN.name]
-    traces = traces_of(export_of(generation), workloads=workloads)
-    arguments = ["v5_fused", "--definition", "qwen3_235b"]
-    made, said = export(tmp_path_factory.mktemp("qwen"), "flashinfer", traces, *arguments)
-    assert "8 of 8 workloads passed" in said
-    return made
+    return exported(tmp_path_factory.mktemp("qwen"), QWEN)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory) -> Path:
+    return exported(tmp_path_factory.mktemp("limited"), LIMITED)
 
 
 def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> None:
@@ -251,6 +260,35 @@ def test_qwen_s_routing_has_flashinfers_names(qwen: Path, tmp_path: Path) -> Non
                 called(**values, **given | {name: other})
 
 
+def test_a_limit_is_compared_once_for_a_tensor_and_what_was_written(
+    limited: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (path,), (definition,) = limited.glob("solutions/**/*.json"), limited.glob("definitions/moe/*")
+    assert f"{definition.stem}_limit10" == LIMITED.name  # FlashInfer's names know no limit
+    values, expected = arguments(run.ROOT / LIMITED.path)
+    del values["output"]
+    reference: dict[str, Any] = {}
+    exec(json.loads(definition.read_text())["reference"], reference)
+    equal, compared = torch.equal, []
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a) or equal(a, b))
+    solution = by_its_path(unpack(path.read_bytes(), tmp_path / "sources")).run
+    for called in solution, reference["run"]:
+        with torch.inference_mode():
+            without_version = torch.full((32,), 10.0)
+        for limit in without_version, torch.full((32,), 10.0):
+            compared.clear()
+            for _ in range(2):
+                got = called(**values, gemm1_clamp_limit=limit)
+                torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0)
+            assert len(compared) == 1
+        with pytest.raises(TypeError, match="gemm1_beta: None is expected"):
+            called(**values, gemm1_clamp_limit=limit, gemm1_beta=torch.ones(32))
+        limit[31] = 9.0
+        for wrong in None, limit, limit[:31], torch.full((32,), 10.0, dtype=torch.float64):
+            with pytest.raises(TypeError, match="gemm1_clamp_limit: 32 float32 values of 10.0 are"):
+                called(**values, gemm1_clamp_limit=wrong)
+
+
 def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
     gemm = find("gemm1")
     generation = generations(definition=gemm)[0]
@@ -259,10 +297,12 @@ def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
         forms.flashinfer_files([export_of(generation)], definition)
 
 
-def test_the_inputs_are_those_of_flashinfers_own_traces(folder: Path, qwen: Path) -> None:
+def test_the_inputs_are_those_of_flashinfers_own_traces(
+    folder: Path, limited: Path, qwen: Path
+) -> None:
     """By name and in its order: what calls a solution of its definition by position calls ours."""
     templates = pytest.importorskip("flashinfer.trace.templates.moe")
-    for place, way in (folder, "ds"), *((qwen, way) for way in WAYS.values()):
+    for place, way in (folder, "ds"), (limited, "ds"), *((qwen, way) for way in WAYS.values()):
         template = getattr(templates, f"trtllm_fp8_block_scale_moe_{way}_routing_trace")
         (path,) = place.glob(f"definitions/moe/{template.name_prefix}_*.json")
         inputs = json.loads(path.read_text())["inputs"]
@@ -322,6 +362,8 @@ SIZES = {"num_experts": 256, "intermediate_size": 2048, "local_num_experts": 32}
 QWENS = {"num_experts": 128, "intermediate_size": 1536, "local_num_experts": 128, "top_k": 8}
 QWENS |= dict.fromkeys(("n_group", "topk_group", "routing_bias", "routed_scaling_factor"))
 BOTH = "print(right(call(1)), right(call(4)))"
+LIMIT = "print(right(call(2, gemm1_clamp_limit=torch.full((32,), 10.0))))"
+GLM = GEOMETRY | SIZES | dict.fromkeys(("n_group", "topk_group"), 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="no flashinfer")
@@ -331,6 +373,7 @@ BOTH = "print(right(call(1)), right(call(4)))"
     [
         ("folder", DEFAULT, GEOMETRY | SIZES, CALLS, PRINTED),
         ("qwen", QWEN, QWENS | {"local_expert_offset": 0}, BOTH, ["True True", ".*'hit': 2"]),
+        ("limited", LIMITED, GLM, LIMIT, ["True", ".*'hit': 1"]),
     ],
 )
 def test_flashinfers_function_is_ours_before_it_looks_for_a_gpu(

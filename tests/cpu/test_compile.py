@@ -804,6 +804,7 @@ ROWS = {  # of an expert
     "qwen3_next": (8, 8),
     "dsv3_tp8": (128, 8),
     "glm5": (128, 8),
+    "glm5_limit10": (8, 128),
     "minimax_m2": (8, 128),
     "minimax_m2_ep8": (128, 8),
     "kimi_k2_ep4": (128, 8),

@@ -23,10 +23,12 @@ from scripts.common.project import ROOT
 from scripts.data import dataset
 from scripts.table import recorded
 
-KINDS = list({(d.routing, d.n_group, d.top_k): d for d in reversed(MOE[1:])}.values())
+KINDS = list(
+    {(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in reversed(MOE[1:])}.values()
+)
 """Of those whose code is the same but for sizes the first."""
 NUM_EXPERTS = dict.fromkeys(
-    ("", "dsv3_tp8", "glm5", "minimax_m2", "minimax_m2_ep8"), 256
+    ("", "dsv3_tp8", "glm5", "glm5_limit10", "minimax_m2", "minimax_m2_ep8"), 256
 ) | dict.fromkeys(("kimi_k2", "kimi_k2_e384", "kimi_k2_ep4"), 384)
 """Of the models; the others have 128, all of them local, and no such axis."""
 
@@ -78,10 +80,14 @@ def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> N
 
 
 def sized(definition: Entry) -> tuple[str, dict[str, int]]:
-    """The reference without its docstring, and the sizes that it has of its own."""
+    """The reference without its docstring and what clamps, and the sizes that it has of its own."""
     reference = load(definition).reference.split('"""\n', 1)[1]
-    constants = re.findall(r"(?m)^(\w*(?:GROUP|TOP_K)) = (\d+)$", reference)
-    return re.sub(r"(?m)^\w*(GROUP|TOP_K) = \d+$", "", reference), {n: int(v) for n, v in constants}
+    constant, clamp = (
+        r"(?m)^(\w*(?:GROUP|TOP_K|LIMIT)) = (.+)\n",
+        r"\n.*\.clamp\(max=SWIGLU_LIMIT.*",
+    )
+    constants = {name: float(value) for name, value in re.findall(constant, reference)}
+    return re.sub(constant, "", re.sub(clamp, "", reference)), constants
 
 
 def test_definitions_of_one_interface_have_one_reference_but_for_sizes() -> None:
@@ -93,6 +99,7 @@ def test_definitions_of_one_interface_have_one_reference_but_for_sizes() -> None
         if isinstance(definition, MoeDefinition):
             groups = {"N_GROUP": definition.n_group, "TOPK_GROUP": definition.topk_group}
             groups = groups if "ds_routing" in definition.name else {}
+            assert constants.pop("SWIGLU_LIMIT", None) == definition.swiglu_limit
             assert constants == groups | {"TOP_K": definition.top_k}
     assert len(kinds) == 5 and all(len(texts) == 1 for texts in kinds.values())
 
@@ -196,6 +203,8 @@ def by_hand(inputs: MoeInputs, shape: MoeShape) -> torch.Tensor:
                 continue
             g = scaled(inputs.gemm1_weights[local], inputs.gemm1_weights_scale[local]) @ x[token]
             up, gate = g.chunk(2)
+            if limit := shape.swiglu.limit:
+                up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
             second = scaled(inputs.gemm2_weights[local], inputs.gemm2_weights_scale[local])
             out[token] += weight * (second @ (gate / (1 + torch.exp(-gate)) * up))
     return out

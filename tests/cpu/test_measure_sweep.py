@@ -252,7 +252,7 @@ ROWS = [  # options, measurement, solutions that have rows, wanted ones, and wha
     ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *calls.PEERS],
      {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
     (f"--definition glm5 --solutions {OURS} {PEER} sglang_moe", "sweep", GLM5, GLM5,
-     {"sglang_moe": "is made for one shape, the default layer's"}),
+     {"sglang_moe": "is not packed for the layer"}),
 ]  # fmt: skip
 
 
@@ -288,6 +288,8 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
     ("arguments", "said"),
     [
         ("--as engines --definition qwen3_next", "renormalisation"),
+        ("--as engines --definition glm5_limit10", "a layer that clamps"),
+        ("--solutions triton_moe --definition glm5_limit10", "none of triton_moe is packed"),
         ("--solutions sglang_moe --definition glm5", "none of sglang_moe"),
         ("--definition gemm1", "only of a layer"),
     ],

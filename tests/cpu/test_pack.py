@@ -414,8 +414,9 @@ def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None
     else:
         by_name, wanted = arguments(ROOT / definition.path)
         values, names = list(by_name.values()), LAYERS
+        names = {n for n in names if n.startswith("v")} if definition.swiglu_limit else names
     assert set(found) == names
-    for stem in names if gemm else ("v5_fused", "triton_moe"):
+    for stem in names if gemm else names & {"v5_fused", "triton_moe"}:
         generation, packed = found[stem], packed_once(found[stem])
         name = f"{generation.metadata['name']}_{definition.short}"
         assert generation.name == json.loads(packed)["name"] == name
@@ -432,8 +433,10 @@ def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None
 def test_bench_lists_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
     monkeypatch.setattr(pack, "validate", lambda *_: None)
     listed = call("bench", "--cpu", "--list", "--definition", definition.short)
-    assert listed.returncode == 0 and "needs a GPU" in listed.stdout
-    assert all(g.name in listed.stdout for g in pack.generations(definition=definition))
+    found = pack.generations(definition=definition)
+    assert listed.returncode == 0 and all(g.name in listed.stdout for g in found)
+    peers = any(g.path.parent.name == BASELINES for g in found)
+    assert ("needs a GPU" in listed.stdout) == peers
     assert "sglang_moe" not in listed.stdout
     assert ("cutedsl_moe" in listed.stdout) == (definition not in GEMMS)
 
