@@ -33,7 +33,7 @@ class Plan:
         return [
             *(("decode", batch, "ms a step") for batch in self.batches),
             *(("prefill", tokens, "ms") for tokens in self.prompts),
-            ("mixed", MIXED_REQUESTS, "tokens/s"),
+            ("mixed", min(MIXED_REQUESTS, max(self.batches)), "tokens/s"),
         ]
 
 
