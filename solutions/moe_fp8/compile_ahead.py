@@ -33,6 +33,8 @@ from .problem import LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs
 
 PARENT = Path(__file__).resolve().parents[1]
 """The directory that this package can be imported from."""
+MAIN = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} import main; main()"
+"""The program of `in_processes`, which imports nothing that lies in the working directory."""
 Geometry = tuple[Any, ...]
 """The arguments of `operations.compile_fused`, which decide a kernel."""
 
@@ -155,7 +157,7 @@ def in_processes(geometries: Sequence[Geometry]) -> None:
     path = os.pathsep.join(filter(None, [str(PARENT), os.environ.get("PYTHONPATH")]))
     # Not forks of this process, which may use CUDA, but of one that imports the compiler once.
     subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-c", MAIN],
         input=pickle.dumps(geometries),
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
@@ -177,7 +179,3 @@ def compile_one(geometry: Geometry) -> None:
     from .kernels.operations import compile_fused
 
     compile_fused(*geometry)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .arguments import check_real
-from .functional import call_of, fused_moe
+from .functional import call_of, fused_moe, refuse_gradients
 from .layer.backend import select
 from .numerics import BLOCK
 from .problem import MoeInputs, MoeShape
@@ -146,6 +146,7 @@ def _checked(
 ) -> dict[str, Any] | str:
     """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
     try:
+        refuse_gradients(MoeInputs._fields, inputs)
         layer, _, output = call_of(fused_moe, *inputs[:8], **options)
         experts, local = layer.shape.num_experts, layer.shape.num_local_experts
         if experts != ranks * local:
@@ -274,5 +275,5 @@ def _unpacked(
         logits.contiguous().view(torch.float32),
         # A copy of a single token too: behind the logits its address is a multiple of 4 alone.
         x.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
-        x_scale.contiguous().view(torch.float32).t().contiguous(),
+        x_scale.contiguous().view(torch.float32).t().clone(memory_format=torch.contiguous_format),
     )

@@ -277,7 +277,7 @@ def _is_traced(first: Any, x: Any) -> bool:
     )
 
 
-def _refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+def refuse_gradients(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
     """Raise a ValueError for an argument that a derivative is wanted of: there would be none."""
     forward = forward_ad._current_level >= 0
     if not (forward or torch.is_grad_enabled()):
@@ -323,7 +323,7 @@ def _is_usual(inputs: Any) -> bool:
             and w13_scale.dtype is F32
             and logits.dtype is F32
             and x.dtype is FP8
-            and x_scale.is_contiguous()
+            and x_scale.stride() == (x_scale.shape[1], 1)
         )
     except (AttributeError, RuntimeError):  # None, or no dense tensor
         return False
@@ -404,19 +404,19 @@ def _batched(*arguments: Any) -> Call:
 
 
 def _run_batched(*arguments: Any) -> None:
-    _refuse_gradients(BatchedInputs._fields, arguments)
+    refuse_gradients(BatchedInputs._fields, arguments)
     layer, inputs, out = _batched(*arguments)
     layer(inputs, out)
 
 
 def _run(*arguments: Any) -> None:
-    _refuse_gradients(MoeInputs._fields, arguments)
+    refuse_gradients(MoeInputs._fields, arguments)
     layer, inputs, out = _fused_moe(*arguments)
     layer(inputs, out)
 
 
 def _run_experts(*arguments: Any) -> None:
-    _refuse_gradients(RoutedInputs._fields, arguments)
+    refuse_gradients(RoutedInputs._fields, arguments)
     layer, inputs, out = _experts(*arguments)
     layer(inputs, out)
 
@@ -584,7 +584,7 @@ def _register(name: str, run: Any, names: tuple[str, ...]) -> Any:
         torch.library.define(operator, schema, tags=(torch.Tag.needs_exact_strides,))
         torch.library.impl(operator, ("cpu", "cuda"), run)
         # The output is an argument: there is nothing to say of it.
-        torch.library.register_fake(operator, lambda *given: _refuse_gradients(names, given))
+        torch.library.register_fake(operator, lambda *given: refuse_gradients(names, given))
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 

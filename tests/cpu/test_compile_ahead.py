@@ -1,5 +1,6 @@
 """Compiling before the first call: which kernels, where, and that what is on disk is not again."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -83,7 +84,11 @@ def compiled_here(monkeypatch) -> list[str]:
     return kernels
 
 
-def test_processes_compile_and_this_one_loads(geometries, compiled_here):
+def test_processes_compile_and_this_one_loads(geometries, compiled_here, monkeypatch, tmp_path):
+    """Nothing that lies in the working directory is imported."""
+    (tmp_path / "tqdm.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
     assert compile_ahead.compile_all(geometries) == 2 and not compiled_here
     first = dict(operations.compile_fused.functions)
     assert [*first] == geometries and compile_ahead.compile_all(geometries) == 0
@@ -175,8 +180,8 @@ def test_a_call_without_pairs():
 def test_the_program_of_the_processes(geometries, tmp_path):
     """It can be started wherever the package lies, and what it says is progress."""
     made = subprocess.run(
-        [sys.executable, "-m", compile_ahead.__name__], input=pickle.dumps(geometries[:1]),
-        capture_output=True, cwd=compile_ahead.PARENT,
+        [sys.executable, "-c", compile_ahead.MAIN], input=pickle.dumps(geometries[:1]),
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(compile_ahead.PARENT)},
     )  # fmt: skip
     assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
     assert compile_ahead.missing(geometries) == geometries[1:]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moe_fp8 import experts, fused_moe
+from moe_fp8.kernels.operations import bytes_of
 from test_functional import ROUTING, tensors_of
 
 E8M0 = torch.float8_e8m0fnu
@@ -29,6 +30,15 @@ def test_the_bits_are_those_of_float32(accurate):
         for each in (exponents, numbers)
     ]
     assert torch.equal(*of_experts) and of_experts[0].any()
+
+
+def test_what_the_compiled_function_sees_as_bytes_was_of_their_type():
+    """It compares the types of its arguments, but these with none before they are its."""
+    exponents = torch.ones(3, 2).to(E8M0)
+    assert torch.equal(bytes_of(exponents), torch.full((3, 2), 127, dtype=torch.uint8))
+    for other in (torch.uint8, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, match=f"float8_e8m0fnu, got {other}"):
+            bytes_of(exponents.view(other))
 
 
 @pytest.mark.parametrize(

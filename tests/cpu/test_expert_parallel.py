@@ -294,6 +294,8 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
                           "rank 2: routing_logits: expected 24 experts, 8 of each of 3 ranks, got"),
     "device": ({1: dict.fromkeys(TENSORS, lambda x: x.to("meta"))},
                "rank 1: unsupported device meta"),
+    "a derivative": ({1: {"gemm2_weights_scale": lambda x: x.clone().requires_grad_()}},
+                     "rank 1: gemm2_weights_scale: expected a tensor without derivative"),
     "accurate": ({1: {"accurate": lambda _: "no"}}, "rank 1: accurate: expected True or False"),
     "top_k": ({1: {"top_k": lambda _: "8"}}, "rank 1: top_k='8': expected an integer"),
     "n_group": ({1: {"n_group": lambda _: [4]}}, r"rank 1: n_group=\[4\]: expected an integer"),

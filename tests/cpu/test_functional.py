@@ -68,6 +68,17 @@ def test_it_is_the_solutions_layer():
     assert functional._layer(*sizes, True, *PLAIN) == v6_fused_hifi.LAYER
 
 
+def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
+    """As `prepare` makes it: its strides say so, though one row or column is contiguous anyhow."""
+    layers = []
+    for tokens in (1, 8):
+        logits, bias, x, x_scale, *rest = tensors_of(tokens)
+        x_scale = x_scale.t().contiguous().view(tokens, -1).t()
+        given = logits, bias, x, x_scale, *rest
+        layers.append(functional.call_of(fused_moe, *given, **ROUTING)[0])
+    assert layers[0] == layers[1] and layers[0].given_form.strided_scales
+
+
 @pytest.mark.parametrize(
     ("position", "value", "message"),
     [

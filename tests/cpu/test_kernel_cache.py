@@ -511,6 +511,24 @@ def test_unwritable_directory_still_compiles(cache):
     assert count == [1]
 
 
+@pytest.mark.parametrize(
+    "error", [PermissionError("read-only"), NotImplementedError("no flock, says filelock 3")]
+)
+def test_where_nothing_can_be_written_what_is_there_is_read(error, cache, monkeypatch):
+    _, count = cache
+    build()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(kernel_cache.FileLock, "acquire", refuse)
+    monkeypatch.setattr(os, "utime", refuse if isinstance(error, OSError) else os.utime)
+    assert build() is not None and count == [1]
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        build(1024)
+    assert count == [2]
+
+
 posix_only = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
 
 
@@ -574,7 +592,7 @@ def test_what_others_can_write_or_own_is_not_loaded(cache, what, mode, monkeypat
 
 
 @posix_only
-def test_what_get_would_not_load_is_not_there(tmp_path):
+def test_what_get_would_not_load_is_not_there(tmp_path, monkeypatch):
     kept = kernels_in(tmp_path)
     assert not kept.has({"kernel": "Gemm"})
     kept.get({"kernel": "Gemm"}, lambda: "built")
@@ -585,6 +603,12 @@ def test_what_get_would_not_load_is_not_there(tmp_path):
         path.chmod(0o777)
         assert not kept.has({"kernel": "Gemm"})
         path.chmod(mode)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert not kept.has({"kernel": "Gemm"}), "in a directory that cannot be searched"
 
 
 def test_the_cache_is_trimmed_to_its_limit(tmp_path):

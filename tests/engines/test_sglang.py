@@ -14,6 +14,7 @@ from moe_fp8.quantise import quantise_rows
 from reference import Weights, layer, peer_of_a_sweep
 
 engine("sglang.srt.layers.moe.moe_runner")
+from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
@@ -185,9 +186,19 @@ def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
     changes, why, registered, caplog
 ):
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    method.create_moe_runner(module, config_of(**changes))
+    # Its paged experts call it by the names of its parameters.
+    method.create_moe_runner(layer=module, moe_runner_config=config_of(**changes))
     assert method.runner.runner_backend.is_triton()
     assert "does not serve layers of" in caplog.text and why in caplog.text
+
+
+@pytest.mark.parametrize("lora", [{"enable_lora": True}, {"lora_paths": ["a"]}, {}])
+def test_a_layer_that_will_get_adapters_keeps_its_runner(lora, registered, monkeypatch):
+    given = SimpleNamespace(**{"enable_lora": None, "lora_paths": None} | lora)
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: given)
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    method.create_moe_runner(module, config_of())
+    assert method.runner.runner_backend.is_triton() == bool(lora)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +310,7 @@ def selection(monkeypatch):
     plugin.register()
     assert {getattr(module, plugin.SELECT) for module in QUANTISERS} == {theirs}, "off by default"
     monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setitem(sys.modules, "blocked", None)  # so that its import fails
     plugin.register()
     plugin.register()
     chosen = {getattr(module, plugin.SELECT) for module in QUANTISERS}

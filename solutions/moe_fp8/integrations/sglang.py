@@ -132,6 +132,16 @@ def run_prepared(
     return function(*call, **options)
 
 
+def is_lora_enabled() -> bool:
+    """Whether SGLang will give layers adapters, which it does after it has made their runners."""
+    from sglang.srt.runtime_context import get_lora
+
+    try:
+        return bool(get_lora().enable_lora or get_lora().lora_paths)
+    except ValueError:  # there is no server
+        return False
+
+
 def options_of(config: Any) -> dict[str, Any]:
     return {"accurate": accurate(VARIABLE), **activation_of(config)}
 
@@ -141,11 +151,13 @@ def options_of_experts(config: Any) -> dict[str, Any]:
     return {"num_experts": config.num_experts, **options_of(config)}
 
 
-def create_moe_runner(original: Any, method: Any, layer: Any, config: Any) -> None:
-    """Around `Fp8MoEMethod.create_moe_runner`: another runner where the layer is served."""
+def create_moe_runner(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> None:
+    """Around `Fp8MoEMethod.create_moe_runner`, whose parameters have these names: another runner
+    where the layer is served."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
+    config = moe_runner_config
     original(method, layer, config)
     why, layers = why_not(method, layer, config), described(*sizes(layer, config))
     if why:
@@ -206,7 +218,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return f"tokens are exchanged between ranks by {exchange.value}"
     if exchange.is_deepep() and is_sbo_enabled():
         return "a combine that begins before the experts' end (--enable-single-batch-overlap)"
-    if runner.lora_enabled:
+    if runner.lora_enabled or is_lora_enabled():
         return "LoRA"
     block_shape = method.quant_config.weight_block_size
     if not method.block_quant or list(block_shape) != BLOCK_SHAPE:

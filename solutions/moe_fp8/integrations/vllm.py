@@ -38,7 +38,7 @@ def register() -> None:
     if not isinstance(theirs, Selection):
         ours = Selection(theirs, logger)
         for module in [*sys.modules.values()]:
-            if vars(module).get(SELECT) is theirs:
+            if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # None blocks an import
                 setattr(module, SELECT, ours)
 
 

@@ -9,6 +9,7 @@ Beyond `LIMIT_BYTES` the entries that were used longest ago go. Nothing is ever 
 directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be set to any directory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class KernelCache:
         kernel is built all the same, with a warning that says why.
         """
         entry, text = self._entry(made_of)
-        function = None
+        function, trusted = None, False
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             why = why_untrusted(self.directory)
@@ -89,6 +90,7 @@ class KernelCache:
             if why:
                 _warn(f"{why}: it is not used")
                 return build()
+            trusted = True
             # A file for many entries: they would stay behind when the entries go.
             with self.lock(entry.name[-32:-30]):
                 function = self._read(entry)
@@ -96,13 +98,20 @@ class KernelCache:
                     function = build()
                     self._store(function, entry, text)
         except OSError as error:
+            if trusted and function is None:  # in a directory that can only be read
+                function = self._read(entry)
+                if function is not None:
+                    return function
             _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
         return build() if function is None else function
 
     def has(self, made_of: dict[str, str]) -> bool:
         """Whether `get` would find the kernel. Nothing is read: it may prove damaged."""
         entry, _ = self._entry(made_of)
-        return entry.exists() and not (why_untrusted(self.directory) or why_untrusted(entry))
+        try:
+            return entry.exists() and not (why_untrusted(self.directory) or why_untrusted(entry))
+        except OSError:  # of a directory that cannot be searched, or of an entry that has gone
+            return False
 
     def _entry(self, made_of: dict[str, str]) -> tuple[Path, str]:
         """(the directory that such a kernel is kept in, what it is made of as text)."""
@@ -110,10 +119,19 @@ class KernelCache:
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return self.directory / f"{made_of['kernel']}-{digest}", text
 
-    def lock(self, name: str) -> FileLock:
-        """A lock that all who use this directory share."""
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """A lock that all who use this directory share. Raises OSError: it cannot be had there."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return FileLock(self.directory / f"lock-{name}", mode=0o600)
+        lock = FileLock(self.directory / f"lock-{name}", mode=0o600)
+        try:
+            lock.acquire()
+        except NotImplementedError as error:  # filelock 3's, where the file system has no locks
+            raise OSError(str(error)) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def entries(self) -> list[CachedKernel]:
         """What is kept, the last used first."""
@@ -164,7 +182,8 @@ class KernelCache:
                 _warn(f"{foreign}: the kernel is compiled anew")
             expected = "" if foreign else digest.read_text("ascii")
             if hashlib.sha256(kernel.read_bytes()).hexdigest() == expected:
-                os.utime(digest)  # when it was last used
+                with contextlib.suppress(OSError):
+                    os.utime(digest)  # when it was last used
                 try:
                     return self._load(kernel)
                 except Exception as error:  # the loader's own, of many types

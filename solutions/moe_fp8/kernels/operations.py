@@ -140,7 +140,7 @@ def fused_call(
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
         if exponents:
-            w13_scale, w2_scale = w13_scale.view(torch.uint8), w2_scale.view(torch.uint8)
+            w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
         workspace = allocate(size, gpu)
         try:
             function(
@@ -153,6 +153,13 @@ def fused_call(
     return call
 
 
+def bytes_of(exponents: torch.Tensor) -> torch.Tensor:
+    """As the compiled function takes them. Raises TypeError: they are of another type."""
+    if exponents.dtype is not torch.float8_e8m0fnu:
+        raise TypeError(f"expected scales of float8_e8m0fnu, got {exponents.dtype}")
+    return exponents.view(torch.uint8)
+
+
 def _batched_call(
     function: Any, rows: int, device: torch.device, shape: MoeShape, terms: int, form: Form
 ) -> FusedCall:
@@ -163,7 +170,7 @@ def _batched_call(
     def call(inputs: Any, output: torch.Tensor) -> None:
         num_tokens, _, x, x_scale, w13, w13_scale, w2, w2_scale = inputs
         if exponents:
-            w13_scale, w2_scale = w13_scale.view(torch.uint8), w2_scale.view(torch.uint8)
+            w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
         workspace = allocate(size, gpu)
         try:
             function(x, x_scale, num_tokens, w13, w13_scale, w2, w2_scale, output, workspace)
