@@ -82,6 +82,8 @@ def setups(args) -> list[Setup]:
             f"{args.engine} is not installed for {sys.executable}: in the environment that has it "
             "run pip install -e '.[serve]', then run.py with its python"
         )
+    if args.batch_invariant and args.engine != "vllm":
+        raise UsageError("--batch-invariant: with --engine vllm only")
     backends = list(dict.fromkeys(args.compare.split(",")))
     if set(OWN) & set(backends) and not inside.is_installed(args.engine):
         raise UsageError(f"{args.engine} does not find the plugin: pip install -e . in this folder")
@@ -108,7 +110,7 @@ def main() -> int:
     wanted = setups(args)
     from scripts.common import environment
     from scripts.data.rows import Writer
-    from scripts.serve.run import Plan, first_start, measure
+    from scripts.serve.run import Answers, Plan, first_start, measure
     from scripts.table.served import SERVED, checks_table, timed_tables
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
@@ -121,8 +123,9 @@ def main() -> int:
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
     into = Writer(SERVED, hardware, METHOD, args.out)
     into.add(first, first["subject"])
+    answers: Answers = {}
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
-        for row in measure(group, plan, logs):
+        for row in measure(group, plan, logs, answers):
             into.add(row, row["subject"])
     rows = into.rows
     for table in (*timed_tables(rows), checks_table(rows)):

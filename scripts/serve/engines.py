@@ -49,7 +49,8 @@ class Setup:
     @property
     def dense(self) -> str | None:
         """Whose kernel multiplies dense layers, where vLLM's variable asks for another one."""
-        return "DeepGEMM" if os.environ.get("VLLM_USE_DEEP_GEMM") == "1" else None
+        asked = self.engine == "vllm" and os.environ.get("VLLM_USE_DEEP_GEMM") == "1"
+        return "DeepGEMM" if asked else None
 
     @property
     def variables(self) -> dict[str, str]:

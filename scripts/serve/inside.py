@@ -1,7 +1,6 @@
 """What `serve` does inside the processes of an engine, which load it as one of their plugins."""
 
 import importlib.metadata
-import json
 import os
 import sys
 from pathlib import Path
@@ -35,7 +34,7 @@ def is_installed(engine: str) -> bool:
 def layers_of(directory: Path) -> list[list[float]]:
     """calc_diff of every layer that was checked, a list a process."""
     files = sorted(directory.glob("layers-*.jsonl"))
-    return [list(map(json.loads, file.read_text().split())) for file in files]
+    return [list(map(float, file.read_text().split())) for file in files]
 
 
 def register_vllm() -> None:

@@ -11,9 +11,11 @@ from moe_fp8.kernels.cache import KernelCache, cache_dir
 
 from scripts.common.command_line import Failure, note, say
 from scripts.serve import inside
-from scripts.serve.engines import OWN, Setup
+from scripts.serve.engines import OWN, Generated, Setup
 from scripts.serve.worker import MIXED_REQUESTS, Backend
 
+LARGEST_DIFF = 2e-3
+"""calc_diff of a layer that computes what it should, as `measure times` has it."""
 COMPILED_LATE = "compilation during inference"
 """What vLLM's monitor says of a kernel that a request had to wait for."""
 
@@ -38,6 +40,8 @@ class Plan:
 
 
 Row = dict[str, Any]
+Answers = dict[str, list[Generated]]
+"""What backends made of the compared prompts, in the order in which they ran."""
 
 
 def first_start(setup: Setup, logs: Path) -> Row:
@@ -52,8 +56,9 @@ def first_start(setup: Setup, logs: Path) -> Row:
         backend.close()
 
 
-def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> Iterator[Row]:
-    """The rows of backends that share the GPU, as they come. Raises Failure."""
+def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -> Iterator[Row]:
+    """The rows of backends that share the GPU, as they come; those before them have left their
+    `answers`. Raises Failure."""
     kept = KernelCache(cache_dir() or logs)
     before = len(kept.entries())
     with contextlib.ExitStack() as stack:
@@ -72,8 +77,9 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path) -> Iterator[Row]:
         late = len(kept.entries()) - before - at_start
         for backend in backends:
             yield from counted(backend, at_start, late)
-        if plan.compare_tokens:
-            yield from compared(backends)
+        for backend in backends if plan.compare_tokens else ():
+            answers[backend.setup.backend] = backend.ask("compared")
+            yield from compared(backend, answers)
 
 
 def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
@@ -100,6 +106,9 @@ def check(backend: Backend) -> Iterator[Row]:
     for found in layers:
         for layer, calc_diff in enumerate(found):
             yield row_of(backend, "calc_diff of a layer", layer, calc_diff, "")
+    worst = max(sum(layers, []), key=lambda diff: (diff != diff, diff), default=0.0)
+    if not worst <= LARGEST_DIFF:
+        raise Failure(f"{backend.setup.backend}: a layer's calc_diff is {worst:.2e}")
     yield row_of(backend, "same tokens alone and among others", None, backend.ask("alone"), "")
 
 
@@ -127,21 +136,20 @@ def counted(backend: Backend, at_start: int, late: int) -> Iterator[Row]:
     yield row_of(backend, "of ours, by the engine's monitor", None, len(said), "")
 
 
-def compared(backends: Sequence[Backend]) -> Iterator[Row]:
-    """Tokens and log-probabilities beside the first backend's."""
-    first, *others = backends
-    wanted = first.ask("compared")
-    for backend in others:
-        same, differences = 0, [0.0]
-        pairs = list(zip(backend.ask("compared"), wanted, strict=True))
-        for (tokens, logprobs), (of_tokens, of_logprobs) in pairs:
-            pairs_of = zip(tokens, of_tokens, strict=True)
-            until = next((n for n, (a, b) in enumerate(pairs_of) if a != b), len(tokens))
-            same += until
-            equal = zip(logprobs[:until], of_logprobs, strict=False)
-            differences += [abs(a - b) for a, b in equal]
-        share = same / sum(len(tokens) for (tokens, _), _ in pairs)
-        yield row_of(backend, f"tokens before the first other than {first.setup.backend}'s", None,
-                     share, "")  # fmt: skip
-        yield row_of(backend, "largest difference of a log-probability there", None,
-                     max(differences), "")  # fmt: skip
+def compared(backend: Backend, answers: Answers) -> Iterator[Row]:
+    """Tokens and log-probabilities beside the first backend's, where it is another one."""
+    first, *_ = answers
+    if first == backend.setup.backend:
+        return
+    same, differences = 0, [0.0]
+    pairs = list(zip(answers[backend.setup.backend], answers[first], strict=True))
+    for (tokens, logprobs), (of_tokens, of_logprobs) in pairs:
+        pairs_of = zip(tokens, of_tokens, strict=True)
+        until = next((n for n, (a, b) in enumerate(pairs_of) if a != b), len(tokens))
+        same += until
+        equal = zip(logprobs[:until], of_logprobs, strict=False)
+        differences += [abs(a - b) for a, b in equal]
+    share = same / sum(len(tokens) for (tokens, _), _ in pairs)
+    yield row_of(backend, f"tokens before the first other than {first}'s", None, share, "")
+    yield row_of(backend, "largest difference of a log-probability there", None,
+                 max(differences), "")  # fmt: skip

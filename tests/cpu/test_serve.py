@@ -98,17 +98,43 @@ def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp
     monkeypatch.setenv("STAND_IN", wrong)
     setup = Setup("vllm", "ours", models.find("deepseek-v3", None, True), random_weights=True)
     with pytest.raises(Failure, match=message):
-        list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path))
+        list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path, {}))
+
+
+def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_in, tmp_path):
+    answers: turns.Answers = {}
+    model = models.find("qwen3-30b-a3b", 2, True)
+    for backend in ("engine", "accurate"):
+        setup = Setup("vllm", backend, model, random_weights=True)
+        rows = list(turns.measure([setup], turns.Plan((1,), (8,), 1, True), tmp_path, answers))
+        shares = values(rows, "tokens before the first other than engine's", backend)
+        assert len(shares) == (backend != "engine")
+    assert 0 <= shares[0] <= 1 and [*answers] == ["engine", "accurate"]
+    answers = {"engine": [([1, 2, 3, 4], [-0.1, -0.2, -0.3, -9.0])],
+               "ours": [([1, 2, 3, 5], [-0.1, -0.25, -0.3, -0.4])]}  # fmt: skip
+    rows = list(turns.compared(named("ours"), answers))
+    assert [row["value"] for row in rows] == pytest.approx([0.75, 0.05])
+
+
+def named(backend: str, **more: Any) -> Any:
+    setup = Setup("vllm", backend, models.find("qwen3-30b-a3b", None, True))
+    return SimpleNamespace(setup=setup, version="", start_seconds=1.0, said=lambda text: [text],
+                           ask=lambda *asked: None, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["0.9", "nan", "inf"])
+def test_a_layer_that_computes_something_else_is_an_error(wrong, tmp_path):
+    (tmp_path / "layers-1.jsonl").write_text(f"0.0002\n{wrong}\n")
+    rows = []
+    with pytest.raises(Failure, match="^ours: a layer's calc_diff is "):
+        for row in turns.check(named("ours", directory=tmp_path)):
+            rows.append(row)
+    assert [str(row["value"]) for row in rows[1:]] == ["0.0002", wrong]
 
 
 def test_a_layer_of_which_no_call_was_seen_is_an_error(tmp_path):
-    setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", None, True))
-    backend: Any = SimpleNamespace(
-        setup=setup, version="", start_seconds=1.0, directory=tmp_path,
-        said=lambda text: [text], ask=lambda *asked: None,
-    )  # fmt: skip
     with pytest.raises(Failure, match="^ours: no call of .* tokens was seen"):
-        list(turns.check(backend))
+        list(turns.check(named("ours", directory=tmp_path)))
 
 
 def options(*given: str) -> Any:
@@ -119,6 +145,9 @@ def test_an_engine_that_is_absent_is_named(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="^sglang is not installed for .*pip install -e"):
         serve.setups(options("--engine", "sglang"))
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(UsageError, match="^--batch-invariant: with --engine vllm only"):
+        serve.setups(options("--engine", "sglang", "--batch-invariant"))
 
 
 def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
