@@ -259,20 +259,23 @@ def main(arguments: list[str]) -> int:
     global always_venv
     if arguments[:1] == ["--venv"]:
         always_venv, arguments = True, arguments[1:]
-    if not arguments or arguments[0] in HELP:
-        print(f"{__doc__}{listing()}")
-        return 0 if arguments else EXIT_USAGE
-    command, rest = arguments[0], arguments[1:]
-    if command in ("test", "setup") and HELP & set(rest):
-        print(__doc__)
-        return 0
+    command, rest = (arguments or [""])[0], arguments[1:]
     try:
+        if command in ("", *HELP):
+            print(f"{__doc__}{listing()}", flush=True)
+            return 0 if arguments else EXIT_USAGE
+        if command in ("test", "setup") and HELP & set(rest):
+            print(__doc__, flush=True)
+            return 0
         if command == "test":
             return run_tests(rest)
         if command == "setup":
             print(f"ready: {set_up('bench,dev')}")
             return 0
         return run_script(command, rest)
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
+        return 0
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -21,6 +21,7 @@ from moe_fp8.baselines.requirement import require
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.numerics import BLOCK
 
+from scripts.common.command_line import UsageError
 from scripts.common.float32_experts import in_float32
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
@@ -98,6 +99,8 @@ def make_case(weights: Weights, tokens: int, seed: int, uneven: bool = False) ->
     size = experts, HIDDEN // BLOCK, PLACES
     scale = 0.5 + torch.rand(size, generator=generator, device=device)
     drawn = uneven_rows(tokens, experts, seed) if uneven else (tokens,) * experts
+    if max(drawn) > PLACES:
+        raise UsageError(f"{max(drawn)} tokens of an expert: expected at most {PLACES}")
     counts = torch.tensor(drawn, dtype=torch.int32, device=device)
     return Case(x, scale.transpose(1, 2), counts, tokens, weights)
 

@@ -86,6 +86,8 @@ def main() -> int:
         named = args.solutions, args.run_foreign
         print(plan.listing(args.local, on_gpu, args.definition, *named))
         return EXIT_OK
+    if args.against and args.solutions:
+        args.solutions = list(dict.fromkeys([*args.solutions, args.against]))
     chosen = plan.choose(
         args.local,
         on_gpu,
@@ -95,6 +97,8 @@ def main() -> int:
         run_foreign=args.run_foreign,
         definition=args.definition,
     )
+    if args.against and args.against not in {s.name for s in chosen.solutions}:
+        raise UsageError(f"--against {args.against}: no solution of that name is run")
     every = chosen.trace_set.workloads[args.definition.name]
     if left := [f"T={tokens(t.workload)}" for t in every if t not in chosen.workloads]:
         say(f"not run: {len(left)} workloads ({', '.join(left)})")

@@ -76,6 +76,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.common import schemas
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -123,6 +124,8 @@ LAYER_TOKENS = (80, 320, 901, 2048)
 OPTIONS = {
     "definition": ("times", "bits", "roofline", "kernels", "stages", "sweep", "tune_layer"),
     "run": OF_A_RUN,
+    "solutions": ("times", "bits", "kernels", "stages", "sweep"),
+    "run_foreign": (*OF_A_RUN, "kernels", "sweep"),
     "workloads": ("times", "bits", "kernels"),
     "max_tokens": ("times",),
     "tokens": ("stages", "sweep", "gemm", "tune_layer"),
@@ -174,6 +177,11 @@ def parse_arguments() -> argparse.Namespace:
         raise UsageError(f"{args.what}: of one --definition")
     if SHARED in args.definition and args.what not in ("sweep", "tune_layer"):
         raise UsageError(f"{SHARED.short}: only with sweep or tune_layer, it has no workloads")
+    if args.run and args.out:
+        raise UsageError("--out: not with --run, whose figures go to that run's file")
+    if args.run and not args.definition and (info := args.run / "run.json").is_file():
+        of_run = schemas.read(info, schemas.RunInfo).get("definition", DEFAULT.name)
+        args.definition = [find_any(of_run)]
     args.definition = args.definition or [DEFAULT]
     layers = all(isinstance(of, MoeDefinition) for of in args.definition)
     if not layers and args.what != "times":

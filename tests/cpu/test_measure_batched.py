@@ -10,7 +10,7 @@ from moe_fp8.problem import MoeShape
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK
+from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.data.rows import Writer
 from scripts.measure import batched
 
@@ -68,6 +68,12 @@ def test_a_wrong_peer_has_no_time(monkeypatch) -> None:
     monkeypatch.setitem(batched.BETWEEN, "deepgemm + Triton", lambda: halved)
     row = next(row for row in measured(3) if row["subject"] == "deepgemm + Triton")
     assert "value" not in row and row["peer"] and "calc_diff" in row["error"]
+
+
+def test_an_expert_with_more_tokens_than_it_has_room_for_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(batched, "PLACES", 16)
+    with pytest.raises(UsageError, match="^24 tokens of an expert: expected at most 16"):
+        measured(24)
 
 
 def test_an_expert_without_a_token_and_one_with_all() -> None:

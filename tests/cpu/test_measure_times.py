@@ -21,12 +21,14 @@ from scripts.common.command_line import (
     UsageError,
     run_main,
 )
+from scripts.common.definitions import find
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset, rows, traces
 from scripts.measure import plan, times, timing
 from scripts.measure.plan import Plan
 from scripts.measure.timing import Returning, Timed
 from scripts.pack import pack
+from scripts.programs import measure
 
 VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -303,6 +305,14 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     assert pd.isna(cosine["fails"]), "an error is no figure"
     assert program("--run", str(tmp_path), "--workloads", "3") == EXIT_OK
     assert pairs_of(tmp_path) == [(3, "right")]
+
+
+def test_a_run_is_of_the_definition_that_it_names(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"definition": find("glm5").name}))
+    for given, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):
+        monkeypatch.setattr(sys, "argv", ["measure.py", "bits", "--run", str(tmp_path), *given])
+        (layer,) = measure.parse_arguments().definition
+        assert layer.short == wanted
 
 
 def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_path: Path) -> None:

@@ -445,6 +445,10 @@ def test_commands(monkeypatch, capsys) -> None:
         assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
         assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
     assert {"rank", "bench", "pack", "data"} <= set(run.programs())
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does
+    made = subprocess.run([sys.executable, run.__file__, "--help"], stdout=writing, stderr=-1)
+    assert (made.returncode, made.stderr) == (0, b"")
 
 
 def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
