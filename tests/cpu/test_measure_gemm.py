@@ -170,7 +170,7 @@ def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10
     """Rows of our config and of a peer, by our ratio to it, rows an expert and tokens."""
     into = rows.Writer("gemm_quick", "a GPU", "m", rates=FLOORS)
     for number, (ratio, each, tokens) in enumerate(ratios, 1):
-        case = Problem((int(each),) * 8, 256, 256 * number, tokens).case()
+        case = Problem((int(each),) * 8 + (0,), 256, 256 * number, tokens).case()
         mine = {"peer": False, "config": "128x128"}
         if ratio is None:
             into.add(case, "ours default", error="wrong: calc_diff 1", **mine)
@@ -190,7 +190,8 @@ def test_the_ratios_to_the_best_peer() -> None:
         ["ours default", "128 rows", "2", "1.450x", "0.900x", "1"],
     ]
     of_workload = pivots.gemm_frame(written((1.0, 64, 7)), "gemm_quick")
-    assert pivots.ratios_table(of_workload).frame["of"].tolist() == ["all", "256x256"]
+    equal = pivots.ratios_table(of_workload).frame
+    assert equal["of"].tolist() == ["all", "256x256"] and equal["below 1.0"][0] == "0"
 
 
 def test_the_table_has_the_rates_of_ours() -> None:
@@ -232,15 +233,18 @@ def no_gpu(monkeypatch):
 
 
 def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
-    wrong = Variant("wrong", lambda x: Timed(torch.zero_, [x.out], rows=x.flat.index))
     problem = Problem(UNEVEN, 256, 384, tokens=7)
-    variants = [ours("ours", heuristic(problem)), *peers.variants, wrong]
+    good = ours("ours", heuristic(problem))
+    more = lambda x: lambda out: (good.prepare(x)(), out.mul_(1.1))  # noqa: E731
+    wrong = Variant("wrong", lambda x: Timed(more(x), [x.out], rows=x.flat.index))
+    variants = [good, *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
     found = run_problem(into, problem, variants, Timing(FLOORS, 3))
     assert found == into.rows and [r["subject"] for r in found] == [v.name for v in variants]
     assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
     assert found[0]["config"] == str(heuristic(problem)) and not found[0]["peer"]
-    assert all(r["tokens"] == 7 and r["pairs"] == 136 and r["active"] == 3 for r in found)
+    said = {"tokens": 7, "pairs": 136, "active": 3, "max": 130}.items()
+    assert all(r.items() >= said for r in found)
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
     assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in found[:-1])
     assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
@@ -271,6 +275,7 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     for operands_of in seen:
         sets = len(set(operands_of))
         assert (sets - 1) * problem.bytes >= 4 * 2**20, "four times the cache before it comes again"
+    assert len(weights(5, 256, 384, "cpu", 2026).sets) >= sets, "each with weights of its own"
     made: list[int] = []
     turns = [Timed(lambda out, n=n: made.append(n), [torch.zeros(1)]) for n in range(3)]
     real(turns)()
@@ -354,7 +359,8 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
     v3 = [gemm_variants.shipped("v3", p) for p in problems]
     assert flat[0] == flat[1] and flat[0].tile_m == 8
     assert v3[0].tile_m == 8 and v3[1].tile_m == 64
-    assert v3 == [heuristic(p) for p in problems]
+    problems.append(Problem((41, 20, 76, 30) * 8, n, k, tokens=901))
+    assert [*v3, gemm_variants.shipped("v3", problems[2])] == [heuristic(p) for p in problems]
 
 
 def test_beside_flats_config_stand_those_next_to_it() -> None:

@@ -33,7 +33,7 @@ FUSED_STAGES = ["choose", "number", "permute", "gemm1", "gemm2", "combine"]
 def profiled(monkeypatch):
     """Rows of a call with these kernels, traced three times."""
 
-    def run(*names: str, device: dict | None = None) -> list[dict]:
+    def run(*names: str, device: dict | None = None, eager: bool = False) -> list[dict]:
         traced = timing.split(calls_of(*names, calls=3), 3)
         device = device or {"ms": 0.009, "p10": 0.008, "p90": 0.01, "calls": 3, "method": "graph"}
         monkeypatch.setattr(kernels, "waits", lambda call: False)
@@ -52,7 +52,7 @@ def profiled(monkeypatch):
             RATES,
             5.0,
             3,
-            False,
+            eager,
         )
         kernels.measure(*of, hash="1")
         return into.rows
@@ -62,9 +62,12 @@ def profiled(monkeypatch):
 
 def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
     a, b, span, device = profiled("a", "b")
-    assert (a["value"], a["p10"], a["p90"]) == (11.0, 10.0, 12.0) and "gap" not in a
-    assert (b["value"], b["p10"], b["p90"], b["gap"]) == (12.0, 11.0, 13.0, -2.0)
+    assert (a["value"], a["p10"], a["p90"]) == (11.0, 10.0, 14.0) and "gap" not in a
+    assert (b["value"], b["p10"], b["p90"], b["gap"]) == (12.0, 11.0, 15.0, -2.0)
     assert (span["value"], span["sum"], span["part"]) == (21.0, 23.0, "span")
+    assert profiled("a", "short")[2]["value"] == 11.0, "the last one ends before the first"
+    methods = [profiled("a", eager=eager)[1]["method"] for eager in (False, True)]
+    assert methods == ["replays of a CUDA graph", "calls"]
     assert span["roofline"] == device["roofline"] == pytest.approx(5.0)
     assert (device["value"], device["clock"], device["unit"]) == (
         pytest.approx(9.0),
@@ -136,6 +139,8 @@ def test_the_work_is_that_of_the_layer() -> None:
     }
     gathers = kernels.work(h, gathers=True, quantises=False)
     assert gathers["gemm1"].bytes == 2 * w13 + 2 * token + 4 * (4 + 2 * 4096)
+    both = Work(2 * w13 + 2 * token + 4 * (4 + q), 2 * 4 * 4096 * 7168)
+    assert kernels.work(h, gathers=True, quantises=True)["gemm1"] == both, "no zeros"
     fused = kernels.work(h, gathers=False, quantises=True)
     zeros = 2 * 7168  # of the one token without a local expert
     assert fused["gemm1"] == Work(2 * w13 + 4 * (token + q) + zeros, 2 * 4 * 4096 * 7168)
@@ -184,13 +189,14 @@ def test_the_rows_and_the_table_have_a_line_for_each_kernel(profiled) -> None:
     assert [row["part"] for row in found[:-1]] == [*FUSED_STAGES, "other", "span"]
     assert found[3]["flops"] == 2 * 4 * 4096 * 7168 and "bytes" not in found[-3]
     of = rows.Rows({found[0]["of"]: {"id": found[0]["of"], "name": "kernels"}}, found)
+    of.rows.append(found[0] | {"uuid": "b"})
     table = kernels_table(of, "x", "a").frame
     assert table.kernel.tolist() == [*FUSED_STAGES, "other", "span", "without the profiler"]
     assert table.gap[:2].tolist() == ["-", "-2.00"]
     rate = found[3]["flops"] / found[3]["value"] / 1e6
     assert table["TFLOP/s"][2:4].tolist() == ["-", f"{rate:.0f}"]
     assert table.MB[6] == table["% of roofline"][6] == "-"
-    assert table["p10-p90"][0] == "10.00-12.00"
+    assert table["p10-p90"][[0, 7]].tolist() == ["10.00-14.00", "-"]
     assert table["% of roofline"].iloc[-1] == "56", "5 of 9 us"
 
 

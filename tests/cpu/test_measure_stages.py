@@ -75,6 +75,7 @@ def test_outputs_are_compared_with_the_first() -> None:
     values = {"a": 1.0, "same": 1.0, "half": 0.5, "nan": float("nan"), "again": 1.0}
     layers = {name: Layer(value) for name, value in values.items()}
     layers["nothing"] = lambda inputs, output: None
+    layers["one"] = lambda inputs, output: output.fill_(1.0)[0, :1].fill_(float("nan"))
     said = stages.compare_outputs(layers, None, OUTPUT.clone())
     difference = calc_diff(torch.full((4, 8), 0.5), torch.ones(4, 8))
     assert said == {
@@ -84,6 +85,7 @@ def test_outputs_are_compared_with_the_first() -> None:
         "nan": "not finite",
         "again": "bitwise equal to the first",
         "nothing": "not finite",
+        "one": "not finite",
     }
 
 
@@ -110,18 +112,24 @@ def test_the_rows_name_the_sources_that_were_timed(cuda, measure, monkeypatch) -
     def problem(self, length: int):
         return SimpleNamespace(hidden_states=torch.zeros(length, 8)), "drawn"
 
-    layers = {"triton_moe": Layer(1.0), "cutedsl_moe_fp8_flat": Layer(float("nan"))}
+    kernel, right = Kernel(cuda, "x"), Layer(1.0)
+    layers = {
+        "triton_moe": lambda *of, **mark: (kernel(), right(*of, **mark)),
+        "cutedsl_moe_fp8_flat": Layer(float("nan")),
+    }
     monkeypatch.setattr(stages, "load_layers", lambda names: layers)
     monkeypatch.setattr(cases.Problems, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(cases.Problems, "layer", DEFAULT, raising=False)
     monkeypatch.setattr(cases.Problems, "of", problem)
-    done, found = measure("stages", "--tokens", "4", "--repeats", "2")
+    done, found = measure("stages", "--tokens", "4", "--repeats", "3")
     assert done.returncode == EXIT_FAILED
     assert "cutedsl_moe_fp8_flat at T=4: not finite" in done.stderr
     assert found.hashes("stages") == {name: sources.current()[name] for name in layers}
     total = {r["subject"]: r["output"] for r in found.rows if r["part"] == stages.TOTAL}
     assert total == {"triton_moe": "first", "cutedsl_moe_fp8_flat": "not finite"}
-    assert all(r["least"] <= r["value"] <= r["most"] and r["calls"] == 2 for r in found.rows)
+    assert all(r["least"] <= r["value"] <= r["most"] and r["calls"] == 3 for r in found.rows)
+    whole = next(r for r in found.rows if r["part"] == stages.TOTAL)
+    assert whole["value"] == pytest.approx(kernel.took[-3]), "the median of every second run"
 
 
 @pytest.mark.parametrize(("length", "nearest"), [(7, 7), (24, 32), (300, 901), (10**6, 14107)])

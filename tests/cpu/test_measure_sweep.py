@@ -22,6 +22,7 @@ from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
 from scripts.measure import as_engines, calls, cases, plan, roofline, times, timing
+from scripts.table import pivots
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
 OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
@@ -95,7 +96,11 @@ def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch
         skipped = {}
 
         def __call__(self, drawn):
-            return drawn, {"experts": lambda: calls.given_experts(few, drawn)}, {}
+            given = drawn._replace(routing_logits=-drawn.routing_logits)
+            return given, {"experts": lambda: calls.given_experts(few, given)}, {}
+
+    def nothing(drawn):
+        return drawn, {"x": lambda: timing.Timed(torch.zero_, [torch.empty_like(drawn[2])])}, {}
 
     of_all = Definition(**build_definition(shared))
     of_shared = calls.OfDefinition(shared, calls.Chosen(of_all, {}, {}, {}))
@@ -103,6 +108,7 @@ def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch
         sweep_of(few, problems, Given()),
         sweep_of(shared, cases.problems_of(shared, ROOT, "cpu", 1), of_shared),
     ]
+    assert "calc_diff 1.0e+00" in sweep_of(few, problems, nothing)[0]["error"]
     for layer, (checked, timed) in zip((few, shared), found, strict=True):
         assert checked["definition"] == layer.short and 0 < checked["calc_diff"] < 1e-3
         assert checked["subject"] == timed["subject"] == "experts"
@@ -205,7 +211,7 @@ def sweep(measure, monkeypatch):
     def measured(into, layer, problems, called, length, rates, repeats):
         case = {"definition": layer.short or layer.name, "tokens": length, "hit": 1, "active": 1}
         case |= {"pairs": 1, "routing": "drawn"}
-        for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.08)):
+        for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.045)):
             of = called.chosen.said[name]
             if name == PEER and length == 2:
                 into.add(case, name, roofline=0.04, error="OutOfMemoryError: CUDA", **of)
@@ -221,7 +227,7 @@ def sweep(measure, monkeypatch):
     return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", *arguments), seen)
 
 
-TIMES = "0.040 | 0.0800*/0.0500* | 0.1100/0.0800 | 50 %/80 % | 1.38x/1.60x |"
+TIMES = "0.040 | 0.0800/0.0500 | 0.0750*/0.0450* | 53 %/89 % | 0.94x/0.90x |"
 SAID = {
     "": [
         "Harness/device time in ms, * the fastest",
@@ -239,9 +245,12 @@ SAID = {
 
 @pytest.mark.parametrize("arguments", SAID)
 def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> None:
-    done, _, _ = sweep("--markdown", *arguments.split())
+    done, found, _ = sweep("--markdown", *arguments.split())
     text = " ".join(done.stdout.split())
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
+    if arguments:
+        summary = pivots.models_summary(found, "models").rows[0]
+        assert summary == ["glm5", "50.0 (80%, 0.90x)", "60.0 (67%, -)"], "of ours"
 
 
 GLM5 = [find("glm5").packed_name(name) for name in (OURS, PEER)]

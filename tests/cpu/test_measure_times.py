@@ -67,6 +67,8 @@ def test_figures_of_right_and_wrong_solutions() -> None:
     assert by_name["right"]["hash"] == solutions[0].hash()
     assert by_name["returns"]["cosine"] > 0.9999
     assert by_name["wrong"]["cosine"] < -0.9999
+    ratios = times.metrics(torch.tensor([12.3, 11.5]), torch.full((2,), 10.0))["matched_ratios"]
+    assert ratios["0.2/0.1"] == 0.5, "within 0.2 of the reference and 0.1"
     assert by_name["fails"]["error"] == "KeyError: 'a'"
     assert list(measured(solutions, pairs={("uuid-3-0", "wrong")})) == [("uuid-3-0", "wrong")]
 
@@ -74,6 +76,8 @@ def test_figures_of_right_and_wrong_solutions() -> None:
 def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> None:
     found = measured([small.solution("vandal", VANDAL), small.solution("right")])
     assert found["uuid-3-0", "vandal"]["inputs_changed"] == ["x", "w"]
+    nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
+    assert times.changed(small.definition(), [nan, -zero, 2.0], [nan, zero, 2.0]) == ["w"]
     right = found["uuid-3-0", "right"]
     assert "inputs_changed" not in right and right["calc_diff"] < 1e-5, "the weights are everyone's"
 

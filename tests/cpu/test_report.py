@@ -216,6 +216,11 @@ GEMMS = {
         {"T": "7", "flat": "50.0", "v3": "60.0", "p": "45.0*", "flat, best known": "40.0",
          "best peer / ours": "0.90x"},
     ),
+    "a config beside one that failed": (
+        [BESIDE[1], ("v3", False, 60.0), ("p", True, 45.0)], {"tokens": 7},
+        {"T": "7", "v3": "60.0", "p": "45.0*", "v3, best known": "60.0",
+         "best peer / ours": "0.75x"},
+    ),
 }  # fmt: skip
 
 

@@ -289,6 +289,7 @@ REASONS = [
     (failed(SKIPPED), "RUNTIME_ERROR", "KeyError: 'x'"),
     (failed(""), "RUNTIME_ERROR", "no reason recorded"),
     (failed("compiling\nkilled by the system\n\n"), "RUNTIME_ERROR", "killed by the system"),
+    (failed("after a timeout\nKeyError: 'x'\nended\n"), "RUNTIME_ERROR", "KeyError: 'x'"),
     (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + results.MAX_REASON - 3] + "..."),
     (performed(latency_ms=0.0), "INVALID", "a latency of 0.0 ms is no measurement"),
     (performed(latency_ms=INFINITE), "INVALID", "a latency of inf ms is no measurement"),

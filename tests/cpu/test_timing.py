@@ -43,7 +43,8 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     timing.device_times({"again": timed(a)}, repeats=1)
     c, each = Kernel(cuda, "c"), Timed(lambda out: None, [torch.zeros(1)])
     cuda.log.clear()
-    several = timing.one_after_another([each, timed(c), timed(c), timed(c)])
+    several = timing.one_after_another([each, timed(c), timed(c), Timed(c, [c.out], rows=[1])])
+    assert several.rows == [1]
     timing.device_times({"several": several}, repeats=1)
     assert cuda.log[-7:] == ["flush", "event", *["c"] * 3, "event", "wait"]
     monkeypatch.setattr(
@@ -170,7 +171,7 @@ def test_a_traced_call_takes_what_its_kernels_take(cuda, monkeypatch) -> None:
     spans = [Span("a", 100, 150), Span("b", 120, 130), Span("c", 300, 420)]
     monkeypatch.setattr(timing, "traced", lambda call: spans)
     found = timing.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
-    assert found["x"]["ms"] == pytest.approx(0.18)
+    assert found["x"]["ms"] == pytest.approx(0.18) and found["x"]["calls"] == 2
 
 
 # --- traces -------------------------------------------------------------------------------------
@@ -179,15 +180,15 @@ FLUSH = "Memset (Device)"
 
 
 def calls_of(*kernels: str, calls: int) -> list[Span]:
-    """Each call 1000 us after the one before; kernel i runs for 10 + i + call us and begins 2 us
-    before the end of the kernel before."""
+    """Each call 1000 us after the one before; kernel i runs for 10 + i + call**2 us, "short" for 1,
+    and begins 2 * call**2 us before the end of the kernel before."""
     spans = []
     for call in range(calls):
         spans.append(Span(FLUSH, 1000.0 * call, 1000.0 * call + 100))
         at = 1000.0 * call + 150
         for i, name in enumerate(kernels):
-            spans.append(Span(name, at, at + 10 + i + call))
-            at = spans[-1].end - 2
+            spans.append(Span(name, at, at + (1 if name == "short" else 10 + i + call**2)))
+            at = spans[-1].end - 2 * call**2
     return spans
 
 
@@ -212,7 +213,7 @@ def test_calls_that_differ_are_refused(spans: list[Span]) -> None:
 
 def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 150)]
+    seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 500)]
     seen.append((cuda, "Activity Buffer Request", 0, 5))
 
     class Profile:
@@ -231,7 +232,7 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
 
     monkeypatch.setattr(timing, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert timing.traced(lambda: None) == [Span("early", 100, 150), Span("late", 300, 420)]
+    assert timing.traced(lambda: None) == [Span("early", 100, 500), Span("late", 300, 420)]
     seen[:] = seen[1:2]
     with pytest.raises(RuntimeError, match="saw no kernel"):
         timing.traced(lambda: None)
