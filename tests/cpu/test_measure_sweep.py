@@ -180,12 +180,20 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     assert [name for name in prepare if peers[name]] == [*lines, "an engine"]
     assert {of[line]["hash"] for line in lines} == {"1"} and of["experts bf16"]["hash"] == "2"
     assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
+    orders: list[bool] = []  # of the forms of ours
+
+    def noted(*arguments, gate_first, **how):
+        orders.append(gate_first)
+        return experts(*arguments, gate_first=gate_first, **how)
+
+    monkeypatch.setattr(as_engines, "experts", noted)
     for name, make in prepare.items():
         call = make()
         assert isinstance(call, timing.Returning) == (name == "an engine")
         call.output.fill_(float("nan"))
         call()
         assert calc_diff(call.output, wanted) < times.LARGEST_DIFF, name
+    assert orders == [name != "experts fp8 up first" for name in prepare if "experts" in name]
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> N
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
     if arguments:
         summary = pivots.models_summary(found, "models").rows[0]
-        assert summary == ["glm5", "50.0 (80%, 0.90x)", "60.0 (67%, -)"], "of ours"
+        assert summary == ["glm5", "50.0 (80%, 80%, 0.90x)", "60.0 (67%, 67%, -)"], "of ours"
 
 
 GLM5 = [find("glm5").packed_name(name) for name in (OURS, PEER)]
