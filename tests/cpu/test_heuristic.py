@@ -1,12 +1,14 @@
 """The choice of a GEMM config: defined everywhere, sensible at the ends, full of tiles; and of the
 fused layer's two."""
 
+import contextlib
 import itertools
 import math
 import sys
 from typing import Any
 
 import pytest
+from moe_fp8.kernels.gather import GatheredRows
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm90.heuristic import (
     EVEN,
@@ -151,6 +153,13 @@ def test_few_tiles_of_blackwell_are_divided_among_pairs():
     for one_wave, columns in ((25, 128), (24, 128), (23, 256)):
         first, _ = layer_configs(3, BlackwellConfig(tile_m=16, swap_ab=True), one_wave=one_wave)
         assert first.tile_n == columns
+
+
+def test_rows_are_gathered_by_ctas_that_all_have_some():
+    for rows, fits in (1, True), (2, False):
+        config = BlackwellConfig(tile_m=16, swap_ab=True, cluster_m=rows)
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="cluster_m=1"):
+            GatheredRows(config)
 
 
 def test_slices_are_for_one_tile():

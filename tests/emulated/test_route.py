@@ -104,6 +104,28 @@ def test_ties_go_to_the_lower_expert_and_group(emulator):
     assert expert[1].tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
 
 
+def test_ties_of_as_many_experts_as_a_lane_has_bits(emulator):
+    """Each lane's last one is the sign bit of those that tie."""
+    shape = SHAPES["most experts"]
+    logits = torch.zeros(2, 1024).bfloat16()
+    logits[0, :16] = -1.0
+    logits[1, 1000:1004] = 1.0
+    expert, *_ = route(shape, logits, None, 0)
+    assert expert[0].tolist() == list(range(16, 24))
+    assert expert[1].tolist() == [0, 1, 2, 3, 1000, 1001, 1002, 1003]
+
+
+def test_experts_of_groups_that_are_not_kept_come_after_all_others(emulator):
+    """Those with a bias of -inf, too."""
+    shape = MoeShape(num_experts=64, num_local_experts=64, n_group=4, topk_group=1, top_k=4)
+    logits, bias = torch.zeros(1, 64), torch.full((64,), -torch.inf).bfloat16()
+    bias[20:22], bias[50:52] = 0.0, 1.0
+    expert, weights, *_ = route(shape, logits, bias, 0)
+    ids, wanted = choose_experts(logits, bias, 2.5, shape)
+    assert expert[0].tolist() == ids[0].tolist() == [48, 49, 50, 51]
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
 def test_lanes_without_an_expert_are_never_chosen(routing, emulator):
     """Whose score is 0 and would be the best of these. Underflowing sigmoids give weights of 0."""

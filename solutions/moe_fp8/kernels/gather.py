@@ -50,6 +50,8 @@ class GatheredRows:
     scale_bytes = 0
 
     def __init__(self, config: Any):
+        if config.cluster_m > 1:  # where one CTA may have a row tile behind its expert's end
+            raise ValueError(f"{config}: gathers rows, expected cluster_m=1")
         self.config = config
         self.tokens = config.tile_m
 

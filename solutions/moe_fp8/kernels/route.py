@@ -22,7 +22,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, Int64, Uint8
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
 from ..numerics import EPSILON
 from ..problem import MoeShape
@@ -352,7 +352,7 @@ class ChooseExperts:
             equal = cutlass.select_(order[j] == last, equal | (1 << j), equal)
         surplus = cute.arch.popc(equal) + cute.arch.popc(above) - taken
         while surplus > 0:  # of experts that tie, the lowest
-            equal = equal ^ (Int32(1) << Int32(cute.arch.bfind(equal)))
+            equal = equal ^ (Int32(1) << Int32(cute.arch.bfind(Uint32(equal))))
             surplus -= 1
         return cutlass.select_(taken > 0, above | equal, Int32(0))
 

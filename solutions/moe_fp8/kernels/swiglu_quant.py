@@ -94,7 +94,7 @@ class SwigluQuant:
 
     A CTA covers 8 scale blocks of a row. Only the device knows how many rows there are, and where
     they are allocated by their bound, 7 of 8 may not exist: the CTAs walk over the real ones.
-    `grid = (ctas, intermediate / 1024)`.
+    `grid = (ctas, ceil(intermediate / 1024))`.
     """
 
     blocks_per_cta = THREADS // LANES

@@ -60,12 +60,14 @@ def choose_experts(
         tokens, shape.n_group, shape.group_size
     )
     group_score = by_group.topk(2, dim=-1, sorted=False).values.sum(dim=-1)
+    best = _best_first(by_group.view(tokens, shape.num_experts))
     if shape.topk_group < shape.n_group:
         dropped = _best_first(group_score)[:, shape.topk_group :]
-        members = dropped.unsqueeze(-1).expand(-1, -1, shape.group_size)
-        by_group.scatter_(1, members, float("-inf"))
-    candidates = by_group.view(tokens, shape.num_experts)
-    ids = _best_first(candidates)[:, : shape.top_k].sort(dim=-1).values
+        gone = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, dropped, True)
+        of_best = gone.gather(1, best // shape.group_size)
+        # Behind all others, those at -inf too.
+        best = best.gather(1, of_best.byte().sort(dim=-1, stable=True).indices)
+    ids = best[:, : shape.top_k].sort(dim=-1).values
     weights = scores.gather(1, ids)
     return ids, weights.div_(_tree_sum(weights) + EPSILON).mul_(scaling)
 

@@ -11,6 +11,8 @@ from ..problem import BatchedInputs, Form, Inputs, MoeInputs, MoeShape, RoutedIn
 
 MOST_ROWS = 2**24
 """Of all experts together, where the rows lie by expert."""
+MOST_ROWS_OF_ONE = 2**22
+"""Of an expert: `ExpertTiles` multiplies two numbers of them, counted in steps and in tiles."""
 
 
 def validate(
@@ -56,6 +58,7 @@ def validate(
 def _check_rows(rows: int, shape: MoeShape) -> None:
     """Raise a ValueError where a kernel's integers of 32 bits would not hold what it counts."""
     most = min(MOST_ROWS // shape.num_local_experts, (2**31 - 1) // shape.intermediate_size)
+    most = min(most, MOST_ROWS_OF_ONE)
     if rows > most:
         raise ValueError(f"x: expected at most {most} rows of an expert, got {rows}")
 
