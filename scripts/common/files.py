@@ -3,15 +3,25 @@
 import contextlib
 import json
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any
+
+STREAM = re.compile(r"/dev/(?:fd/)?(stdout|stderr|\d+)")
+"""What is open already."""
+OPEN = {"stdout": 1, "stderr": 2}
 
 
 def write(path: Path, content: str | bytes) -> None:
     """Write beside the path, then rename; directories are made. What is no regular file, such as
     /dev/stdout, is written to as it is. Raises OSError, with nothing left behind."""
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if (number := STREAM.fullmatch(str(path))) is not None:  # it goes on, be it a pipe or a file
+        descriptor = OPEN.get(number[1]) or int(number[1])
+        with os.fdopen(os.dup(descriptor), "wb") as stream:
+            stream.write(data)
+        return
     target = path.resolve()  # a link stays a link
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:

@@ -38,7 +38,7 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
             found += sorted(file for file in below if file.name != rows.FILE)
         else:
             raise UsageError(f"{path} does not exist")
-    return found
+    return list({path.resolve(): path for path in found}.values())
 
 
 def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.DataFrame:
@@ -68,7 +68,7 @@ def figures_of_pairs(found: rows.Rows) -> dict[tuple[str, str, str, str], dict[s
     figures: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for hardware, row in found.every(rows.TIMES):
         of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
-        if clock := row.get("clock"):
+        if (clock := row.get("clock")) and row.get("value") is not None:
             of[clock], known = row["value"], {"p10", "p90"} <= row.keys() and row["value"]
             of[f"{clock}_spread"] = (row["p90"] - row["p10"]) / row["value"] if known else None
             of |= {"method": row["method"]} if "method" in row else {}

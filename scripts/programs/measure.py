@@ -186,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     layers = all(isinstance(of, MoeDefinition) for of in args.definition)
     if not layers and args.what != "times":
         raise UsageError(f"{args.what}: only of a layer, not of a GEMM's definition")
+    args.tokens = list(dict.fromkeys(args.tokens or ())) or None  # each once
     args.repeats = args.repeats or REPEATS.get(args.what, 20)
     args.path = args.run / FILE if args.run else args.out
 

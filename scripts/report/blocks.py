@@ -116,9 +116,11 @@ def invariance(recorded: Recorded) -> Section:
     where = f"{markdown(main.hardware)}, {recorded.day} (`{relative(recorded)}/`)"
     if BITS not in recorded.rows or not checks:
         return Section(text=[f"{where}: not recorded."])
-    f = recorded.rows.frame(BITS)
+    rows = (row for gpu, row in recorded.rows.every(BITS) if gpu == main.hardware)
+    f = pd.DataFrame(row for row in rows if row["hash"] in main.hashes.get(row["subject"], ()))
+    lengths = ", ".join(f"{tokens:g}" for tokens in sorted(f.tokens.unique()))
     text = (
-        f"{where}, T={f.tokens.max():g}. Where not, the tokens that differ of those compared; "
+        f"{where}, T={lengths}. Where not, the tokens that differ of those compared; "
         f"the largest relative difference of any token is {f.largest.astype(float).max():.1e}. "
         f"{remark(main.hashes)}"
     )

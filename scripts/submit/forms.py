@@ -24,6 +24,7 @@ from scripts.common import files
 from scripts.common.command_line import UsageError, say
 from scripts.common.definitions import DEFAULT, Entry
 from scripts.common.project import DEFINITION, OP_TYPE, ROOT
+from scripts.data.results import TIMING, TOLERANCE
 from scripts.data.traces import finite, read_results
 from scripts.pack.availability import capability_of, requirements
 from scripts.pack.pack import (
@@ -114,14 +115,27 @@ def apply_files(exports: Exports, definition: "Definition") -> Files:
 
 
 def one_for_all(exports: Exports) -> list[Export]:
-    """Of those with the most token counts the fastest in the mean of all: what a token gets must
-    not depend on which solution happened to be faster at a batch's size."""
+    """Of all the fastest in the mean of the workloads that back each of them: what a token gets
+    must not depend on which solution happened to be faster at a batch's size. Raises UsageError:
+    there is no such workload, or clocks and tolerances differ."""
+    speedups: list[dict[str, float]] = []
+    ways = set()
+    for export in exports:
+        results = [(t["workload"]["uuid"], t["evaluation"]) for t in export.traces]
+        speedups.append({u: of["performance"]["speedup_factor"] for u, of in results})
+        libs = (of["environment"]["libs"] for _, of in results)
+        ways |= {(of.get(TIMING), of.get(TOLERANCE)) for of in libs}
+    shared = set.intersection(*map(set, speedups))
+    if len(ways) > 1 or not shared:
+        raise UsageError(
+            "the traces of these solutions are of several clocks or tolerances, or of no workload "
+            "in common: name one run, or one solution"
+        )
 
-    def score(export: Export) -> tuple[int, float]:
-        speedups = [t["evaluation"]["performance"]["speedup_factor"] for t in export.traces]
-        return len(speedups), sum(math.log(speedup) for speedup in speedups)
+    def score(index: int) -> float:
+        return sum(math.log(speedups[index][uuid]) for uuid in shared)
 
-    return [max(exports, key=score)]
+    return [exports[max(range(len(exports)), key=score)]]
 
 
 def flashinfer_files(exports: Exports, definition: "Definition") -> Files:

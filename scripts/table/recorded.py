@@ -45,10 +45,13 @@ class Recorded:
         """The roofline of every workload, by its uuid, if it was measured on the ranking's GPU:
         `ms`, and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
         found = {}
-        measured = self.rows.measurements.get(ROOFLINE, {})
-        if measured.get("hardware") == ranking.hardware:
+        of_gpu = [row for gpu, row in self.rows.every(ROOFLINE) if gpu == ranking.hardware]
+        if of_gpu:
+            measured = self.rows.heads[of_gpu[-1]["of"]]
             layer = find_layer(self.definition)
-            for w in self.rows.rows_of(ROOFLINE):
+            for w in of_gpu:
+                if w["of"] != measured["id"]:
+                    continue
                 reading, computing = roofline_ms(w, measured["rates"], w.get("value"), layer)
                 reads = {"tbytes": w["active"] * weight_bytes(layer) / 1e12}
                 flops = {"tflop": w["pairs"] * pair_flops(layer) / 1e12}

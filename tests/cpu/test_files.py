@@ -2,11 +2,14 @@
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.common import files
+from scripts.common.project import ROOT
 
 
 def test_text_and_bytes_are_written_as_they_are_into_directories_that_are_made(tmp_path) -> None:
@@ -40,3 +43,10 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
     assert link.is_symlink() and target.read_text() == "new"
     files.write(Path(os.devnull), "x")
     assert not Path(os.devnull).is_file()
+    code = "import pathlib, sys; from scripts.common import files; print(1, flush=True); "
+    code += "files.write(pathlib.Path('/dev/stdout'), '2\\n'); print(3)"
+    program = [sys.executable, "-c", code]
+    assert subprocess.run(program, cwd=ROOT, stdout=-1).stdout == b"1\n2\n3\n"
+    with (tmp_path / "redirected").open("wb") as file:
+        subprocess.run(program, cwd=ROOT, stdout=file, check=True)
+    assert sorted((tmp_path / "redirected").read_text()) == ["\n", "\n", "\n", "1", "2", "3"]

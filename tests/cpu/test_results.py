@@ -36,6 +36,13 @@ def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> 
 # --- writing rows ---------------------------------------------------------------------------------
 
 
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "traces.jsonl"
+    file.parent.mkdir()
+    file.touch()
+    assert traces.trace_files([tmp_path, file, file.parent]) == [file]
+
+
 def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
     """Beside those of other measurements, in directories that are not there yet."""
     path = tmp_path / "new" / rows.FILE

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from small_record import write as write_lines
 from test_pack import GENERATIONS, check_call
 
 from scripts.common import files
+from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
@@ -28,7 +30,7 @@ from scripts.measure.bench import configuration
 from scripts.pack.pack import PackError
 from scripts.programs import bench
 from scripts.submit import forms
-from scripts.submit.forms import FORMS, Export, export_of
+from scripts.submit.forms import FORMS, Export, export_of, one_for_all
 
 DATA_SET = load(ROOT)[0]
 OURS, WORKLOADS = DATA_SET.definitions[DEFINITION], DATA_SET.workloads[DEFINITION]
@@ -193,6 +195,24 @@ def test_traces_of_two_tolerances_are_refused(export, flat) -> None:
     done, _ = export([changed(first, libs(tolerance="rtol 5")), *others])
     assert done.returncode == 2
     assert re.search("rtol 0.2; a clock\n.*rtol 5; a clock", done.stderr)
+
+
+def test_solutions_are_compared_on_the_workloads_that_all_of_them_have() -> None:
+    def backed(clock: str = "a", **speedups: float) -> Any:
+        traces = [
+            {"workload": {"uuid": uuid}, "evaluation": {
+                "performance": {"speedup_factor": speedup},
+                "environment": {"libs": {"timing": clock, "tolerance": "t"}}}}
+            for uuid, speedup in speedups.items()
+        ]  # fmt: skip
+        return SimpleNamespace(traces=traces)
+
+    few, many = backed(x=9.0), backed(x=10.0, y=1.0)
+    assert one_for_all([few, many]) == one_for_all([many, few]) == [many]
+    assert one_for_all([backed(x=11.0), many])[0].traces != many.traces
+    for other in backed(z=50.0), backed("b", x=50.0):
+        with pytest.raises(UsageError, match="several clocks or tolerances, or of no workload"):
+            one_for_all([few, other])
 
 
 def test_for_another_data_set_its_own_tensors_must_have_been_measured(
