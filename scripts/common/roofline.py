@@ -53,12 +53,12 @@ def stepwise_ms(
     tokens, hit, active, pairs = (case[name] for name in ("tokens", "hit", "active", "pairs"))
     logits, x = 4 * tokens * layer.num_experts, hit * (h + 4 * h // BLOCK)
     inner, rows = pairs * (i + 4 * i // BLOCK), 2 * pairs * h
-    combined = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)
+    total = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)  # the combine's
     for (n, k), moved in zip(layer.gemms, (x + inner, inner + rows), strict=True):
-        size = active * (n * k + 4 * n * k // BLOCK**2) + moved
+        size = gemm_bytes(active, 0, n, k) + moved
         flops_ms = 1e3 * gemm_flops(pairs, n, k) / rates["fp8_flops_per_s"]
-        combined += max(1e3 * size / bandwidth(rates), flops_ms)
-    return combined
+        total += max(1e3 * size / bandwidth(rates), flops_ms)
+    return float(total)
 
 
 def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:

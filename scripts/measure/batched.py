@@ -22,12 +22,11 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.numerics import BLOCK
 
 from scripts.common.command_line import UsageError
-from scripts.common.float32_experts import in_float32
+from scripts.common.float32_experts import LARGEST_DIFF, in_float32
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import uneven_rows
 from scripts.measure.gpu import Rates
-from scripts.measure.times import LARGEST_DIFF
 from scripts.measure.timing import FAILURES, Timed, device_times, figures
 
 HIDDEN, WIDTH = 7168, 2048

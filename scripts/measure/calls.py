@@ -17,6 +17,7 @@ from moe_fp8.problem import MoeInputs, MoeShape
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
+from scripts.common.float32_experts import LARGEST_DIFF
 from scripts.common.project import PREFIX
 from scripts.data.dataset import definition_of, matches
 from scripts.data.rows import Writer
@@ -164,6 +165,6 @@ def measure(
         {"definition": layer.short or layer.name, **h.counts(), "routing": routing},
         arguments(definition, inputs),
         roofline=roofline.least_ms(h, rates, repeats, layer),
-        limit=times.LARGEST_DIFF,
+        limit=LARGEST_DIFF,
     )
     times.measure(writer, case, prepare, of, repeats)

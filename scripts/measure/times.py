@@ -101,9 +101,6 @@ def run_reference(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.
 
 # --- a case's calls -------------------------------------------------------------------------------
 
-LARGEST_DIFF = 2e-3
-"""calc_diff to the reference in float32 of an output that is right; an intermediate in FP8 alone
-makes 3e-4."""
 Calls = Mapping[str, Callable[[], Timed]]
 """What prepares each call, by its subject."""
 

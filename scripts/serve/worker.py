@@ -21,7 +21,8 @@ from scripts.serve.inside import CHECK_TOKENS
 
 DECODE_PROMPT, DECODE_STEPS = 96, 32
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
-"""At most; no more than an engine is told to run at once."""
+"""The mixed load: requests, fewer where the largest batch has fewer, and a request's tokens read
+and written."""
 COMPARED_PROMPTS, COMPARED_TOKENS = (5, 64, 333, 1500), 32
 OTHERS = 64
 """Requests among which one is to have the tokens that it has alone."""

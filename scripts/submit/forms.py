@@ -118,24 +118,24 @@ def one_for_all(exports: Exports) -> list[Export]:
     """Of all the fastest in the mean of the workloads that back each of them: what a token gets
     must not depend on which solution happened to be faster at a batch's size. Raises UsageError:
     there is no such workload, or clocks and tolerances differ."""
-    speedups: list[dict[str, float]] = []
-    ways = set()
-    for export in exports:
-        results = [(t["workload"]["uuid"], t["evaluation"]) for t in export.traces]
-        speedups.append({u: of["performance"]["speedup_factor"] for u, of in results})
-        libs = (of["environment"]["libs"] for _, of in results)
-        ways |= {(of.get(TIMING), of.get(TOLERANCE)) for of in libs}
-    shared = set.intersection(*map(set, speedups))
+    traces = [trace for export in exports for trace in export.traces]
+    libs = [trace["evaluation"]["environment"]["libs"] for trace in traces]
+    ways = {(of.get(TIMING), of.get(TOLERANCE)) for of in libs}
+    shared = set.intersection(
+        *({trace["workload"]["uuid"] for trace in export.traces} for export in exports)
+    )
     if len(ways) > 1 or not shared:
         raise UsageError(
             "the traces of these solutions are of several clocks or tolerances, or of no workload "
             "in common: name one run, or one solution"
         )
 
-    def score(index: int) -> float:
-        return sum(math.log(speedups[index][uuid]) for uuid in shared)
+    def score(export: Export) -> float:
+        backing = (trace for trace in export.traces if trace["workload"]["uuid"] in shared)
+        results = (trace["evaluation"]["performance"] for trace in backing)
+        return sum(math.log(result["speedup_factor"]) for result in results)
 
-    return [exports[max(range(len(exports)), key=score)]]
+    return [max(exports, key=score)]
 
 
 def flashinfer_files(exports: Exports, definition: "Definition") -> Files:

@@ -46,17 +46,13 @@ class Recorded:
         `ms`, and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
         found = {}
         of_gpu = [row for gpu, row in self.rows.every(ROOFLINE) if gpu == ranking.hardware]
-        if of_gpu:
-            measured = self.rows.heads[of_gpu[-1]["of"]]
-            layer = find_layer(self.definition)
-            for w in of_gpu:
-                if w["of"] != measured["id"]:
-                    continue
-                reading, computing = roofline_ms(w, measured["rates"], w.get("value"), layer)
-                reads = {"tbytes": w["active"] * weight_bytes(layer) / 1e12}
-                flops = {"tflop": w["pairs"] * pair_flops(layer) / 1e12}
-                bound = reads if reading >= computing else flops
-                found[w["uuid"]] = {"ms": max(reading, computing), **bound}
+        for w in (row for row in of_gpu if row["of"] == of_gpu[-1]["of"]):  # the latest of them
+            layer, rates = find_layer(self.definition), self.rows.heads[w["of"]]["rates"]
+            reading, computing = roofline_ms(w, rates, w.get("value"), layer)
+            reads = {"tbytes": w["active"] * weight_bytes(layer) / 1e12}
+            flops = {"tflop": w["pairs"] * pair_flops(layer) / 1e12}
+            bound = reads if reading >= computing else flops
+            found[w["uuid"]] = {"ms": max(reading, computing), **bound}
         return pd.DataFrame(found.values(), list(found), ["ms", "tbytes", "tflop"], dtype=float)
 
     def roofline_ms(self, ranking: Ranking) -> dict[str, float]:

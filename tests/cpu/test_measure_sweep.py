@@ -18,6 +18,7 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
+from scripts.common.float32_experts import LARGEST_DIFF
 from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
@@ -192,7 +193,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         assert isinstance(call, timing.Returning) == (name == "an engine")
         call.output.fill_(float("nan"))
         call()
-        assert calc_diff(call.output, wanted) < times.LARGEST_DIFF, name
+        assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
     assert orders == [name != "experts fp8 up first" for name in prepare if "experts" in name]
 
 

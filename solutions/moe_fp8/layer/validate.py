@@ -57,8 +57,8 @@ def validate(
 
 def _check_rows(rows: int, shape: MoeShape) -> None:
     """Raise a ValueError where a kernel's integers of 32 bits would not hold what it counts."""
-    most = min(MOST_ROWS // shape.num_local_experts, (2**31 - 1) // shape.intermediate_size)
-    most = min(most, MOST_ROWS_OF_ONE)
+    together = MOST_ROWS // shape.num_local_experts
+    most = min(MOST_ROWS_OF_ONE, together, (2**31 - 1) // shape.intermediate_size)
     if rows > most:
         raise ValueError(f"x: expected at most {most} rows of an expert, got {rows}")
 
