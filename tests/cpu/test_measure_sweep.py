@@ -55,6 +55,13 @@ def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
     assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
 
 
+def test_what_a_definition_has_no_input_for_is_left_out() -> None:
+    problems = cases.Problems(ROOT, "cpu", 1, find("qwen3_next"))
+    given = problems.by_name(list(problems.inputs.definition.inputs))
+    assert (given.routing_bias, given.local_expert_offset) == (None, 0)
+    assert given.routed_scaling_factor == 1.0 and given.routing_logits == "routing_logits"
+
+
 @pytest.fixture
 def sweep_of(monkeypatch):
     """Rows of calls on 8 tokens, timed by a clock of our own."""

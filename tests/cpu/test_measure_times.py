@@ -311,6 +311,13 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     assert pairs_of(tmp_path) == [(3, "right")]
 
 
+@pytest.mark.parametrize(("run", "foreign"), [("a", False), ("b", True), ("ab", True)])
+def test_code_of_the_data_set_counts_beside_ours_too(run: str, foreign: bool) -> None:
+    of = {name: small.solution(name, f"def run(x, w, factor, output): {name}") for name in "ab"}
+    what = Plan(None, [of[name] for name in run], [], set(), "", {}, [of["a"]])
+    assert what.foreign == foreign
+
+
 def test_a_run_is_of_the_definition_that_it_names(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"definition": find("glm5").name}))
     for given, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):

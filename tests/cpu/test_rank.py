@@ -423,6 +423,8 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     ]
     other = read(record(tmp_path, CLOCKED, roofline("GPU B")))
     assert other.limits(other.main).empty, "of another GPU"
+    both = read(record(tmp_path / "both", CLOCKED, lines, roofline("GPU B")))
+    assert both.limits(both.main).equals(recorded.limits(recorded.main)), "a later one of another"
     glm5 = find_layer("glm5")
     traces = [made | {"definition": glm5.name} for made in CLOCKED]
     of_glm5 = read(record(tmp_path, traces, lines, definition=glm5.name))
