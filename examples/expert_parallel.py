@@ -5,9 +5,10 @@
 
 calls `expert_parallel_moe` on every rank with tokens of its own and prints how long a call takes
 (CUDA events, the median of 30 on the slowest rank), and how long the layer alone takes for the
-tokens of all ranks: the difference is the exchange. --check compares the outputs of all ranks with
-those of one rank that has all experts; exit status 1 if they differ. --deep-ep exchanges tokens by
-DeepEP.
+tokens of all ranks: the difference is the exchange; then how long two calls take on two streams, as
+where an engine overlaps two batches. --check compares the outputs of all ranks with those of one
+rank that has all experts, and those of two streams with those of one; exit status 1 if they differ.
+--deep-ep exchanges tokens by DeepEP.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import socket
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +71,18 @@ def slowest_ms(call: Any, device: torch.device) -> float:
     return float(longest)
 
 
+def on_streams(calls: list[Any], streams: list[Any]) -> list[torch.Tensor]:
+    """What the calls return, each on a stream of its own."""
+    outputs, now = [], torch.cuda.current_stream()
+    for call, stream in zip(calls, streams, strict=True):
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            outputs.append(call())
+    for stream in streams:
+        now.wait_stream(stream)
+    return outputs
+
+
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     """All of one rank; the first one prints, and exits with 1 if an output is wrong."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -87,6 +101,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     bias = torch.zeros(experts, dtype=torch.bfloat16, device=device)
     buffer = deep_ep_buffer(experts, h) if args.deep_ep else None
     options = {**ROUTING, "accurate": args.accurate}
+    streams = [] if args.cpu else [torch.cuda.Stream() for _ in range(2)]
     wrong = False
     for tokens in args.tokens:
         logits, x, scale = tokens_of(rank, tokens, experts, h, device)
@@ -117,6 +132,12 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 
             ms, layer_ms = slowest_ms(call, device), slowest_ms(layer, device)
             said += f", call {ms:.3f} ms, layer {layer_ms:.3f} ms, exchange {ms - layer_ms:.3f} ms"
+            logits, x, scale = tokens_of(ranks + rank, tokens, experts, h, device)
+            second = partial(call, (logits, bias, x, scale))
+            alone = [output, second()]
+            both = partial(on_streams, [call, second], streams)
+            wrong |= args.check and not all(map(torch.equal, both(), alone))
+            said += f", two on two streams {slowest_ms(both, device):.3f} ms"
         if rank == 0:
             print(said, flush=True)
     if buffer is not None:
