@@ -7,6 +7,7 @@ longer.
 """
 
 import functools
+import os
 import statistics
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from flashinfer_bench.bench import timing as harness
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
+from moe_fp8.baselines.held import REUSE
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.common.text import error_line
@@ -106,14 +108,14 @@ def waits(call: Run) -> bool:
 
 
 def capture(call: Run) -> torch.cuda.CUDAGraph:
-    """The call as a graph. It is called once before it is captured."""
+    """The call as a graph, captured on the stream on which it is called once before."""
     stream = own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph
 
@@ -196,9 +198,17 @@ def one_after_another(calls: Sequence[Timed]) -> Timed:
 
 def captured(call: Timed) -> Run:
     """A replay of the call, checked against the call itself, which was made before; see `capture`.
-    Raises RuntimeError: the replay does not write what the call writes."""
+    Raises RuntimeError: the replay does not write what the call writes.
+
+    A peer's buffers are those of the call, which are filled once. In a graph of its own it would
+    fill them in every replay: deepgemm_mega_moe 3 GB.
+    """
     expected = call.result().clone()
-    graph = capture(call)
+    os.environ[REUSE] = "1"
+    try:
+        graph = capture(call)
+    finally:
+        del os.environ[REUSE]
     call.poison()
     graph.replay()
     torch.cuda.synchronize()

@@ -57,10 +57,11 @@ class FakeCuda:
             self.stream = before
 
     @contextmanager
-    def capture(self, graph: "Graph") -> Iterator[None]:
+    def capture(self, graph: "Graph", stream: "Stream") -> Iterator[None]:
         self.captured = graph.kernels
         try:
-            yield
+            with self.on_stream(stream):
+                yield
         finally:
             self.captured = None
 

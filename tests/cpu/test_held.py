@@ -17,7 +17,7 @@ from moe_fp8.baselines import (
     triton_fused_moe_v2,
     triton_moe,
 )
-from moe_fp8.baselines.held import STREAMS, HeldPerStream
+from moe_fp8.baselines.held import REUSE, STREAMS, HeldPerStream
 from moe_fp8.baselines.supported import on_its_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -74,6 +74,17 @@ def test_a_capture_gets_its_own(held, gpu):
     captured = held(80, GPU)
     assert captured is not first and held(80, GPU) is not captured
     gpu.capturing = False
+    assert held(80, GPU) is first
+
+
+def test_a_capture_that_is_measured_gets_its_streams(held, gpu, monkeypatch):
+    """Buffers that a replay fills, and a call does not, are no part of the call's time."""
+    first = held(80, GPU)
+    gpu.capturing = True
+    monkeypatch.setenv(REUSE, "1")
+    assert held(80, GPU) is first
+    other = held(81, GPU)
+    assert other.tokens == 81 and held(81, GPU) is not other, "nothing of the graph is kept"
     assert held(80, GPU) is first
 
 

@@ -1,11 +1,13 @@
 """The clock of layers off the GPU: what it captures, traces, keeps and refuses."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import small
 import torch
 from fake_cuda import Kernel
+from moe_fp8.baselines.held import REUSE
 
 from scripts.measure import timing
 from scripts.measure.timing import Span, Timed
@@ -52,6 +54,20 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     )
     timing.harness_times(timed(b), 1)
     assert cuda.called_on == {timing.own_stream()}, "a solution keeps its buffers for each"
+
+
+def test_a_graph_is_given_what_was_kept_for_the_call(cuda) -> None:
+    """Else every replay would fill the peer's buffers."""
+    kernel, seen = Kernel(cuda, "a"), set()
+
+    def run(*arguments):
+        seen.add((cuda.captured is not None, cuda.stream, REUSE in os.environ))
+        kernel(*arguments)
+
+    timing.device_times({"a": Timed(run, [1, kernel.out])}, repeats=1)
+    stream = timing.own_stream()
+    assert seen == {(False, stream, False), (False, stream, True), (True, stream, True)}
+    assert REUSE not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from test_layer import (
     waits_of,
 )
 
+from scripts.measure.timing import Timed, captured, on_own_stream, traced
+
 pytestmark = pytest.mark.gpu
 
 weights, make_inputs, worst = test_layer.weights, test_layer.make_inputs, test_layer.worst
@@ -89,6 +91,18 @@ def check(module, got: torch.Tensor, wanted: torch.Tensor, worst: Worst) -> None
 def test_baseline_matches_the_model(module, tokens, routing, make_inputs, monkeypatch, worst):
     inputs = make_inputs(tokens, routing, seed=2)
     check(module, output_of(module, inputs), model_of(inputs, monkeypatch), worst)
+
+
+def test_a_replay_that_is_timed_runs_what_a_call_runs(module, make_inputs):
+    """No filling of buffers, which a call finds filled."""
+    inputs = make_inputs(80, "random", seed=4)
+    call = Timed(lambda out: module.run(*inputs, out), [new_output(inputs)])
+    with on_own_stream():
+        for _ in range(2):
+            call()
+        replay = captured(call)
+        in_graph, in_call = ([s.name for s in traced(run)] for run in (replay, call))
+    assert sorted(in_graph) == sorted(in_call)
 
 
 def test_the_routing_changes_between_calls_of_as_many_tokens(

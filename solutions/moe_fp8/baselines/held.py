@@ -1,5 +1,6 @@
 """What a baseline's kernels write on their way: kept for the next call, never in use by two."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,9 @@ import torch
 
 STREAMS = 8
 """Of a thread, beyond which what was kept for the one used longest ago goes."""
+REUSE = "MOE_FP8_REUSE_IN_GRAPHS"
+"""Set by a measurement, whose graphs are replayed while nothing else runs: a graph is given what
+was kept for the stream that it is captured on, so a replay is what a call is, and fills nothing."""
 
 
 class HeldPerStream:
@@ -31,15 +35,17 @@ class HeldPerStream:
 
     def __call__(self, *arguments: Any) -> Any:
         device = next(a for a in arguments if isinstance(a, torch.device))
-        stream = 0
+        stream, capturing = 0, False
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return self.make(*arguments)
+            capturing = torch.cuda.is_current_stream_capturing()
             stream = torch.cuda.current_stream(device).cuda_stream
         kept: dict[Any, tuple] = self._of_thread.__dict__
         found = kept.get((device, stream))
-        if found is not None and found[0] == arguments:
+        reused = not capturing or REUSE in os.environ
+        if reused and found is not None and found[0] == arguments:
             return found[1]
+        if capturing:
+            return self.make(*arguments)
         kept.pop((device, stream), None)  # before the new ones are made: both may not fit
         found = None
         while len(kept) >= STREAMS:
