@@ -1,8 +1,6 @@
-"""Export solutions: a pull request, a benchmark, a package, a program that calls them.
+"""Export solutions: for a pull request, or for a program that calls them.
 
     trace       the tree of a pull request to the flashinfer-trace data set: solutions and traces
-    sol         a problem with its solution for NVIDIA's SOL-ExecBench
-    kernels     the source of a package for Hugging Face's kernels
     apply       a data set for flashinfer_bench.apply: one solution, or the fastest of each T
     flashinfer  a folder for FlashInfer's Trace Apply: a solution in place of FlashInfer's function
 

@@ -311,16 +311,6 @@ def by_its_path(directory: Path) -> Any:
     return module
 
 
-def check_call(name: str, run: Callable[..., None]) -> None:
-    values, expected = arguments()
-    if name in OWN:
-        run(**values)
-        torch.testing.assert_close(values["output"].float(), expected, rtol=0.05, atol=0)
-    else:
-        with pytest.raises(RuntimeError, match="unsupported on cpu"):
-            run(**values)
-
-
 # Every solution as flashinfer-bench imports it; one of ours and a peer's in the other ways, too.
 WAYS = [(name, of_a_package) for name in GENERATIONS]
 for some in ("cutedsl_moe_fp8_fused", "triton_moe"):
@@ -337,7 +327,13 @@ def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     assert Path(inspect.getfile(run)).is_relative_to(directory), "not the bundle's"
     # FlashInfer calls by name, flashinfer-bench and SOL-ExecBench by position.
     assert list(inspect.signature(run).parameters) == [*DEFINED["inputs"], *DEFINED["outputs"]]
-    check_call(name, run)
+    values, expected = arguments()
+    if name in OWN:
+        run(**values)
+        torch.testing.assert_close(values["output"].float(), expected, rtol=0.05, atol=0)
+    else:
+        with pytest.raises(RuntimeError, match="unsupported on cpu"):
+            run(**values)
 
 
 @pytest.mark.parametrize("load", [top_level, of_a_package, by_its_path])

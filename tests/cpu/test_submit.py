@@ -1,7 +1,6 @@
 """Exporting solutions: what backs them, what is refused, and that the forms come back right."""
 
 import copy
-import importlib.util
 import itertools
 import json
 import re
@@ -19,11 +18,10 @@ from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.data import TraceSet
 from programs import Done, call, packed_once
 from small_record import write as write_lines
-from test_pack import GENERATIONS, check_call
+from test_pack import GENERATIONS
 
 from scripts.common import files
 from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
 from scripts.measure.bench import configuration
@@ -75,10 +73,9 @@ def export(tmp_path: Path) -> Callable[..., tuple[Done, list[Trace]]]:
         *options: str | Path,
         gpu: str = "H200",
         form: str = "trace",
-        name: str = "v4_flat",
     ) -> tuple[Done, list[Trace]]:
         common = ["--gpu", gpu, "--results", write(tmp_path / "run", traces)]
-        done = submit(form, name, *common, "--output", output := next(outputs), *options)
+        done = submit(form, "v4_flat", *common, "--output", output := next(outputs), *options)
         assert "Traceback" not in done.stderr and output.exists() == (done.returncode == 0)
         texts = (path.read_text() for path in output.rglob("*.jsonl"))
         return done, [json.loads(line) for text in texts for line in text.splitlines()]
@@ -89,26 +86,6 @@ def export(tmp_path: Path) -> Callable[..., tuple[Done, list[Trace]]]:
 @pytest.fixture(autouse=True)
 def each_solution_is_packed_once(monkeypatch) -> None:
     monkeypatch.setattr(forms, "pack", packed_once)
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Callable[..., Path]:
-    """What the program writes of a solution in a form; each is written once."""
-    place = tmp_path_factory.mktemp("exports")
-
-    def of(form: str, name: str = FLAT.name) -> Path:
-        output = place / form / name
-        if not output.exists():
-            results = write(place / "results" / name, traces_of(export_of(GENERATIONS[name])))
-            common = ["--gpu", "H200", "--author", "some-team", "--results", results]
-            done = submit(form, name, *common, "--output", output)
-            assert done.returncode == 0, done.stderr
-            assert "19 of 19 workloads passed on NVIDIA H200" in done.stderr
-            written = {Path(line) for line in done.stdout.splitlines()}
-            assert written == {p for p in output.rglob("*") if p.is_file()}
-        return output
-
-    return of
 
 
 # --- what backs a solution ------------------------------------------------------------------------
@@ -228,7 +205,7 @@ def test_for_another_data_set_its_own_tensors_must_have_been_measured(
         (str(other), other, 0, ""),
     ):
         files.write(tmp_path / "run" / "run.json", json.dumps({"dataset": dataset}))
-        done, _ = export(traces_of(flat), "--local", local, form="sol")
+        done, _ = export(traces_of(flat), "--local", local)
         assert done.returncode == status and said in done.stderr
         assert ("synthetic" in done.stderr) == bool(said)
 
@@ -245,103 +222,6 @@ def test_what_does_not_build_is_not_exported(form: str, tmp_path: Path, flat: Ex
     with pytest.raises(PackError, match="broken"):
         forms.write(FORMS[form], output, [replace(flat, content=broken)], OURS)
     assert not list(output.parent.iterdir())
-
-
-# --- SOL-ExecBench and kernels --------------------------------------------------------------------
-
-
-def files_for(form: str, export: Export, *gpus: str) -> dict[str, str]:
-    """The form's files of a solution for these GPUs that needs nothing but torch."""
-    spec = export.content["spec"] | {"target_hardware": [*gpus], "dependencies": ["torch"]}
-    return FORMS[form].files([replace(export, content=export.content | {"spec": spec})], OURS)
-
-
-def test_sol_execbenchs_form_is_that_of_its_documentation(tree, flat: Export) -> None:
-    made, ours = tree("sol"), json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
-    problem = json.loads((made / "definition.json").read_text())
-    lines = (made / "workload.jsonl").read_text().splitlines()
-    assert (problem["inputs"], problem["reference"]) == (ours["inputs"], ours["reference"])
-    assert [json.loads(line)["uuid"] for line in lines] == [t.workload.uuid for t in WORKLOADS]
-    spec = {
-        "languages": ["cute_dsl"],
-        "target_hardware": ["B200", "LOCAL"],  # its own GPU, and any other
-        "entry_point": "main.py::run",
-        "dependencies": ["torch", "cutlass"],
-        "destination_passing_style": True,
-    }
-    changed = {"definition": problem["name"], "author": "some-team", "spec": spec}
-    assert problem["name"] == f"020_{DEFINITION}"  # its own name
-    assert json.loads((made / "solution.json").read_text()) == flat.content | changed
-    triton = json.loads((tree("sol", "triton_moe") / "solution.json").read_text())["spec"]
-    assert triton == spec | {"languages": ["triton"], "dependencies": ["torch", "triton"]}
-    for gpus, there in (
-        (["NVIDIA_B200"], ["B200", "LOCAL"]),
-        (["NVIDIA_H100", "NVIDIA_H200"], ["LOCAL"]),
-    ):
-        made = json.loads(files_for("sol", flat, *gpus)["solution.json"])["spec"]
-        assert (made["target_hardware"], made["languages"]) == (there, ["pytorch"])
-
-
-def test_the_build_file_of_kernels_is_one_that_its_own_parser_takes(tree, flat) -> None:
-    tomllib, kernels = map(pytest.importorskip, ("tomllib", "kernels"))
-    made = tree("kernels")
-    assert tomllib.loads((made / "build.toml").read_text()) == {
-        "general": {
-            "name": "cutedsl-moe-fp8-flat",
-            "version": 1,
-            "edition": 5,
-            "license": "Apache-2.0",
-            "backends": ["cuda"],
-            "python-depends": ["tvm-ffi"],
-            "cuda": {"python-depends": ["nvidia-cutlass-dsl"]},
-        },
-        "torch-noarch": {"cuda_capabilities": ["10.0", "10.3", "9.0"]},
-    }
-    assert {"build.toml", "flake.nix", "CARD.md", "torch-ext"} == {p.name for p in made.iterdir()}
-    card = (made / "CARD.md").read_text()
-    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in card and "$" not in card
-    triton = (tree("kernels", "triton_moe") / "build.toml").read_text()
-    assert "depends" not in triton and "[general.cuda]" not in triton
-    anywhere = files_for("kernels", flat, "NVIDIA_H100", "any")
-    assert "capabilities" not in anywhere["build.toml"]
-    allowed = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text())
-    assert {"tvm-ffi"} <= {*allowed["general"]}
-    assert {"nvidia-cutlass-dsl"} <= {*allowed["backends"]["cuda"]}
-    for name in (FLAT.name, "triton_moe"):
-        build = kernels._rust.Build.open(tree("kernels", name))
-        assert build.general.backends == [kernels._rust.Backend.CUDA]
-
-
-@pytest.mark.parametrize(
-    ("form", "name", "said"),
-    [
-        ("sol", "deepgemm_moe", "needs sgl-deep-gemm, which SOL-ExecBench does not have"),
-        ("kernels", "sglang_moe", "needs sglang-kernel, which the list of kernels does not have"),
-    ],
-)
-def test_libraries_that_a_form_has_not_are_named(form, name, said, export) -> None:
-    done, _ = export(traces_of(export_of(GENERATIONS[name])), form=form, name=name)
-    assert done.returncode == 1 and said in done.stderr
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("name", ["cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_fused", "triton_moe"])
-def test_the_package_of_kernels_is_loaded_and_runs_as_kernels_does(name, tree, monkeypatch) -> None:
-    """Its build of a package without compiled parts is a copy; each is imported under an id of its
-    own, by the path of its `__init__.py`."""
-    (source,) = (tree("kernels", name) / "torch-ext").iterdir()
-    runs = set()
-    for unique in (f"{name}_build_1", f"{name}_build_2"):
-        spec = importlib.util.spec_from_file_location(unique, source / "__init__.py")
-        assert spec is not None and spec.loader is not None and source.name == name
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, unique, module)
-        spec.loader.exec_module(module)
-        assert (module.__all__, module.__doc__) == (["run"], GENERATIONS[name].description)
-        assert module.run.__module__.startswith(f"{unique}.moe_fp8.")
-        check_call(name, module.run)
-        runs.add(module.run)
-    assert len(runs) == 2
 
 
 # --- the contest's settings -----------------------------------------------------------------------
@@ -376,6 +256,8 @@ def test_the_tree_comes_back_and_is_not_written_again(tmp_path: Path, flat: Expo
     common = ["--gpu", "H200", "--results", write(tmp_path / "run", every), "--output", output]
     done = submit("trace", "v4_flat", "v2_vectorised", *common, "--author", "some-team")
     assert done.returncode == 0, done.stderr
+    written = {Path(line) for line in done.stdout.splitlines()}
+    assert written == {p for p in output.rglob("*") if p.is_file()}
     packed = {s.name: s for s in TraceSet.from_path(str(output)).solutions[DEFINITION]}
     assert packed.keys() == made.keys() and packed[FLAT.name].hash() == flat.solution.hash()
     assert {solution.author for solution in packed.values()} == {"some-team"}

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 directory = Path(os.environ.get("MOE_FP8_ENGINES", "/nowhere"))
-sys.path.extend(str(directory / name) for name in ("vllm", "sglang", "sol-execbench/src", "deps"))
+sys.path.extend(str(directory / name) for name in ("vllm", "sglang", "deps"))
 
 
 def engine(name: str) -> ModuleType:

@@ -1,5 +1,5 @@
-"""Other projects' own code on what is packed and exported: flashinfer-bench's development version
-and SOL-ExecBench, of which neither is a package."""
+"""The development version of flashinfer-bench, which is no package, on what is packed and
+exported."""
 
 import importlib.util
 import json
@@ -120,19 +120,3 @@ def test_the_folder_for_flashinfer_is_a_data_set(tmp_path: Path) -> None:
     found = validate(tmp_path / "made", "layout,definition,solution")[DEFAULT.name]
     assert found["solution"] == ("ok", ["1 solutions"])
     assert {status for status, _ in found.values()} == {"ok"}
-
-
-def test_sol_execbenchs_models_take_the_problem(tmp_path: Path) -> None:
-    data = pytest.importorskip("sol_execbench.core.data")
-    for name in ("v5_fused", "triton_moe"):
-        place = tmp_path / name
-        submit("sol", name, "--output", place)
-        problem = data.Definition(**json.loads((place / "definition.json").read_text()))
-        solution = data.Solution(**json.loads((place / "solution.json").read_text()))
-        assert problem.name == solution.definition
-        assert solution.get_entry_source().path == "main.py"
-        lines = (place / "workload.jsonl").read_text().splitlines()
-        workloads = [data.Workload(**json.loads(line)) for line in lines]
-        assert len(workloads) == 19
-        shapes = problem.get_input_shapes(workloads[0].axes)
-        assert len(shapes) == len(problem.inputs)
