@@ -58,9 +58,12 @@ def run(script: Path, arguments: list[str], arch: str, mode: str, seed: int) -> 
     command = [sys.executable, "-W", "ignore", "-m", "ptxemu", "-v", "--arch", arch]
     command += ["--mode", mode, "--seed", str(seed), str(script), *arguments]
     start = time.monotonic()
-    process = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=TIMEOUT
-    )
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return Run(False, TIMEOUT, f"Error: not done after {TIMEOUT} s")
     output = process.stdout + process.stderr
     launched = "warp-instructions" in output
     return Run(process.returncode == 0 and launched, time.monotonic() - start, output)

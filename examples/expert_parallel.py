@@ -144,7 +144,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
         buffer.destroy()
     dist.destroy_process_group()
     if wrong:
-        sys.exit("not the outputs of one rank with all experts")
+        sys.exit("not the outputs of one rank with all experts, or of one stream")
 
 
 def main() -> None:

@@ -23,7 +23,9 @@ from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import MoeInputs, MoeShape
 from moe_fp8.quantise import quantise_rows
 
+from scripts.common.command_line import UsageError
 from scripts.common.definitions import MoeDefinition
+from scripts.common.project import FUSED
 from scripts.common.text import error_line
 from scripts.measure import times
 from scripts.measure.calls import Chosen, Said
@@ -154,7 +156,10 @@ class Engines:
         self.prepared = {f"{name} prepared + quantiser": name for name in peers if name in PREPARED}
         self.with_prepared: dict[str, Callable[[MoeInputs, torch.Tensor], None]] = {}
         self.said |= {line: said[name] for line, name in self.prepared.items()}
-        self.own = next((of for of in said.values() if not of["peer"]), {"peer": False})
+        others = [name for name in said if not said[name]["peer"] and name != FUSED]
+        if others:
+            raise UsageError(f"{others[0]}: of ours, only {FUSED} is called as engines would")
+        self.own = said.get(FUSED, {"peer": False})
         self.skipped = dict(chosen.skipped)
         self.shape = MoeShape(**layer.shape)
         self.experts: dict[int, dict[str, Experts]] = {}

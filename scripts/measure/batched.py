@@ -23,6 +23,7 @@ from moe_fp8.numerics import BLOCK
 
 from scripts.common.command_line import UsageError
 from scripts.common.float32_experts import LARGEST_DIFF, in_float32
+from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
 from scripts.measure.gemm_problems import uneven_rows
@@ -213,9 +214,10 @@ def measure(into: Writer, case: Case, rates: Rates, repeats: int) -> None:
     """Check the subjects, then time in turns those that are right; a row for each."""
     counts = case.counts.tolist()
     said = {"experts": len(counts), "rows": case.expected, "fullest": max(counts)}
-    read = sum(map(bool, counts)) * 3 * HIDDEN * WIDTH
-    flops = 2 * sum(counts) * 3 * HIDDEN * WIDTH
-    least_s = max(read / rates["read_bytes_per_s"], flops / rates["fp8_flops_per_s"])
+    gemms = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    read = sum(gemm_bytes(sum(map(bool, counts)), 0, n, k) for n, k in gemms)
+    flops = sum(gemm_flops(sum(counts), n, k) for n, k in gemms)
+    least_s = max(read / bandwidth(rates), flops / rates["fp8_flops_per_s"])
     right, of = {}, {}
     for name, is_peer, prepare in subjects(case):
         of[name] = {"peer": is_peer, "clock": "device"}

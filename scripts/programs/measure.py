@@ -97,6 +97,7 @@ from scripts.common.definitions import (
     MoeDefinition,
     find_any,
 )
+from scripts.common.project import FUSED
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
 from scripts.measure.gemm_problems import (
@@ -114,7 +115,6 @@ if TYPE_CHECKING:
     from scripts.measure.plan import Plan
     from scripts.table.tables import Table
 
-FUSED = "cutedsl_moe_fp8_fused"
 REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
 ON_CPU = ("times", "bits")
 OF_A_RUN = ("times", "bits", "roofline")

@@ -48,7 +48,7 @@ def first_start(setup: Setup, logs: Path) -> Row:
     """Start a backend and end it: an engine that compiles its model has a slower host for as long
     as it runs (DeepSeek-V3's sizes in vLLM 0.33, batch 1: 2.64 ms a step, later 1.89), so what is
     measured must find the compiled model on disk. Raises Failure."""
-    backend = Backend(setup, logs)
+    backend = Backend(setup, logs, "-first")
     try:
         backend.ready()
         return row_of(backend, "first start", None, round(backend.start_seconds, 1), "s")

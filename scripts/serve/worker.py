@@ -35,9 +35,9 @@ LAST_LINES = 15
 class Backend:
     """An engine that is starting; `ready` waits for it. What it prints goes to a log."""
 
-    def __init__(self, setup: Setup, logs: Path):
+    def __init__(self, setup: Setup, logs: Path, start: str = ""):
         self.setup = setup
-        self.log = logs / f"{setup.model.name}-{setup.backend}.log"
+        self.log = logs / f"{setup.model.name}-{setup.backend}{start}.log"
         self.directory = Path(tempfile.mkdtemp(prefix=f"{setup.backend}-", dir=logs))
         inside.publish(self.directory, setup.engine)
         mine, its = Pipe()

@@ -281,6 +281,22 @@ def test_no_whole_blocks(quantise, size):
         quantise(torch.zeros(size))
 
 
+def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):
+    """Experts that differ by less than bfloat16 holds are chosen as in the model."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from moe_layer import Fp8MoE
+
+    bias = 4.95 + 0.02 * torch.randn(SHAPE.num_experts, generator=torch.manual_seed(0))
+    up, gate, down = torch.randn(2, 4, 128, 256).unbind() + (torch.randn(4, 256, 128),)
+    options = ROUTING | {"routed_scaling_factor": 2.5}
+    layer = Fp8MoE(torch.randn(SHAPE.num_experts, 256), bias, up, gate, down, **options)
+    x = torch.randn(64, 256).bfloat16()
+    q, scale = quantise_rows(x)
+    weights = layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
+    logits = x.float() @ layer.gate.T
+    assert torch.equal(layer(x), fused_moe(logits, bias, q, scale, *weights, **options))
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("name", ["moe_layer", "deepseek_v3_block"])
 def test_examples(name):

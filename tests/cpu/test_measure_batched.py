@@ -6,6 +6,7 @@ import fake_libraries
 import pytest
 import torch
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import MoeShape
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
@@ -13,6 +14,9 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.data.rows import Writer
 from scripts.measure import batched
+
+BYTES = 1 + 4 / BLOCK**2
+"""Of a weight, with its share of a scale."""
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
 DEVICE_NAME = DEVICE.type
@@ -37,14 +41,14 @@ def small(monkeypatch) -> None:
 
 def measured(tokens: int, uneven: bool = False) -> list[dict]:
     into, weights = Writer("batched", "a GPU", "m"), batched.make_weights(2, 1, DEVICE_NAME)
-    rates = RATES | {"fp8_flops_per_s": 15e12}
+    rates = RATES | {"fp8_flops_per_s": 15e12, "read_bytes_per_s": 2e12, "copy_bytes_per_s": 3e12}
     batched.measure(into, batched.make_case(weights, tokens, 1, uneven), rates, 3)
     return into.rows
 
 
 @pytest.mark.parametrize(
     ("tokens", "uneven", "fullest", "least"),  # least: experts read, or multiplications that count
-    [(1, False, 1, 2 / 3e12), (1, True, 2, 1 / 3e12), (5, False, 5, 2 * 10 / 15e12),
+    [(1, False, 1, 2 * BYTES / 3e12), (1, True, 2, BYTES / 3e12), (5, False, 5, 2 * 10 / 15e12),
      (5, True, 7, 2 * 10 / 15e12)],
 )  # fmt: skip
 def test_ours_and_the_peer_compute_the_same(tokens, uneven, fullest, least) -> None:

@@ -16,10 +16,10 @@ from moe_fp8.quantise import quantise_blocks, quantise_rows
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
 from scripts.common.float32_experts import LARGEST_DIFF
-from scripts.common.project import ROOT
+from scripts.common.project import FUSED, PREFIX, ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
 from scripts.measure import as_engines, calls, cases, plan, roofline, times, timing
@@ -170,13 +170,16 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
 
     monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
     monkeypatch.setattr(as_engines, "PREPARED", {"a peer": prepared, "not chosen": None})
-    said = {"a peer": {"peer": True, "hash": "1"}, OURS: {"peer": False, "hash": "2"}}
+    said = {"a peer": {"peer": True, "hash": "1"}, FUSED: {"peer": False, "hash": "2"}}
     monkeypatch.setattr(
         as_engines,
         "BuilderRegistry",
         SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
     )
-    chosen = calls.Chosen(None, {"a peer": solution, OURS: None}, said, {})
+    chosen = calls.Chosen(None, {"a peer": solution, FUSED: None}, said, {})
+    other = chosen._replace(said=said | {f"{PREFIX}v1": {"peer": False}})
+    with pytest.raises(UsageError, match="v1: of ours, only cutedsl_moe_fp8_fused is called"):
+        as_engines.Engines(DEFAULT, other)
     engines = as_engines.Engines(DEFAULT, chosen)
     engines.shape = shape
     given, prepare, of = engines(inputs(6, experts=shape.num_experts))
