@@ -13,6 +13,7 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.data.rows import Writer
 from scripts.measure import batched
+from scripts.measure.gemm_problems import uneven_rows
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
 DEVICE_NAME = DEVICE.type
@@ -61,6 +62,12 @@ def test_ours_and_the_peer_compute_the_same(tokens, uneven, fullest, least) -> N
         assert (row["experts"], row["rows"], row["fullest"]) == (2, tokens, fullest)
         assert row["roofline"] == pytest.approx(1e6 * 3 * 256 * 512 * least)
     assert [row["value"] for row in rows.values()] == pytest.approx([10, 20, 30])
+
+
+def test_uneven_rows_keep_the_sum_and_spread() -> None:
+    rows = uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == uneven_rows(500, 32, 1)
+    assert 1.3 < max(rows) / 500 < 3.0
 
 
 def test_a_wrong_peer_has_no_time(monkeypatch) -> None:
