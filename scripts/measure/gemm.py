@@ -2,12 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from typing import Any, NamedTuple
 
 import torch
-from moe_fp8.kernels.operations import compile_grouped_gemm
 
 from scripts.common.command_line import duration, say
 from scripts.common.text import error_line
@@ -51,15 +50,9 @@ def compile_variants(collect: Callable[[Problem], list[Variant]], problem: Probl
             continue
 
 
-def compile_kernel(kernel: tuple[Any, int, int, int, str]) -> None:
-    """Leave our kernel, as (config, N, K, experts, target), in its cache on disk; needs no GPU."""
-    compile_grouped_gemm(*kernel)
-
-
-def compile_ahead(function: Callable[[Any], None], jobs: Iterable[Any]) -> None:
+def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
     """Compile in processes side by side what timing would compile one after the other: a peer's
     compiler takes seconds a kernel. Whatever goes wrong here is reported by the timing."""
-    jobs = list(jobs)
     workers = min(WORKERS, os.cpu_count() or 1, len(jobs))
     if workers < 2:
         return
@@ -90,7 +83,7 @@ def rotated(calls: Sequence[Timed]) -> Timed:
 
 def run_problem(
     writer: Writer, problem: Problem, variants: Sequence[Variant], timing: Timing
-) -> list[dict[str, Any]]:
+) -> None:
     """A row for each variant, with its time in us or its error; those checked wrong are not
     timed."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
@@ -118,7 +111,8 @@ def run_problem(
     least = max(read_us, 1e6 * problem.flops / timing.rates["fp8_flops_per_s"])
     for name, row in rows.items():
         found[name] |= row if "error" in row else {**row, "roofline": least, "read": read_us}
-    return [writer.add(problem.case(), name, **row) for name, row in found.items()]
+    for name, row in found.items():
+        writer.add(problem.case(), name, **row)
 
 
 def collect_variants(layers: bool, problem: Problem) -> list[Variant]:

@@ -15,8 +15,6 @@ from scripts.data import dataset
 
 LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))
 """(N, K) of the default layer's two GEMMs."""
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""Of an expert, that `measure tune_gemm` looks at."""
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
 """Module and row layout of those that choose their configs."""
 STUDY = (2048, 4096, 7168)

@@ -1,4 +1,4 @@
-"""The search for faster configs of our grouped GEMM alone, and of the two GEMMs in the fused layer.
+"""The search for faster configs of the two GEMMs in the fused layer.
 
 Every candidate has a row of its time. At the end of each case a row of what ships names the `best`,
 and has as its value the percent that what ships loses.
@@ -15,11 +15,9 @@ from moe_fp8.problem import MoeShape
 
 from scripts.common.command_line import steps
 from scripts.data.rows import Writer
-from scripts.measure import configs, gpu
+from scripts.measure import gpu
 from scripts.measure.cases import Problems
-from scripts.measure.gemm import Timing, compile_ahead, compile_kernel, run_problem
-from scripts.measure.gemm_problems import Problem, uneven_rows
-from scripts.measure.gemm_variants import heuristic, ladder, ours
+from scripts.measure.gemm_variants import ladder
 from scripts.measure.timing import Timed, device_times, figures
 
 NONE_RAN = "none ran"
@@ -27,66 +25,19 @@ NONE_RAN = "none ran"
 
 def add_verdict(
     writer: Writer, case: Mapping[str, Any], us: Mapping[str, float], shipped: str, most: float
-) -> dict[str, Any]:
+) -> None:
     """A row of what ships, by the times of the candidates that ran; an error where it loses more
     than `most` percent, or did not run."""
     best = min(us, key=lambda name: us[name], default=NONE_RAN)
     found: dict[str, Any] = {"best": best, "best_us": us.get(best)}
     if shipped not in us:
-        return writer.add(case, shipped, **found, error=f"did not run; best: {best}")
+        writer.add(case, shipped, **found, error=f"did not run; best: {best}")
+        return
     loss = 100 * (us[shipped] / us[best] - 1)
     if loss > most:
         found["error"] = f"loses {loss:.1f} %; best: {best}"
-    return writer.add(case, shipped, **found, value=loss, unit="%")
+    writer.add(case, shipped, **found, value=loss, unit="%")
 
-
-# --- our GEMM alone -------------------------------------------------------------------------------
-
-MANY_ROWS = 128
-"""Of an expert: up to here 32 experts are timed, above 8: the same bytes or FLOPs, in less time."""
-CONFIRM_REPEATS = 40
-
-
-def configs_of(problem: Problem) -> list[Any]:
-    found = [heuristic(problem), *configs.candidates(problem.mean_rows, gpu.architecture())]
-    return list({str(config): config for config in found}.values())
-
-
-def gemm_problem(rows: int, n: int, k: int, even: bool, seed: int) -> Problem:
-    experts = 32 if rows <= MANY_ROWS else 8
-    return Problem((rows,) * experts if even else uneven_rows(rows, experts, seed), n, k)
-
-
-def tune_problem(writer: Writer, problem: Problem, timing: Timing, max_loss: float) -> None:
-    """Rows of all timings of a problem, and the verdict on them. A loss above `max_loss` percent is
-    timed again, best against choice alone and more often, before it is believed."""
-    tried, choice = configs_of(problem), str(heuristic(problem))
-
-    def times_of(chosen: Sequence[Any], timing: Timing) -> dict[str, float]:
-        variants = [ours(str(config), config) for config in chosen]
-        rows = run_problem(writer, problem, variants, timing)
-        return {row["config"]: row["value"] for row in rows if "value" in row}
-
-    us = times_of(tried, timing)
-    if choice in us and us[choice] > (1 + max_loss / 100) * min(us.values()):
-        again = [config for config in tried if str(config) in (choice, min(us, key=us.__getitem__))]
-        us = times_of(again, timing._replace(repeats=max(timing.repeats, CONFIRM_REPEATS)))
-    add_verdict(writer, problem.case(), us, choice, max_loss)
-
-
-def tune_gemm(writer: Writer, problems: Sequence[Problem], timing: Timing, max_loss: float) -> None:
-    """Every legal candidate of the GPU's architecture against the heuristic's choice for who knows
-    the rows (v3 does; flat knows the tokens alone: `measure gemm --layers`)."""
-    # Those with the same weights side by side: they are drawn once.
-    problems = sorted(problems, key=lambda p: (p.n, -p.experts))
-    arch = gpu.gpu_arch()
-    kernels = ((c, p.n, p.k, p.experts, arch) for p in problems for c in configs_of(p))
-    compile_ahead(compile_kernel, dict.fromkeys(kernels))
-    for problem in steps(problems):
-        tune_problem(writer, problem, timing, max_loss)
-
-
-# --- the GEMMs of the fused layer -----------------------------------------------------------------
 
 Pair = tuple[Any, Any]
 """What the heuristic picks for the first and the second GEMM."""

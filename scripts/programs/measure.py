@@ -11,7 +11,6 @@
     python3 run.py measure gemm --grid study                81 configurations, even rows
     python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
     python3 run.py measure batched                          tokens that lie by expert
-    python3 run.py measure tune_gemm                        other configs of our GEMM alone
     python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
 
 times: cosine, calc_diff and matched ratios at three tolerances against the reference, then the time
@@ -60,11 +59,10 @@ tokens each (--rows), or with --uneven on average, so that the fullest has about
 beside DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for SwiGLU and quantising
 between them; an output that is wrong has no time.
 
-tune_gemm, tune_layer: which configs are fastest on this GPU, and where what ships is not. Of the
-GEMM alone every legal candidate of the architecture, by rows per expert, against the heuristic's
-choice; of the layer the shipped pair against those a step away on the heuristic's ladder, device
-time of the whole layer. Candidates are checked first, those of a layer to the bit against the
-shipped pair. Exit status 1 where what ships loses more than --max-loss percent, or did not run.
+tune_layer: which configs are fastest on this GPU, and where what ships is not: the shipped pair
+against those a step away on the heuristic's ladder, device time of the whole layer. All must give
+the shipped pair's bits. Exit status 1 where what ships loses more than --max-loss percent, or did
+not run.
 
 Everywhere the L2 cache is overwritten before a call, what is compared takes turns, and medians are
 reported. --out appends every figure to a file, a row each, as it comes.
@@ -100,14 +98,7 @@ from scripts.common.definitions import (
 from scripts.common.project import FUSED
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
-from scripts.measure.gemm_problems import (
-    GRIDS,
-    LAYER_SHAPES,
-    ROWS,
-    grid_problems,
-    histograms,
-    layer_problems,
-)
+from scripts.measure.gemm_problems import GRIDS, grid_problems, histograms, layer_problems
 from scripts.programs.options import add_options
 
 if TYPE_CHECKING:
@@ -119,8 +110,9 @@ REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medi
 ON_CPU = ("times", "bits")
 OF_A_RUN = ("times", "bits", "roofline")
 TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
-REPEATS = {"stages": 50, "tune_gemm": 10, "tune_layer": 10}
-LAYER_TOKENS = (80, 320, 901, 2048)
+REPEATS = {"stages": 50, "tune_layer": 10}
+TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
+"""Every pair that a heuristic picks for the default layer it picks for one of these."""
 OPTIONS = {
     "definition": ("times", "bits", "roofline", "kernels", "stages", "sweep", "tune_layer"),
     "run": OF_A_RUN,
@@ -134,10 +126,10 @@ OPTIONS = {
     "only_call": ("kernels",),
     "grid": ("gemm",),
     "layers": ("gemm",),
-    "rows": ("tune_gemm", "batched"),
-    "uneven": ("tune_gemm", "batched"),
+    "rows": ("batched",),
+    "uneven": ("batched",),
     "accurate": ("tune_layer",),
-    "max_loss": ("tune_gemm", "tune_layer"),
+    "max_loss": ("tune_layer",),
 }
 """What has an option that not all have."""
 
@@ -152,8 +144,8 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
     add("--out", type=Path, metavar="FILE", help="append all figures there")
-    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages 50, tune 10)")
-    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers, tune_layer (80 ... 2048)"
+    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages 50, tune_layer 10)")
+    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers, tune_layer (1 ... 14107)"
     add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
     said = "sweep: what is called, the definition's solutions or what engines call"
     add("--as", dest="form", choices=("definition", "engines"), help=said)
@@ -162,10 +154,10 @@ def parse_arguments() -> argparse.Namespace:
     grid = arguments.add_mutually_exclusive_group()
     grid.add_argument("--grid", choices=list(GRIDS), help="gemm: even rows (quick)")
     grid.add_argument("--layers", action="store_true", help="gemm: the workloads' rows")
-    add("--rows", nargs="+", type=whole(1), metavar="M", help="of an expert: tune_gemm, batched")
-    add("--uneven", action="store_true", help="tune_gemm, batched: drawn around that")
+    add("--rows", nargs="+", type=whole(1), metavar="M", help="batched: of an expert")
+    add("--uneven", action="store_true", help="batched: drawn around that")
     add("--accurate", action="store_true", help="tune_layer: two FP8 terms, as in hifi")
-    add("--max-loss", type=positive, metavar="PERCENT", help="tune_gemm (5), tune_layer (2)")
+    add("--max-loss", type=positive, metavar="PERCENT", help="tune_layer: what may be lost (2)")
     args = arguments.parse_args()
     for option, whats in OPTIONS.items():
         if getattr(args, option) and args.what not in whats:
@@ -399,24 +391,6 @@ def batched(args: argparse.Namespace) -> Shown:
     yield gpu.describe_rates(rates), pivots.batched_table(into.result)
 
 
-def tune_gemm(args: argparse.Namespace) -> Shown:
-    from scripts.measure import gpu, tune
-    from scripts.measure.gemm import Timing
-    from scripts.table import pivots
-
-    rates = gpu.measure_rates()
-    into = writer(args, "tune_gemm", TURNS, rates=rates)
-    yield into
-    problems = [
-        tune.gemm_problem(m, n, k, not args.uneven, args.seed)
-        for n, k in LAYER_SHAPES.values()
-        for m in args.rows or ROWS
-    ]
-    timing = Timing(rates, args.repeats, args.seed)
-    tune.tune_gemm(into, problems, timing, args.max_loss or 5.0)
-    yield gpu.describe_rates(rates), pivots.tuned_table(into.result, "tune_gemm")
-
-
 def tune_layer(args: argparse.Namespace) -> Shown:
     from scripts.measure import tune
     from scripts.measure.cases import problems_of
@@ -425,14 +399,14 @@ def tune_layer(args: argparse.Namespace) -> Shown:
     problems = problems_of(args.definition[0], args.local, args.device, args.seed)
     into = writer(args, "tune_layer", TURNS)
     yield into
-    terms, tokens = 2 if args.accurate else 1, args.tokens or LAYER_TOKENS
+    terms, tokens = 2 if args.accurate else 1, args.tokens or TUNED_TOKENS
     tune.tune_layer(into, problems, tokens, terms, args.repeats, args.max_loss or 2.0)
-    yield "", pivots.tuned_table(into.result, "tune_layer")
+    yield "", pivots.tuned_table(into.result)
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
     of.__name__: of
-    for of in (times, bits, roofline, kernels, stages, sweep, gemm, batched, tune_gemm, tune_layer)
+    for of in (times, bits, roofline, kernels, stages, sweep, gemm, batched, tune_layer)
 }
 
 
@@ -465,7 +439,7 @@ def main() -> int:
         say(f"{len(rows)} rows added to {args.path}")
     if interrupted:
         return EXIT_INTERRUPTED
-    failed = [row for row in rows if why_failed(row) and not is_spared(args.what, row)]
+    failed = [row for row in rows if why_failed(row) and not row.get("peer")]
     return EXIT_FAILED if failed else EXIT_OK
 
 
@@ -476,13 +450,6 @@ def where(row: dict[str, Any]) -> str:
     if "n" in row:
         return f" at {row['rows']:g} rows, {row['n']}x{row['k']}"
     return f" at {row['experts']} experts, {row['rows']} rows" if "experts" in row else ""
-
-
-def is_spared(what: str, row: dict[str, Any]) -> bool:
-    """Whether a failure is no news of ours: a peer's, or that of a config that does not ship."""
-    if what == "tune_gemm":
-        return "best" not in row
-    return what in ("sweep", "gemm", "batched") and bool(row.get("peer"))
 
 
 def why_failed(row: dict[str, Any]) -> str:

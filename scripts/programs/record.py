@@ -52,7 +52,7 @@ STEPS = (
     ("kernels", "measure kernels --workloads T=1 T=80 T=901 T=14107 --out DIR/rows.jsonl", False),
     ("gemm_layers", "measure gemm --layers --out DIR/rows.jsonl", False),
     ("gemm_study", "measure gemm --grid study --out DIR/rows.jsonl", False),
-    ("tune", "measure tune_gemm --out DIR/rows.jsonl", False),
+    ("tune_layer", "measure tune_layer --out DIR/rows.jsonl", False),
     ("report", "report DIR", False),
 )
 """Name, arguments of run.py, and whether it is a gate. DIR is the record's directory."""

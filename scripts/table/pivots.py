@@ -206,12 +206,10 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
     return Table(found)
 
 
-def tuned_table(rows: Rows, name: str) -> Table:
-    """Of each case of a search the fastest, what ships, and what that loses."""
-    f = rows.frame(name).dropna(subset=["best"]).reset_index(drop=True)
-    case = {name: column for name, column in GEMM.items() if f[column].notna().any()}
-    found = pd.DataFrame(named_cases(f.set_index(list(case.values())), case))
-    found["best"] = f.best
+def tuned_table(rows: Rows) -> Table:
+    """Of each number of tokens the fastest pair of configs, what ships, and what that loses."""
+    f = rows.frame("tune_layer").dropna(subset=["best"])
+    found = pd.DataFrame({"T": f.tokens.astype(int).astype(str), "best": f.best})
     found["us"] = numbers(f.best_us, ".1f")
     found["shipped"] = f.subject.where(f.subject != f.best, "the best")
     found["loss"] = numbers(f.value, ".1f", " %").replace("-", "not run")

@@ -64,19 +64,15 @@ def test_help(program: str) -> None:
         ("measure", ["kernels", "--definition", "dsv3_tp8_shared"], "it has no workloads"),
         ("measure", [], "the following arguments are required: what"),
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
-        ("measure", ["tune_layer", "--rows", "3"], "--rows: only with tune_gemm"),
-        ("measure", ["tune_layer", "--uneven"], "--uneven: only with tune_gemm"),
-        (
-            "measure",
-            ["tune_gemm", "--tokens", "3"],
-            "--tokens: only with stages, sweep",
-        ),
-        ("measure", ["tune_gemm", "--definition", "glm5"], "--definition: only with times, bits"),
+        ("measure", ["tune_layer", "--rows", "3"], "--rows: only with batched"),
+        ("measure", ["tune_layer", "--uneven"], "--uneven: only with batched"),
+        ("measure", ["batched", "--tokens", "3"], "--tokens: only with stages, sweep"),
+        ("measure", ["batched", "--definition", "glm5"], "--definition: only with times, bits"),
         ("measure", ["times", "--run", "/absent", "--out", "x"], "--out: not with --run"),
         ("measure", ["gemm", "--solutions", "flat"], "--solutions: only with times, bits"),
         ("bench", ["--cpu", "--against", "flat"], "--against flat: no solution of that name"),
-        ("measure", ["tune_gemm", "--accurate"], "--accurate: only with tune_layer"),
-        ("measure", ["sweep", "--max-loss", "1"], "--max-loss: only with tune_gemm, tune_layer"),
+        ("measure", ["gemm", "--accurate"], "--accurate: only with tune_layer"),
+        ("measure", ["sweep", "--max-loss", "1"], "--max-loss: only with tune_layer"),
     ],
 )
 def test_usage_errors_have_status_2_and_one_line(program, arguments, message) -> None:
@@ -100,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
     [
         ["record"],
         *(["measure", what] for what in ("roofline", "kernels", "stages", "sweep", "gemm")),
-        *(["measure", what] for what in ("batched", "tune_gemm", "tune_layer")),
+        *(["measure", what] for what in ("batched", "tune_layer")),
     ],
 )
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:

@@ -45,7 +45,6 @@ from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
 from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
 from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
-from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.kernels.tma import EVICT_FIRST
 from moe_fp8.numerics import BLOCK
 from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape, Swiglu
@@ -276,25 +275,6 @@ def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
     empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]
     waits = [m.start() for m in re.finditer(rf"try_wait\S* P1, \[{empty}\]", ptx)]
     assert len(waits) == 2 and waits[0] < ptx.index("st.async") < waits[1]
-
-
-TUNED = [
-    {"tile_m": 32, "swap_ab": True, "cluster_n": 2, "stages": 6, "accumulators": 2},
-    {"tile_n": 64, "cluster_m": 2, "mma_ctas": 2, "stages": 4, "schedule": Schedule.DYNAMIC},
-]
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("fields", TUNED, ids=str)
-def test_what_tune_tries_compiles(fields, compiled_code):
-    """Of its candidates two that no heuristic picks."""
-    from scripts.measure.configs import candidates
-
-    tried = [config for rows in (32, 128) for config in candidates(rows, BLACKWELL)]
-    config = BlackwellConfig(**fields)
-    assert str(config) in map(str, tried) and config not in PICKED
-    ptx, _ = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS["gemm1"], "sm_100a")
-    assert ".target sm_100a" in ptx and allocated(ptx) == config.tmem_columns
 
 
 def test_swiglu_quant(compiled_code, tmp_path):

@@ -14,6 +14,7 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.data.rows import Writer
 from scripts.measure import batched
+from scripts.measure.gemm_problems import uneven_rows
 
 BYTES = 1 + 4 / BLOCK**2
 """Of a weight, with its share of a scale."""
@@ -65,6 +66,12 @@ def test_ours_and_the_peer_compute_the_same(tokens, uneven, fullest, least) -> N
         assert (row["experts"], row["rows"], row["fullest"]) == (2, tokens, fullest)
         assert row["roofline"] == pytest.approx(1e6 * 3 * 256 * 512 * least)
     assert [row["value"] for row in rows.values()] == pytest.approx([10, 20, 30])
+
+
+def test_uneven_rows_keep_the_sum_and_spread() -> None:
+    rows = uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == uneven_rows(500, 32, 1)
+    assert 1.3 < max(rows) / 500 < 3.0
 
 
 def test_a_wrong_peer_has_no_time(monkeypatch) -> None:

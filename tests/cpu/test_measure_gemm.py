@@ -239,8 +239,9 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Timed(more(x), [x.out], rows=x.flat.index))
     variants = [good, *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
-    found = run_problem(into, problem, variants, Timing(FLOORS, 3))
-    assert found == into.rows and [r["subject"] for r in found] == [v.name for v in variants]
+    run_problem(into, problem, variants, Timing(FLOORS, 3))
+    found = list(into.rows)
+    assert [r["subject"] for r in found] == [v.name for v in variants]
     assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
     assert found[0]["config"] == str(heuristic(problem)) and not found[0]["peer"]
     said = {"tokens": 7, "pairs": 136, "active": 3, "max": 130}.items()
@@ -251,7 +252,8 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     (mine, *_), ratio = found, pivots.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
     assert ratio == pytest.approx(1.1) and "hash" not in mine
     slow = Timing(FLOORS | {"fp8_flops_per_s": 1e9}, 3)
-    assert run_problem(into, problem, variants[:1], slow)[0]["roofline"] == problem.flops / 1e3
+    run_problem(into, problem, variants[:1], slow)
+    assert into.rows[-1]["roofline"] == problem.flops / 1e3
 
 
 def test_launches_rotate_over_more_operands_than_the_cache_holds(
@@ -443,3 +445,20 @@ def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) ->
     assert list(found.hashes("gemm_layers")) == ["cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"]
     assert "flat, best known" in done.stdout and "FP8 matmul 1500 TFLOP/s" in done.stdout
     assert ("error: v3 at T=1: wrong" in done.stderr) == wrong
+
+
+@pytest.mark.parametrize(("wrong", "status"), [("ours", EXIT_FAILED), ("a peer", EXIT_OK)])
+def test_a_wrong_one_of_the_grid_is_named_by_its_rows(wrong, status, measure, monkeypatch) -> None:
+    """A peer's is no failure of ours."""
+
+    def run_problem(into, problem, variants, timing):
+        for name in ("ours", "a peer"):
+            time = {"value": 9.0, "unit": "us", "roofline": 5.0}
+            more = {"error": "wrong"} if name == wrong else time
+            into.add(problem.case(), name, peer=name != "ours", config="128x128", **more)
+
+    monkeypatch.setattr(gemm, "run_problem", run_problem)
+    monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
+    done, _ = measure("gemm")
+    assert done.returncode == status
+    assert f"error: {wrong} at 128 rows, 4096x7168: wrong" in done.stderr

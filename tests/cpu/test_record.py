@@ -149,11 +149,11 @@ NAMES = [name for name, *_ in record.STEPS]
 
 def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
     """All steps, two of which fail in a way that stops nothing."""
-    steps = [note(tmp_path, name, name in ("tune", "gemm_study")) for name in NAMES]
+    steps = [note(tmp_path, name, name in ("tune_layer", "gemm_study")) for name in NAMES]
     assert as_on_a_gpu(monkeypatch, tmp_path, steps) == EXIT_FAILED
     assert (tmp_path / "order.txt").read_text().split() == NAMES
     said_last = capfd.readouterr().err
-    assert "not passed: gemm_study (1), tune (1); their output is in the archive" in said_last
+    assert "not passed: gemm_study (1), tune_layer (1); their output is in the archive" in said_last
     (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
     assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
     with tarfile.open(archive) as packed:
@@ -164,8 +164,8 @@ def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
 def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:
     """In the order of the record, whatever is asked for."""
     steps = [note(tmp_path, name) for name in NAMES]
-    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "tune", "bench") == EXIT_OK
-    assert (tmp_path / "order.txt").read_text().split() == ["bench", "tune"]
+    assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "tune_layer", "bench") == EXIT_OK
+    assert (tmp_path / "order.txt").read_text().split() == ["bench", "tune_layer"]
 
 
 STEP = """

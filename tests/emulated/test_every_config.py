@@ -1,12 +1,17 @@
 """What the GPU tests do with every config, with a few of them."""
 
+import itertools
+
 import pytest
 import torch
 from gpu.every_config import Job, Sizes, shipped, wrong
 from markers import more
 from moe_fp8.kernels import operations
+from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
+from moe_fp8.kernels.sm90 import heuristic as sm90
+from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.layer import model
-from moe_fp8.problem import MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 from test_mutations import replace
 
 SMALL = Sizes(
@@ -23,6 +28,17 @@ def found(jobs: list[Job], target: str, monkeypatch) -> list[str]:
     monkeypatch.setattr(operations, "target_of", lambda device: target)
     monkeypatch.setattr(operations, "multiprocessors_of", lambda device: 4)
     return list(wrong(jobs, SMALL, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("target", sorted({a.target for a in ARCHITECTURES.values()}))
+def test_every_config_that_ships_is_run(target: str) -> None:
+    """Each once by what it says of itself."""
+    ships = shipped(target)
+    assert len(set(map(str, ships))) == len(ships)
+    for tokens, terms in itertools.product((1, 7, 80, 901, 14107), (1, 2)):
+        assert Job(of_target(target).choose_layer(tokens, DEEPSEEK_V3, terms), terms) in ships
+    picked = [sm90.LARGEST] if target == "sm_90a" else sm100.PICKED
+    assert {Job((config,)) for config in picked} <= set(ships)
 
 
 def gemms(target: str) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Every config that ships or that `tune` tries, on the GPU against the reference model."""
+"""Every config that ships, on the GPU against the reference model."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ MOST_PROCESSES = 12
 def test_every_config():
     """They compile side by side. They run in one process, which ends where one of them hangs or
     takes the GPU with it; that one is the last that it names."""
-    todo = every_config.jobs(target_of(torch.device("cuda")))
+    todo = every_config.shipped(target_of(torch.device("cuda")))
     workers = min(os.cpu_count() or 1, MOST_PROCESSES)
     with process_pool(workers, "spawn") as pool:
         for done in as_completed([pool.submit(every_config.compile_job, j) for j in todo], LIMIT_S):
