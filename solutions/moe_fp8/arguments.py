@@ -115,11 +115,11 @@ class Signature:
 def has_contiguous_lines(matrices: torch.Tensor) -> bool:
     """Whether the elements of a matrix's rows or those of its columns follow each other, and no
     line begins before another ends; of several, no matrix before another's last line begins."""
-    *_, rows, columns = matrices.shape
+    *outer, rows, columns = matrices.shape
     *apart, by_row, by_column = matrices.stride()
     lines = (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
     last = (rows - 1) * by_row + (columns - 1) * by_column
-    return lines and all(stride > last for stride in apart)
+    return lines and all(n < 2 or stride > last for n, stride in zip(outer, apart, strict=True))
 
 
 def _reach(tensor: torch.Tensor) -> int:

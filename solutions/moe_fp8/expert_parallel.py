@@ -104,7 +104,7 @@ def expert_parallel_moe(
         "swiglu_beta": swiglu_beta,
         "ue8m0": ue8m0,
     }
-    _agree(_checked(inputs, options, ranks, buffer), group)
+    _agree(_checked(inputs, options, ranks, buffer), hidden_states, group)
     local, experts, hidden = gemm1_weights.shape[0], routing_logits.shape[1], hidden_states.shape[1]
     logits, x, x_scale = routing_logits.float(), hidden_states, hidden_states_scale
     if x_scale is None:
@@ -161,6 +161,8 @@ def _checked(
         select(output.device)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # else the other ranks would wait for this one
+        return f"{type(error).__name__}: {error}"
     return {
         "buffer is None": buffer is None,
         "hidden_states.shape[0]": len(output) if buffer is None else None,
@@ -175,7 +177,7 @@ def _checked(
     }
 
 
-def _agree(mine: dict[str, Any] | str, group: dist.ProcessGroup | None) -> None:
+def _agree(mine: dict[str, Any] | str, x: Any, group: dist.ProcessGroup | None) -> None:
     """Raise the same ValueError on every rank unless what `_checked` found is right and the same.
 
     Every rank makes the same collective calls whatever it found, so that none waits for one that
@@ -183,7 +185,8 @@ def _agree(mine: dict[str, Any] | str, group: dist.ProcessGroup | None) -> None:
     is an all-to-all: gloo's all-gather is a ring and takes twice as long with 8 ranks.
     """
     ranks = dist.get_world_size(group)
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    on_gpu = x.device if getattr(x, "is_cuda", False) else "cuda"
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else on_gpu
     digest = hashlib.sha256(repr(mine).encode()).digest()[:8]
     hashed = torch.tensor(ranks * [int.from_bytes(digest, "little", signed=True)], device=device)
     hashes = torch.empty_like(hashed)

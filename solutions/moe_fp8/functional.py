@@ -325,7 +325,7 @@ def _is_usual(inputs: Any) -> bool:
             and x.dtype is FP8
             and x_scale.stride() == (x_scale.shape[1], 1)
         )
-    except (AttributeError, RuntimeError):  # None, or no dense tensor
+    except (AttributeError, IndexError, RuntimeError):  # None, or no dense matrix
         return False
 
 
@@ -355,6 +355,8 @@ def _experts(*arguments: Any) -> Call:
     if expert_map is not None:
         if not isinstance(expert_map, torch.Tensor) or expert_map.dim() != 1:
             raise ValueError(f"expert_map: expected a tensor [E], got {_shown(expert_map)}")
+        if num_experts is not None:
+            check_integer("num_experts", num_experts)
         if num_experts not in (None, len(expert_map)):
             raise ValueError(
                 f"num_experts={num_experts}: expected {len(expert_map)}, as many as expert_map has"

@@ -24,7 +24,7 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
     # A copy of one token's, too, which are contiguous either way: else its layer would be another
     # than that of more tokens.
     by_block = scale.t().clone(memory_format=torch.contiguous_format)
-    return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden), by_block
+    return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden).contiguous(), by_block
 
 
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +42,7 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = w.float().view(*experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=(-3, -1)))
     q = _rounded(blocks, scale.view(*experts, n // BLOCK, 1, k // BLOCK, 1))
-    return q.view(w.shape), scale
+    return q.view(w.shape).contiguous(), scale.contiguous()
 
 
 def block_scale(largest: torch.Tensor, ue8m0: bool = False) -> torch.Tensor:

@@ -105,6 +105,16 @@ def test_scales_lie_as_they_come(laid_out):
     assert torch.equal(out, by_experts(given))
 
 
+def test_scales_of_the_only_expert_lie_as_those_of_tokens():
+    given = call()
+    of_first = {name: given[name][:1] for name in (*WEIGHTS, "x", "num_tokens", "x_scale")}
+    apart = of_first["x_scale"][0].t().contiguous().t()[None]
+    assert apart.stride(0) == ROWS  # what a matrix reaches is more
+    wanted, out = (torch.zeros(1, ROWS, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+    batched_experts(**of_first, out=wanted)
+    assert torch.equal(batched_experts(**of_first | {"x_scale": apart}, out=out), wanted)
+
+
 def test_counts_that_are_none():
     """Too large and negative ones, and those of no expert."""
     counts = [2**31 - 1, -(2**31), ROWS + 1, -1, 0]

@@ -282,6 +282,10 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
                      "rank 1: hidden_states_scale: expected dtype torch.float32"),
     **{f"no {name}": ({1: {name: lambda _: None}}, f"rank 1: {name}: expected a ")
        for name in TENSORS if name != "routing_bias"},
+    "scales of one dimension": ({1: {"hidden_states_scale": lambda x: x[0]}},
+                                r"rank 1: hidden_states_scale: expected shape \[2, 5\]"),
+    "a limit that no float holds": ({1: {"swiglu_limit": lambda _: 10**400}},
+                                    r"rank 1: swiglu_limit=10+\.\.\.: expected a finite"),
     "scales of other tokens": ({1: {"hidden_states_scale": twice(1)}},
                                r"rank 1: hidden_states_scale: expected shape \[2, 5\]"),
     "float32 weights": ({2: {"gemm1_weights": lambda x: x.float()}},

@@ -438,6 +438,7 @@ def test_a_wrong_tensor_is_named(name, fault):
     [
         ({"expert_map": random_map(), "local_expert_offset": 4}, "local_expert_offset: expected 0"),
         ({"expert_map": random_map(), "num_experts": 8}, "num_experts=8: expected 16, as many as"),
+        ({"expert_map": random_map(), "num_experts": torch.ones(2)}, "num_experts: expected an"),
         ({"num_experts": 1025}, "num_experts=1025: expected at most 1024"),
         ({"num_experts": 16.0}, r"num_experts=16\.0: expected an integer"),
         ({"local_expert_offset": 1.0}, "local_expert_offset: expected an integer"),
@@ -466,6 +467,8 @@ def test_what_is_refused_is_named(changes, message):
     [
         ({"hidden_states": torch.zeros(5, 256).bfloat16()}, "hidden_states_scale: expected None"),
         ({"hidden_states_scale": None}, "hidden_states_scale: expected a torch.float32 tensor"),
+        ({"hidden_states_scale": torch.ones(5)}, r"hidden_states_scale: expected shape \[2, 5\]"),
+        ({"hidden_states_scale": torch.tensor(1.0)}, r"hidden_states_scale: expected shape"),
         ({"gate_first": 0}, "gate_first: expected True or False, got 0"),
         ({"routing_logits": torch.zeros(5, 16).half()}, "routing_logits: expected dtype torch.flo"),
         ({"routing_bias": torch.zeros(1, 16)}, r"routing_bias: expected shape \[16\]"),

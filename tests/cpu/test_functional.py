@@ -268,6 +268,15 @@ def test_quantised_values_are_near(magnitude):
     assert ((q.float() * wide - w).abs() <= w.abs() / 16 + wide * 2**-10).all()
 
 
+def test_what_is_quantised_is_contiguous_whatever_it_was_made_of():
+    for quantise, x in (
+        (quantise_rows, torch.randn(256, 128).t()),
+        (quantise_blocks, torch.randn(2, 256, 128).transpose(1, 2)),
+    ):
+        for found, wanted in zip(quantise(x), quantise(x.contiguous()), strict=True):
+            assert found.is_contiguous() and torch.equal(found.float(), wanted.float())
+
+
 def test_zeros_are_zeros():
     for q, scale in (quantise_rows(torch.zeros(2, 128)), quantise_blocks(torch.zeros(1, 128, 128))):
         assert (q.float() == 0).all() and (scale == 1).all()

@@ -39,6 +39,9 @@ class OnGpu(types.SimpleNamespace):
     def get_device(self) -> int:
         return self.device.index
 
+    def is_contiguous(self) -> bool:
+        return vars(self).get("contiguous", True)
+
 
 def call(tokens: int = TOKENS, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGpu]:
     def tensor() -> OnGpu:
@@ -212,6 +215,7 @@ def batched(rows: int = TOKENS, expected_m: int = 3, **changed) -> tuple[Batched
         ({"expected_m": 5}, False),
         ({"rows": 6}, False),
         ({"x": on(1)}, None),
+        ({"x": OnGpu(**vars(on(0)), contiguous=False)}, False),
     ],
     ids=str,
 )
@@ -226,6 +230,17 @@ def test_batched_calls_are_kept_by_rows_and_by_the_guess(changed, again, called,
     expected = again if again is not None else gpus == 1
     assert ("validated" not in called) == expected
     assert called[-1] == f"fused {changed.get('rows', TOKENS)}"
+
+
+def test_a_batched_output_whose_experts_lie_apart_is_validated(called):
+    """The compiled function does not know how far apart they are to lie."""
+    layer = BatchedLayer(GIVEN, form=BATCHED)
+    layer(*batched())
+    called.clear()
+    given, output = batched()
+    output.contiguous = False
+    layer(given, output)
+    assert called == ["validated", f"fused {TOKENS}"]
 
 
 @pytest.mark.parametrize("name", [name for name in BatchedInputs._fields if name != "expected_m"])

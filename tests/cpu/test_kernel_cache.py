@@ -406,7 +406,8 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     other(lambda c: c.setattr(compiling, "_host", lambda: "other machine"))
     other(lambda c: c.setattr(compiling, "_versions", lambda: ("other version",)))
     other(lambda c: c.setattr(compiling, "_source_digest", lambda *modules: "other sources"))
-    assert len(found) == 7
+    other(lambda c: c.setattr(compiling.cutlass, "CUDA_VERSION", "another of those installed"))
+    assert len(found) == 8
 
 
 X86 = """processor\t: 0

@@ -136,6 +136,7 @@ def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
         ({"swiglu_limit": math.nan}, "swiglu_limit=nan: expected a finite number"),
         ({"swiglu_limit": True}, "swiglu_limit=True: expected a finite number"),
         ({"swiglu_alpha": math.inf}, "swiglu_alpha=inf: expected a finite number"),
+        ({"swiglu_alpha": 10**400}, r"swiglu_alpha=10+\.\.\.: expected a finite number"),
         ({"swiglu_alpha": None}, "swiglu_alpha=None: expected a finite number"),
         ({"swiglu_beta": "1"}, "swiglu_beta='1': expected a finite number"),
         ({"ue8m0": 1}, "ue8m0=1: expected True or False"),

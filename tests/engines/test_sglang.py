@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from installed import engine
+from moe_fp8 import experts as own_experts
 from moe_fp8.integrations import served
 from moe_fp8.integrations import sglang as plugin
 from moe_fp8.layer.metrics import calc_diff
@@ -121,6 +122,25 @@ def method_and_layer(of: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
     }.items():  # fmt: skip
         setattr(module, name, value)
     return method, module
+
+
+def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
+    """Ids in int64 and weights in bfloat16: the kernels that were prepared serve them, too."""
+    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    weights, ids, logits = given.topk_output
+    other = StandardTopKOutput(weights.bfloat16(), ids.long(), logits)
+    types = []
+
+    def noted(ids, weights, *arguments, **options):
+        types.append((ids.dtype, weights.dtype))
+        return own_experts(ids, weights, *arguments, **options)
+
+    monkeypatch.setattr(plugin, "experts", noted)
+    call = of.w13, of.w13_scale, of.w2, of.w2_scale
+    out = plugin.of_standard(given._replace(topk_output=other), call, config_of(), set())
+    assert types == [(torch.int32, torch.float32)]
+    reference = wanted(given._replace(topk_output=other._replace(topk_ids=ids)), of, 2.5)
+    assert calc_diff(out.hidden_states, reference) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import logging
 import re
 import sys
@@ -424,6 +425,21 @@ def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypa
         )  # fmt: skip
     ((call, tokens),) = prepared
     assert call[0] is vllm_experts.experts and call[3] is x and tokens == 2048
+
+
+def test_a_row_for_each_of_a_tokens_experts_is_scheduled_too():
+    parallel = dataclasses.replace(EXCHANGED, use_ep=True, dp_size=2, all2all_backend="deepep_v2")
+    config = config_of(moe_parallel_config=parallel, max_num_tokens=1024)
+    made = vllm_experts.Experts.__new__(vllm_experts.Experts)
+    made.moe_config = config
+    assert made.most_tokens == 2 * 1024 * K
+
+
+@pytest.mark.parametrize("experts", [vllm_experts.Experts, vllm_experts.BatchedExperts])
+def test_experts_can_be_made_anew_when_ranks_come_or_go(experts):
+    """As Elastic EP does, which compares the names of what they are made of."""
+    names = inspect.signature(experts.__init__).parameters
+    assert {*names} == {*inspect.signature(mk.FusedMoEExperts.__init__).parameters}
 
 
 def test_two_terms_where_they_are_asked_for(problem, monkeypatch):

@@ -83,6 +83,8 @@ def of_standard(dispatched: Any, expert_weights: Any, config: Any, prepared: set
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     weights, ids, *_ = dispatched.topk_output
+    # A model's own routing may give other types; those that are prepared are these.
+    weights, ids = weights.float(), ids.to(torch.int32)
     if config.routed_scaling_factor not in (None, 1.0):
         weights = weights * config.routed_scaling_factor
     call = ids.contiguous(), weights.contiguous(), dispatched.hidden_states, *expert_weights

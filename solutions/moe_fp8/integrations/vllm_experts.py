@@ -29,8 +29,14 @@ class Experts(mk.FusedMoEExpertsModular):
     `[T, H/128]` of any strides.
     """
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        moe_config: Any,
+        quant_config: Any,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ):  # the same names as the base's, by which vLLM makes experts anew when ranks come or go
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.options = {"accurate": accurate(VARIABLE), **activation_of(self.moe_config)}
         self.is_prepared = False
 
@@ -119,7 +125,11 @@ class Experts(mk.FusedMoEExpertsModular):
     @property
     def most_tokens(self) -> int:
         """That one call may have: those of all ranks that exchange them."""
-        return self.moe_config.max_num_tokens * self.moe_config.moe_parallel_config.dp_size
+        parallel = self.moe_config.moe_parallel_config
+        most = self.moe_config.max_num_tokens * parallel.dp_size
+        # DeepEP's second version may hand over a row for each of a token's experts.
+        by_expert = parallel.use_deepep_v2_kernels
+        return most * self.moe_config.experts_per_token if by_expert else most
 
 
 class BatchedExperts(Experts):

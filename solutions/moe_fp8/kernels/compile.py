@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
@@ -139,6 +140,7 @@ def made_of(
             sorted(item for item in os.environ.items() if item[0].startswith(DSL_VARIABLES))
         ),
         "versions": ", ".join(_versions()),
+        "toolkit": repr(getattr(cutlass, "CUDA_VERSION", None)),
         # This file too: it makes the arguments that the compiler sees of their descriptions.
         "sources": _source_digest(*map(_source, classes), Path(__file__)),
     }

@@ -83,13 +83,13 @@ class FusedLayer:
             call, known = self.calls[self.key(inputs, output)]
             tensors = tensors_of(inputs, output, self.given_form)
             usual = (
-                _has_usual_numbers(inputs)
+                _is_usual(inputs, output)
                 and (_one_gpu() or _all_on(output.get_device(), tensors))
                 and known.overlapped(tensors) is None
             )
             return call if usual else None
-        except (AttributeError, IndexError, KeyError):  # not even tensors, or not the first call
-            return None
+        except (AttributeError, IndexError, KeyError, RuntimeError):
+            return None  # not even dense tensors, or the first call
 
     @torch.inference_mode()
     def _validated(self, inputs: Any, output: torch.Tensor, mark: Mark) -> None:
@@ -147,10 +147,11 @@ def _one_gpu() -> bool:
     return torch.cuda.device_count() == 1
 
 
-def _has_usual_numbers(inputs: Inputs) -> bool:
-    """Whether the inputs that no compiled function looks at are what it takes them for."""
+def _is_usual(inputs: Inputs, output: torch.Tensor) -> bool:
+    """Whether what no compiled function looks at is what it takes it for: numbers, and how far
+    experts lie apart where it does not know their rows."""
     if isinstance(inputs, BatchedInputs):
-        return True  # there is none
+        return inputs.x.is_contiguous() and output.is_contiguous()
     if type(inputs.local_expert_offset) is not int:
         return False
     if isinstance(inputs, MoeInputs):
