@@ -9,7 +9,6 @@ from moe_fp8.layer.rows import batched_rows, flat_rows
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
-LAYOUTS = ("batched", "aligned", "flat")
 
 
 class Gemm(NamedTuple):

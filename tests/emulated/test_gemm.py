@@ -247,3 +247,8 @@ def test_one_compilation_serves_every_row_count(emulator):
     for rows in ((1, 2), (40, 0), (128, 100), (7, 7), (0, 128)):
         check_exact(gemm(rows, 128, 384, 128, exact=True), Sm90(stages=4), 2, emulator)
     assert len(compile_grouped_gemm.functions) == before + 1
+
+
+def test_a_target_without_kernels_is_named():
+    with pytest.raises(ValueError, match="no kernels for 'sm_80': expected one of sm_90a"):
+        compile_grouped_gemm(Sm90(), 128, 128, 1, "sm_80")
