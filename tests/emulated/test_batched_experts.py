@@ -88,10 +88,8 @@ def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms:
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch, request):
-    kernel = request.node.callspec.params.get("kernel", EARLY)
+def device(kernel, monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: kernel.target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
 EARLY = Kernel("sm_90a", "8 swapped, early")

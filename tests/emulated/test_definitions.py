@@ -44,9 +44,7 @@ def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
         (MANY, "permuted", 33, 1, True),
     ],
 )
-def test_as_the_model(shape, name, tokens, terms, dynamic, emulator, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+def test_as_the_model(shape, name, tokens, terms, dynamic, emulator):
     inputs, config = inputs_of(shape, tokens), CONFIGS[name]
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=terms)

@@ -21,7 +21,6 @@ E8M0 = torch.float8_e8m0fnu
 def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
     """With the least exponent, which is subnormal, and with the byte that is a NaN."""
     monkeypatch.setattr(kernels, "target_of", lambda device: target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     inputs = inputs_of(9, 4)
     given = {}
     for field in ("gemm1_weights_scale", "gemm2_weights_scale"):

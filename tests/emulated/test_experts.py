@@ -244,10 +244,8 @@ def output_of(call: Call, target: str, name: str, terms: int = 1) -> torch.Tenso
 
 
 @pytest.fixture
-def layer(request, monkeypatch):
-    target, _ = request.getfixturevalue("case")
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+def layer(case, monkeypatch):
+    monkeypatch.setattr(kernels, "target_of", lambda device: case[0])
 
 
 @pytest.mark.parametrize(

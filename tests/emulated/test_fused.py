@@ -55,12 +55,6 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True)
     return out
 
 
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
-
-
 @pytest.mark.parametrize(("tokens", "offset"), [(41, 4), *more((1, 4), (9, 100))])
 @pytest.mark.parametrize(
     ("name", "terms"),

@@ -57,7 +57,6 @@ def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> tor
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_100a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])

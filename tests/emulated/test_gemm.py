@@ -230,10 +230,8 @@ def test_rows_past_32_bits(rows, config, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-def test_tiles_on_demand_begin_anew_at_every_launch(emulator, monkeypatch):
+def test_tiles_on_demand_begin_anew_at_every_launch(emulator):
     """A counter that kept its value would leave the second launch without tiles."""
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 3)
     config = Sm90(tile_m=64, stages=2, schedule=Schedule.DYNAMIC)
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):

@@ -22,12 +22,6 @@ CONFIGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def on_the_emulator(monkeypatch):
-    monkeypatch.setattr(operations, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(operations, "multiprocessors_of", lambda device: 4)
-
-
 def choose(monkeypatch, module, config: GemmConfig) -> None:
     architecture = SimpleNamespace(choose=lambda rows, n, k: config)
     fake = SimpleNamespace(of_device=lambda device: architecture)

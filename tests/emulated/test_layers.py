@@ -54,8 +54,6 @@ def test_layers(tokens, offset, mode, emulator, monkeypatch):
     assert not emulator.reports
     assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
     monkeypatch.setattr(pipeline, "select", lambda device: kernels)
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     outputs = {name: output_of(layer, inputs) for name, layer in LAYERS.items()}
     for name, output in outputs.items():
         assert torch.equal(output, outputs["v2"]), name

@@ -70,9 +70,8 @@ KERNELS = [
 
 
 @pytest.fixture
-def device(monkeypatch, request):
-    monkeypatch.setattr(kernels, "target_of", lambda device: request.getfixturevalue("target"))
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+def device(target, monkeypatch):
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
 
 
 @pytest.mark.parametrize("gate_first", [False, *more(True)])
