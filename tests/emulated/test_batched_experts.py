@@ -15,11 +15,11 @@ from moe_fp8.problem import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.quantise import quantise_rows
 from problems import fp8
 from ptxemu import options
+from ptxemu.testing import replace
 from test_experts import TARGETS, odd_tokens, same
 from test_fused import TOLERANCE
 from test_fused_sm100 import configs_of
 from test_mutations import noticed as noticed_in
-from test_mutations import replace
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")

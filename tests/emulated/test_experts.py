@@ -17,10 +17,10 @@ from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.quantise import quantise_rows
 from problems import fp8
 from ptxemu import options
+from ptxemu.testing import replace
 from test_fused import CONFIGS
 from test_fused_sm100 import CONFIGS as BLACKWELL_S
 from test_layers import SHAPE, inputs_of
-from test_mutations import replace
 
 BF16 = torch.bfloat16
 OFFSET = 4

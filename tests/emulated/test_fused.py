@@ -17,8 +17,9 @@ from moe_fp8.layer.routing import route
 from moe_fp8.problem import MoeInputs, MoeShape
 from problems import fp8
 from ptxemu import MODES, options
+from ptxemu.testing import Edit, replace
 from test_layers import SHAPE, inputs_of
-from test_mutations import PARITY, WAIT, Edit, all_of, replace
+from test_mutations import PARITY, WAIT, all_of
 from test_mutations import noticed as noticed_in
 
 CONFIGS = {

@@ -12,10 +12,10 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs
 from ptxemu import options
+from ptxemu.testing import replace
 from test_fused import CONFIGS as HOPPERS
 from test_fused import TOLERANCE
 from test_layers import SHAPE, inputs_of
-from test_mutations import replace
 
 pytestmark = pytest.mark.all
 CONFIGS = {

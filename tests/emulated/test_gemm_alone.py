@@ -12,7 +12,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
 from moe_fp8.kernels.tile_config import Schedule
 from problems import UNTOUCHED, gemm
-from test_mutations import replace
+from ptxemu.testing import replace
 
 ROWS, FEW = (3, 129, 0, 1, 66, 6), [(0, 1), (17, 0, 129)]
 CONFIGS = [
