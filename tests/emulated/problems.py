@@ -1,4 +1,4 @@
-"""Small grouped GEMM problems, made the way flashinfer-bench draws inputs."""
+"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them."""
 
 import itertools
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from moe_fp8.layer import model
 from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.problem import MoeInputs, MoeShape
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -75,3 +76,16 @@ def gemm(
     expected = torch.full((total, n), UNTOUCHED, dtype=torch.bfloat16)
     model.grouped_gemm(a, a_scale, b, b_scale, expected, expert_rows, None)
     return Gemm(a, a_scale, b, b_scale, expert_rows, expected)
+
+
+def layer_inputs(
+    shape: MoeShape, tokens: int, bias: torch.Tensor | None, offset: int, scaling: float
+) -> MoeInputs:
+    torch.manual_seed(tokens)
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return MoeInputs(
+        torch.randn(tokens, shape.num_experts).to(shape.logits_dtype), bias,
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, scaling,
+    )  # fmt: skip

@@ -7,8 +7,8 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeInputs, MoeShape
-from problems import fp8
+from moe_fp8.problem import MoeShape
+from problems import layer_inputs
 
 SHAPE = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
                  n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
@@ -20,17 +20,6 @@ CONFIGS = {
     "swapped, gathered": GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=4),
     "permuted": GemmConfig(tile_m=64, cluster_n=2, overlap=True, schedule=Schedule.DYNAMIC),
 }
-
-
-def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
-    torch.manual_seed(tokens)
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    return MoeInputs(
-        torch.randn(tokens, shape.num_experts).bfloat16(), None,
-        fp8(tokens, h), torch.randn(h // 128, tokens),
-        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, i // 128), 0, 1.0,
-    )  # fmt: skip
 
 
 @pytest.mark.all
@@ -45,7 +34,7 @@ def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
     ],
 )
 def test_as_the_model(shape, name, tokens, terms, dynamic, emulator):
-    inputs, config = inputs_of(shape, tokens), CONFIGS[name]
+    inputs, config = layer_inputs(shape, tokens, None, 0, 1.0), CONFIGS[name]
     wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=terms)
     rows = dict(tile_m=config.tile_m, swap_ab=config.swap_ab)

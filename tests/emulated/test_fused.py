@@ -15,7 +15,7 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import route
 from moe_fp8.problem import MoeInputs, MoeShape
-from problems import fp8
+from problems import layer_inputs
 from ptxemu import MODES, options
 from ptxemu.testing import Edit, replace
 from test_layers import SHAPE, inputs_of
@@ -257,16 +257,12 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     size = workspace_bytes(shape, 2, tokens)
     assert size > 2**32
     workspace = torch.empty(size, dtype=torch.uint8)
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    h, i = shape.hidden_size, shape.intermediate_size
     logits = torch.full((tokens, shape.num_experts), -1.0)
     logits[:, :32] = 1.0
     logits[[3, -1], 40] = 2.0
-    inputs = MoeInputs(
-        logits, torch.zeros(shape.num_experts).bfloat16(),
-        fp8(tokens, h), torch.randn(h // 128, tokens),
-        fp8(e, 2 * i, h), torch.randn(e, 2, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, 1), 32, 2.5,
-    )  # fmt: skip
+    inputs = layer_inputs(shape, tokens, torch.zeros(shape.num_experts).bfloat16(), 32, 2.5)
+    inputs = inputs._replace(routing_logits=logits)
     wanted, out = (torch.full((tokens, h), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=2)
     function = kernels.compile_fused(
