@@ -1,12 +1,15 @@
-"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them."""
+"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them; the
+fused layer's output."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from moe_fp8.kernels import operations
 from moe_fp8.layer import model
 from moe_fp8.layer.rows import batched_rows, flat_rows
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.problem import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from ptxemu import options
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -89,3 +92,23 @@ def layer_inputs(
         fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
         fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, scaling,
     )  # fmt: skip
+
+
+def fused_output(
+    inputs: MoeInputs | RoutedInputs | BatchedInputs,
+    shape: MoeShape,
+    configs: tuple[Any, Any],
+    form: Form | None = None,
+    fill: float = torch.nan,
+    poison: bool = True,
+) -> torch.Tensor:
+    """What the fused layer writes over `fill`.
+
+    A second GEMM on demand has boxes with rows of experts that are still written, of no use to it:
+    without `poison` they are hazards.
+    """
+    out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16)
+    options.poison_races = poison and configs[1].dynamic
+    tokens, terms = out.shape[-2], configs[1].terms
+    operations.fused_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
+    return out

@@ -13,8 +13,7 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.quantise import quantise_rows
-from problems import fp8
-from ptxemu import options
+from problems import fp8, fused_output
 from ptxemu.testing import replace
 from test_experts import TARGETS, odd_tokens, same
 from test_fused import TOLERANCE
@@ -63,13 +62,8 @@ class Kernel(NamedTuple):
 def output_of(
     inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes
 ) -> torch.Tensor:
-    out = torch.full(inputs.x.shape, UNTOUCHED, dtype=BF16)
-    configs = configs_of(*kernel)
-    # A box of the second GEMM has rows of experts that are still written, of no use to it.
-    options.poison_races = configs[1].dynamic
     form = form_of(inputs, **changes)
-    kernels.fused_call(out.shape[1], out.device, shape, kernel.terms, configs, form)(inputs, out)
-    return out
+    return fused_output(inputs, shape, configs_of(*kernel), form, UNTOUCHED)
 
 
 def wanted_of(
@@ -186,11 +180,8 @@ def test_the_bits_of_the_fused_layer(kernel, emulator):
     there = torch.arange(ROWS) < inputs.num_tokens.unsqueeze(1)
     ids = torch.arange(5).unsqueeze(1).expand(5, ROWS)[there].unsqueeze(1).int()
     routed = RoutedInputs(ids, torch.ones(ids.shape), inputs.x[there], None, *inputs[4:], 0, None)
-    wanted = torch.full((len(ids), SHAPE.hidden_size), torch.nan, dtype=BF16)
     configs = TARGETS[kernel.target][kernel.name]
-    options.poison_races = configs[1].dynamic
-    form = Form(torch.int32, torch.float32, BF16)
-    kernels.fused_call(len(ids), wanted.device, SHAPE, 1, configs, form)(routed, wanted)
+    wanted = fused_output(routed, SHAPE, configs, Form(torch.int32, torch.float32, BF16))
     assert torch.equal(output_of(inputs, kernel)[there], wanted)
 
 
