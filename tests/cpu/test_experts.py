@@ -467,6 +467,7 @@ def test_what_is_refused_is_named(changes, message):
         ({"hidden_states": torch.zeros(5, 256).bfloat16()}, "hidden_states_scale: expected None"),
         ({"hidden_states_scale": None}, "hidden_states_scale: expected a torch.float32 tensor"),
         ({"gate_first": 0}, "gate_first: expected True or False, got 0"),
+        ({"routing_logits": torch.zeros(40)}, r"routing_logits: .* \[T, E\], got \[40\]"),
         ({"routing_logits": torch.zeros(5, 16).half()}, "routing_logits: expected dtype torch.flo"),
         ({"routing_bias": torch.zeros(1, 16)}, r"routing_bias: expected shape \[16\]"),
     ],

@@ -79,44 +79,6 @@ def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
     assert layers[0] == layers[1] and layers[0].given_form.strided_scales
 
 
-@pytest.mark.parametrize(
-    ("position", "value", "message"),
-    [
-        (0, torch.zeros(40), r"routing_logits: expected a tensor \[T, E\], got \[40\]"),
-        (2, None, "hidden_states: expected a tensor"),
-        (4, torch.zeros(4, 256), r"gemm1_weights: expected a tensor \[L, 2 I, H\], got \[4, 256\]"),
-        (1, torch.zeros(16).half(), "routing_bias: expected dtype torch.bfloat16 or torch.float32"),
-        (3, torch.zeros(40, 2), r"hidden_states_scale: expected shape \[2, 40\]"),
-    ],
-)
-def test_wrong_tensors(position, value, message):
-    tensors = list(tensors_of(40))
-    tensors[position] = value
-    out = torch.empty(40, SHAPE.hidden_size, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=message):
-        fused_moe(*tensors, **ROUTING, out=out)
-
-
-def test_impossible_routing():
-    with pytest.raises(ValueError, match="n_group=5: expected a divisor of num_experts=16"):
-        fused_moe(*tensors_of(3), n_group=5)
-
-
-@pytest.mark.parametrize("name", [*ROUTING, "accurate"])
-@pytest.mark.parametrize("value", [[4], "no", None, 1.0])
-def test_wrong_numbers_and_flags_are_named(name, value):
-    with pytest.raises(ValueError, match=rf"^{name}[=:].*expected"):
-        fused_moe(*tensors_of(3), **ROUTING | {name: value})
-
-
-def test_an_output_in_the_memory_of_an_input():
-    tensors = list(tensors_of(4))
-    room = torch.zeros(4, SHAPE.hidden_size, dtype=torch.bfloat16)
-    tensors[2] = room.view(-1).view(torch.float8_e4m3fn)[: tensors[2].numel()].view(4, -1)
-    with pytest.raises(ValueError, match="^output: expected memory of its own"):
-        fused_moe(*tensors, **ROUTING, out=room)
-
-
 def test_the_operator():
     tensors = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)

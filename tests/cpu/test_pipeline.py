@@ -378,19 +378,6 @@ def test_fused_treats_tokens_on_their_own(tokens, chunk, weights, monkeypatch):
         assert not torch.equal(whole, output_of(FLAT, inputs))
 
 
-def test_model_is_what_the_layer_uses_on_the_cpu(weights, monkeypatch):
-    """Guards the comparisons above: breaking the model must show in the layer."""
-    inputs = bruteforce.random_inputs(SMALL, 6, 32, 10, weights, favourite=50)
-    whole = output_of(VECTORISED, inputs)
-    monkeypatch.setattr(model, "combine", lambda o, pair_row, weights, out: out.fill_(1))
-    assert (output_of(VECTORISED, inputs) == 1).all() and not (whole == 1).all()
-
-
-def test_rows_and_host_rows_are_what_they_say():
-    assert GroupedRows._fields == ("token_of_row", "m_indptr", "pair_row", "weights")
-    assert HostRows._fields == ("ends", "max_rows")
-
-
 class CountReads(TorchFunctionMode):
     """Counts the reads of values on the host, each of which stalls it on a GPU."""
 

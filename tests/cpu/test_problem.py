@@ -72,12 +72,6 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_fixture_has_the_expected_shapes(good):
-    assert {name: list(good[name].shape) for name in TENSORS} == EXPECTED_SHAPES
-    inputs, output = split(good)
-    assert validate(inputs, output, SHAPE) == TOKENS
-
-
 def of_shape(change):
     """An empty tensor whose dimensions are changed."""
     return lambda x: torch.zeros(change(list(x.shape)), dtype=x.dtype)
