@@ -30,9 +30,8 @@ from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
 from moe_fp8.v4_flat import place_flat
-from test_permute import new_poisoned
+from test_permute import CountReads, new_poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
@@ -376,17 +375,6 @@ def test_fused_treats_tokens_on_their_own(tokens, chunk, weights, monkeypatch):
     if tokens > 1:
         assert calc_diff(whole, output_of(FLAT, inputs)) < 2e-3
         assert not torch.equal(whole, output_of(FLAT, inputs))
-
-
-class CountReads(TorchFunctionMode):
-    """Counts the reads of values on the host, each of which stalls it on a GPU."""
-
-    READS = {"__int__", "__float__", "__bool__", "item", "tolist", "cpu", "numpy"}
-    reads = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.reads += getattr(func, "__name__", "") in self.READS
-        return func(*args, **(kwargs or {}))
 
 
 def test_v1_waits_once_for_each_expert(weights, monkeypatch):
