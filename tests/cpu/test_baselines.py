@@ -17,6 +17,7 @@ import bruteforce
 import fake_libraries
 import pytest
 import torch
+from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8.baselines import (
     call,
@@ -30,7 +31,7 @@ from moe_fp8.baselines import (
 )
 from moe_fp8.baselines.held import HeldPerStream
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from packaging.requirements import Requirement
 
 from scripts.pack import pack
@@ -56,9 +57,6 @@ NEEDS = {name: "90" for name in MODULES}
 NEEDS |= dict.fromkeys(("sglang_moe", "triton_fused_moe_v2", "triton_moe"), "90/100/103")
 NEEDS |= dict.fromkeys(ON_BLACKWELL, "100/103")
 every_module = pytest.mark.parametrize("name", MODULES)
-
-TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                n_group=4, topk_group=2, top_k=3)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -384,11 +382,6 @@ def test_layer_matches_brute_force(layer, tokens, offset):
         bound = 1e-5 if DEVICE.type == "cpu" else 1e-3
         assert matched_ratio(got, wanted, rtol=0.02, atol=0.02) > 0.95
     assert wanted.abs().sum() > 0 and calc_diff(got, wanted) < bound
-
-
-RENORMALIZE = MoeShape(num_experts=24, num_local_experts=24, hidden_size=256,
-                       intermediate_size=384, n_group=1, topk_group=1, top_k=5,
-                       routing="renormalize")  # fmt: skip
 
 
 @pytest.mark.all

@@ -10,17 +10,16 @@ import moe_fp8
 import pytest
 import torch
 import torch._functorch.config as functorch
+from bruteforce import TINY as SHAPE
 from moe_fp8 import functional, v5_fused, v6_fused_hifi
 from moe_fp8.functional import fused_moe
 from moe_fp8.layer import model
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.problem import MoeInputs
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
 from scripts.common.project import ROOT
 
-SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
 PLAIN = (None, 1.0, 0.0, False)
 """Limit, alpha and beta of the activation, `ue8m0`: the operators' arguments before the output."""

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from bruteforce import TINY as SHAPE
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
@@ -24,8 +25,6 @@ from moe_fp8.problem import (
     RoutedInputs,
 )
 
-SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 TOKENS = 5
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import bruteforce
 import pytest
 import torch
+from bruteforce import TINY
 from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
@@ -36,8 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
-TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                n_group=4, topk_group=2, top_k=3)  # fmt: skip
 
 
 def choose(rows_per_expert: float, n: int, k: int, **known) -> GemmConfig:
