@@ -26,8 +26,6 @@ from test_layer import (
     waits_of,
 )
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs, worst = test_layer.weights, test_layer.make_inputs, test_layer.worst
 
 LIBRARIES = {

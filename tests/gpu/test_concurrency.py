@@ -27,8 +27,6 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.layer import pipeline
 from test_layer import new_output, output_of
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 LIBRARIES = {

@@ -9,8 +9,6 @@ from moe_fp8.functional import fused_moe
 from moe_fp8.problem import MoeInputs
 from test_layer import output_of
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 

@@ -19,8 +19,6 @@ from moe_fp8.problem import GroupedRows, MoeInputs
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.gpu
-
 FP8 = torch.float8_e4m3fn
 OFFSET = 64
 LOCAL = slice(OFFSET, OFFSET + SHAPE.num_local_experts)
