@@ -1,6 +1,7 @@
-"""Fixtures of tests that run on the emulator; a conftest.py imports them after `install`."""
+"""What tests on the emulator share; a conftest.py imports the fixture after `install`."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,8 @@ from ptxemu import build, host, noise
 
 MOST_INSTRUCTIONS = 100_000_000
 """Of a test's launches in flight: a minute or two, where a kernel takes garbage for a count."""
+Edit = Callable[[str], str]
+"""Of a kernel's PTX, for `host.ptx_transform`."""
 
 
 def install(target: str) -> str:
@@ -38,6 +41,18 @@ def parametrize_mode(metafunc: pytest.Metafunc, modes: Iterable = ptxemu.MODES) 
     """
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", modes)
+
+
+def replace(pattern: str, replacement: str, which: int | None = None) -> Edit:
+    """Rewrite the `which`-th match of a pattern, or all of them."""
+
+    def edit(ptx: str) -> str:
+        matches = list(re.finditer(pattern, ptx, re.M))
+        for match in reversed(matches if which is None else [matches[which]]):
+            ptx = ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
+        return ptx
+
+    return edit
 
 
 @pytest.fixture

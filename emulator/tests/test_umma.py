@@ -3,8 +3,9 @@
 import pytest
 import torch
 import umma_gemm
-from mutate import drop, replace, unchanged
+from mutate import drop, unchanged
 from ptxemu import MODES, EmulationError, host
+from ptxemu.testing import replace
 
 WAIT = r"mbarrier\.try_wait\.parity\S*\s+(\w+), \[[^\]]*\], [^;]*;"
 SUCCEED = r"setp.eq.b32 \1, 0, 0;"

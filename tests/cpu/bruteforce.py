@@ -11,6 +11,11 @@ import torch
 from moe_fp8.problem import MoeInputs, MoeShape
 
 BLOCK = 128
+TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
+                n_group=4, topk_group=2, top_k=3)  # fmt: skip
+RENORMALIZE = MoeShape(num_experts=24, num_local_experts=24, hidden_size=256,
+                       intermediate_size=384, n_group=1, topk_group=1, top_k=5,
+                       routing="renormalize")  # fmt: skip
 
 
 def decode_e4m3(byte: int) -> float:

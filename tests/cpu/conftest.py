@@ -33,6 +33,12 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(DUMP_DIR)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path: Path) -> None:
+    """What a test builds is not another's."""
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., torch.Tensor]:
     """`run` of the definition's reference. It takes its sizes from the tensors but for routing."""

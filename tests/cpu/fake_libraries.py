@@ -233,23 +233,6 @@ def hpc(shape: MoeShape) -> ModuleType:
 
         return processors(torch.device("cpu"))
 
-    def fuse_moe_blockwise(
-        x, x_scale, gate_up_weight, gate_up_weight_scale, down_weight, down_weight_scale, topk_ids,
-        topk_scale, rank_ep, num_expert_total, shared_output=None, output=None,
-    ):  # fmt: skip
-        assert x.dtype == gate_up_weight.dtype == down_weight.dtype == FP8
-        assert topk_ids.dtype == torch.int32 and topk_ids.is_contiguous()
-        assert x_scale.is_contiguous() and x_scale.shape == (len(x), x.shape[1] // 128)
-        assert shared_output is None and num_expert_total == shape.num_experts
-        assert gate_up_weight.is_contiguous() and gate_up_weight_scale.is_contiguous()
-        total = torch.zeros(output.shape)
-        weights = gate_up_weight, gate_up_weight_scale, down_weight, down_weight_scale
-        for e, of_expert in enumerate(zip(*weights, strict=True)):
-            token, slot = (topk_ids == rank_ep * len(down_weight) + e).nonzero(as_tuple=True)
-            o = both_projections(x[token], x_scale[token], *of_expert)
-            total[token] += topk_scale[token, slot].unsqueeze(1) * o
-        return output.copy_(total)
-
     return module("hpc", locals())
 
 

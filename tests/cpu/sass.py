@@ -68,8 +68,6 @@ class Facts:
         between: instructions that stand between the first and the last of them.
         commits: that follow them.
         tmem_loads, adds: of a turn of the consumers' loop; an add is of two values.
-        local: accesses to local memory in these two loops.
-        local_elsewhere: and outside of them.
         producer, consumer: registers of a thread, by the highest number in the role's code.
     """
 
@@ -78,8 +76,6 @@ class Facts:
     commits: int
     tmem_loads: int
     adds: int
-    local: int
-    local_elsewhere: int
     producer: int
     consumer: int
 
@@ -123,8 +119,6 @@ def facts(text: str) -> Facts:
     mma_loop = _loop_of(lines, labels, MMA)
     add_loop = _loop_of(lines, labels, TMEM_LOAD)
     at = [i for i in mma_loop if lines[i].is_one_of(MMA)]
-    local = [i for i, line in enumerate(lines) if line.is_one_of(*LOCAL)]
-    in_loops = [i for i in local if i in mma_loop or i in add_loop]
     producer, consumer = _roles(lines)
     return Facts(
         mma=len(at),
@@ -132,8 +126,6 @@ def facts(text: str) -> Facts:
         commits=sum(lines[i].is_one_of(COMMIT) for i in mma_loop),
         tmem_loads=sum(lines[i].is_one_of(TMEM_LOAD) for i in add_loop),
         adds=sum(lines[i].is_one_of(ADD) for i in add_loop),
-        local=len(in_loops),
-        local_elsewhere=len(local) - len(in_loops),
         producer=_registers(producer),
         consumer=_registers(consumer),
     )

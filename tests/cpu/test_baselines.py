@@ -17,37 +17,25 @@ import bruteforce
 import fake_libraries
 import pytest
 import torch
+from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8.baselines import (
     call,
     deepgemm_mega_moe,
-    deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
     flashinfer_prims_ts_moe,
     hpc_ops_moe,
     sglang_moe,
     supported,
-    triton_fused_moe_v2,
-    triton_moe,
 )
+from moe_fp8.baselines.held import HeldPerStream
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 from packaging.requirements import Requirement
 
 from scripts.pack import pack
 
-MODULES = {
-    "sglang_moe": sglang_moe,
-    "deepgemm_moe": deepgemm_moe,
-    "deepgemm_mega_moe": deepgemm_mega_moe,
-    "flashinfer_moe": flashinfer_moe,
-    "flashinfer_cutlass_moe": flashinfer_cutlass_moe,
-    "flashinfer_prims_ts_moe": flashinfer_prims_ts_moe,
-    "hpc_ops_moe": hpc_ops_moe,
-    "triton_fused_moe_v2": triton_fused_moe_v2,
-    "triton_moe": triton_moe,
-}
 LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel>=0.4.3"),
     "deepgemm_moe": ("deep_gemm", "sgl-deep-gemm>=0.1.5"),
@@ -62,6 +50,7 @@ LIBRARIES = {
     "triton_fused_moe_v2": ("sgl_kernel", "sglang-kernel>=0.4.3"),
     "triton_moe": ("triton", "triton"),
 }
+MODULES = {name: importlib.import_module(f"moe_fp8.baselines.{name}") for name in LIBRARIES}
 ON_BLACKWELL = ("flashinfer_moe", "flashinfer_prims_ts_moe")
 """Nowhere else."""
 NEEDS = {name: "90" for name in MODULES}
@@ -69,22 +58,15 @@ NEEDS |= dict.fromkeys(("sglang_moe", "triton_fused_moe_v2", "triton_moe"), "90/
 NEEDS |= dict.fromkeys(ON_BLACKWELL, "100/103")
 every_module = pytest.mark.parametrize("name", MODULES)
 
-TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                n_group=4, topk_group=2, top_k=3)  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
     """What one test's stand-in said must not reach another."""
     flashinfer_moe.entry.cache_clear()
-    flashinfer_cutlass_moe.buffers.clear()
-    flashinfer_prims_ts_moe.shuffled_weights.clear()
-    deepgemm_moe.tables.clear()
-    deepgemm_moe.masked_buffers.clear()
-    deepgemm_mega_moe.held.clear()
-    deepgemm_mega_moe.own_weights.clear()
-    deepgemm_mega_moe.routed_tokens.clear()
-    hpc_ops_moe.buffers.clear()
+    for module in MODULES.values():
+        for value in vars(module).values():
+            if isinstance(value, HeldPerStream):
+                value.clear()
 
 
 def checks_of(module: ModuleType) -> ModuleType:
@@ -400,11 +382,6 @@ def test_layer_matches_brute_force(layer, tokens, offset):
         bound = 1e-5 if DEVICE.type == "cpu" else 1e-3
         assert matched_ratio(got, wanted, rtol=0.02, atol=0.02) > 0.95
     assert wanted.abs().sum() > 0 and calc_diff(got, wanted) < bound
-
-
-RENORMALIZE = MoeShape(num_experts=24, num_local_experts=24, hidden_size=256,
-                       intermediate_size=384, n_group=1, topk_group=1, top_k=5,
-                       routing="renormalize")  # fmt: skip
 
 
 @pytest.mark.all

@@ -8,6 +8,7 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
+from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8.layer import model, routing
 from moe_fp8.layer.metrics import calc_diff
@@ -33,8 +34,6 @@ FP8 = torch.float8_e4m3fn
 NAN = float("nan")
 
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
-TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                n_group=4, topk_group=2, top_k=3)  # fmt: skip
 ONE_GROUP = MoeShape(num_experts=24, num_local_experts=6, hidden_size=256, intermediate_size=128,
                      n_group=1, topk_group=1, top_k=8)  # fmt: skip
 """Of no power of two of experts, as Kimi-K2's."""
@@ -119,11 +118,6 @@ def test_ties_go_to_the_lower_number(shape):
     stages.route(logits, bias, 2.5, 0, shape, routed)
     assert routed.ids.tolist() == [list(range(shape.top_k))] * 3
     assert (routed.weights == 0).all()
-
-
-RENORMALIZE = MoeShape(num_experts=24, num_local_experts=24, hidden_size=256,
-                       intermediate_size=384, n_group=1, topk_group=1, top_k=5,
-                       routing="renormalize")  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

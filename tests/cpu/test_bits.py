@@ -41,11 +41,6 @@ def as_many_as_on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(measured, "CPU_CALLS", measured.CALLS)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-
-
 def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, small.WIDTH, generator=generator)

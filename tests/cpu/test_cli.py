@@ -39,7 +39,6 @@ def test_help(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
-        ("bench", ["--workloads", "T=3"], "no workload matches T=3"),
         ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
         ("bench", ["--local", "/absent"], "not a directory"),
         *(
@@ -102,10 +101,6 @@ def test_a_place_that_cannot_be_written_is_one_line() -> None:
 def test_what_needs_a_gpu_says_so(command: list[str]) -> None:
     result = call(*command)
     assert result.returncode == 2 and "no GPU is visible" in result.stderr
-
-
-def test_pack_lists() -> None:
-    assert "cutedsl_moe_fp8_v2" in call("pack", "--list").stdout
 
 
 def test_benchmark_list() -> None:

@@ -3,11 +3,14 @@
 import contextlib
 import inspect
 import itertools
+import math
 import types
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from bruteforce import TINY as SHAPE
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
@@ -22,8 +25,6 @@ from moe_fp8.problem import (
     RoutedInputs,
 )
 
-SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 TOKENS = 5
 
 
@@ -141,14 +142,6 @@ def test_a_tensor_on_another_gpu_is_validated(name, layer, called, gpus):
     assert ("validated" in called) == (gpus == 2)
 
 
-@pytest.mark.parametrize("name", MoeInputs._fields[:8])
-def test_an_output_in_an_inputs_memory_is_validated(name, layer, called):
-    inputs, output = call()
-    output.address = getattr(inputs, name).data_ptr() - TOKENS * 256 * 2 + 1
-    layer(inputs, output)
-    assert called == ["validated", f"fused {TOKENS}"]
-
-
 GIVEN = MoeShape(16, 4, 256, 128, 1, 1, 3, "given")
 
 
@@ -182,17 +175,6 @@ def test_given_experts_on_the_short_way(form, changed, usual, called, gpus):
     layer(*routed(**changed))
     expected = usual if usual is not None else gpus == 1
     assert ("validated" not in called) == expected and called[-1] == f"fused {TOKENS}"
-
-
-@pytest.mark.parametrize("name", [*RoutedInputs._fields[:8], "expert_map"])
-def test_an_output_in_the_memory_of_given_experts_is_validated(name, called):
-    layer = FusedLayer(GIVEN, form=Form(torch.int64, torch.float32, has_map=True))
-    given, output = routed(expert_map=on(0), local_expert_offset=0)
-    layer(given, output)
-    called.clear()
-    output.address = getattr(given, name).data_ptr()
-    layer(given, output)
-    assert called == ["validated", f"fused {TOKENS}"]
 
 
 BATCHED = Form(torch.int32, None, batched=True)
@@ -243,15 +225,26 @@ def test_a_batched_output_whose_experts_lie_apart_is_validated(called):
     assert called == ["validated", f"fused {TOKENS}"]
 
 
-@pytest.mark.parametrize("name", [name for name in BatchedInputs._fields if name != "expected_m"])
-def test_a_batched_output_in_an_inputs_memory_is_validated(name, called):
-    layer = BatchedLayer(GIVEN, form=BATCHED)
-    given, output = batched()
-    layer(given, output)
-    called.clear()
-    output.address = getattr(given, name).data_ptr()
-    layer(given, output)
-    assert called == ["validated", f"fused {TOKENS}"]
+LAYERS = {
+    "fused": (partial(FusedLayer, SHAPE), call),
+    "given": (
+        partial(FusedLayer, GIVEN, form=MAPPED),
+        partial(routed, expert_map=on(0), local_expert_offset=0),
+    ),
+    "batched": (partial(BatchedLayer, GIVEN, form=BATCHED), batched),
+}
+
+
+@pytest.mark.parametrize(("make", "arguments"), LAYERS.values(), ids=LAYERS)
+def test_an_output_in_an_inputs_memory_is_validated(make, arguments, called):
+    layer, (inputs, output) = make(), arguments()
+    layer(inputs, output)
+    tensors = {name: x for name, x in inputs._asdict().items() if hasattr(x, "data_ptr")}
+    for name, tensor in tensors.items():
+        called.clear()
+        output.address = tensor.data_ptr() - 2 * math.prod(output.shape) + 1
+        layer(inputs, output)
+        assert called == ["validated", f"fused {TOKENS}"], name
 
 
 def refuse(*arguments) -> int:

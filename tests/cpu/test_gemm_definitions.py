@@ -9,7 +9,6 @@ from markers import more
 from moe_fp8.gemms import batched, flat
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import DEEPSEEK_V3
-from programs import call
 from test_definitions import reference as reference_of
 
 from scripts.common.definitions import CONTIGUOUS, GEMMS, MASKED
@@ -168,8 +167,3 @@ def test_peers_on_a_stand_in_for_the_library(layout, rows, monkeypatch) -> None:
         output[:, 64:].fill_(torch.nan)
     module.run(*inputs, output)
     assert is_right(output, REFERENCE[layout](*inputs))
-
-
-def test_batches_are_of_tokens() -> None:
-    done = call("measure", "bits", "--definition", "gemm1")
-    assert done.returncode == 2 and "bits: only of a layer" in done.stderr

@@ -41,13 +41,6 @@ def test_tokens_get_larger_tiles_as_they_get_more(n, k, even):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_few_rows_fit_one_tile(rows):
-    """A second tile would read the weights again."""
-    config = choose(rows, 4096, 7168)
-    assert config.tile_m >= min(rows, 64)
-
-
-@pytest.mark.parametrize("rows", ROWS)
 def test_uneven_experts_never_share_a_cluster_by_rows(rows):
     assert choose(rows, 4096, 7168).cluster_m == 1
 

@@ -530,10 +530,6 @@ def test_where_nothing_can_be_written_what_is_there_is_read(error, cache, monkey
     assert count == [2]
 
 
-posix_only = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
-
-
-@posix_only
 def test_what_is_made_is_the_users_alone(cache):
     directory, _ = cache
     build()
@@ -542,7 +538,6 @@ def test_what_is_made_is_the_users_alone(cache):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-@posix_only
 @pytest.mark.parametrize(
     ("what", "mode"),
     [
@@ -592,7 +587,6 @@ def test_what_others_can_write_or_own_is_not_loaded(cache, what, mode, monkeypat
     assert count == [2]
 
 
-@posix_only
 def test_what_get_would_not_load_is_not_there(tmp_path, monkeypatch):
     kept = kernels_in(tmp_path)
     assert not kept.has({"kernel": "Gemm"})
@@ -671,7 +665,6 @@ COMPILE_IN_THREADS = """
 import sys, threading
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.sm90.config import GemmConfig
 count, original = [], compiling.cute.compile
 compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
@@ -707,7 +700,6 @@ DIE_WHILE_COMPILING = """
 import os, sys
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.architectures import HOPPER
 if sys.argv[1] == "build":  # nothing is written yet
     compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
 else:  # the object is there, its digest is not
@@ -721,7 +713,6 @@ kernels.compile_combine(512, 4, "sm_90a")
 
 
 @pytest.mark.all
-@posix_only
 @pytest.mark.parametrize("when", ["store", *more("build")])
 def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):
     directory, count = cache

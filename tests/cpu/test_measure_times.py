@@ -34,11 +34,6 @@ VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-
-
 # --- a case's calls -------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import Layer
 from moe_fp8.problem import MoeInputs, MoeShape
 from test_functional import ROUTING, tensors_of
-from test_functional import SHAPE as TINY
 from test_pipeline import layers_of, output_of
 from test_problem import misaligned
 
@@ -86,11 +85,13 @@ def test_a_wrong_tensor_is_named_without_an_output_too(name: str) -> None:
         fused_moe(**tensors | {name: "none"}, **ROUTING)
 
 
-@pytest.mark.parametrize("name", ROUTING)
-@pytest.mark.parametrize("value", [None, "4", 2.0, True, 10**30])
-def test_a_routing_that_is_no_integer_is_refused(name: str, value: object) -> None:
+@pytest.mark.parametrize("name", [*ROUTING, "accurate"])
+@pytest.mark.parametrize("value", [None, "4", [4], 2.0, 10**30, True])
+def test_wrong_numbers_and_flags_are_named(name: str, value: object) -> None:
+    if name == "accurate" and value is True:
+        return  # legal
     fused_moe(*tensors_of(1), **ROUTING)  # 2.0 is not taken for the 2 of a call before
-    with pytest.raises(ValueError, match=f"{name}=.*: expected"):
+    with pytest.raises(ValueError, match=rf"^{name}[=:].*expected"):
         fused_moe(*tensors_of(1), **ROUTING | {name: value})
 
 
@@ -269,10 +270,3 @@ def test_random_problem(seed: int) -> None:
         bound = 2e-3 if name.endswith("terms") else 1e-4  # those round the intermediate otherwise
         assert got.isfinite().all()
         assert not got.any() if not wanted.any() else calc_diff(got, wanted) < bound, name
-
-
-def test_the_random_problems_differ() -> None:
-    found = [random_problem(seed) for seed in range(12)]
-    assert len({shape for shape, _ in found}) == 12
-    assert len({inputs.routing_logits.shape[0] for _, inputs in found}) > 6
-    assert TINY not in {shape for shape, _ in found}

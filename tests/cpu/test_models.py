@@ -69,8 +69,3 @@ def test_the_definitions_have_the_sizes_that_stand_before_them() -> None:
         d = find_layer(name)
         found = d.num_experts, d.num_local_experts, d.hidden_size, d.intermediate_size
         assert "/".join(map(str, found)) == sizes
-
-
-def test_no_groups_are_chosen_with_a_fused_shared_expert() -> None:
-    with pytest.raises(ValueError, match="n_group=8: expected a divisor of num_experts=257"):
-        MoeShape(257, 257, 7168, 256, 8, 4, 9)

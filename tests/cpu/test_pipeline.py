@@ -6,6 +6,7 @@ from dataclasses import replace
 import bruteforce
 import pytest
 import torch
+from bruteforce import TINY
 from moe_fp8 import v1_loop_padding as v1
 from moe_fp8 import v2_vectorised as v2
 from moe_fp8 import v3_clustered as v3
@@ -30,15 +31,12 @@ from moe_fp8.v1_loop_padding import LoopPermutation
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
 from moe_fp8.v4_flat import place_flat
-from test_permute import new_poisoned
+from test_permute import CountReads, new_poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
-TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                n_group=4, topk_group=2, top_k=3)  # fmt: skip
 
 
 def choose(rows_per_expert: float, n: int, k: int, **known) -> GemmConfig:
@@ -376,30 +374,6 @@ def test_fused_treats_tokens_on_their_own(tokens, chunk, weights, monkeypatch):
     if tokens > 1:
         assert calc_diff(whole, output_of(FLAT, inputs)) < 2e-3
         assert not torch.equal(whole, output_of(FLAT, inputs))
-
-
-def test_model_is_what_the_layer_uses_on_the_cpu(weights, monkeypatch):
-    """Guards the comparisons above: breaking the model must show in the layer."""
-    inputs = bruteforce.random_inputs(SMALL, 6, 32, 10, weights, favourite=50)
-    whole = output_of(VECTORISED, inputs)
-    monkeypatch.setattr(model, "combine", lambda o, pair_row, weights, out: out.fill_(1))
-    assert (output_of(VECTORISED, inputs) == 1).all() and not (whole == 1).all()
-
-
-def test_rows_and_host_rows_are_what_they_say():
-    assert GroupedRows._fields == ("token_of_row", "m_indptr", "pair_row", "weights")
-    assert HostRows._fields == ("ends", "max_rows")
-
-
-class CountReads(TorchFunctionMode):
-    """Counts the reads of values on the host, each of which stalls it on a GPU."""
-
-    READS = {"__int__", "__float__", "__bool__", "item", "tolist", "cpu", "numpy"}
-    reads = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.reads += getattr(func, "__name__", "") in self.READS
-        return func(*args, **(kwargs or {}))
 
 
 def test_v1_waits_once_for_each_expert(weights, monkeypatch):

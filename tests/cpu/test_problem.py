@@ -9,6 +9,7 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
+from bruteforce import TINY as SHAPE
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
 from moe_fp8.kernels.route import ChooseExperts
 from moe_fp8.kernels.sm90.config import GemmConfig
@@ -21,8 +22,6 @@ from moe_fp8.problem import LARGEST, MoeInputs, MoeShape
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SHAPE = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,
-                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 TOKENS = 5
 TENSORS = MoeInputs._fields[:8] + ("output",)
 EXPECTED_SHAPES = {
@@ -70,12 +69,6 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
     out = buffer[1:].view(x.shape)
     out.view(torch.uint8).copy_(x.view(torch.uint8))
     return out
-
-
-def test_fixture_has_the_expected_shapes(good):
-    assert {name: list(good[name].shape) for name in TENSORS} == EXPECTED_SHAPES
-    inputs, output = split(good)
-    assert validate(inputs, output, SHAPE) == TOKENS
 
 
 def of_shape(change):

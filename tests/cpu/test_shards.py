@@ -6,7 +6,6 @@ from engines.reference import Weights, layer, wide
 from moe_fp8 import experts, pad_shard
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import MoeShape
 
 LOCAL, HIDDEN = 4, 256
 
@@ -68,8 +67,3 @@ def test_a_wrong_shape_is_named(place, message):
         pad_shard(*wrong, first)
     with pytest.raises(ValueError, match="^w13, w2: expected"):
         pad_shard(shard[0], shard[1], shard[2][0], shard[3], first)
-
-
-def test_the_refusal_of_such_a_width_names_the_helper():
-    with pytest.raises(ValueError, match="intermediate_size=192: .* of 128; .*pad_shard"):
-        MoeShape(intermediate_size=192)

@@ -17,7 +17,7 @@ TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 16, 256, 128, 3
 WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
 
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(seed: int = 0, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> torch.Tensor:
@@ -26,11 +26,11 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     w13, w13_scale = quantise_blocks(random(EXPERTS, 2 * WIDTH, HIDDEN))
     w2, w2_scale = quantise_blocks(random(EXPERTS, HIDDEN, WIDTH))
     return {
-        "logits": random(TOKENS, EXPERTS), "bias": random(EXPERTS),
-        "ids": torch.randint(EXPERTS, (TOKENS, TOP_K), generator=generator),
-        "weights": random(TOKENS, TOP_K).abs(), "x": random(TOKENS, HIDDEN).bfloat16(),
-        "by_expert": random(EXPERTS, 2, HIDDEN).bfloat16(),
-        "num_tokens": torch.full((EXPERTS,), 2, dtype=torch.int32),
+        "logits": random(tokens, EXPERTS), "bias": random(EXPERTS),
+        "ids": torch.randint(EXPERTS, (tokens, TOP_K), generator=generator),
+        "weights": random(tokens, TOP_K).abs(), "x": random(tokens, HIDDEN).bfloat16(),
+        "by_expert": random(EXPERTS, tokens, HIDDEN).bfloat16(),
+        "num_tokens": torch.full((EXPERTS,), tokens, dtype=torch.int32),
         "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
     }  # fmt: skip
 
@@ -84,9 +84,15 @@ def test_export(layer, strict):
         def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
             return layer(given)
 
-    exported = torch.export.export(Module(), (tensors(),), strict=strict)
+    tokens = torch.export.Dim("tokens", max=2**20)
+    shapes = dict.fromkeys(tensors()) | {"by_expert": {1: tokens}}
+    shapes |= dict.fromkeys(("logits", "ids", "weights", "x"), {0: tokens})
+    given = (tensors(),)
+    exported = torch.export.export(Module(), given, dynamic_shapes=(shapes,), strict=strict)
     assert operator(layer) in calls_of(exported.graph)
-    assert torch.equal(exported.module()(tensors(1)), layer(tensors(1)))
+    for count in (1, TOKENS, 40):
+        given = tensors(1, count)
+        assert torch.equal(exported.module()(given), layer(given))
 
 
 @LAYERS

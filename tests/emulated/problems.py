@@ -1,15 +1,18 @@
-"""Small grouped GEMM problems, made the way flashinfer-bench draws inputs."""
+"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them; the
+fused layer's output."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from moe_fp8.kernels import operations
 from moe_fp8.layer import model
 from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.problem import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from ptxemu import options
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
-LAYOUTS = ("batched", "aligned", "flat")
 
 
 class Gemm(NamedTuple):
@@ -76,3 +79,36 @@ def gemm(
     expected = torch.full((total, n), UNTOUCHED, dtype=torch.bfloat16)
     model.grouped_gemm(a, a_scale, b, b_scale, expected, expert_rows, None)
     return Gemm(a, a_scale, b, b_scale, expert_rows, expected)
+
+
+def layer_inputs(
+    shape: MoeShape, tokens: int, bias: torch.Tensor | None, offset: int, scaling: float
+) -> MoeInputs:
+    torch.manual_seed(tokens)
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return MoeInputs(
+        torch.randn(tokens, shape.num_experts).to(shape.logits_dtype), bias,
+        fp8(tokens, h), torch.randn(h // 128, tokens),
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, scaling,
+    )  # fmt: skip
+
+
+def fused_output(
+    inputs: MoeInputs | RoutedInputs | BatchedInputs,
+    shape: MoeShape,
+    configs: tuple[Any, Any],
+    form: Form | None = None,
+    fill: float = torch.nan,
+    poison: bool = True,
+) -> torch.Tensor:
+    """What the fused layer writes over `fill`.
+
+    A second GEMM on demand has boxes with rows of experts that are still written, of no use to it:
+    without `poison` they are hazards.
+    """
+    out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16)
+    options.poison_races = poison and configs[1].dynamic
+    tokens, terms = out.shape[-2], configs[1].terms
+    operations.fused_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
+    return out

@@ -13,13 +13,12 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.quantise import quantise_rows
-from problems import fp8
-from ptxemu import options
+from problems import fp8, fused_output
+from ptxemu.testing import replace
 from test_experts import TARGETS, odd_tokens, same
 from test_fused import TOLERANCE
 from test_fused_sm100 import configs_of
 from test_mutations import noticed as noticed_in
-from test_mutations import replace
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
@@ -63,13 +62,8 @@ class Kernel(NamedTuple):
 def output_of(
     inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes
 ) -> torch.Tensor:
-    out = torch.full(inputs.x.shape, UNTOUCHED, dtype=BF16)
-    configs = configs_of(*kernel)
-    # A box of the second GEMM has rows of experts that are still written, of no use to it.
-    options.poison_races = configs[1].dynamic
     form = form_of(inputs, **changes)
-    kernels.fused_call(out.shape[1], out.device, shape, kernel.terms, configs, form)(inputs, out)
-    return out
+    return fused_output(inputs, shape, configs_of(*kernel), form, UNTOUCHED)
 
 
 def wanted_of(
@@ -88,10 +82,8 @@ def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms:
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch, request):
-    kernel = request.node.callspec.params.get("kernel", EARLY)
+def device(kernel, monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: kernel.target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
 EARLY = Kernel("sm_90a", "8 swapped, early")
@@ -188,11 +180,8 @@ def test_the_bits_of_the_fused_layer(kernel, emulator):
     there = torch.arange(ROWS) < inputs.num_tokens.unsqueeze(1)
     ids = torch.arange(5).unsqueeze(1).expand(5, ROWS)[there].unsqueeze(1).int()
     routed = RoutedInputs(ids, torch.ones(ids.shape), inputs.x[there], None, *inputs[4:], 0, None)
-    wanted = torch.full((len(ids), SHAPE.hidden_size), torch.nan, dtype=BF16)
     configs = TARGETS[kernel.target][kernel.name]
-    options.poison_races = configs[1].dynamic
-    form = Form(torch.int32, torch.float32, BF16)
-    kernels.fused_call(len(ids), wanted.device, SHAPE, 1, configs, form)(routed, wanted)
+    wanted = fused_output(routed, SHAPE, configs, Form(torch.int32, torch.float32, BF16))
     assert torch.equal(output_of(inputs, kernel)[there], wanted)
 
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeInputs, MoeShape
-from problems import fp8
+from moe_fp8.problem import MoeShape
+from problems import fused_output, layer_inputs
 
 SHAPE = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
                  n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
@@ -22,17 +21,6 @@ CONFIGS = {
 }
 
 
-def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
-    torch.manual_seed(tokens)
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    return MoeInputs(
-        torch.randn(tokens, shape.num_experts).bfloat16(), None,
-        fp8(tokens, h), torch.randn(h // 128, tokens),
-        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, i // 128), 0, 1.0,
-    )  # fmt: skip
-
-
 @pytest.mark.all
 @pytest.mark.parametrize(
     ("shape", "name", "tokens", "terms", "dynamic"),
@@ -44,18 +32,15 @@ def inputs_of(shape: MoeShape, tokens: int) -> MoeInputs:
         (MANY, "permuted", 33, 1, True),
     ],
 )
-def test_as_the_model(shape, name, tokens, terms, dynamic, emulator, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
-    inputs, config = inputs_of(shape, tokens), CONFIGS[name]
-    wanted, out = (torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+def test_as_the_model(shape, name, tokens, terms, dynamic, emulator):
+    inputs, config = layer_inputs(shape, tokens, None, 0, 1.0), CONFIGS[name]
+    wanted = torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16)
     model.fused(inputs, wanted, shape, terms=terms)
     rows = dict(tile_m=config.tile_m, swap_ab=config.swap_ab)
     schedule = Schedule.DYNAMIC if dynamic else Schedule.STATIC
     second = GemmConfig(**rows, stages=3, terms=terms, schedule=schedule)
     configs = config.with_swiglu(terms), second
-    call = kernels.fused_call(tokens, out.device, shape, terms, configs)
-    call(inputs, out)
+    out = fused_output(inputs, shape, configs, poison=False)
     assert calc_diff(out, wanted) < {1: 1e-4, 2: 1e-7}[terms] and out.isfinite().all()
     # On demand a box has rows of neighbouring experts, too, and nothing stored is made of them.
     hazards = [hazard for report in emulator.reports for hazard in report.hazards]
@@ -69,5 +54,5 @@ def test_as_the_model(shape, name, tokens, terms, dynamic, emulator, monkeypatch
     zeros = torch.zeros(shape.num_experts)
     for bias in (zeros.bfloat16(), zeros):  # `FusedLayer` leaves it to this
         with pytest.raises((TypeError, ValueError, RuntimeError)):
-            call(inputs._replace(routing_bias=bias), out)
+            fused_output(inputs._replace(routing_bias=bias), shape, configs)
     assert not emulator.reports

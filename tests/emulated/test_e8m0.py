@@ -7,7 +7,7 @@ import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.problem import Form
-from ptxemu import options
+from problems import fused_output
 from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
 
@@ -21,7 +21,6 @@ E8M0 = torch.float8_e8m0fnu
 def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
     """With the least exponent, which is subnormal, and with the byte that is a NaN."""
     monkeypatch.setattr(kernels, "target_of", lambda device: target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     inputs = inputs_of(9, 4)
     given = {}
     for field in ("gemm1_weights_scale", "gemm2_weights_scale"):
@@ -31,15 +30,10 @@ def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
         given[field] = exponents.view(E8M0)
     inputs = inputs._replace(**given)
     plain = inputs._replace(**{field: scale.float() for field, scale in given.items()})
-    configs = configs_of(target, name)
-    options.poison_races = configs[1].dynamic  # as in `test_fused`
-    outputs = []
-    for each, form in ((inputs, dataclasses.replace(Form(), weight_scale=E8M0)), (plain, Form())):
-        out = torch.full(inputs.hidden_states.shape, 7, dtype=torch.bfloat16)
-        kernels.fused_call(9, out.device, SHAPE, 1, configs, form)(each, out)
-        outputs.append(out)
+    form, configs = dataclasses.replace(Form(), weight_scale=E8M0), configs_of(target, name)
+    e8m0 = fused_output(inputs, SHAPE, configs, form, fill=7)
+    f32 = fused_output(plain, SHAPE, configs, fill=7)
     assert not any(report.hazards for report in emulator.reports)
-    e8m0, f32 = outputs
     assert torch.equal(e8m0.nan_to_num(-1), f32.nan_to_num(-1))
     nan = e8m0.isnan()
     assert nan.any() and not nan.all() and torch.equal(nan, f32.isnan())

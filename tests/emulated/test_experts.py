@@ -15,12 +15,11 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts, given_experts, group_rows
 from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.quantise import quantise_rows
-from problems import fp8
-from ptxemu import options
+from problems import fp8, fused_output
+from ptxemu.testing import replace
 from test_fused import CONFIGS
 from test_fused_sm100 import CONFIGS as BLACKWELL_S
 from test_layers import SHAPE, inputs_of
-from test_mutations import replace
 
 BF16 = torch.bfloat16
 OFFSET = 4
@@ -233,21 +232,13 @@ def calls(tokens: int) -> dict[str, Call]:
     return dict(zip(KINDS, made, strict=True))
 
 
-def output_of(call: Call, target: str, name: str, terms: int = 1) -> torch.Tensor:
-    out = torch.full((len(call.inputs[0]), SHAPE.hidden_size), torch.nan, dtype=BF16)
-    configs = TARGETS[target][name]
-    options.poison_races = configs[1].dynamic  # see test_fused.py
-    kernels.fused_call(len(out), out.device, call.shape, terms, configs, call.form)(
-        call.inputs, out
-    )
-    return out
+def output_of(call: Call, target: str, name: str) -> torch.Tensor:
+    return fused_output(call.inputs, call.shape, TARGETS[target][name], call.form)
 
 
 @pytest.fixture
-def layer(request, monkeypatch):
-    target, _ = request.getfixturevalue("case")
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+def layer(case, monkeypatch):
+    monkeypatch.setattr(kernels, "target_of", lambda device: case[0])
 
 
 @pytest.mark.parametrize(
@@ -352,11 +343,7 @@ def test_the_widest_tokens_are_quantised_to_their_end(tokens, case, layer, emula
     rest = fp8(2, 512, 8192), torch.randn(2, 4, 64), fp8(2, 8192, 256), torch.randn(2, 64, 2), 0
     outputs = []
     for of_x in ((x, None), (q, scale)):
-        out = torch.full((tokens, 8192), torch.nan, dtype=BF16)
         form = Form(torch.int32, torch.float32, of_x[0].dtype)
         inputs = RoutedInputs(ids, weights, *of_x, *rest, None)
-        configs = TARGETS[case[0]][case[1]]
-        options.poison_races = configs[1].dynamic
-        kernels.fused_call(tokens, out.device, shape, 1, configs, form)(inputs, out)
-        outputs.append(out)
+        outputs.append(output_of(Call(inputs, shape, form), *case))
     assert torch.equal(*outputs) and outputs[0].isfinite().all() and outputs[0].any()

@@ -15,10 +15,11 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import route
 from moe_fp8.problem import MoeInputs, MoeShape
-from problems import fp8
-from ptxemu import MODES, options
+from problems import fused_output, layer_inputs
+from ptxemu import MODES
+from ptxemu.testing import Edit, replace
 from test_layers import SHAPE, inputs_of
-from test_mutations import PARITY, WAIT, Edit, all_of, replace
+from test_mutations import PARITY, WAIT, all_of
 from test_mutations import noticed as noticed_in
 
 CONFIGS = {
@@ -45,20 +46,9 @@ rounding, of the second term on top for less than a sixteenth of it."""
 
 
 def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True) -> torch.Tensor:
-    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
     first, second = CONFIGS[name]
-    # The early second GEMM's boxes have rows of experts that are still written, of no use to it.
-    options.poison_races = poison and second.dynamic
     configs = first.with_swiglu(terms), dataclasses.replace(second, terms=terms)
-    call = kernels.fused_call(len(out), out.device, SHAPE, terms, configs)
-    call(inputs, out)
-    return out
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+    return fused_output(inputs, SHAPE, configs, poison=poison)
 
 
 @pytest.mark.parametrize(("tokens", "offset"), [(41, 4), *more((1, 4), (9, 100))])
@@ -245,10 +235,9 @@ def test_fewer_experts_here_than_a_token_has(name, local, emulator):
     )
     inputs.routing_logits[:, 4 : 4 + local] += 20.0
     assert int(route(inputs, shape).m_indptr[-1]) == 40 * local
-    wanted, out = (torch.full((40, 384), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    wanted = torch.full((40, 384), torch.nan, dtype=torch.bfloat16)
     model.fused(inputs, wanted, shape)
-    emulator.options.poison_races = True
-    kernels.fused_call(40, out.device, shape, 1, CONFIGS[name])(inputs, out)
+    out = fused_output(inputs, shape, CONFIGS[name])
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[1]
 
@@ -262,16 +251,12 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     size = workspace_bytes(shape, 2, tokens)
     assert size > 2**32
     workspace = torch.empty(size, dtype=torch.uint8)
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    h, i = shape.hidden_size, shape.intermediate_size
     logits = torch.full((tokens, shape.num_experts), -1.0)
     logits[:, :32] = 1.0
     logits[[3, -1], 40] = 2.0
-    inputs = MoeInputs(
-        logits, torch.zeros(shape.num_experts).bfloat16(),
-        fp8(tokens, h), torch.randn(h // 128, tokens),
-        fp8(e, 2 * i, h), torch.randn(e, 2, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, 1), 32, 2.5,
-    )  # fmt: skip
+    inputs = layer_inputs(shape, tokens, torch.zeros(shape.num_experts).bfloat16(), 32, 2.5)
+    inputs = inputs._replace(routing_logits=logits)
     wanted, out = (torch.full((tokens, h), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     model.fused(inputs, wanted, shape, terms=2)
     function = kernels.compile_fused(

@@ -11,11 +11,11 @@ from moe_fp8.kernels.tile_config import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs
-from ptxemu import options
+from problems import fused_output
+from ptxemu.testing import replace
 from test_fused import CONFIGS as HOPPERS
 from test_fused import TOLERANCE
 from test_layers import SHAPE, inputs_of
-from test_mutations import replace
 
 pytestmark = pytest.mark.all
 CONFIGS = {
@@ -44,20 +44,13 @@ def configs_of(target: str, name: str, terms: int = 1):
 
 def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> torch.Tensor:
     """`second`: the second GEMM's config, if it is not `config`; `few`: see `with_swiglu`."""
-    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    second = second or config
-    # As in `test_fused`: rows are handed over while others are still written.
-    options.poison_races = second.dynamic
-    configs = config.with_swiglu(terms, few), dataclasses.replace(second, terms=terms)
-    call = kernels.fused_call(len(out), out.device, SHAPE, terms, configs)
-    call(inputs, out)
-    return out
+    configs = config.with_swiglu(terms, few), dataclasses.replace(second or config, terms=terms)
+    return fused_output(inputs, SHAPE, configs)
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: "sm_100a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])

@@ -230,10 +230,8 @@ def test_rows_past_32_bits(rows, config, emulator):
     assert emulator.reports[-1].hazards == []
 
 
-def test_tiles_on_demand_begin_anew_at_every_launch(emulator, monkeypatch):
+def test_tiles_on_demand_begin_anew_at_every_launch(emulator):
     """A counter that kept its value would leave the second launch without tiles."""
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 3)
     config = Sm90(tile_m=64, stages=2, schedule=Schedule.DYNAMIC)
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):
@@ -247,3 +245,8 @@ def test_one_compilation_serves_every_row_count(emulator):
     for rows in ((1, 2), (40, 0), (128, 100), (7, 7), (0, 128)):
         check_exact(gemm(rows, 128, 384, 128, exact=True), Sm90(stages=4), 2, emulator)
     assert len(compile_grouped_gemm.functions) == before + 1
+
+
+def test_a_target_without_kernels_is_named():
+    with pytest.raises(ValueError, match="no kernels for 'sm_80': expected one of sm_90a"):
+        compile_grouped_gemm(Sm90(), 128, 128, 1, "sm_80")

@@ -12,7 +12,7 @@ from moe_fp8.kernels.sm90.config import GemmConfig
 from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
 from moe_fp8.kernels.tile_config import Schedule
 from problems import UNTOUCHED, gemm
-from test_mutations import replace
+from ptxemu.testing import replace
 
 ROWS, FEW = (3, 129, 0, 1, 66, 6), [(0, 1), (17, 0, 129)]
 CONFIGS = [
@@ -20,12 +20,6 @@ CONFIGS = [
     GemmConfig(tile_m=64, cluster_n=2, overlap=True, stages=3),
     GemmConfig(tile_m=192, cluster_n=2, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def on_the_emulator(monkeypatch):
-    monkeypatch.setattr(operations, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(operations, "multiprocessors_of", lambda device: 4)
 
 
 def choose(monkeypatch, module, config: GemmConfig) -> None:

@@ -11,7 +11,7 @@ from moe_fp8.problem import MoeInputs, MoeShape
 from moe_fp8.v2_vectorised import VectorisedPermutation
 from moe_fp8.v3_clustered import place_aligned
 from moe_fp8.v4_flat import place_flat
-from problems import fp8
+from problems import layer_inputs
 
 SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)  # fmt: skip
@@ -26,16 +26,9 @@ LAYERS = {
 
 
 def inputs_of(tokens: int, offset: int) -> MoeInputs:
-    torch.manual_seed(tokens)
-    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
     bias = torch.zeros(SHAPE.num_experts)
     bias[7] = 2.0  # one full expert, others with a few rows or none
-    return MoeInputs(
-        torch.randn(tokens, SHAPE.num_experts), bias.bfloat16(),
-        fp8(tokens, h), torch.randn(h // 128, tokens),
-        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, 2.5,
-    )  # fmt: skip
+    return layer_inputs(SHAPE, tokens, bias.bfloat16(), offset, 2.5)
 
 
 def output_of(layer: Layer, inputs: MoeInputs) -> torch.Tensor:
@@ -54,8 +47,6 @@ def test_layers(tokens, offset, mode, emulator, monkeypatch):
     assert not emulator.reports
     assert (wanted.abs().sum(dim=1) > 0).all() or offset == 100
     monkeypatch.setattr(pipeline, "select", lambda device: kernels)
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
     outputs = {name: output_of(layer, inputs) for name, layer in LAYERS.items()}
     for name, output in outputs.items():
         assert torch.equal(output, outputs["v2"]), name

@@ -13,26 +13,14 @@ from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
 from moe_fp8.kernels.tile_config import Schedule
 from problems import gemm
 from ptxemu import MODES
+from ptxemu.testing import Edit, replace
 from test_gemm import launch
 
 pytestmark = pytest.mark.all
-Edit = Callable[[str], str]
 HOPPER = HopperConfig(stages=2)
 BLACKWELL = BlackwellConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(BLACKWELL, cluster_m=2, mma_ctas=2)
 SWAPPED = BlackwellConfig(tile_m=16, swap_ab=True, stages=2, accumulators=2)
-
-
-def replace(pattern: str, replacement: str, which: int | None = None) -> Edit:
-    """Rewrite the `which`-th match, or all."""
-
-    def edit(ptx: str) -> str:
-        matches = list(re.finditer(pattern, ptx, re.M))
-        for match in reversed(matches if which is None else [matches[which]]):
-            ptx = ptx[: match.start()] + match.expand(replacement) + ptx[match.end() :]
-        return ptx
-
-    return edit
 
 
 def after(mark: str, edit: Edit) -> Edit:

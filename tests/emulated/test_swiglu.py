@@ -11,8 +11,8 @@ from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.operations import compile_swiglu_quant
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import Form, MoeInputs, MoeShape, Swiglu
-from ptxemu import options
+from moe_fp8.problem import Form, Swiglu
+from problems import fused_output
 from test_fused import TOLERANCE
 from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
@@ -52,16 +52,6 @@ def test_the_stage_is_the_models(swiglu, ue8m0, target, emulator):
     torch.testing.assert_close(q, wanted, rtol=0.13, atol=0.01, equal_nan=True)
 
 
-def output_of(
-    target: str, name: str, inputs: MoeInputs, shape: MoeShape, terms: int, form: Form
-) -> torch.Tensor:
-    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    configs = configs_of(target, name, terms)
-    options.poison_races = configs[1].dynamic  # as in `test_fused`
-    kernels.fused_call(len(out), out.device, shape, terms, configs, form)(inputs, out)
-    return out
-
-
 KERNELS = [
     ("sm_90a", "8 swapped", 1),
     *more(("sm_90a", "64 overlapped", 2), ("sm_90a", "128", 1), ("sm_100a", "16 swapped", 2)),
@@ -70,9 +60,8 @@ KERNELS = [
 
 
 @pytest.fixture
-def device(monkeypatch, request):
-    monkeypatch.setattr(kernels, "target_of", lambda device: request.getfixturevalue("target"))
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+def device(target, monkeypatch):
+    monkeypatch.setattr(kernels, "target_of", lambda device: target)
 
 
 @pytest.mark.parametrize("gate_first", [False, *more(True)])
@@ -84,7 +73,7 @@ def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device
     shape = dataclasses.replace(SHAPE, swiglu=swiglu)
     model.fused(inputs, wanted, shape, terms, gate_first)
     model.fused(inputs, plain, SHAPE, terms, gate_first)
-    out = output_of(target, name, inputs, shape, terms, form)
+    out = fused_output(inputs, shape, configs_of(target, name, terms), form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[terms] and calc_diff(plain, wanted) > 0.1
 
@@ -107,7 +96,7 @@ def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
     model.fused(inputs, wanted, shape)
     model.fused(inputs, plain, SHAPE)
     assert calc_diff(plain, wanted) > 1e-4
-    out = output_of(target, name, inputs, shape, 1, form)
+    out = fused_output(inputs, shape, configs_of(target, name), form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[1] / 10
 

@@ -11,11 +11,10 @@ from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
-    flashinfer_moe,
-    flashinfer_prims_ts_moe,
     hpc_ops_moe,
     sglang_moe,
 )
+from moe_fp8.baselines.held import HeldPerStream
 from test_layer import (
     LAYER_COSINE,
     LAYER_DIFF,
@@ -27,8 +26,6 @@ from test_layer import (
 )
 
 from scripts.measure.timing import Timed, captured, on_own_stream, traced
-
-pytestmark = pytest.mark.gpu
 
 weights, make_inputs, worst = test_layer.weights, test_layer.make_inputs, test_layer.worst
 
@@ -61,16 +58,10 @@ def module(request):
 def nothing_kept() -> Iterator[None]:
     """Gigabytes of buffers go when these tests end."""
     yield
-    for cache in (
-        deepgemm_moe.tables,
-        deepgemm_moe.masked_buffers,
-        deepgemm_mega_moe.held,
-        deepgemm_mega_moe.own_weights,
-        deepgemm_mega_moe.routed_tokens,
-        flashinfer_cutlass_moe.buffers,
-        hpc_ops_moe.buffers,
-    ):
-        cache.clear()
+    for module in LIBRARIES:
+        for value in vars(module).values():
+            if isinstance(value, HeldPerStream):
+                value.clear()
 
 
 def check(module, got: torch.Tensor, wanted: torch.Tensor, worst: Worst) -> None:
@@ -156,13 +147,3 @@ def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
     said = waits_of(module, make_inputs(tokens))
     waits = module is deepgemm_moe and 32 * tokens > deepgemm_moe.MASKED_ROWS
     assert len(said) == waits, said
-
-
-@pytest.mark.parametrize("peer", [flashinfer_moe, flashinfer_prims_ts_moe])
-def test_what_is_for_blackwell_is_refused_in_one_line(peer, make_inputs):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("says what Hopper is told")
-    inputs = make_inputs(7)
-    with pytest.raises(RuntimeError) as error:
-        peer.run(*inputs, new_output(inputs))
-    assert str(error.value) == "unsupported on sm_90 (needs sm_100/103)"

@@ -13,8 +13,6 @@ from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_rows
 
-pytestmark = pytest.mark.gpu
-
 EXPERTS, HIDDEN, WIDTH, ROWS = 8, 7168, 2048, 300
 """Of DeepSeek-V3 and Kimi-K2, but for the number of rows."""
 COUNTS = {

@@ -11,8 +11,6 @@ from moe_fp8.kernels.cache import CACHE_VARIABLE
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 
-pytestmark = pytest.mark.gpu
-
 EXPERTS, HIDDEN, WIDTH, TOP_K = 16, 512, 256, 4
 TOKENS = (1, 5, 40, 200, 700, 1500)
 

@@ -18,8 +18,6 @@ from test_layer import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 
 from scripts.common.definitions import MOE, MoeDefinition
 
-pytestmark = pytest.mark.gpu
-
 FEW, MANY = "few rows", "many rows"
 """Swapped operands and gathered tokens; tiles of 128 and more rows, and the permute."""
 PEERS = {

@@ -8,8 +8,6 @@ import pytest
 from scripts.data import rows
 from scripts.programs import measure
 
-pytestmark = pytest.mark.gpu
-
 RUN_TO_RUN = ["again", "stream", "after others", "graph"]
 BATCH = ["reversed", "doubled", "alone", "7 at a time", "80 at a time"]
 WAITING = {"v1", "v2", "v3"}

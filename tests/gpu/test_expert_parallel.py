@@ -13,8 +13,6 @@ from moe_fp8.functional import fused_moe
 
 from scripts.common.project import ROOT
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 WITH_DEEP_EP = pytest.mark.skipif(

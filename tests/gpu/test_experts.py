@@ -18,8 +18,6 @@ from moe_fp8.problem import MoeInputs
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 from test_layer import OFFSET, output_of
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 TOKENS = [1, 7, 32, 33, 80, 901, 1153]
 """Routed by a kernel and by two; gathered and permuted for."""

@@ -18,8 +18,6 @@ from moe_fp8.problem import MoeInputs
 from sanitizer import TOOLS, sanitized
 from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 SOAK = int(os.environ.get("MOE_FP8_SOAK", "500"))

@@ -14,8 +14,6 @@ from test_layer import STAGE_COSINE, STAGE_DIFF, random_fp8
 
 from scripts.common.definitions import GEMMS, MASKED, GemmDefinition
 
-pytestmark = pytest.mark.gpu
-
 RESERVED = 256
 """Rows of an expert in the masked layout."""
 ROWS = {  # of the first experts; the others have none

@@ -29,8 +29,6 @@ from test_layer import (
     random_fp8,
 )
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))

@@ -10,10 +10,7 @@ import torch
 from scripts.measure.timing import Timed, device_times, one_after_another
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n"),
-]
+pytestmark = pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n")
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -10,8 +10,6 @@ from moe_fp8.baselines import triton_fused_moe_v2, triton_moe
 from moe_fp8.layer.metrics import calc_diff, cosine
 from test_layer import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
 
-pytestmark = pytest.mark.gpu
-
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 REQUIRED = {triton_moe: "triton", triton_fused_moe_v2: "sgl_kernel"}
