@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from scripts.common.project import short_name
-from scripts.common.text import markdown_table, number, percent, printable, text_table
+from scripts.common.text import markdown, number, percent, printable
 from scripts.data.results import TOLERANCES, Clock
 from scripts.table.rankings import Checks, Ranking
 
@@ -45,22 +45,27 @@ class Table:
     note: str = ""
     folded: bool = False
 
-    @property
-    def header(self) -> list[str]:
-        return list(self.frame.columns)
-
-    @property
-    def rows(self) -> list[list[str]]:
-        return self.frame.to_numpy().tolist()
-
     def __bool__(self) -> bool:
         return not self.frame.empty
 
     def text(self) -> str:
-        return text_table(self.header, self.rows, self.left)
+        """For a terminal: two blanks between the columns, no frame."""
+        lines = self._aligned(printable, "simple").split("\n")
+        return "\n".join(line.rstrip() for line in lines)
 
     def markdown(self) -> str:
-        return markdown_table(self.header, self.rows, self.left)
+        return self._aligned(markdown, "pipe")
+
+    def _aligned(self, cell: Callable[[str], str], style: str) -> str:
+        shown = self.frame.map(lambda value: cell(str(value))).rename(columns=cell)
+        align = ["left" if i < self.left else "right" for i in range(shown.shape[1])]
+        return shown.to_markdown(
+            index=False,
+            tablefmt=style,
+            colalign=align if len(shown) else None,
+            disable_numparse=True,
+            preserve_whitespace=True,  # a blank in place of a mark keeps the figures aligned
+        )
 
     def html(self) -> str:
         """An HTML table whose class says how many columns are aligned to the left."""
