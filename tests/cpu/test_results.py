@@ -33,6 +33,11 @@ def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> 
     return found
 
 
+def test_the_columns_are_those_of_a_result() -> None:
+    row = results.result_of(trace("x", 7, 1.0), "a file", {}, {}, {})
+    assert row is not None and sorted(row) == sorted(results.COLUMNS)
+
+
 # --- writing rows ---------------------------------------------------------------------------------
 
 
