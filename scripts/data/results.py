@@ -30,7 +30,7 @@ MAX_REASON = 300
 HASH, RUN, TIMING, TOLERANCE = "solution_hash", "run", "timing", "tolerance"
 EMULATED = "emulated"
 # ... and in correctness.extra.
-INPUTS_CHANGED, LAUNCHES = "inputs_changed", "launches"
+INPUTS_CHANGED = "inputs_changed"
 
 Clock = Literal["harness", "device"]
 CLOCKS: tuple[Clock, ...] = ("harness", "device")
@@ -38,7 +38,7 @@ TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
 ACCURACY = ("matched_ratio", "cosine", "calc_diff")
 COLUMNS = """solution uuid tokens status passed reason has_output peer hardware timing tolerance cpu
 emulated source run hash timestamp software speedup harness device reference_ms harness_spread
-device_spread method matched_ratio cosine calc_diff checks launches trace""".split()
+device_spread method matched_ratio cosine calc_diff checks trace""".split()
 COLUMNS += TOLERANCES
 """Those of a frame of results, also of an empty one; `result_of` says what each holds."""
 
@@ -97,16 +97,6 @@ def finite_number(value: Any) -> float | None:
 def _positive(value: Any) -> float | None:
     number = finite_number(value)
     return number if number is not None and number > 0 else None
-
-
-def _launches(found: Any) -> list[Any]:
-    """Empty where something else has that name."""
-    from scripts.common import schemas  # which a program's --help does without
-
-    try:
-        return schemas.checked(found or [], list[schemas.Launch])
-    except ValueError:
-        return []
 
 
 def result_of(
@@ -186,7 +176,5 @@ def result_of(
         **{name: finite_number(extra.get(name)) for name in ACCURACY},
         **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
         "checks": checks.get((source_hash, hardware), {}),  # rows of bits, by check
-        # What was counted in each launch of an emulated call.
-        "launches": _launches(extra.get(LAUNCHES)),
         "trace": trace,
     }

@@ -6,7 +6,7 @@ measured, with the host's part, and that of `measure times` on the GPU alone.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,56 +199,6 @@ def failures_table(ranking: Ranking) -> Table:
     return Table(f[["solution", "T", "workload", "status", "reason"]], left=5, title="Failed")
 
 
-COUNTS_NOTE = (
-    "MB between the multiprocessors and global memory, L2 included: by TMA (a multicast once), and "
-    "by threads. Least: every operand once, the weights of the experts that have rows alone; the "
-    "multiplications of the pairs. Instructions and shared memory are those of threads. us: "
-    "recorded on that GPU."
-)
-
-
-def counts_table(
-    ranking: Ranking, records: "Sequence[Recorded]" = (), by_launch: bool = False
-) -> Table:
-    """What emulation counted in each call, with its recorded times on GPUs, or in each launch; no
-    rows where nothing was emulated."""
-    pair = ["tokens", "uuid", "solution"]
-    f = pd.DataFrame(
-        {**{name: getattr(r, name) for name in pair}, "launches": 1, **launch}
-        for r in ranking.results.itertuples()
-        for launch in r.launches
-    )
-    if f.empty:
-        return Table(f)
-    f = f.reindex(columns=list(dict.fromkeys([*f.columns, "least_bytes", "least_flops"])))
-    f = f.sort_values(pair, kind="stable")
-    if not by_launch:
-        f = f.groupby(pair).sum(numeric_only=True, min_count=1).reset_index()
-    moved = f.tma_loaded + f.tma_stored + f.loaded + f.stored
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        **({"kernel": f.kernel} if by_launch else {"launches": f.launches.astype(str)}),
-        "TMA MB": numbers((f.tma_loaded + f.tma_stored) / 1e6, ",.2f"),
-        "read MB": numbers(f.loaded / 1e6, ",.2f"),
-        "written MB": numbers(f.stored / 1e6, ",.2f"),
-        "least MB": numbers(f.least_bytes / 1e6, ",.2f"),
-        "bytes": (moved / f.least_bytes).map(ratio),
-        "GFLOP": numbers(f.mma_flops / 1e9, ",.3f"),
-        "least GFLOP": numbers(f.least_flops / 1e9, ",.3f"),
-        "shared MB": numbers(f.shared / 1e6, ",.2f"),
-        "instr. a warp": numbers(f.instructions / f.warps, ",.0f"),
-        "hazards": f.hazards.astype(int).astype(str),
-    }
-    for main in (recorded.main for recorded in records):
-        us = 1e3 * main.results.set_index(pair).device
-        times = us.reindex(pd.MultiIndex.from_frame(f[pair]))
-        columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
-    title = "Counted in emulation" + ", kernel by kernel" * by_launch
-    note = "" if by_launch else COUNTS_NOTE
-    return Table(pd.DataFrame(columns), 2 + by_launch, title, note, folded=by_launch)
-
-
 def batch_invariant(checks: Checks) -> str:
     """A cell: whether no token differed in any check, run to run or in another batch."""
     tried = [c for c in checks.values() if "differ" in c]
@@ -363,20 +313,11 @@ def workload_tables(
     ]
 
 
-def ranking_tables(
-    ranking: Ranking,
-    roofline_ms: Mapping[str, float] | None = None,
-    records: "Sequence[Recorded]" = (),
-) -> list[Table]:
+def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = None) -> list[Table]:
     """All of a ranking that have rows. Of a run on the CPU, whose times say nothing about a GPU:
-    whether the solutions are right, and what emulation counted, beside the times of `records`."""
+    whether the solutions are right."""
     if ranking.cpu:
-        found = [
-            accuracy_table(ranking),
-            failures_table(ranking),
-            counts_table(ranking, records),
-            counts_table(ranking, by_launch=True),
-        ]
+        found = [accuracy_table(ranking), failures_table(ranking)]
     else:
         found = [
             summary_table(ranking),
