@@ -243,38 +243,21 @@ def checks_table(ranking: Ranking) -> Table:
 # --- the workloads down ---------------------------------------------------------------------------
 
 
-def by_workload(
-    ranking: Ranking,
-    shown: "pd.Series[str]",
-    before: Mapping[str, Any] | None = None,
-    after: Mapping[str, Any] | None = None,
-) -> pd.DataFrame:
-    """Workloads down, by tokens, the solutions across in their order: the text of each result, of
-    one that did not pass its status. `before` and `after` are columns by their names, whose texts
-    are by the workloads' uuids."""
-    f = ranking.results
-    cells = f.assign(cell=shown.where(f.passed, f.status))
-    wide = cells.pivot(index=["tokens", "uuid"], columns="solution", values="cell")
-    wide = wide[ranking.summary.solution].astype(object).fillna("not run")
-    tokens, uuids = zip(*wide.index, strict=True)
-    wide = wide.set_axis(list(uuids)).set_axis(list(map(short_name, wide.columns)), axis=1)
-    names = {"T": list(map(str, tokens)), "workload": [uuid[:8] for uuid in uuids]}
-    parts = [pd.DataFrame({**names, **(before or {})}, index=wide.index), wide]
-    return pd.concat([*parts, pd.DataFrame(after or {}, index=wide.index)], axis=1)
-
-
 def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str = ".3f") -> Table:
-    """Workloads down, solutions across in ms, the fastest marked with *; the reference as the
-    harness timed it; the roofline where it is known, and its share of the fastest time; the best
-    peer's time over that of our best."""
-    f = ranking.results
-    before = {"reference": numbers(ranking.references(), form)}
+    """Workloads down, by tokens, solutions across in their order, in ms, the fastest marked with *,
+    or the status of what did not pass; the reference as the harness timed it; the roofline where it
+    is known, and its share of the fastest time; the best peer's time over that of our best."""
+    f, uuids = ranking.results, [uuid for _, uuid in ranking.workloads]
+    before: dict[str, Any] = {
+        "T": [str(tokens) for tokens, _ in ranking.workloads],
+        "workload": [uuid[:8] for uuid in uuids],
+        "reference": numbers(ranking.references(), form),
+    }
     after: dict[str, Any] = {}
 
     def times(clock: Clock) -> "pd.Series[str]":
         return numbers(f[clock], form) + f[f"{clock}_wins"].map({True: "*", False: ""})
 
-    uuids = [uuid for _, uuid in ranking.workloads]
     if roofline_ms:
         roofline = pd.Series(roofline_ms).reindex(uuids)
         before["roofline"] = numbers(roofline, ".3f")
@@ -285,32 +268,15 @@ def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str 
     if ranking.compares_peers:
         ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
         after["best peer / our best"] = by_clock(ranking, ours, "vs_peer")
-    frame = by_workload(ranking, joined(map(times, ranking.clocks)), before, after)
+    cells = f.assign(cell=joined(map(times, ranking.clocks)).where(f.passed, f.status))
+    wide = cells.pivot(index=["tokens", "uuid"], columns="solution", values="cell")
+    wide = wide[ranking.summary.solution].astype(object).fillna("not run")
+    wide = wide.set_axis(uuids).rename(columns=short_name)
+    parts = [pd.DataFrame(before, uuids), wide, pd.DataFrame(after, uuids)]
     title = "Time in ms, * the fastest"
     if len(ranking.clocks) > 1:
         title = "Harness/device time in ms, * the fastest"
-    return Table(frame, left=0, title=title)
-
-
-def workload_tables(
-    ranking: Ranking, roofline_ms: Mapping[str, float] | None = None
-) -> list[Table]:
-    """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
-    f = ranking.results
-    shown = {"Speed-up over the reference": f.speedup.map(ratio)}
-    if ranking.compares_peers:
-        shown["Time of the workload's best peer over the solution's"] = by_clock(
-            ranking, f, "vs_peer"
-        )
-    if len(ranking.clocks) > 1:
-        shown["Spread of the calls"] = by_clock(ranking, f, "spread", percent)
-    return [
-        latency_table(ranking, roofline_ms or {}, ".4f"),
-        *(
-            Table(by_workload(ranking, cells), 0, f"{title}, workload by workload", folded=True)
-            for title, cells in shown.items()
-        ),
-    ]
+    return Table(pd.concat(parts, axis=1), left=0, title=title)
 
 
 def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = None) -> list[Table]:
@@ -321,7 +287,7 @@ def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = N
     else:
         found = [
             summary_table(ranking),
-            *workload_tables(ranking, roofline_ms),
+            latency_table(ranking, roofline_ms or {}, ".4f"),
             accuracy_table(ranking),
             checks_table(ranking),
             failures_table(ranking),

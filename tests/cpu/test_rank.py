@@ -351,9 +351,11 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         ["0.5000*/0.2000", "1.0000/0.1000*"],
         ["2.0000*/1.6000*", "4.0000/2.0000"],
     ]
-    title = "Time of the workload's best peer over the solution's, workload by workload"
-    assert cells(text, title)[0][2:] == ["1.00x/1.00x", "0.50x/2.00x"]
-    assert cells(text, "Spread of the calls, workload by workload")[0][2:] == ["20 %/2 %"] * 2
+    results = rank_of(tmp_path, CLOCKED, "--peers", "peer")["results"]
+    for name, ratios in {"peer": (1.0, 1.0), "ours": (0.5, 2.0)}.items():
+        of = results[7, name]
+        assert (of["harness_vs_peer"], of["device_vs_peer"]) == pytest.approx(ratios)
+        assert (of["harness_spread"], of["device_spread"]) == pytest.approx((0.2, 0.02))
     assert "(replay of a CUDA graph)" in text and "Ordered by the mean speed-up." in text
     found = read(record(tmp_path / "run", CLOCKED)).main
     said = call("rank", tmp_path / "run", "--markdown").stdout
