@@ -1,23 +1,22 @@
-"""What the JSON of a run must look like to be read: run.json, and what emulation counts.
+"""What run.json must look like to be read.
 
-Anyone may have written them, or a disk may have filled while they were: what does not fit is
-refused in one line that names the file and the place in it. What a file holds beyond these fields
-stays as it is.
+Anyone may have written it, or a disk may have filled while it was: what does not fit is refused in
+one line that names the file and the place in it. What a file holds beyond these fields stays as it
+is.
 """
 
 import functools
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from scripts.common.command_line import UsageError
 
 TOTAL = "end to end"
 """The part of a call that is the whole of it, as rows name it."""
-Positive = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Captured(TypedDict, total=False):
@@ -41,24 +40,6 @@ class RunInfo(TypedDict, total=False):
     peers: dict[str, bool]
     skipped: dict[str, str]
     earlier: list[dict[str, Any]]
-
-
-class Launch(TypedDict):
-    """What the emulator counts in a launch, and the least that its work needs where that is
-    known."""
-
-    kernel: str
-    warps: Positive
-    instructions: FiniteFloat
-    tma_loaded: FiniteFloat
-    tma_stored: FiniteFloat
-    loaded: FiniteFloat
-    stored: FiniteFloat
-    shared: FiniteFloat
-    mma_flops: FiniteFloat
-    hazards: FiniteFloat
-    least_bytes: NotRequired[FiniteFloat]
-    least_flops: NotRequired[FiniteFloat]
 
 
 _adapter = functools.cache(TypeAdapter)

@@ -1,7 +1,7 @@
-"""Text that is safe to print, in a terminal or in Markdown, and tables of it."""
+"""Text that is safe to print, in a terminal or in Markdown."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 
 def printable(text: str) -> str:
@@ -42,29 +42,3 @@ def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
 
 def percent(share: float | None) -> str:
     return number(None if share is None else 100 * share, ".0f", " %")
-
-
-def _table(
-    cell: Callable[[str], str], style: str, header: list[str], rows: list[list[str]], left: int
-) -> str:
-    from tabulate import tabulate  # `--help` needs no package
-
-    return tabulate(
-        [[cell(str(value)) for value in row] for row in rows],
-        headers=[cell(name) for name in header],
-        tablefmt=style,
-        colalign=["left" if i < left else "right" for i in range(len(header))] if rows else None,
-        disable_numparse=True,
-        preserve_whitespace=True,  # a blank in place of a mark keeps the figures aligned
-    )
-
-
-def markdown_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """A Markdown table; the first `left` columns are left-aligned, the others right-aligned."""
-    return _table(markdown, "pipe", header, rows, left)
-
-
-def text_table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """The same table for a terminal: two blanks between the columns, no frame."""
-    lines = _table(printable, "simple", header, rows, left).split("\n")
-    return "\n".join(line.rstrip() for line in lines)

@@ -9,7 +9,7 @@ other sources are not taken for those of the present ones.
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from scripts.common.definitions import size_of
 from scripts.common.environment import PACKAGES
@@ -30,58 +30,17 @@ MAX_REASON = 300
 HASH, RUN, TIMING, TOLERANCE = "solution_hash", "run", "timing", "tolerance"
 EMULATED = "emulated"
 # ... and in correctness.extra.
-INPUTS_CHANGED, LAUNCHES = "inputs_changed", "launches"
+INPUTS_CHANGED = "inputs_changed"
 
 Clock = Literal["harness", "device"]
 CLOCKS: tuple[Clock, ...] = ("harness", "device")
 TOLERANCES = tuple(f"{rtol:g}/{atol:g}" for rtol, atol in ACCURACY_TOLERANCES)
 ACCURACY = ("matched_ratio", "cosine", "calc_diff")
-
-
-class Result(TypedDict):
-    """One trace, with what the rows beside it say of the same solution, source and GPU; besides,
-    columns with the names of TOLERANCES have the matched ratios. Texts are as the trace has them,
-    so that names are found again; who prints them makes them printable."""
-
-    solution: str
-    uuid: str
-    tokens: int
-    status: str
-    passed: bool
-    reason: str  # why it has not passed, in a line
-    has_output: bool  # whether one was compared with the reference, right or wrong
-    peer: bool  # by run.json or, without one, by the name
-
-    hardware: str
-    timing: str
-    tolerance: str
-    cpu: bool
-    emulated: str  # what the kernels were compiled for that the emulator ran: there is no time
-    source: str  # the file
-    run: str  # what was measured together: latencies of different runs differ by the hosts
-    hash: str  # of the solution's source; empty where nothing says it
-    timestamp: str
-    software: tuple[tuple[str, str], ...]
-
-    # Of what has passed.
-    speedup: float | None  # reference over solution, both of this trace
-    harness: float | None  # ms
-    device: float | None
-
-    reference_ms: float | None
-    harness_spread: float | None  # from the 10th to the 90th percentile over the median
-    device_spread: float | None
-    method: str  # of the device times
-    matched_ratio: float | None
-    cosine: float | None
-    calc_diff: float | None
-
-    checks: Mapping[str, Mapping[str, Any]]  # rows of bits, by check
-    launches: list[Any]  # what was counted in each launch of an emulated call
-    trace: dict[str, Any]  # its JSON
-
-
-COLUMNS = (*Result.__annotations__, *TOLERANCES)
+COLUMNS = """solution uuid tokens status passed reason has_output peer hardware timing tolerance cpu
+emulated source run hash timestamp software speedup harness device reference_ms harness_spread
+device_spread method matched_ratio cosine calc_diff checks trace""".split()
+COLUMNS += TOLERANCES
+"""Those of a frame of results, also of an empty one; `result_of` says what each holds."""
 
 
 def failure_reason(evaluation: "Evaluation", extra: Mapping[str, Any] | None = None) -> str:
@@ -140,16 +99,6 @@ def _positive(value: Any) -> float | None:
     return number if number is not None and number > 0 else None
 
 
-def _launches(found: Any) -> list[Any]:
-    """Empty where something else has that name."""
-    from scripts.common import schemas  # which a program's --help does without
-
-    try:
-        return schemas.checked(found or [], list[schemas.Launch])
-    except ValueError:
-        return []
-
-
 def result_of(
     trace: dict[str, Any],
     source: str,
@@ -157,8 +106,10 @@ def result_of(
     figures: Mapping[tuple[str, str, str, str], Mapping[str, Any]],
     checks: Mapping[tuple[Any, str], Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    """The row (`Result`) of a trace's JSON, or None for a trace that holds only a workload. Raises
-    ValueError for what is no trace.
+    """The row of a trace's JSON, with what the rows beside it say of the same solution, source and
+    GPU, or None for a trace that holds only a workload. Texts are as the trace has them, so that
+    names are found again; who prints them makes them printable. Raises ValueError for what is no
+    trace.
 
     Args:
         info: run.json; its hashes are for traces that do not hold their solution's.
@@ -197,29 +148,33 @@ def result_of(
         "tokens": size_of(of.workload.axes),
         "status": status,
         "passed": passed,
-        "reason": reason,
-        "has_output": correctness is not None,
+        "reason": reason,  # why it has not passed, in a line
+        "has_output": correctness is not None,  # was compared with the reference, right or wrong
+        # By run.json or, without one, by the name.
         "peer": info.get("peers", {}).get(solution, not solution.startswith(OURS)),
         "hardware": hardware,
         "timing": libs.get(TIMING, ""),
         "tolerance": libs.get(TOLERANCE, ""),
         "cpu": libs.get("device") == "cpu",
+        # What the kernels were compiled for that the emulator ran: there is no time.
         "emulated": libs.get(EMULATED, ""),
-        "source": source,
+        "source": source,  # the file
+        # What was measured together: latencies of different runs differ by the hosts.
         "run": libs.get(RUN, source),
-        "hash": source_hash,
+        "hash": source_hash,  # of the solution's source; empty where nothing says it
         "timestamp": evaluation.timestamp,
         "software": tuple((name, libs[name]) for name in SOFTWARE if name in libs),
+        # Reference over solution, both of this trace.
         "speedup": reference / latency if passed and reference and latency else None,
-        "harness": latency if passed else None,
+        "harness": latency if passed else None,  # ms
         "device": _positive(measured.get("device")) if passed else None,
         "reference_ms": reference,
+        # From the 10th to the 90th percentile over the median.
         "harness_spread": measured.get("harness_spread") if passed else None,
         "device_spread": measured.get("device_spread") if passed else None,
-        "method": measured.get("method", ""),
+        "method": measured.get("method", ""),  # of the device times
         **{name: finite_number(extra.get(name)) for name in ACCURACY},
         **{name: finite_number(ratios.get(name)) for name in TOLERANCES},
-        "checks": checks.get((source_hash, hardware), {}),
-        "launches": _launches(extra.get(LAUNCHES)),
+        "checks": checks.get((source_hash, hardware), {}),  # rows of bits, by check
         "trace": trace,
     }

@@ -43,9 +43,9 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
 
 def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.DataFrame:
     """All results of the definition in these files or directories as a frame with the columns of
-    `results.Result`: also the figures of the rows beside them, of the same source and GPU."""
+    `results.result_of`: also the figures of the rows beside them, of the same source and GPU."""
     found = (result for path in trace_files(paths) for result in _results_of(path, definition))
-    return pd.DataFrame(list(found), columns=list(COLUMNS))
+    return pd.DataFrame(list(found), columns=COLUMNS)
 
 
 def _results_of(path: Path, definition: str) -> Iterator[dict[str, Any]]:

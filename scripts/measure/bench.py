@@ -282,8 +282,7 @@ def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
     asked_for = args.workloads or args.max_tokens
     most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
     say(f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction")
-    layer = args.definition if isinstance(args.definition, MoeDefinition) else None
-    return emulated.Emulation(args.emulate, most, layer)
+    return emulated.Emulation(args.emulate, most)
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:

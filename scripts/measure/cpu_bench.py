@@ -30,7 +30,6 @@ from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, named
 from scripts.data.results import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
-from scripts.measure.gemm_problems import histogram
 from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
 
@@ -164,9 +163,9 @@ def evaluations(
 ) -> Iterator[tuple[Solution, dict[str, Any], dict[str, str]]]:
     """Of a workload the solutions with the fields of an Evaluation, and what its environment says
     besides; as they end, and each is told."""
-    definition, workload = inputs_of.definition, trace.workload
+    definition = inputs_of.definition
     try:
-        inputs = inputs_of.of(workload)
+        inputs = inputs_of.of(trace.workload)
         expected, seconds = run_reference(definition, inputs)
     except (UsageError, RuntimeError) as error:  # of this workload: the others go on
         note(str(error))
@@ -184,11 +183,9 @@ def evaluations(
         else:
             yield s, fields, {}
     if emulation and right:
-        target, layer = emulation.target, emulation.layer
-        note(f"the kernels for {target}, emulated:")
-        rows = histogram(inputs_of.trace_set, workload, layer) if layer else None
-        said = {TIMING: emulated.said(target), EMULATED: target}
+        note(f"the kernels for {emulation.target}, emulated:")
+        said = {TIMING: emulated.said(emulation.target), EMULATED: emulation.target}
         judged = functools.partial(evaluate, case, config)
-        for s, fields in emulated.evaluations(emulation, right, models, judged, rows):
+        for s, fields in emulated.evaluations(emulation, right, models, judged):
             note(f"{s.name}: {fields['status']}")
             yield s, fields, said

@@ -7,7 +7,6 @@ imported. Nothing of it is a time.
 
 import functools
 import importlib
-import math
 import os
 import re
 import sys
@@ -22,11 +21,8 @@ from flashinfer_bench.data import Solution, Trace
 from moe_fp8.closure import PACKAGE
 from moe_fp8.layer.metrics import calc_diff
 
-from scripts.common.definitions import MoeDefinition
 from scripts.data.dataset import tokens
-from scripts.data.results import LAUNCHES, PASSED
-from scripts.measure.gemm_problems import Histogram
-from scripts.measure.kernels import short_name, works
+from scripts.data.results import PASSED
 from scripts.measure.processes import process_pool
 from scripts.measure.times import run_solution
 
@@ -43,12 +39,10 @@ MOST_TOKENS_ASKED_FOR = 80
 
 @dataclass(frozen=True)
 class Emulation:
-    """The kernels for `target` run on workloads up to so many tokens; of a `layer`, None for a GEMM
-    alone, the least work is known."""
+    """The kernels for `target` run on workloads up to so many tokens."""
 
     target: str
     most: int
-    layer: MoeDefinition | None = None
 
     def awaits(self, trace: Trace) -> bool:
         """Whether a solution's result is that of its kernels, once its reference model has passed:
@@ -142,25 +136,6 @@ def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
     return f"{said} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
 
 
-def _launches(h: Histogram | None, layer: MoeDefinition | None) -> list[dict[str, Any]]:
-    """What was counted in every launch of the last call, beside the least that its work needs."""
-    import ptxemu
-
-    names = [r.kernel for r in ptxemu.reports]
-    known = works(names, h, layer) if h and layer else [(short_name(n), None, None) for n in names]
-    return [
-        {
-            "kernel": name if stage is None else stage,
-            "warps": math.prod(r.grid) * -(-math.prod(r.block) // 32),
-            "instructions": r.instructions,
-            **r.counts,
-            **({f"least_{what}": count for what, count in done._asdict().items()} if done else {}),
-            "hazards": len(r.hazards),
-        }
-        for r, (name, stage, done) in zip(ptxemu.reports, known, strict=True)
-    ]
-
-
 _evaluated: Callable[[int], dict[str, Any]]
 """What the processes are forked with, so that nothing has to be sent to them."""
 
@@ -180,7 +155,6 @@ def evaluations(
     solutions: Sequence[Solution],
     models: Mapping[str, torch.Tensor],
     evaluate: Callable[..., tuple[dict[str, Any], Any]],
-    rows: Histogram | None,
 ) -> Iterator[tuple[Solution, dict[str, Any]]]:
     """The solutions with what `evaluate(solution, call)` says of each, as they end: the fields of
     an Evaluation. As many run at once as there are cores.
@@ -189,7 +163,6 @@ def evaluations(
         models: the output of each solution's reference model, by its name; the kernels' must be
             the same.
         evaluate: its `call` is `run_solution`, with the kernels.
-        rows: those of the workload, where the least work is known of them.
     """
 
     def evaluated(number: int) -> dict[str, Any]:
@@ -197,8 +170,6 @@ def evaluations(
         fields, output = evaluate(solution, functools.partial(_run, emulation.target))
         if fields["status"] == PASSED and (why := unlike(output, models[solution.name])):
             return {"status": "RUNTIME_ERROR", "log": why}
-        if correctness := fields.get("correctness"):
-            correctness.setdefault("extra", {})[LAUNCHES] = _launches(rows, emulation.layer)
         # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
         return fields | ({"performance": {}} if "performance" in fields else {})
 

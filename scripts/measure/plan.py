@@ -15,14 +15,13 @@ from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, os_error, say
 from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
-from scripts.common.text import say_skipped, text_table
+from scripts.common.text import say_skipped
 from scripts.data.dataset import (
     load,
     make_missing_workloads,
     say_whose_reference,
     select_solutions,
     select_workloads,
-    tokens,
 )
 from scripts.data.traces import read_results, why_not_same
 from scripts.pack import pack
@@ -154,20 +153,3 @@ def _of_run(
     for why, count in Counter(filter(None, reasons)).items():
         say(f"left out: {why} ({count} results)")
     return {(r.uuid, r.solution) for r, why in zip(found, reasons, strict=True) if not why}
-
-
-def listing(local: Path, use_gpu: bool, definition: Entry, named: Sequence[str], all_: bool) -> str:
-    """Every solution with whether it runs here, and every workload. Raises PackError."""
-    trace_set, packed = load_with_ours(local, definition)
-    every = trace_set.solutions[definition.name]
-    may, foreign = split_foreign(every, packed, named, all_)
-    _, unavailable = split_available(may, this_machine(use_gpu), own_hashes(packed))
-    reasons = {**foreign, **unavailable}
-    listed = [[s.name, s.author, reasons.get(s.name, "yes")] for s in every]
-    workloads = trace_set.workloads[definition.name]
-    rows = [[str(tokens(t.workload)), t.workload.uuid] for t in workloads]
-    return (
-        text_table(["solution", "author", "runs here"], listed, left=3)
-        + "\n\n"
-        + text_table(["T", "workload"], rows, left=0)
-    )

@@ -49,7 +49,6 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     said = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
     add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=said)
-    add("--list", action="store_true", help="list solutions and workloads and stop")
     add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
     add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
@@ -82,10 +81,6 @@ def main() -> int:
     from scripts.measure import bench, plan
 
     on_gpu = torch.cuda.is_available() and not args.cpu
-    if args.list:
-        named = args.solutions, args.run_foreign
-        print(plan.listing(args.local, on_gpu, args.definition, *named))
-        return EXIT_OK
     if args.against and args.solutions:
         args.solutions = list(dict.fromkeys([*args.solutions, args.against]))
     chosen = plan.choose(

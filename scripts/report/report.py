@@ -72,14 +72,12 @@ def latency_pictures(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Pi
     ]
 
 
-def ranking_section(
-    recorded: Recorded, ranking: Ranking, id: str, known: Sequence[Recorded] = ()
-) -> Section:
+def ranking_section(recorded: Recorded, ranking: Ranking, id: str) -> Section:
     """Everything about one machine, timing method and tolerance: the verdict and its picture, then
-    the tables; of a run on the CPU these alone, with the times that are `known` of GPUs."""
+    the tables; of a run on the CPU these alone."""
     title, *text = rank_text.headline(ranking)
     roofline_ms = recorded.roofline_ms(ranking)
-    first, *others = tables.ranking_tables(ranking, roofline_ms, known)
+    first, *others = tables.ranking_tables(ranking, roofline_ms)
     if ranking.cpu:
         return Section(id, title, text, [first, *others])
     text += [remark(ranking.hashes)]
@@ -153,7 +151,7 @@ def sections_of(recorded: Recorded) -> list[Section]:
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
     made = [
         *(
-            ranking_section(recorded, ranking, f"ranking{number}", known)
+            ranking_section(recorded, ranking, f"ranking{number}")
             for number, ranking in enumerate(recorded.rankings)
         ),
         *(recorded_section(found, f"recorded{number}") for number, found in enumerate(known)),

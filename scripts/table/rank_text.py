@@ -83,15 +83,13 @@ def say_device(ranking: Ranking) -> str:
     return f"on the GPU alone ({methods}). (n): only n workloads timed."
 
 
-def print_ranking(
-    ranking: Ranking, in_markdown: bool = False, records: "Sequence[Recorded]" = ()
-) -> str:
+def print_ranking(ranking: Ranking, in_markdown: bool = False) -> str:
     escape = markdown if in_markdown else printable
     title, *rest = map(escape, headline(ranking))
     parts = [f"### {title}", " ".join(rest)] if in_markdown else ["\n".join([title, *rest])]
     if not ranking.cpu:
         parts.append(escape(notes(ranking)))
-    for table in tables.ranking_tables(ranking, records=records):
+    for table in tables.ranking_tables(ranking):
         parts += [f"{table.title}:", table.markdown() if in_markdown else table.text()]
         parts += [escape(table.note)]
     return "\n\n".join(filter(None, parts))
@@ -108,7 +106,7 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
     solution, `results` for each result."""
     fields = "hardware timing tolerance cpu emulated by superseded against remarks skipped".split()
     frames = {"summary": ranking.summary, "results": ranking.results}
-    frames["results"] = ranking.results.drop(columns=["trace", "checks", "launches"])
+    frames["results"] = ranking.results.drop(columns=["trace", "checks"])
     rows = {n: f.astype(object).where(f.notna(), None) for n, f in frames.items()}
     said = {name: getattr(ranking, name) for name in fields}
     return finite(said | {name: f.to_dict("records") for name, f in rows.items()})
@@ -120,8 +118,7 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
 def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str:
     """Which solutions are right, by what ran here, and how fast they are, by what is recorded of
     real GPUs."""
-    judged = [print_ranking(ranking, records=records) for ranking in ranked]
-    return "\n\n".join([*judged, *map(recorded_ranking, records)])
+    return "\n\n".join([*map(print_ranking, ranked), *map(recorded_ranking, records)])
 
 
 def recorded_ranking(recorded: "Recorded") -> str:

@@ -6,14 +6,14 @@ measured, with the host's part, and that of `measure times` on the GPU alone.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from scripts.common.project import short_name
-from scripts.common.text import markdown_table, number, percent, printable, text_table
+from scripts.common.text import markdown, number, percent, printable
 from scripts.data.results import TOLERANCES, Clock
 from scripts.table.rankings import Checks, Ranking
 
@@ -45,22 +45,27 @@ class Table:
     note: str = ""
     folded: bool = False
 
-    @property
-    def header(self) -> list[str]:
-        return list(self.frame.columns)
-
-    @property
-    def rows(self) -> list[list[str]]:
-        return self.frame.to_numpy().tolist()
-
     def __bool__(self) -> bool:
         return not self.frame.empty
 
     def text(self) -> str:
-        return text_table(self.header, self.rows, self.left)
+        """For a terminal: two blanks between the columns, no frame."""
+        lines = self._aligned(printable, "simple").split("\n")
+        return "\n".join(line.rstrip() for line in lines)
 
     def markdown(self) -> str:
-        return markdown_table(self.header, self.rows, self.left)
+        return self._aligned(markdown, "pipe")
+
+    def _aligned(self, cell: Callable[[str], str], style: str) -> str:
+        shown = self.frame.map(lambda value: cell(str(value))).rename(columns=cell)
+        align = ["left" if i < self.left else "right" for i in range(shown.shape[1])]
+        return shown.to_markdown(
+            index=False,
+            tablefmt=style,
+            colalign=align if len(shown) else None,
+            disable_numparse=True,
+            preserve_whitespace=True,  # a blank in place of a mark keeps the figures aligned
+        )
 
     def html(self) -> str:
         """An HTML table whose class says how many columns are aligned to the left."""
@@ -194,56 +199,6 @@ def failures_table(ranking: Ranking) -> Table:
     return Table(f[["solution", "T", "workload", "status", "reason"]], left=5, title="Failed")
 
 
-COUNTS_NOTE = (
-    "MB between the multiprocessors and global memory, L2 included: by TMA (a multicast once), and "
-    "by threads. Least: every operand once, the weights of the experts that have rows alone; the "
-    "multiplications of the pairs. Instructions and shared memory are those of threads. us: "
-    "recorded on that GPU."
-)
-
-
-def counts_table(
-    ranking: Ranking, records: "Sequence[Recorded]" = (), by_launch: bool = False
-) -> Table:
-    """What emulation counted in each call, with its recorded times on GPUs, or in each launch; no
-    rows where nothing was emulated."""
-    pair = ["tokens", "uuid", "solution"]
-    f = pd.DataFrame(
-        {**{name: getattr(r, name) for name in pair}, "launches": 1, **launch}
-        for r in ranking.results.itertuples()
-        for launch in r.launches
-    )
-    if f.empty:
-        return Table(f)
-    f = f.reindex(columns=list(dict.fromkeys([*f.columns, "least_bytes", "least_flops"])))
-    f = f.sort_values(pair, kind="stable")
-    if not by_launch:
-        f = f.groupby(pair).sum(numeric_only=True, min_count=1).reset_index()
-    moved = f.tma_loaded + f.tma_stored + f.loaded + f.stored
-    columns = {
-        "T": f.tokens.astype(str),
-        "solution": f.solution.map(short_name),
-        **({"kernel": f.kernel} if by_launch else {"launches": f.launches.astype(str)}),
-        "TMA MB": numbers((f.tma_loaded + f.tma_stored) / 1e6, ",.2f"),
-        "read MB": numbers(f.loaded / 1e6, ",.2f"),
-        "written MB": numbers(f.stored / 1e6, ",.2f"),
-        "least MB": numbers(f.least_bytes / 1e6, ",.2f"),
-        "bytes": (moved / f.least_bytes).map(ratio),
-        "GFLOP": numbers(f.mma_flops / 1e9, ",.3f"),
-        "least GFLOP": numbers(f.least_flops / 1e9, ",.3f"),
-        "shared MB": numbers(f.shared / 1e6, ",.2f"),
-        "instr. a warp": numbers(f.instructions / f.warps, ",.0f"),
-        "hazards": f.hazards.astype(int).astype(str),
-    }
-    for main in (recorded.main for recorded in records):
-        us = 1e3 * main.results.set_index(pair).device
-        times = us.reindex(pd.MultiIndex.from_frame(f[pair]))
-        columns[f"{main.hardware} us"] = [number(time, ".1f") for time in times]
-    title = "Counted in emulation" + ", kernel by kernel" * by_launch
-    note = "" if by_launch else COUNTS_NOTE
-    return Table(pd.DataFrame(columns), 2 + by_launch, title, note, folded=by_launch)
-
-
 def batch_invariant(checks: Checks) -> str:
     """A cell: whether no token differed in any check, run to run or in another batch."""
     tried = [c for c in checks.values() if "differ" in c]
@@ -288,38 +243,21 @@ def checks_table(ranking: Ranking) -> Table:
 # --- the workloads down ---------------------------------------------------------------------------
 
 
-def by_workload(
-    ranking: Ranking,
-    shown: "pd.Series[str]",
-    before: Mapping[str, Any] | None = None,
-    after: Mapping[str, Any] | None = None,
-) -> pd.DataFrame:
-    """Workloads down, by tokens, the solutions across in their order: the text of each result, of
-    one that did not pass its status. `before` and `after` are columns by their names, whose texts
-    are by the workloads' uuids."""
-    f = ranking.results
-    cells = f.assign(cell=shown.where(f.passed, f.status))
-    wide = cells.pivot(index=["tokens", "uuid"], columns="solution", values="cell")
-    wide = wide[ranking.summary.solution].astype(object).fillna("not run")
-    tokens, uuids = zip(*wide.index, strict=True)
-    wide = wide.set_axis(list(uuids)).set_axis(list(map(short_name, wide.columns)), axis=1)
-    names = {"T": list(map(str, tokens)), "workload": [uuid[:8] for uuid in uuids]}
-    parts = [pd.DataFrame({**names, **(before or {})}, index=wide.index), wide]
-    return pd.concat([*parts, pd.DataFrame(after or {}, index=wide.index)], axis=1)
-
-
 def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str = ".3f") -> Table:
-    """Workloads down, solutions across in ms, the fastest marked with *; the reference as the
-    harness timed it; the roofline where it is known, and its share of the fastest time; the best
-    peer's time over that of our best."""
-    f = ranking.results
-    before = {"reference": numbers(ranking.references(), form)}
+    """Workloads down, by tokens, solutions across in their order, in ms, the fastest marked with *,
+    or the status of what did not pass; the reference as the harness timed it; the roofline where it
+    is known, and its share of the fastest time; the best peer's time over that of our best."""
+    f, uuids = ranking.results, [uuid for _, uuid in ranking.workloads]
+    before: dict[str, Any] = {
+        "T": [str(tokens) for tokens, _ in ranking.workloads],
+        "workload": [uuid[:8] for uuid in uuids],
+        "reference": numbers(ranking.references(), form),
+    }
     after: dict[str, Any] = {}
 
     def times(clock: Clock) -> "pd.Series[str]":
         return numbers(f[clock], form) + f[f"{clock}_wins"].map({True: "*", False: ""})
 
-    uuids = [uuid for _, uuid in ranking.workloads]
     if roofline_ms:
         roofline = pd.Series(roofline_ms).reindex(uuids)
         before["roofline"] = numbers(roofline, ".3f")
@@ -330,52 +268,26 @@ def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str 
     if ranking.compares_peers:
         ours = f[~f.peer].groupby("uuid").max(numeric_only=True).reindex(uuids)
         after["best peer / our best"] = by_clock(ranking, ours, "vs_peer")
-    frame = by_workload(ranking, joined(map(times, ranking.clocks)), before, after)
+    cells = f.assign(cell=joined(map(times, ranking.clocks)).where(f.passed, f.status))
+    wide = cells.pivot(index=["tokens", "uuid"], columns="solution", values="cell")
+    wide = wide[ranking.summary.solution].astype(object).fillna("not run")
+    wide = wide.set_axis(uuids).rename(columns=short_name)
+    parts = [pd.DataFrame(before, uuids), wide, pd.DataFrame(after, uuids)]
     title = "Time in ms, * the fastest"
     if len(ranking.clocks) > 1:
         title = "Harness/device time in ms, * the fastest"
-    return Table(frame, left=0, title=title)
+    return Table(pd.concat(parts, axis=1), left=0, title=title)
 
 
-def workload_tables(
-    ranking: Ranking, roofline_ms: Mapping[str, float] | None = None
-) -> list[Table]:
-    """Workloads down: latency, speed-up, ratios to the best peer and, with device times, spread."""
-    f = ranking.results
-    shown = {"Speed-up over the reference": f.speedup.map(ratio)}
-    if ranking.compares_peers:
-        shown["Time of the workload's best peer over the solution's"] = by_clock(
-            ranking, f, "vs_peer"
-        )
-    if len(ranking.clocks) > 1:
-        shown["Spread of the calls"] = by_clock(ranking, f, "spread", percent)
-    return [
-        latency_table(ranking, roofline_ms or {}, ".4f"),
-        *(
-            Table(by_workload(ranking, cells), 0, f"{title}, workload by workload", folded=True)
-            for title, cells in shown.items()
-        ),
-    ]
-
-
-def ranking_tables(
-    ranking: Ranking,
-    roofline_ms: Mapping[str, float] | None = None,
-    records: "Sequence[Recorded]" = (),
-) -> list[Table]:
+def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = None) -> list[Table]:
     """All of a ranking that have rows. Of a run on the CPU, whose times say nothing about a GPU:
-    whether the solutions are right, and what emulation counted, beside the times of `records`."""
+    whether the solutions are right."""
     if ranking.cpu:
-        found = [
-            accuracy_table(ranking),
-            failures_table(ranking),
-            counts_table(ranking, records),
-            counts_table(ranking, by_launch=True),
-        ]
+        found = [accuracy_table(ranking), failures_table(ranking)]
     else:
         found = [
             summary_table(ranking),
-            *workload_tables(ranking, roofline_ms),
+            latency_table(ranking, roofline_ms or {}, ".4f"),
             accuracy_table(ranking),
             checks_table(ranking),
             failures_table(ranking),

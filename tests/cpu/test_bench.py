@@ -36,12 +36,11 @@ from small import solution
 from run import environment
 from scripts.common import command_line
 from scripts.common.command_line import ENDING
-from scripts.common.definitions import DEFAULT, MoeDefinition, find
+from scripts.common.definitions import MoeDefinition, find
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data import dataset
 from scripts.data.traces import read_results
 from scripts.measure import bench, cpu_bench, emulated, plan, times
-from scripts.measure.gemm_problems import Histogram
 from scripts.measure.timing import HARNESS_CLOCK
 from scripts.pack import availability, pack
 from scripts.report import report
@@ -154,7 +153,6 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(plan, "load_with_ours", made.load)
     monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 0)
-    monkeypatch.setattr(cpu_bench, "histogram", lambda *_: "rows")
     monkeypatch.setattr(emulated, "why_not", lambda: NO_COMPILER)
     monkeypatch.setattr(bench, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
     monkeypatch.setattr(recorded, "recorded_runs", lambda **_: [])
@@ -484,9 +482,6 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(gpu) -> None:
     assert all(reason in done.stdout and reason in done.stderr for reason in (why, missing))
     said = gpu("--solutions", "b", status=2).stderr
     assert f"no solution can run here:\n  b: {why}\n" in said
-    rows = {tuple(line.split(maxsplit=2)) for line in gpu("--list").stdout.splitlines()}
-    assert rows >= {("x", "x", "yes"), ("b", "x", why), ("14", "uuid-14-2")}
-    assert ("theirs", "x", "yes") not in rows
     assert len(gpu.benchmarks) == 1
 
 
@@ -758,8 +753,8 @@ def by_kernels(on_cpu, monkeypatch) -> Bench:
     """Where the emulator stands for itself: `asked` has the target and the solutions of every call;
     `wrong` fails, and the results come in the other order."""
 
-    def evaluations(emulation, solutions, models, evaluate, rows):
-        assert models.keys() >= {s.name for s in solutions} and rows == "rows"
+    def evaluations(emulation, solutions, models, evaluate):
+        assert models.keys() >= {s.name for s in solutions}
         on_cpu.asked.append((emulation.target, [s.name for s in solutions]))
         for s in reversed(solutions):
             fields, _ = evaluate(s)
@@ -890,18 +885,17 @@ def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.
 def evaluated(monkeypatch, *names: str) -> dict[str, dict[str, Any]]:
     """What comes of these solutions; the emulator itself is left out."""
     monkeypatch.setattr(emulated, "emulate", lambda target: None)
-    monkeypatch.setattr(emulated, "_launches", lambda *rows: [*rows])
     monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
     models = {name: torch.tensor([[3.0 if name == "differs" else 2.0]]) for name in names}
     solutions = [solution(name) for name in names]
     emulation = emulated.Emulation("sm_90a", 7)
-    found = emulated.evaluations(emulation, solutions, models, evaluate, "rows")  # type: ignore[arg-type]
+    found = emulated.evaluations(emulation, solutions, models, evaluate)
     return {s.name: fields for s, fields in found}
 
 
-def test_the_fields_come_back_with_counts_and_without_times(monkeypatch) -> None:
+def test_the_fields_come_back_without_times(monkeypatch) -> None:
     found = evaluated(monkeypatch, "passes", "fails", "differs", "is signalled")
-    correctness = {"max_absolute_error": 0.25, "extra": {"launches": ["rows", None]}}
+    correctness = {"max_absolute_error": 0.25}
     assert found["passes"] == {"status": "PASSED", "correctness": correctness, "performance": {}}
     assert found["differs"]["status"] == "RUNTIME_ERROR"
     assert "not the reference model's" in found["differs"]["log"]
@@ -928,7 +922,7 @@ def evaluate(solution, call):
 def main():
     solutions = [small.solution(str(i)) for i in range(4)]
     emulation = emulated.Emulation("sm_90a", 7)
-    return len(list(emulated.evaluations(emulation, solutions, {}, evaluate, None)))
+    return len(list(emulated.evaluations(emulation, solutions, {}, evaluate)))
 
 assert "cutlass" not in sys.modules
 emulated.emulate = lambda target: None
@@ -1000,27 +994,3 @@ def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, t
     assert backend.select("cpu") is pipeline.select("cpu") is operations
     assert architectures.of_device("cpu") == v1.of_device("cpu") == "of sm_100a"
     assert v1.select("cpu") == "own"
-
-
-def test_every_launch_has_its_stage_and_its_least(monkeypatch) -> None:
-    import ptxemu
-
-    kernel = "kernel_cutlass_kernel_bundle_moe_fp8_0akernels{}_object_at__x"
-    counts = {"tma_loaded": 1, "mma_flops": 2}
-    reports = [
-        ptxemu.Report(kernel.format(name), (6, 2, 1), (40, 1, 1), (1, 1, 1), 0, 1.0, 99, counts)
-        for name in ("routeRouteWord", "sm90gemmGroupedGemmSm90", "sm90gemmGroupedGemmSm90")
-    ]
-    monkeypatch.setattr(ptxemu, "reports", reports)
-    rows = Histogram("u", 4, (3, 0, 2), 4)
-    found = emulated._launches(rows, DEFAULT)
-    assert [of["kernel"] for of in found] == ["route", "gemm1", "gemm2"]
-    said = ("warps", "instructions", "tma_loaded", "hazards")
-    assert all([of[name] for name in said] == [24, 99, 1, 0] for of in found)
-    assert found[1]["least_flops"] == 2 * 5 * 4096 * 7168
-    assert found[1]["least_bytes"] > 2 * 4096 * 7168, "the weights of two experts"
-    of_another = emulated._launches(rows, find("qwen3_next"))
-    assert of_another[1]["least_flops"] == 2 * 5 * 2 * 512 * 2048
-    alone = emulated._launches(None, None)
-    assert [of["kernel"] for of in alone] == ["RouteWord", "GroupedGemmSm90", "GroupedGemmSm90"]
-    assert not any("least_bytes" in of for of in alone)

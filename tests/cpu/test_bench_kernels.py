@@ -64,7 +64,7 @@ def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, mon
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "reference model on the CPU" in done.stderr and "not run: 7 workloads" in done.stderr
-    assert re.search(rf"{hifi} +1/1 ", done.stdout) and "Counted in emulation:" in done.stdout
+    assert re.search(rf"{hifi} +1/1 ", done.stdout)
 
     (made,) = (tmp_path / "t").iterdir()
     found = {r.solution: r for r in read_results([made / "traces.jsonl"], LAYER.name).itertuples()}
@@ -74,10 +74,6 @@ def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, mon
         assert not found[name].passed and reason in found[name].reason, found[name].reason
     right = found[hifi]
     assert right.passed and right.cosine > 0.999 and right.matched_ratio > 0.85
-    assert [of["kernel"] for of in right.launches] == ["route", "gemm1", "gemm2", "combine"]
-    moved = sum(of["tma_loaded"] + of["loaded"] for of in right.launches)
-    assert 1 < moved / sum(of["least_bytes"] for of in right.launches) < 1.1
-    assert not any(of["hazards"] for of in right.launches)
     (trace,) = (t for t in load_jsonl_file(Trace, made / "traces.jsonl") if t.solution == hifi)
     assert trace.is_successful() and trace.evaluation.performance.latency_ms == 0, "no time"
     info = json.loads((made / "run.json").read_text())

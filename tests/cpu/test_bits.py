@@ -204,11 +204,10 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     assert column(tables.summary_table(same)) == {"own": "yes", "few": "no"}
     assert column(tables.summary_table(other)) == {"own": "yes", "few": "-", "absent": "-"}
     assert column(tables.short_table(same, pd.DataFrame())) == {"own": "yes", "few": "no"}
-    checks = tables.checks_table(same)
-    header, lines = checks.header, checks.rows
-    assert header == ["solution", *EVERY, tables.BATCH_INVARIANT]
-    assert lines[1] == ["own", *["yes"] * len(EVERY), "yes"]
-    few = dict(zip(header, lines[0], strict=True))
+    checks = tables.checks_table(same).frame
+    assert list(checks) == ["solution", *EVERY, tables.BATCH_INVARIANT]
+    assert checks.iloc[1].tolist() == ["own", *["yes"] * len(EVERY), "yes"]
+    few = checks.iloc[0]
     # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
     assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
     assert few["alone"] == "no: 4/4"

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pandas as pd
 import pytest
 from markers import more
 
 import run
 from scripts.common import command_line
 from scripts.common.command_line import duration
-from scripts.common.text import markdown, markdown_table, printable, text_table
+from scripts.common.text import markdown, printable
+from scripts.table.tables import Table
 
 
 def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys) -> None:
@@ -28,22 +30,22 @@ def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys)
 
 
 def test_tables_align_their_columns_and_escape_their_cells() -> None:
-    header, rows = ["name", "x"], [["a|b", "1"], ["c\n", "22"]]
-    assert text_table(header, rows).split("\n") == [
+    table = Table(pd.DataFrame({"name": ["a|b", "c\n"], "x": ["1", "22"]}))
+    assert table.text().split("\n") == [
         "name      x",
         "------  ---",
         "a|b       1",
         "c\\n      22",
     ]
-    assert markdown_table(header, rows).split("\n") == [
+    assert table.markdown().split("\n") == [
         "| name   |   x |",
         "|:-------|----:|",
         "| a\\|b   |   1 |",
         "| c\\\\n   |  22 |",
     ]
-    assert text_table(["a"], []) == "a\n---"
+    assert Table(pd.DataFrame(columns=["a"])).text() == "a\n---"
     # A blank in place of a mark keeps the figures aligned.
-    lines = text_table(["x"], [["1.5 "], ["12.5*"]], left=0).split("\n")
+    lines = Table(pd.DataFrame({"x": ["1.5 ", "12.5*"]}), left=0).text().split("\n")
     assert lines[2:] == [" 1.5", "12.5*"]
 
 

@@ -184,7 +184,7 @@ def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10
 def test_the_ratios_to_the_best_peer() -> None:
     few, many = [(r, 64, None) for r in (0.8, 1.2, 1.1)], [(0.9, 128, None), (2.0, 128, None)]
     f = pivots.gemm_frame(written(*few, *many, (None, 64, None)), "gemm_quick")
-    assert pivots.ratios_table(f).rows == [
+    assert pivots.ratios_table(f).frame.to_numpy().tolist() == [
         ["ours default", "all", "5", "1.100x", "0.800x", "2"],
         ["ours default", "64 rows", "3", "1.100x", "0.800x", "1"],
         ["ours default", "128 rows", "2", "1.450x", "0.900x", "1"],
@@ -199,11 +199,11 @@ def test_the_table_has_the_rates_of_ours() -> None:
     problem = Problem((128,) * 8, 256, 256, 7)
     assert f.tflops[0] == pytest.approx(problem.flops / 5e-6 / 1e12)
     assert f.gbytes[0] == pytest.approx(problem.bytes / 5e-6 / 1e9) and f.percent[0] == 40.0
-    table = pivots.gemm_table(f)
-    shown = dict(zip(table.header, table.rows[0], strict=True))
+    table = pivots.gemm_table(f).frame
+    shown = table.iloc[0]
     assert (shown["T"], shown["ours default"], shown["a peer"]) == ("7", "5.0*", "10.0")
     assert (shown["best peer / ours"], shown["experts"]) == ("2.00x", "8")
-    assert table.rows[1][table.header.index("a peer")] == "10.0*"
+    assert table["a peer"][1] == "10.0*"
 
 
 def clock(calls, repeats):

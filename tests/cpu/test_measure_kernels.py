@@ -182,6 +182,9 @@ def test_kernels_get_the_work_of_their_call() -> None:
     flat = of(*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other")
     assert flat[3][2] == kernels.work(h, False, False)["gemm1"]
     assert flat[-1] == ("other", None, None)
+    other = find("qwen3_next")
+    of_other = kernels.work(h, False, True, layer=other)["gemm1"]
+    assert kernels.works(FUSED, h, other)[3][2] == of_other
 
 
 def test_the_rows_and_the_table_have_a_line_for_each_kernel(profiled) -> None:

@@ -94,11 +94,11 @@ def test_table_shows_the_ratio_to_the_first_solution() -> None:
     for name, ms, parts in (("a", 2.0, stages.STAGES), ("b", 0.5, (*stages.STAGES, "fused"))):
         for part in (*parts, stages.TOTAL):
             into.add({"tokens": 4}, name, part=part, value=ms, unit="ms")
-    table = stages_table(into.result.frame("stages"))
-    assert table.header == ["stage", "a", "b", "b vs first"]
-    assert table.rows[0] == ["routing", "2.000", "0.500", "4.00x"]
-    assert table.rows[-2] == ["fused", "-", "0.500", "-"]
-    assert table.rows[-1][0] == stages.TOTAL
+    table = stages_table(into.result.frame("stages")).frame
+    assert list(table) == ["stage", "a", "b", "b vs first"]
+    assert table.iloc[0].tolist() == ["routing", "2.000", "0.500", "4.00x"]
+    assert table.iloc[-2].tolist() == ["fused", "-", "0.500", "-"]
+    assert table.stage.iloc[-1] == stages.TOTAL
 
 
 @pytest.mark.all

@@ -268,7 +268,7 @@ def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> N
     text = " ".join(done.stdout.split())
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
     if arguments:
-        summary = pivots.models_summary(found, "models").rows[0]
+        summary = pivots.models_summary(found, "models").frame.iloc[0].tolist()
         assert summary == ["glm5", "50.0 (80%, 80%, 0.90x)", "60.0 (67%, 67%, -)"], "of ours"
 
 

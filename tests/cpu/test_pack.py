@@ -33,8 +33,9 @@ from scripts.common.definitions import (
     GemmDefinition,
 )
 from scripts.common.project import BASELINES, DEFINITION, PACKAGE_DIR, ROOT
-from scripts.measure.plan import load_with_ours
+from scripts.measure import plan
 from scripts.pack import pack
+from scripts.pack.availability import NEEDS_GPU
 
 GENERATION = '''"""What it is."""
 
@@ -212,7 +213,7 @@ def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys
     monkeypatch.setattr(pack, "PACKED_DIR", Path("/dev/null/packed"))
     monkeypatch.setattr(pack, "validate", lambda *_: None)
     monkeypatch.setattr(pack, "pack", packed_once)
-    trace_set, packed = load_with_ours(ROOT)
+    trace_set, packed = plan.load_with_ours(ROOT)
     names = {solution.name for solution in packed}
     assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
     first = capsys.readouterr().err.splitlines()[0]
@@ -426,15 +427,17 @@ def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
-def test_bench_lists_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
+def test_bench_has_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
     monkeypatch.setattr(pack, "validate", lambda *_: None)
-    listed = call("bench", "--cpu", "--list", "--definition", definition.short)
+    monkeypatch.setattr(plan, "make_missing_workloads", lambda *_: None)
+    chosen = plan.choose(ROOT, use_gpu=False, definition=definition)
     found = pack.generations(definition=definition)
-    assert listed.returncode == 0 and all(g.name in listed.stdout for g in found)
+    names = [*(s.name for s in chosen.solutions), *chosen.skipped]
+    assert {*names} == {g.name for g in found}
     peers = any(g.path.parent.name == BASELINES for g in found)
-    assert ("needs a GPU" in listed.stdout) == peers
-    assert "sglang_moe" not in listed.stdout
-    assert ("cutedsl_moe" in listed.stdout) == (definition not in GEMMS)
+    assert (NEEDS_GPU in chosen.skipped.values()) == peers
+    assert not any("sglang_moe" in name for name in names)
+    assert any("cutedsl_moe" in name for name in names) == (definition not in GEMMS)
 
 
 CALL_BUNDLES = """

@@ -13,7 +13,6 @@ from small_record import UUIDS, clocked, measurement, record, roofline, trace, w
 from scripts.common.definitions import find_layer
 from scripts.common.project import BASELINES, OURS
 from scripts.common.roofline import pair_flops, weight_bytes
-from scripts.common.text import markdown_table
 from scripts.pack.pack import every_generation
 from scripts.programs import rank
 from scripts.table import tables
@@ -352,14 +351,16 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         ["0.5000*/0.2000", "1.0000/0.1000*"],
         ["2.0000*/1.6000*", "4.0000/2.0000"],
     ]
-    title = "Time of the workload's best peer over the solution's, workload by workload"
-    assert cells(text, title)[0][2:] == ["1.00x/1.00x", "0.50x/2.00x"]
-    assert cells(text, "Spread of the calls, workload by workload")[0][2:] == ["20 %/2 %"] * 2
+    results = rank_of(tmp_path, CLOCKED, "--peers", "peer")["results"]
+    for name, ratios in {"peer": (1.0, 1.0), "ours": (0.5, 2.0)}.items():
+        of = results[7, name]
+        assert (of["harness_vs_peer"], of["device_vs_peer"]) == pytest.approx(ratios)
+        assert (of["harness_spread"], of["device_spread"]) == pytest.approx((0.2, 0.02))
     assert "(replay of a CUDA graph)" in text and "Ordered by the mean speed-up." in text
     found = read(record(tmp_path / "run", CLOCKED)).main
     said = call("rank", tmp_path / "run", "--markdown").stdout
     for table in tables.ranking_tables(found):
-        assert markdown_table(table.header, table.rows, table.left) in said
+        assert table.markdown() in said
 
 
 FAST = clocked("x", 7, 1.0, 0.01)
@@ -402,7 +403,7 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
     partly = read(record(tmp_path, traces, roofline(), peers={"ours": False}))
     rate = f"{28 * weight_bytes() / 2e9:.2f}"  # TB/s of the one that was timed
     table = tables.short_table(partly.main, partly.limits(partly.main))
-    assert table.rows[1][5:7] == ["2.000 (1)", rate]
+    assert table.frame.iloc[1, 5:7].tolist() == ["2.000 (1)", rate]
 
 
 def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> 
     return found
 
 
+def test_the_columns_are_those_of_a_result() -> None:
+    row = results.result_of(trace("x", 7, 1.0), "a file", {}, {}, {})
+    assert row is not None and sorted(row) == sorted(results.COLUMNS)
+
+
 # --- writing rows ---------------------------------------------------------------------------------
 
 
@@ -333,9 +338,9 @@ def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["cuda:0", ["cuda:0"], 3, {"ms": "fast"}, {"ms": 0}, None])
 def test_others_may_use_our_names_for_something_else(other: Any, tmp_path: Path) -> None:
-    extra = {name: other for name in ("device", "harness", "launches", "matched_ratios")}
+    extra = {name: other for name in ("device", "harness", "matched_ratios")}
     found = read_one(tmp_path, trace("x", 7, 2.0, extra=extra))
-    assert (found["device"], found["launches"], found["harness"]) == (None, [], 2.0)
+    assert (found["device"], found["harness"]) == (None, 2.0)
     assert found["0.2/0.1"] is None
 
 

@@ -278,8 +278,8 @@ def test_gains_are_over_the_best_of_the_engine_s_own():
     ]  # fmt: skip
     (table,) = served.timed_tables(rows)
     assert table.title == "m, 2 layers: decode in ms a step, mixed in tokens/s, prefill in ms"
-    assert table.header == ["backend", "decode 1", "mixed 128", "prefill 8"]
-    assert table.rows[2:] == [
+    assert list(table.frame) == ["backend", "decode 1", "mixed 128", "prefill 8"]
+    assert table.frame[2:].to_numpy().tolist() == [
         ["ours", "2.00", "3,000", "1.00"],
         ["accurate", "1.00", "-", "-"],
         ["gain", "1.50x", "1.50x", "-"],
@@ -302,9 +302,9 @@ def test_of_the_layers_the_worst_is_named():
              row("ours", "same tokens", None, False, "", gpus=2, parallel="expert"),
              row("ours", "same tokens", None, True, "", batch_invariant=True),
              row("ours", "same tokens", None, True, "", dense="DeepGEMM")]  # fmt: skip
-    table = served.checks_table(rows)
-    assert table.header == ["model", "backend", what, "start", "same tokens"]
-    assert table.rows == [
+    table = served.checks_table(rows).frame
+    assert list(table) == ["model", "backend", what, "start", "same tokens"]
+    assert table.to_numpy().tolist() == [
         ["m, 2 layers", "ours", "3.00e-04 (layer 1)", "12.5 s", "-"],
         ["m, 2 layers", "engine", "-", "8 s", "-"],
         ["m, 2 layers, 2 GPUs, expert parallel", "ours", "-", "-", "no"],
