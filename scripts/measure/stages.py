@@ -16,12 +16,13 @@ from scripts.common.command_line import UsageError, say
 from scripts.common.project import PREFIX
 from scripts.common.schemas import TOTAL
 from scripts.common.text import say_skipped
+from scripts.data.dataset import matches
 from scripts.data.rows import Writer
 from scripts.measure.cases import Problems
 from scripts.measure.timing import flush_buffer
 from scripts.pack import sources
 from scripts.pack.availability import own_hashes, split_available, this_machine
-from scripts.pack.pack import generations, pack, select
+from scripts.pack.pack import generations, pack
 
 WARMUP = 5
 """Calls of each layer that do not count."""
@@ -103,7 +104,9 @@ def compare_outputs(
 def load_layers(names: Sequence[str]) -> dict[str, Callable[..., None]]:
     """The LAYER objects of the named solutions, of all that have one without names; ours first.
     What cannot run here is left out with a remark."""
-    found = {g.name: g for g in select(generations(), names)}
+    found = {g.name: g for g in generations() if not names or matches(g.name, names)}
+    if not found:
+        raise UsageError(f"no generation named {', '.join(names)}; run.py pack --list has them")
     solutions = [Solution.model_validate_json(pack(g)) for g in found.values()]
     own = own_hashes(solutions)
     runnable, skipped = split_available(solutions, this_machine(), own)

@@ -119,7 +119,7 @@ def tune_layer(
             output = torch.empty_like(inputs.hidden_states, dtype=torch.bfloat16)
             calls[name] = Timed(FusedLayer(shape, terms, chosen), [inputs, output])
         times, shipped, us = device_times(calls, repeats), next(iter(calls)), {}
-        case = {"definition": problems.layer.name, "tokens": t, "routing": routing}
+        case = {"definition": problems.layer.name, "tokens": t, "routing": routing, "terms": terms}
         for name, call in calls.items():
             found = figures(times[name], "us")
             if "error" not in found and not torch.equal(call.output, calls[shipped].output):

@@ -114,7 +114,7 @@ REPEATS = {"stages": 50, "tune_layer": 10}
 TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
 """Every pair that a heuristic picks for the default layer it picks for one of these."""
 OPTIONS = {
-    "definition": ("times", "bits", "roofline", "kernels", "stages", "sweep", "tune_layer"),
+    "definition": ("times", "bits", "roofline", "kernels", "sweep", "tune_layer"),
     "run": OF_A_RUN,
     "solutions": ("times", "bits", "kernels", "stages", "sweep"),
     "run_foreign": (*OF_A_RUN, "kernels", "sweep"),
@@ -381,7 +381,7 @@ def batched(args: argparse.Namespace) -> Shown:
     from scripts.table import pivots
 
     rates = gpu.measure_rates()
-    into = writer(args, "batched", TURNS, rates=rates)
+    into = writer(args, "batched", TURNS, rates=rates, uneven=args.uneven)
     yield into
     weights = batched.make_weights(max(batched.EXPERTS), args.seed)
     cases = [(e, m) for e in batched.EXPERTS for m in args.rows or batched.TOKENS]

@@ -81,7 +81,7 @@ def ladder(recorded: Recorded) -> Section:
 def latency(recorded: Recorded) -> Section:
     roofline_ms = recorded.roofline_ms(recorded.main)
     table = tables.latency_table(recorded.main, roofline_ms)
-    what = "; roofline: the larger of bytes over measured bandwidth and FLOPs over measured rate"
+    what = "; roofline: a measured read of the active experts' weights or FLOPs over measured rate"
     title = table.title + what * bool(roofline_ms)
     return Section(parts=[replace(table, frame=table.frame.drop(columns="workload"), title=title)])
 

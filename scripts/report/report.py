@@ -56,8 +56,8 @@ class Section:
 
 def latency_pictures(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Picture]:
     note = "Workloads by their number of tokens; dashed lines and open markers: peers. " + (
-        "Roofline: weights and activations over the measured bandwidth or FLOPs over the measured "
-        "FP8 rate, whichever takes longer."
+        "Roofline: a measured read of the active experts' weights, or FLOPs over the measured FP8 "
+        "rate, whichever takes longer."
         if roofline_ms
         else "This record holds no rates measured on this GPU: no roofline is drawn."
     )
@@ -126,7 +126,9 @@ def gemm_section(rows: Rows) -> Section:
     for name, title in GEMMS.items():
         f = pivots.gemm_frame(rows, name)
         if name == "gemm_layers" and f.peer.any():
-            note = "Reached rate against what a large read and a dense product reach (dashed)."
+            note = (
+                "Reached rate against what a large read or copy and a dense product reach (dashed)."
+            )
             parts.append(Picture(partial(gemm_figure, rows), title, note))
         if len(f):
             note, title = said_of(rows, name), f"{title}: the figures, in us"

@@ -34,9 +34,19 @@ def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFr
     return values.reindex(index=cases, columns=list(timed.subject.unique()))
 
 
+DONE_BEFORE = ("experts", "fused_moe fp8", "experts fp8", "experts fp8 up first",
+               "experts fp8 token-major")  # fmt: skip
+"""Subjects that find done before the call what every peer does in it, the routing or quantising:
+they have times, but are not compared."""
+
+
+def compared(values: pd.DataFrame) -> pd.DataFrame:
+    return values.drop(columns=list(DONE_BEFORE), errors="ignore")
+
+
 def marked(values: pd.DataFrame, form: str) -> pd.DataFrame:
     """As text, the least of a case with a *."""
-    least = values.eq(values.min(axis=1), axis=0)
+    least = values.eq(compared(values).min(axis=1), axis=0)
     return values.map(lambda v: number(v, form)) + least.map(lambda best: "*" if best else "")
 
 
@@ -60,6 +70,7 @@ def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
 
 def versus(values: pd.DataFrame, peers: "pd.Series[bool]") -> "pd.Series[float]":
     """Of each case the best peer's time over our best."""
+    values = compared(values)
     peer = peers.reindex(values.columns)
     return values.loc[:, peer.eq(True)].min(axis=1) / values.loc[:, peer.eq(False)].min(axis=1)
 
@@ -97,7 +108,7 @@ def sweep_table(rows: Rows, name: str) -> Table:
     lines = {**named_cases(wide(f, case), case), "roofline": numbers(roofline, ".3f")}
     found = pd.concat([pd.DataFrame(lines), joined(marked(of, ".4f") for of in values)], axis=1)
     found.columns = [short_name(name) for name in found]
-    shares = [(roofline / of.min(axis=1)).map(percent) for of in values]
+    shares = [(roofline / compared(of).min(axis=1)).map(percent) for of in values]
     ratios = [versus(of, peers_of(f)).map(ratio) for of in values]
     found["roofline / best"], found["best peer / our best"] = joined(shares), joined(ratios)
     title = "Harness/device time in ms, * the fastest"
@@ -137,7 +148,7 @@ def failed_table(f: pd.DataFrame) -> Table:
 def models_summary(rows: Rows, name: str) -> Table:
     """Sweeps of several layers in few words: layers down, tokens across."""
     f, rates = called(rows, name), rows.measurements[name]["rates"]
-    values, peer = 1e3 * wide(f, MODELS), peers_of(f)
+    values, peer = compared(1e3 * wide(f, MODELS)), peers_of(f)
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
     cases = f.drop_duplicates(list(MODELS.values())).to_dict("records")
     steps = [stepwise_ms(case, rates, find_layer(case["definition"])) for case in cases]

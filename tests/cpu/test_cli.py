@@ -56,6 +56,7 @@ def test_help(program: str) -> None:
         ("pack", ["absent"], "no generation named absent"),
         ("measure", ["stages", "--tokens", "0"], "--tokens: '0' is no whole number"),
         ("measure", ["gemm", "--tokens", "1"], "only with --layers"),
+        ("measure", ["stages", "--definition", "kimi_k2"], "--definition: only with times, bits"),
         ("measure", ["bits", "--grid", "study"], "--grid: only with gemm"),
         ("measure", ["sweep", "--run", "/absent"], "--run: only with times, bits, roofline"),
         ("measure", ["times", "--as", "engines"], "--as: only with sweep"),

@@ -124,7 +124,7 @@ def test_the_program(peer_fails: bool, ours_fail: bool, measure, monkeypatch) ->
     monkeypatch.setattr(batched, "measure", of_case)
     done, rows = measure("batched", "--rows", "1", "4", "--uneven", "--markdown")
     assert done.returncode == (EXIT_FAILED if ours_fail else EXIT_OK), done.stderr
-    assert len(rows.rows_of("batched")) == 8
+    assert len(rows.rows_of("batched")) == 8 and rows.measurements["batched"]["uneven"]
     text = " ".join(done.stdout.split())
     assert ("| 8 | 4 | 8 | 29.0 | 27.0* | 20.0 | 69 % | 0.93x |" in text) == (not peer_fails)
     assert "| 2 | 1 | 2 | 26.0*" in text

@@ -7,7 +7,7 @@ import torch
 from fake_cuda import Kernel
 from moe_fp8.layer.metrics import calc_diff
 
-from scripts.common.command_line import EXIT_FAILED
+from scripts.common.command_line import EXIT_FAILED, UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import ROOT
 from scripts.data import rows
@@ -105,7 +105,10 @@ def test_table_shows_the_ratio_to_the_first_solution() -> None:
 def test_layers_are_those_of_the_generations() -> None:
     layers = stages.load_layers(["cutedsl_moe_fp8_v2"])
     assert list(layers) == ["cutedsl_moe_fp8_v2"]
-    assert set(stages.load_layers([])) >= {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
+    of_two = {"cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"}
+    assert set(stages.load_layers([])) >= of_two == set(stages.load_layers(["cutedsl_*_v[12]"]))
+    with pytest.raises(UsageError, match="no generation named absent"):
+        stages.load_layers(["absent"])
 
 
 def test_the_rows_name_the_sources_that_were_timed(cuda, measure, monkeypatch) -> None:

@@ -24,7 +24,7 @@ def test_what_ships_loses_to_the_best_or_did_not_run() -> None:
     errors = ["loses 4.0 %; best: b", "did not run; best: b", "did not run; best: none ran", None]
     assert [row.get("error") for row in into.rows] == errors
     assert [row["subject"] for row in into.rows] == ["a"] * 4
-    assert tuned_table(into.result).rows == [
+    assert tuned_table(into.result).frame.values.tolist() == [
         ["0", "b", "10.0", "a", "4.0 %"],
         ["1", "b", "10.0", "a", "not run"],
         ["2", "none ran", "-", "a", "not run"],
@@ -145,7 +145,7 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     assert done.returncode == (1 if wrong else status) and "\n901 " in done.stdout
     assert ("at T=901: loses 5.0 %" in done.stderr) == (status == 1)
     made = found.rows_of("tune_layer")
-    assert {row["tokens"] for row in made} == {3, 901}
+    assert {(row["tokens"], row["terms"]) for row in made} == {(3, 1), (901, 1)}
     first, second = [row for row in made if row["tokens"] == 3][:2]
     assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"
     assert second["p10"] == second["p90"] == second["value"]
