@@ -54,7 +54,7 @@ def gains_table(rows: Sequence[Row]) -> Table:
     found = found[(found.part != "prefill") | (found["size"] >= LONG_PROMPT)]
     wide = found.groupby(["model", "part"]).gain.agg(between).unstack().rename(columns=GAINS)
     models = [model for model in f.model.unique() if model in wide.index]
-    wide = wide.reindex(index=models, columns=list(GAINS.values())).fillna("-")
+    wide = wide.reindex(index=models, columns=list(GAINS.values())).astype(object).fillna("-")
     title = "Ours over the best of the engine's own kernels, end to end"
     return Table(wide.rename_axis("served").reset_index(), title=title)
 

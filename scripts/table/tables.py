@@ -62,7 +62,7 @@ class Table:
         return shown.to_markdown(
             index=False,
             tablefmt=style,
-            colalign=align if len(shown) else None,
+            colalign=align,
             disable_numparse=True,
             preserve_whitespace=True,  # a blank in place of a mark keeps the figures aligned
         )
