@@ -79,6 +79,16 @@ def by_experts(call: dict[str, Any], **options: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
+def test_experts_that_lie_apart_are_refused_after_a_good_call(weights):
+    """The compiled function does not know the rows, and so not how far apart they are to lie."""
+    call = tokens_of(COUNTS["dozens"], fp8=False) | weights
+    out = run(call)
+    twice = {"x": call["x"].repeat(1, 2, 1)[:, :ROWS], "out": out.repeat(1, 2, 1)[:, :ROWS]}
+    for name, apart in twice.items():
+        with pytest.raises(ValueError, match="expected a contiguous tensor"):
+            batched_experts(**call | {"out": out} | {name: apart})
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "up first": {"gate_first": False},
