@@ -156,14 +156,18 @@ def _check_scalar(name: str, value: Any, kind: type, expected: str) -> None:
             )
         return
     fits = isinstance(value, kind) and not isinstance(value, bool)
-    try:
-        if fits and kind is Real:
-            float(value)
-    except OverflowError:  # a whole number or a fraction beyond all floats
-        fits = False
-    if not fits:
+    if not fits or (kind is Real and not fits_float(value)):
         given = f"{shown(value)} of type {type(value).__name__}"
         raise ValueError(f"{name}: expected {expected}, got {given}")
+
+
+def fits_float(value: Any) -> bool:
+    """Whether a float can hold a real number, infinity included."""
+    try:
+        float(value)
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return False
+    return True
 
 
 def shown(value: object) -> str:

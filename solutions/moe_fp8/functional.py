@@ -357,10 +357,9 @@ def _experts(*arguments: Any) -> Call:
             raise ValueError(f"expert_map: expected a tensor [E], got {_shown(expert_map)}")
         if num_experts is not None:
             check_integer("num_experts", num_experts)
-        if num_experts not in (None, len(expert_map)):
-            raise ValueError(
-                f"num_experts={num_experts}: expected {len(expert_map)}, as many as expert_map has"
-            )
+            if num_experts != len(expert_map):
+                wanted = f"expected {len(expert_map)}, as many as expert_map has"
+                raise ValueError(f"num_experts={num_experts}: {wanted}")
         num_experts = len(expert_map)
     form = (
         _type_of("topk_ids", inputs.topk_ids, torch.int32, torch.int64),

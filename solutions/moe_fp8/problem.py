@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Spec, shown
+from .arguments import Spec, fits_float, shown
 from .numerics import BLOCK
 
 LARGEST_OFFSET = 2**30
@@ -61,18 +61,11 @@ class Swiglu:
             if name == "limit" and value is None:
                 continue
             number = isinstance(value, Real) and not isinstance(value, bool)
-            if not number or not _is_finite(value):
+            if not number or not fits_float(value) or not math.isfinite(value):
                 raise ValueError(f"swiglu_{name}={shown(value)}: expected a finite number")
             object.__setattr__(self, name, float(value))  # 10 and 10.0 are one kernel's
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"swiglu_limit={self.limit}: expected a positive number, or None")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
 
 
 SILU = Swiglu()
