@@ -19,7 +19,10 @@ from scripts.serve import inside
 from scripts.serve.engines import Engine, Generated, Setup, start
 from scripts.serve.inside import CHECK_TOKENS
 
-DECODE_PROMPT, DECODE_STEPS = 96, 32
+DECODE_PROMPT = 96
+MOST_STEPS, LEAST_STEPS, STEPS_OF_ALL = 128, 32, 4096
+"""Decode steps: as many as make so many tokens of all requests together, within bounds. The times
+of two prefills differ by more than a short step takes, and many steps divide that."""
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
 """The mixed load: requests, fewer where the largest batch has fewer, and a request's tokens read
 and written."""
@@ -121,8 +124,9 @@ class Measuring:
     def decode(self, batch: int, repeat: int) -> float:
         """ms of a step: what more tokens take than the first one."""
         lengths, seed = batch * (DECODE_PROMPT,), 1000 * batch + repeat
+        steps = min(max(STEPS_OF_ALL // batch, LEAST_STEPS), MOST_STEPS)
         first = self.seconds(lengths, 1, seed)
-        return 1e3 * (self.seconds(lengths, 1 + DECODE_STEPS, seed) - first) / DECODE_STEPS
+        return 1e3 * (self.seconds(lengths, 1 + steps, seed) - first) / steps
 
     def prefill(self, tokens: int, repeat: int) -> float:
         """ms of one prompt."""

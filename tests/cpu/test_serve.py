@@ -23,7 +23,7 @@ from scripts.serve import inside, models, random_weights
 from scripts.serve import run as turns
 from scripts.serve.engines import Setup
 from scripts.serve.layer_check import checking
-from scripts.serve.worker import DECODE_STEPS, Measuring, prompts
+from scripts.serve.worker import Measuring, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
@@ -325,7 +325,15 @@ def test_a_step_takes_what_a_further_token_takes(monkeypatch):
     measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
     assert measuring.decode(2, 0) == pytest.approx(2000.0) and measuring.prefill(8, 0) == 5000.0
     assert measuring.mixed(3, 0) == pytest.approx(3 * (512 + 64) / (5 + 2 * 63))
-    assert generated == [1, 1 + DECODE_STEPS, 1, 64]
+    assert generated == [1, 1 + 128, 1, 64]
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, 128), (32, 128), (64, 64), (128, 32), (256, 32)])
+def test_small_batches_decode_more_steps(batch: int, steps: int):
+    asked: list[int] = []
+    engine = SimpleNamespace(version="", generate=lambda given, tokens: asked.append(tokens))
+    Measuring(engine, 1000).decode(batch, 0)
+    assert asked == [1, 1 + steps]
 
 
 def test_prompts_are_drawn_once_and_for_all():
