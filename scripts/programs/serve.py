@@ -110,7 +110,7 @@ def main() -> int:
     wanted = setups(args)
     from scripts.common import environment
     from scripts.data.rows import Writer
-    from scripts.serve.run import Answers, Plan, first_start, measure
+    from scripts.serve.run import Answers, Plan, first_starts, measure
     from scripts.table.served import SERVED, checks_table, timed_tables
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
@@ -118,11 +118,11 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
-    say(f"        starts {wanted[0].backend} once, for what the engine compiles and keeps on disk")
-    first = first_start(wanted[0], logs)
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
     into = Writer(SERVED, hardware, METHOD, args.out)
-    into.add(first, first["subject"])
+    say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
+    for row in first_starts(wanted[0], logs):
+        into.add(row, row["subject"])
     answers: Answers = {}
     for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
         for row in measure(group, plan, logs, answers):

@@ -85,6 +85,24 @@ def test_layers_are_compared_kernels_counted_and_tables_shown(served_rows):
     assert "decode 1" in text and "mixed 2" in text and f"{fast:.2e} (layer 0)" in text
 
 
+@pytest.mark.parametrize(("compile_", "starts"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_path):
+    def backend(setup, logs, start):
+        begun.append(start)
+        compiled = [turns.COMPILED] * (len(begun) <= compile_)
+        return SimpleNamespace(
+            setup=setup, version="", start_seconds=1.0, ready=lambda: None,
+            said=lambda text: compiled, close=lambda: ended.append(start),
+        )  # fmt: skip
+
+    begun: list[str] = []
+    ended: list[str] = []
+    monkeypatch.setattr(turns, "Backend", backend)
+    setup = Setup("vllm", "engine", models.find("qwen3-30b-a3b", 2, True))
+    assert len([*turns.first_starts(setup, tmp_path)]) == len(set(begun)) == starts
+    assert ended == begun
+
+
 @pytest.mark.all
 @pytest.mark.parametrize(
     ("wrong", "message"),
