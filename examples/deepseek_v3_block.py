@@ -2,7 +2,7 @@
 
     python3 examples/deepseek_v3_block.py
 
-`Fp8Experts` takes the place of any module whose parts are named as in transformers'
+`Fp8Experts` takes the place of any module whose parts are named as in transformers 4's
 `DeepseekV3MoE`: `gate.weight`, `gate.e_score_correction_bias`, `shared_experts` and, of every
 expert, `gate_proj`, `up_proj` and `down_proj`. Here a block of that kind at a reduced size, so that
 nothing is downloaded.

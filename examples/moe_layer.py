@@ -44,7 +44,7 @@ class Fp8MoE(nn.Module):
         w2, w2_scale = quantise_blocks(down)
         for name, tensor in {
             "gate": gate.float(),
-            "bias": bias.float(),  # rounded to bfloat16 a real model's choose other experts
+            "bias": bias.float(),  # a real model's, rounded to bfloat16, chooses other experts
             "w13": w13,
             "w13_scale": w13_scale,
             "w2": w2,

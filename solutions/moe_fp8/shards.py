@@ -17,12 +17,12 @@ def pad_shard(
 ) -> Weights:
     """Widen a shard by zeros to the 128 x 128 blocks that it has a part of.
 
-    A shard of 192 of 1536 columns, for example, lies in two or three blocks of the whole weights:
-    rank 1, which begins at column 192, has half of block 1 and all of block 2, and becomes 256
-    columns wide with zeros before its own. Its values keep their places in the blocks, so the
-    scales are used as they are and the products are exact. The sum over the ranks differs from the
-    layer in one piece by the rounding of the intermediate alone, which a rank scales by the maximum
-    of its own columns.
+    A shard of 192 of 1536 columns, for example, lies in two blocks of the whole weights: rank 1,
+    which begins at column 192, has half of block 1 and all of block 2, and becomes 256 columns wide
+    with zeros before its own. Its values keep their places in the blocks, so the scales are used as
+    they are and the products are exact. The sum over the ranks differs from the layer in one piece
+    by the rounding of the intermediate alone, which a rank scales by the maximum of its own
+    columns.
 
     L experts of width I in the shard, which has a part of B = ceil((first % 128 + I) / 128) blocks.
 

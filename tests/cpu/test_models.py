@@ -13,7 +13,6 @@ from scripts.common.project import ROOT
 TEXT = (ROOT / "docs" / "models.md").read_text("utf-8")
 ROUTED = {  # experts, here, hidden, intermediate size: groups, groups kept, experts of a token
     "256/32/7168/2048": (8, 4, 8),  # DeepSeek-V3
-    "256/36/7168/2048": (8, 4, 8),
     "256/16/7168/2048": (8, 4, 8),
     "256/8/7168/2048": (8, 4, 8),
     "256/256/7168/256": (8, 4, 8),
@@ -30,6 +29,7 @@ ROUTED = {  # experts, here, hidden, intermediate size: groups, groups kept, exp
 }
 GIVEN = {  # experts of a token
     "257/257/7168/256": 9,
+    "256/36/7168/2048": 8,
     "128/128/4096/1536": 8,  # Qwen3
     "128/16/4096/1536": 8,
     "160/20/6144/2560": 8,
