@@ -28,6 +28,19 @@ def test_widths_and_vectors():
     assert torch.equal(out, torch.stack(columns, 1))
 
 
+def test_a_signed_load_fills_a_wider_register():
+    """And the low half of it is what a register of 32 bits would hold."""
+    body = f"""
+    {address("%rd1", "x", "%r1", 4)} {address("%rd2", "out", "%r1", 16)}
+    ld.global.s32 %rd3, [%rd1]; ld.global.s32 %r8, [%rd1]; mov.b64 %rd4, {{%r8, %r8}};
+    st.global.b64 [%rd2], %rd3; st.global.b64 [%rd2+8], %rd4;
+    """
+    x, out = torch.arange(-16, 16).int(), zeros(32, 2, dtype=torch.int64)
+    assert not run(kernel("u64 x, u64 out", body), x, out).hazards
+    twice = x.repeat_interleave(2).view(torch.int64)
+    assert torch.equal(out, torch.stack([x.long(), twice], 1))
+
+
 def test_names_and_constants():
     """A register of an inner scope, half of a special register, predicates, negative values."""
     top = ".global .align 4 .b8 table[4] = {1, -2, 3, 4};"

@@ -404,22 +404,27 @@ def _batched(*arguments: Any) -> Call:
     return layer_of(local, local, hidden, intermediate, 1, 1, 1, *options, *form), inputs, out
 
 
-def _run_batched(*arguments: Any) -> None:
-    refuse_gradients(BatchedInputs._fields, arguments)
-    layer, inputs, out = _batched(*arguments)
-    layer(inputs, out)
+def _running(call: Callable[..., Call], names: tuple[str, ...]) -> Callable[..., None]:
+    """What computes such a call, of an operator whose first arguments have these names."""
+
+    def run(*arguments: Any) -> None:
+        _refuse_gradients_of(names, arguments)
+        layer, inputs, out = call(*arguments)
+        layer(inputs, out)
+        if not out.is_inference():  # autograd does not see what a kernel writes
+            torch.autograd.graph.increment_version(out)
+
+    return run
 
 
-def _run(*arguments: Any) -> None:
-    refuse_gradients(MoeInputs._fields, arguments)
-    layer, inputs, out = _fused_moe(*arguments)
-    layer(inputs, out)
+def _refuse_gradients_of(names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+    """`refuse_gradients` for an operator's arguments, of which the output is the last."""
+    refuse_gradients((*names, "out"), arguments[: len(names)] + arguments[-1:])
 
 
-def _run_experts(*arguments: Any) -> None:
-    refuse_gradients(RoutedInputs._fields, arguments)
-    layer, inputs, out = _experts(*arguments)
-    layer(inputs, out)
+_run = _running(_fused_moe, MoeInputs._fields)
+_run_experts = _running(_experts, RoutedInputs._fields)
+_run_batched = _running(_batched, BatchedInputs._fields)
 
 
 def call_of(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> Call:
@@ -585,7 +590,7 @@ def _register(name: str, run: Any, names: tuple[str, ...]) -> Any:
         torch.library.define(operator, schema, tags=(torch.Tag.needs_exact_strides,))
         torch.library.impl(operator, ("cpu", "cuda"), run)
         # The output is an argument: there is nothing to say of it.
-        torch.library.register_fake(operator, lambda *given: refuse_gradients(names, given))
+        torch.library.register_fake(operator, lambda *given: _refuse_gradients_of(names, given))
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 

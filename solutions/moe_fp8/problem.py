@@ -39,6 +39,10 @@ LANES = 32
 """Of a warp, which routes a token."""
 
 
+MOST = 1e38
+"""Of a `Swiglu`'s numbers: float32 holds it and its product with log2(e)."""
+
+
 @dataclass(frozen=True)
 class Swiglu:
     """What an expert computes of its two projections: with `gate` at most `limit` and `up` within
@@ -48,7 +52,8 @@ class Swiglu:
     beta 1 are gpt-oss's. A NaN stays one.
 
     Raises:
-        ValueError: a number is not finite, or the limit is not positive; the message names it.
+        ValueError: a number is not finite or larger than `MOST`, or the limit is not positive; the
+            message names it.
     """
 
     limit: float | None = None
@@ -63,6 +68,8 @@ class Swiglu:
             number = isinstance(value, Real) and not isinstance(value, bool)
             if not number or not fits_float(value) or not math.isfinite(value):
                 raise ValueError(f"swiglu_{name}={shown(value)}: expected a finite number")
+            if abs(value) > MOST:
+                raise ValueError(f"swiglu_{name}={shown(value)}: expected at most {MOST:g}")
             object.__setattr__(self, name, float(value))  # 10 and 10.0 are one kernel's
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"swiglu_limit={self.limit}: expected a positive number, or None")
@@ -103,6 +110,8 @@ class MoeShape:
             whole = isinstance(size, Integral) and not isinstance(size, bool)
             if field.type is int and not whole:
                 raise ValueError(f"{field.name}={shown(size)}: expected an integer")
+            if whole:  # the compiler knows no numpy integer
+                object.__setattr__(self, field.name, int(size))
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
             if size < BLOCK or size % BLOCK:

@@ -191,6 +191,14 @@ def test_scalars_that_are_accepted(good, offset, scaling):
     assert torch.equal(got, wanted)
 
 
+def test_sizes_are_python_integers():
+    """The compiler knows no others."""
+    sizes = (16, 8, 256, 128, 4, 2, 3)
+    shape = MoeShape(*map(np.int64, sizes))
+    kept = dataclasses.astuple(shape)[: len(sizes)]
+    assert kept == sizes and {type(size) for size in kept} == {int}
+
+
 def test_renormalize_takes_no_bias():
     shape = MoeShape(num_experts=16, num_local_experts=16, hidden_size=256, intermediate_size=128,
                      n_group=1, topk_group=1, top_k=3, routing="renormalize")  # fmt: skip

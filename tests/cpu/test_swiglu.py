@@ -135,6 +135,8 @@ def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
         ({"swiglu_limit": -7.0}, "swiglu_limit=-7.0: expected a positive number"),
         ({"swiglu_limit": math.nan}, "swiglu_limit=nan: expected a finite number"),
         ({"swiglu_limit": True}, "swiglu_limit=True: expected a finite number"),
+        ({"swiglu_limit": 1e39}, r"swiglu_limit=1e\+39: expected at most 1e\+38"),
+        ({"swiglu_alpha": -3e38}, r"swiglu_alpha=-3e\+38: expected at most 1e\+38"),
         ({"swiglu_alpha": math.inf}, "swiglu_alpha=inf: expected a finite number"),
         ({"swiglu_alpha": 10**400}, r"swiglu_alpha=10+\.\.\.: expected a finite number"),
         ({"swiglu_alpha": None}, "swiglu_alpha=None: expected a finite number"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import batched_experts, experts, fused_moe
+from moe_fp8 import batched_experts, experts, functional, fused_moe
 from moe_fp8.quantise import quantise_blocks
 from test_functional import PLAIN
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,18 +37,19 @@ def tensors(seed: int = 0, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
 
 def of_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
     names = ("ids", "weights", "x", *WEIGHTS)
-    return experts(*(given[name] for name in names))
+    return experts(*(given[name] for name in names), out=given.get("out"))
 
 
 def of_fused_moe(given: dict[str, torch.Tensor]) -> torch.Tensor:
     of_weights = (given[name] for name in WEIGHTS)
-    routing = {"n_group": 4, "topk_group": 2, "top_k": TOP_K}
-    return fused_moe(given["logits"], given["bias"], given["x"], None, *of_weights, **routing)
+    options = {"n_group": 4, "topk_group": 2, "top_k": TOP_K, "out": given.get("out")}
+    return fused_moe(given["logits"], given["bias"], given["x"], None, *of_weights, **options)
 
 
 def of_batched_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
     of_weights = (given[name] for name in WEIGHTS)
-    return batched_experts(given["by_expert"], given["num_tokens"], *of_weights)
+    tokens = (given["by_expert"], given["num_tokens"])
+    return batched_experts(*tokens, *of_weights, out=given.get("out"))
 
 
 Layer = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -168,6 +169,38 @@ def test_a_derivative_is_refused_by_the_argument_s_name(layer, wanted, name):
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert torch.equal(layer(given), right)
+
+
+@LAYERS
+def test_an_output_that_wants_a_derivative_is_refused(layer):
+    given = tensors()
+    out = layer(given).requires_grad_()
+    with pytest.raises(ValueError, match="^out: expected a tensor without derivative"):
+        layer(given | {"out": out})
+    with torch.no_grad():
+        assert torch.equal(layer(given | {"out": torch.zeros_like(out)}), out)
+
+
+def test_autograd_sees_that_the_output_was_written():
+    """Which a kernel does by address."""
+
+    def call(*given):
+        return (lambda inputs, out: None), None, given[-1]
+
+    out = torch.zeros(4)
+    functional._running(call, ("x",))(None, out)
+    assert out._version == 1
+    with torch.inference_mode():  # whose tensors have no version
+        functional._running(call, ("x",))(None, torch.zeros(4))
+
+
+@LAYERS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(layer, dtype):
+    given = tensors()
+    wanted = layer(given)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(layer(given), wanted)
 
 
 def test_the_operator_refuses_it_too():

@@ -97,7 +97,8 @@ static Status h_ld(ARGS) {
       if (slot < 0) continue;
       u64 v = 0, high = 0;
       memcpy(&v, buf + i * by, std::min(by, 8));
-      if (sg) v = by == 1 ? (u64)(u32)(s32)(s8)v : by == 2 ? (u64)(u32)(s32)(s16)v : v;
+      // To 32 bits, or from 32 to those of a wider register; a narrower one is read in its width.
+      if (sg) v = by == 1 ? (u64)(u32)(s32)(s8)v : by == 2 ? (u64)(u32)(s32)(s16)v : (u64)(s64)(s32)v;
       lanes(same, [&](int l) { c.w.R(slot)[l] = v; });
       if (by < 16) continue;
       memcpy(&high, buf + i * 16 + 8, 8);

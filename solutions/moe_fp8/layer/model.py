@@ -70,7 +70,8 @@ def _scaled_product(
     values = sum(a.to(dtype).split(k, dim=1))  # of two FP8 values exact in either type
     a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
-    products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
+    with torch.autocast(a.device.type, enabled=False):
+        products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
     scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
     products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
     acc = torch.zeros_like(products[0])
