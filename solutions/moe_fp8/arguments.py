@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,29 +32,21 @@ class Signature:
         self.strided = tuple(place for place, spec in enumerate(specs) if spec.strided)
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Compare the arguments with what is expected: the good case, of every call, is cheap.
+        """Compare the arguments with what is expected.
 
         Raises:
             ValueError: names the argument, what was expected and given, and why.
         """
-        try:
-            device = tensors[0].device
-            good = True
-            for tensor, spec in zip(tensors, self.specs, strict=True):
-                _, shape, dtype, _, alignment, strided = spec
-                good = (
-                    good
-                    and tensor.shape == shape
-                    and tensor.dtype is dtype
-                    and tensor.device == device
-                    and (tensor.is_contiguous() or strided and has_contiguous_lines(tensor))
-                    and tensor.data_ptr() % alignment == 0
-                )
-            good = good and self.overlapped(tensors) is None
-        except (AttributeError, IndexError, TypeError, RuntimeError):  # not even (dense) tensors
-            good = False
-        if not good:
-            self._explain(tensors)
+        device = getattr(tensors[0], "device", None)  # of no tensor: it is refused first
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            if wrong := self._wrong(tensor, spec, device):
+                raise ValueError(f"{spec.name}: expected {wrong}")
+        place = self.overlapped(tensors)
+        if place is not None:
+            raise ValueError(
+                f"{self.specs[-1].name}: expected memory of its own, got some of "
+                f"{self.specs[place].name} (it is written while the inputs are read)"
+            )
 
     def overlapped(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The place of the first input that shares memory with the output."""
@@ -68,48 +60,37 @@ class Signature:
                 return place
         return None
 
-    def _explain(self, tensors: Sequence[Any]) -> NoReturn:
-        """Raise the ValueError for the first argument that is wrong."""
-        for tensor, spec in zip(tensors, self.specs, strict=True):
-            name, shape, dtype, meaning, alignment, strided = spec
-            extents = "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
-            if not isinstance(tensor, torch.Tensor):
-                wrong = f"a {dtype} tensor {extents}, got {type(tensor).__name__}"
-            elif tensor.layout is not torch.strided:
-                wrong = f"a dense (strided) tensor, got layout {tensor.layout}"
-            elif tensor.dtype is not dtype:
-                wrong = f"dtype {dtype}, got {tensor.dtype} ({meaning})"
-            elif tensor.shape != shape:
-                wrong = f"shape {extents}, got {list(tensor.shape)} ({meaning})"
-            elif tensor.device != tensors[0].device:
-                wrong = (
-                    f"device {tensors[0].device}, got {tensor.device} "
-                    f"(all tensors must be on the device of {self.specs[0].name})"
-                )
-            elif strided and not (tensor.is_contiguous() or has_contiguous_lines(tensor)):
-                wrong = (
-                    f"a stride of 1 along rows or columns and lines that do not overlap, got "
-                    f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
-                )
-            elif not strided and not tensor.is_contiguous():
-                wrong = (
-                    f"a contiguous tensor, got strides {list(tensor.stride())} for shape "
-                    f"{list(tensor.shape)} (it is addressed by its shape; call .contiguous())"
-                )
-            elif tensor.data_ptr() % alignment:
-                wrong = (
-                    f"an address that is a multiple of {alignment}, got {tensor.data_ptr():#x} "
-                    f"(it moves in {alignment}-byte pieces; .clone() it)"
-                )
-            else:
-                continue
-            raise ValueError(f"{name}: expected {wrong}")
-        place = self.overlapped(tensors)
-        assert place is not None, "a check failed that has no message"
-        raise ValueError(
-            f"{self.specs[-1].name}: expected memory of its own, got some of "
-            f"{self.specs[place].name} (it is written while the inputs are read)"
-        )
+    def _wrong(self, tensor: Any, spec: Spec, device: Any) -> str:
+        """What was expected of an argument and what came, empty if it is right."""
+        _, shape, dtype, meaning, alignment, strided = spec
+        if not isinstance(tensor, torch.Tensor):
+            return f"a {dtype} tensor {_extents(shape)}, got {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"a dense (strided) tensor, got layout {tensor.layout}"
+        if tensor.dtype is not dtype:
+            return f"dtype {dtype}, got {tensor.dtype} ({meaning})"
+        if tensor.shape != shape:
+            return f"shape {_extents(shape)}, got {list(tensor.shape)} ({meaning})"
+        if tensor.device != device:
+            of_all = f"all tensors must be on the device of {self.specs[0].name}"
+            return f"device {device}, got {tensor.device} ({of_all})"
+        if not tensor.is_contiguous() and not (strided and has_contiguous_lines(tensor)):
+            given = f"got strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+            if strided:
+                return f"a stride of 1 along rows or columns and lines that do not overlap, {given}"
+            return (
+                f"a contiguous tensor, {given} (it is addressed by its shape; call .contiguous())"
+            )
+        if tensor.data_ptr() % alignment:
+            return (
+                f"an address that is a multiple of {alignment}, got {tensor.data_ptr():#x} "
+                f"(it moves in {alignment}-byte pieces; .clone() it)"
+            )
+        return ""
+
+
+def _extents(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
 
 
 def has_contiguous_lines(matrices: torch.Tensor) -> bool:

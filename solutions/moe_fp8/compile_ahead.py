@@ -29,7 +29,7 @@ from .functional import call_of
 from .kernels.cache import KernelCache, cache_dir, why_untrusted
 from .layer.backend import on_device, select
 from .layer.pipeline import CHUNK_TOKENS
-from .problem import LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs
+from .problem import LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs, some_tokens
 
 PARENT = Path(__file__).resolve().parents[1]
 """The directory that this package can be imported from."""
@@ -111,7 +111,7 @@ def without_pairs(inputs: Inputs) -> Inputs:
             scale = scale[:, :1].contiguous()
         none = torch.zeros_like(inputs.num_tokens)
         return inputs._replace(num_tokens=none, x=x, x_scale=scale)
-    one = inputs.tokens(slice(1))
+    one = some_tokens(inputs, slice(1))
     if isinstance(one, MoeInputs):
         return one._replace(local_expert_offset=LARGEST_OFFSET)
     return one._replace(topk_ids=torch.full_like(one.topk_ids, -1), local_expert_offset=0)

@@ -6,13 +6,13 @@ What the kernels, the layers and the reference model share.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Spec, fits_float, shown
+from .arguments import fits_float, shown
 from .numerics import BLOCK
 
 LARGEST_OFFSET = 2**30
@@ -171,21 +171,6 @@ class MoeShape:
     def logits_dtype(self) -> torch.dtype:
         return torch.float32 if self.routing == "deepseek_v3" else torch.bfloat16
 
-    @cached_property
-    def weight_specs(self) -> tuple[Spec, ...]:
-        """The tensors among the inputs that do not depend on T, in order."""
-        e, h, i = self.num_local_experts, self.hidden_size, self.intermediate_size
-        fp8, f32 = torch.float8_e4m3fn, torch.float32
-        block = f"one scale per {BLOCK}x{BLOCK} block"
-        bias = Spec("routing_bias", (self.num_experts,), torch.bfloat16, "one value per expert")
-        return (
-            *((bias,) if self.has_bias else ()),
-            Spec("gemm1_weights", (e, 2 * i, h), fp8, "up rows, then gate rows, of each expert"),
-            Spec("gemm1_weights_scale", (e, 2 * i // BLOCK, h // BLOCK), f32, block, 4),
-            Spec("gemm2_weights", (e, h, i), fp8, "one down projection per local expert"),
-            Spec("gemm2_weights_scale", (e, h // BLOCK, i // BLOCK), f32, block, 4),
-        )
-
 
 DEEPSEEK_V3 = MoeShape()
 
@@ -211,6 +196,7 @@ class Form:
         return self.x is torch.float8_e4m3fn
 
     @classmethod
+    @cache
     def usual(cls, shape: MoeShape) -> "Form":
         """As definitions have it."""
         if shape.routing == "given":
@@ -232,14 +218,6 @@ class MoeInputs(NamedTuple):
     local_expert_offset: int | torch.Tensor
     routed_scaling_factor: float | torch.Tensor
 
-    def tokens(self, part: slice) -> "MoeInputs":
-        """Those of some tokens."""
-        return self._replace(
-            routing_logits=self.routing_logits[part],
-            hidden_states=self.hidden_states[part],
-            hidden_states_scale=_columns(self.hidden_states_scale, part),
-        )
-
 
 def _columns(x_scale: Any, part: slice) -> Any:
     """The scales of some tokens, if there are any: contiguous where the whole is, else a view."""
@@ -247,6 +225,14 @@ def _columns(x_scale: Any, part: slice) -> Any:
         return None
     columns = x_scale[:, part]
     return columns.contiguous() if x_scale.is_contiguous() else columns
+
+
+def some_tokens(inputs: Any, part: slice) -> Any:
+    """The `MoeInputs` or `RoutedInputs` of some tokens."""
+    first, second, x, x_scale, *rest = inputs
+    if isinstance(inputs, RoutedInputs):
+        second = second[part]  # weights, where others have a bias
+    return inputs._make((first[part], second, x[part], _columns(x_scale, part), *rest))
 
 
 class RoutedInputs(NamedTuple):
@@ -262,15 +248,6 @@ class RoutedInputs(NamedTuple):
     w2_scale: torch.Tensor  # [E, H/128, I/128] float32
     local_expert_offset: int | torch.Tensor
     expert_map: torch.Tensor | None  # [any] int32: an id's local expert, or -1
-
-    def tokens(self, part: slice) -> "RoutedInputs":
-        """Those of some tokens."""
-        return self._replace(
-            topk_ids=self.topk_ids[part],
-            topk_weights=self.topk_weights[part],
-            x=self.x[part],
-            x_scale=_columns(self.x_scale, part),
-        )
 
 
 class BatchedInputs(NamedTuple):

@@ -31,7 +31,8 @@ from moe_fp8.baselines import (
 )
 from moe_fp8.baselines.held import HeldPerStream
 from moe_fp8.layer.metrics import calc_diff, matched_ratio
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
+from moe_fp8.layer.validate import signature
+from moe_fp8.problem import DEEPSEEK_V3, Form, MoeInputs
 from packaging.requirements import Requirement
 
 from scripts.pack import pack
@@ -78,7 +79,8 @@ def arguments(tokens: int = 1) -> list:
     """Arguments of full size that hold nothing."""
     inputs = inspect.signature(flashinfer_moe.run).parameters
     h = DEEPSEEK_V3.hidden_size
-    dims = {name: (shape, dtype) for name, shape, dtype, *_ in DEEPSEEK_V3.weight_specs} | {
+    specs = signature(DEEPSEEK_V3, tokens, Form.usual(DEEPSEEK_V3)).specs
+    dims = {name: (shape, dtype) for name, shape, dtype, *_ in specs} | {
         "routing_logits": ((tokens, DEEPSEEK_V3.num_experts), torch.float32),
         "hidden_states": ((tokens, h), torch.float8_e4m3fn),
         "hidden_states_scale": ((h // 128, tokens), torch.float32),

@@ -13,8 +13,8 @@ from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
 from moe_fp8.gemms.validate import validate_contiguous, validate_masked
 from moe_fp8.layer.calls import run_of
 from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.validate import validate
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.layer.validate import signature, validate
+from moe_fp8.problem import Form, MoeInputs, MoeShape
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
@@ -134,7 +134,9 @@ def test_the_layer_of_no_data_set_has_its_own_sizes() -> None:
     made = Definition(**definitions.build_definition(shared))
     assert made.name == shared.name and made.const_axes["num_gemm1_out_blocks"] == 4
     by_name = dict(zip(made.inputs, made.get_input_shapes({"seq_len": 1}), strict=True))
-    for name, dims, *_ in MoeShape(**shared.shape).weight_specs:
+    shape = MoeShape(**shared.shape)
+    *of_inputs, _ = signature(shape, 1, Form.usual(shape)).specs
+    for name, dims, *_ in of_inputs:
         assert list(dims) == by_name[name]
     for line in ("N_GROUP = 1", "TOPK_GROUP = 1", "TOP_K = 9"):
         assert f"\n{line}\n" in made.reference

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels import architectures
 from ..numerics import BLOCK, round_up
-from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape
+from ..problem import DEEPSEEK_V3, GroupedRows, MoeInputs, MoeShape, some_tokens
 from .backend import on_device, select
 from .validate import validate
 
@@ -142,7 +142,7 @@ def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tenso
         return
     for first in range(0, tokens, CHUNK_TOKENS):
         part = slice(first, first + CHUNK_TOKENS)
-        yield inputs.tokens(part), output[part]
+        yield some_tokens(inputs, part), output[part]
 
 
 class Layer:

@@ -29,7 +29,7 @@ def validate(
     Raises:
         ValueError: names the argument, what was expected and given, and why.
     """
-    form = form or _usual(shape)
+    form = form or Form.usual(shape)
     counted, dim, place = (inputs[2], 3, 1) if form.batched else (inputs[0], 2, 0)
     known = isinstance(counted, torch.Tensor) and counted.dim() == dim
     tokens = counted.shape[place] if known else -1
@@ -74,29 +74,21 @@ def tensors_of(inputs: Inputs, output: torch.Tensor, form: Form) -> tuple[Any, .
 
 
 @functools.lru_cache(maxsize=64)
-def _usual(shape: MoeShape) -> Form:
-    return Form.usual(shape)
-
-
-@functools.lru_cache(maxsize=64)
-def signature(shape: MoeShape, tokens: int, form: Form | None = None) -> Signature:
+def signature(shape: MoeShape, tokens: int, form: Form) -> Signature:
     """What is expected of `tensors_of`."""
-    form = form or _usual(shape)
     given = shape.routing == "given"
     kind = BatchedInputs if form.batched else RoutedInputs if given else MoeInputs
     names = kind._fields
-    scale, size = form.weight_scale, form.weight_scale.itemsize
-    weights = tuple(
-        spec._replace(dtype=scale, alignment=size) if spec.name.endswith("_scale") else spec
-        for spec in shape.weight_specs[-4:]
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    f32, scale, size = torch.float32, form.weight_scale, form.weight_scale.itemsize
+    order = "gate rows, then up rows" if form.gate_first else "up rows, then gate rows"
+    block = f"one scale per {BLOCK}x{BLOCK} block"
+    weights = (
+        Spec(names[4], (e, 2 * i, h), torch.float8_e4m3fn, f"{order}, of each expert"),
+        Spec(names[5], (e, 2 * i // BLOCK, h // BLOCK), scale, block, size),
+        Spec(names[6], (e, h, i), torch.float8_e4m3fn, "one down projection per local expert"),
+        Spec(names[7], (e, h // BLOCK, i // BLOCK), scale, block, size),
     )
-    if form.gate_first:
-        order = "gate rows, then up rows, of each expert"
-        weights = (weights[0]._replace(meaning=order), *weights[1:])
-    weights = tuple(
-        spec._replace(name=name) for spec, name in zip(weights, names[4:8], strict=True)
-    )
-    h, f32 = shape.hidden_size, torch.float32
     if form.batched:
         return _batched_signature(shape, tokens, form, weights)
     specs = []
