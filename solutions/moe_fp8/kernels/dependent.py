@@ -7,11 +7,13 @@ one before being complete means that all before it are. The next kernel is let g
 become resident as this one's leave, set up, and wait in turn. A kernel from elsewhere, launched
 without the attribute, waits for all of ours.
 
-What the kernel before the last wrote can be read without a wait: a kernel starts when every CTA of
-the one before has let it go, which it does after its own wait, so that all before that one is
-complete. So the second GEMM reads `expert_rows`, which the routing wrote. Where it is handed rows
-it lets the combine go before it has waited, but what was complete when it started is so for the
-combine, too: that is why the combine reads `pair_row` without a wait.
+What the kernel before the last wrote can be read without a wait:
+
+- Kernel N starts when every CTA of kernel N - 1 has let it go, which it does after its own wait.
+- So kernel N - 2 is complete, and all before it: the second GEMM reads `expert_rows`, which the
+  routing wrote.
+- A second GEMM that is handed rows lets the combine go before it has waited. But what was complete
+  when it started is so for the combine, too, which therefore reads `pair_row`.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -122,6 +122,7 @@ class FusedMoe:
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(bound(self.shape, tokens), divby=TMA_ROWS)
         quantised = self.gathers and x.element_type is BFloat16
+        # Where parts begin takes 64 bits, how large they are 32.
         starts, _ = offsets(parts_of(self.shape, self.terms, Int64(tokens), Int64(rows), quantised))
         shapes = parts_of(self.shape, self.terms, tokens, rows, quantised)
         parts = placed(workspace, starts, shapes)

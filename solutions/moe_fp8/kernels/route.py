@@ -322,7 +322,12 @@ class ChooseExperts:
 
     @cute.jit
     def _bits_of_best(self, order: cute.Tensor) -> Int32:
-        """Which of this lane's experts are among the token's `top_k`."""
+        """Which of this lane's experts are among the token's `top_k`.
+
+        In each turn the largest head of the lanes' sorted experts is taken, from the lowest lane
+        that has it. `last` is the least that this lane lost: chosen are its experts above that, and
+        the lowest of those equal to it.
+        """
         ranked = [order[j] for j in range(self.own)]  # largest first
         for i, j in exchanges(self.own):
             a, b = ranked[i], ranked[j]

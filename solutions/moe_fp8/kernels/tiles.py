@@ -104,8 +104,9 @@ class ExpertTiles:
         m_tiles = cutlass.max(_divide(count + (self.tile_m - 1), self.tile_m), 1)
         local = linear - begin
         n_tile = _divide(local, m_tiles)
-        turned = local - n_tile * (m_tiles - 1)
-        m_tile = turned - _divide(turned, m_tiles) * m_tiles
+        # Column n begins n row tiles further on: (local % m_tiles + n_tile) % m_tiles.
+        rotated = local - n_tile * (m_tiles - 1)
+        m_tile = rotated - _divide(rotated, m_tiles) * m_tiles
         if cutlass.const_expr(self.step == self.tile_m):
             begin_row, end_row = m_tile * self.tile_m, count
         else:
