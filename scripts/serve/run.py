@@ -37,6 +37,7 @@ class Plan:
         """(method of `Measuring`, size, unit)."""
         return [
             *(("decode", batch, "ms a step") for batch in self.batches),
+            *(("graph", batch, "ms a step") for batch in self.batches),
             *(("prefill", tokens, "ms") for tokens in self.prompts),
             ("mixed", min(MIXED_REQUESTS, max(self.batches)), "tokens/s"),
         ]
@@ -122,7 +123,8 @@ def check(backend: Backend) -> Iterator[Row]:
 
 
 def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
-    """Medians over the repeats of all backends in turn; the first one is a warm-up."""
+    """Medians over the repeats of all backends in turn; the first one is a warm-up. What a backend
+    cannot tell is NaN, and has no row."""
     for what, size, unit in plan.figures:
         values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
         for repeat in range(plan.repeats + 1):
@@ -131,6 +133,8 @@ def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
         for backend in backends:
             found = sorted(values[backend.setup.backend][1:])
             median = statistics.median(found)
+            if math.isnan(median):
+                continue
             spread = round((found[-1] - found[0]) / abs(median), 4)
             say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
             yield row_of(backend, what, size, median, unit, spread=spread, calls=len(found))

@@ -15,7 +15,7 @@ from typing import Any
 
 from scripts.common.command_line import Failure
 from scripts.common.project import ROOT
-from scripts.serve import inside
+from scripts.serve import graphs, inside
 from scripts.serve.engines import Engine, Generated, Setup, start
 from scripts.serve.inside import CHECK_TOKENS
 
@@ -23,6 +23,8 @@ DECODE_PROMPT = 96
 MOST_STEPS, LEAST_STEPS, STEPS_OF_ALL = 128, 32, 4096
 """Decode steps: as many as make so many tokens of all requests together, within bounds. The times
 of two prefills differ by more than a short step takes, and many steps divide that."""
+GRAPH_STEPS = 32
+"""Decode steps of which the CUDA graph is timed."""
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
 """The mixed load: requests, fewer where the largest batch has fewer, and a request's tokens read
 and written."""
@@ -127,6 +129,13 @@ class Measuring:
         steps = min(max(STEPS_OF_ALL // batch, LEAST_STEPS), MOST_STEPS)
         first = self.seconds(lengths, 1, seed)
         return 1e3 * (self.seconds(lengths, 1 + steps, seed) - first) / steps
+
+    def graph(self, batch: int, repeat: int) -> float:
+        """ms of a step's CUDA graph on the GPU; NaN where it is not one graph of this process, as
+        with several GPUs."""
+        with graphs.timed(GRAPH_STEPS // 2) as milliseconds:
+            self.seconds(batch * (DECODE_PROMPT,), 1 + GRAPH_STEPS, 1000 * batch + repeat)
+        return milliseconds()
 
     def prefill(self, tokens: int, repeat: int) -> float:
         """ms of one prompt."""

@@ -8,7 +8,7 @@ import pandas as pd
 from scripts.common.text import number, percent
 from scripts.table.tables import Table, numbers
 
-TIMED = ("decode", "prefill", "mixed")
+TIMED = ("decode", "graph", "prefill", "mixed")
 LARGER_IS_BETTER = ("tokens/s",)
 SERVED = "served"
 """The measurement's name."""
@@ -17,6 +17,7 @@ LONG_PROMPT = 4096
 """Tokens from which on the GPU, not the host, is what a prefill waits for."""
 GAINS = {
     "decode": "a decode step",
+    "graph": "its CUDA graph",
     "prefill": f"prefill from {LONG_PROMPT} tokens",
     "mixed": "mixed load",
 }
@@ -54,7 +55,8 @@ def gains_table(rows: Sequence[Row]) -> Table:
     found = found[(found.part != "prefill") | (found["size"] >= LONG_PROMPT)]
     wide = found.groupby(["model", "part"]).gain.agg(between).unstack().rename(columns=GAINS)
     models = [model for model in f.model.unique() if model in wide.index]
-    wide = wide.reindex(index=models, columns=list(GAINS.values())).astype(object).fillna("-")
+    columns = [column for column in GAINS.values() if column in wide]
+    wide = wide.reindex(index=models, columns=columns).astype(object).fillna("-")
     title = "Ours over the best of the engine's own kernels, end to end"
     return Table(wide.rename_axis("served").reset_index(), title=title)
 

@@ -1,8 +1,10 @@
 """`run.py serve` on a stand-in of an engine; its loader, layer check and tables."""
 
 import importlib.metadata
+import math
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,6 +354,69 @@ def test_small_batches_decode_more_steps(batch: int, steps: int):
     engine = SimpleNamespace(version="", generate=lambda given, tokens: asked.append(tokens))
     Measuring(engine, 1000).decode(batch, 0)
     assert asked == [1, 1 + steps]
+
+
+class Clock:
+    """Of a GPU that does one thing after the other; `_sleep` and graphs move it, events read it."""
+
+    now = 0.0
+
+    def sleep(self, cycles: int) -> None:
+        self.now += 1000.0
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        def record() -> None:
+            event.at = self.now
+
+        event = SimpleNamespace(record=record, elapsed_time=lambda end: end.at - event.at)
+        return event
+
+
+@pytest.mark.parametrize(
+    ("graphs_of_a_step", "expected"), [([2.0], 2.0), ([2.0, 3.0], math.nan), ([], math.nan)]
+)
+def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
+    graphs_of_a_step, expected, monkeypatch
+):
+    """Of a prefill that has a graph of its own, and steps of one graph, two, or none."""
+
+    @dataclass(eq=False)
+    class Graph:
+        taken: float
+
+        def replay(self) -> None:
+            clock.now += self.taken
+
+    def generate(given, tokens):
+        for graph in (Graph(7.0), *steps * (tokens - 1)):
+            graph.replay()
+
+    clock, steps = Clock(), [Graph(taken) for taken in graphs_of_a_step]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    replay = Graph.replay
+    measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
+    assert measuring.graph(2, 0) == pytest.approx(expected, nan_ok=True)
+    assert Graph.replay is replay
+
+
+def test_what_a_backend_cannot_tell_has_no_row():
+    def backend(name: str) -> SimpleNamespace:
+        asked = iter(range(100))
+        return SimpleNamespace(
+            setup=Setup("vllm", name, models.find("qwen3-30b-a3b", 2, True)), version="",
+            ask=lambda what, size, repeat: math.nan if what == "graph" and name == "engine"
+            else 1.0 + next(asked),
+        )  # fmt: skip
+
+    rows = list(turns.timed([backend("engine"), backend("ours")], turns.Plan((1,), (), 2)))
+    assert [(row["part"], row["subject"]) for row in rows] == [
+        ("decode", "engine"), ("decode", "ours"), ("graph", "ours"),
+        ("mixed", "engine"), ("mixed", "ours"),
+    ]  # fmt: skip
+    assert rows[2]["value"] == 5.5, "the median after the warm-up"
 
 
 def test_prompts_are_drawn_once_and_for_all():

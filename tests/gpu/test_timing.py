@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.measure.timing import Timed, device_times, one_after_another
+from scripts.serve import graphs
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 pytestmark = pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n")
@@ -133,3 +134,15 @@ def test_a_call_that_the_cache_would_hasten_is_timed_cold(chains) -> None:
     assert method == "graph"
     assert ms == pytest.approx(from_memory, rel=0.2), (ms, said)
     assert ms > 1.25 * from_cache, (ms, said)
+
+
+def test_a_graph_takes_as_long_however_slow_its_host_is() -> None:
+    """Of an engine's decode step; the host sleeps between replays, not during a launch."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(CYCLES)
+    with graphs.timed(4) as milliseconds:
+        for _ in range(8):
+            graph.replay()
+            time.sleep(0.01)
+    assert milliseconds() == pytest.approx(by_the_hosts_clock(CYCLES), rel=0.05)
