@@ -27,10 +27,9 @@ class Architecture:
     config: Any  # a GEMM config that suits every problem
     choose: Callable[..., Any]  # picks a config, see `sm90.heuristic.choose`
     layer: LayerRules  # of the fused layer's configs
-    # Load the kernel class, and for a config the epilogue class that makes FP8 terms of up and
-    # gate: the DSL is not imported before it is needed.
-    gemm: Callable[[], type]
-    swiglu: Callable[[Any], type]
+    # Loads, for a config, the kernel's class and that of the epilogue that makes FP8 terms of up
+    # and gate: the DSL is not imported before it is needed.
+    classes: Callable[[Any], tuple[type, type]]
 
     def choose_layer(
         self, tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., Any] | None = None
@@ -45,28 +44,18 @@ class Architecture:
         return GatheredRows if config.swap_ab or config.gathers else None
 
 
-def _gemm_sm90() -> type:
+def _sm90(config: GemmConfig) -> tuple[type, type]:
     from .sm90.gemm import GroupedGemmSm90
-
-    return GroupedGemmSm90
-
-
-def _swiglu_sm90(config: GemmConfig) -> type:
     from .sm90.swiglu_epilogue import SwigluQuantise
 
-    return SwigluQuantise
+    return GroupedGemmSm90, SwigluQuantise
 
 
-def _gemm_sm100() -> type:
+def _sm100(config: GemmConfigSm100) -> tuple[type, type]:
     from .sm100.gemm import GroupedGemmSm100
-
-    return GroupedGemmSm100
-
-
-def _swiglu_sm100(config: GemmConfigSm100) -> type:
     from .sm100.swiglu_epilogue import SwigluQuantise, SwigluQuantisePair
 
-    return SwigluQuantisePair if config.by_pairs else SwigluQuantise
+    return GroupedGemmSm100, SwigluQuantisePair if config.by_pairs else SwigluQuantise
 
 
 HOPPER = Architecture(
@@ -75,8 +64,7 @@ HOPPER = Architecture(
     config=GemmConfig(),
     choose=sm90.choose,
     layer=sm90.LAYER,
-    gemm=_gemm_sm90,
-    swiglu=_swiglu_sm90,
+    classes=_sm90,
 )
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",
@@ -84,8 +72,7 @@ BLACKWELL = Architecture(
     config=GemmConfigSm100(),
     choose=sm100.choose,
     layer=sm100.LAYER,
-    gemm=_gemm_sm100,
-    swiglu=_swiglu_sm100,
+    classes=_sm100,
 )
 BLACKWELL_ULTRA = replace(BLACKWELL, gpus="compute capability 10.3 (B300, GB300)", target="sm_103a")
 

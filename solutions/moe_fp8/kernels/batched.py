@@ -128,5 +128,5 @@ def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Int32, (2 * experts + 1,), align=4),
         Scalar(Int32),
     )
-    parameters = (config, n, k, experts, of_target(target).gemm())
-    return compiled(BatchedGemm, parameters, arguments, target)
+    gemm, _ = of_target(target).classes(config)
+    return compiled(BatchedGemm, (config, n, k, experts, gemm), arguments, target)

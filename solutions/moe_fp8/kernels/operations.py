@@ -212,7 +212,7 @@ def fused_kernel(
         Tensor(scale, (local, h // BLOCK, i // BLOCK), align),
     )
     architecture = of_target(target)
-    classes = architecture.gemm(), architecture.swiglu(config1)
+    classes = architecture.classes(config1)
     arguments: tuple[Argument, ...]
     parameters: tuple = (shape, config1, config2, multiprocessors, *classes)
     if form.batched:
@@ -303,7 +303,8 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )
-    return compiled(of_target(target).gemm(), (config, n, k, experts), arguments, target)
+    gemm, _ = of_target(target).classes(config)
+    return compiled(gemm, (config, n, k, experts), arguments, target)
 
 
 @CompiledOnce
