@@ -46,7 +46,7 @@ def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Ten
     counters = torch.full((3,), -7, dtype=torch.int32)
     kernels.compile_route(shape, True, target, form)(
         given.topk_ids, given.topk_weights, given.local_expert_offset, experts,
-        expert, marks, weights, m_indptr, pair_row, token_of_row, counters,
+        expert, marks, weights, m_indptr, pair_row, token_of_row, counters, None,
     )  # fmt: skip
     assert counters.tolist() == [0, 0, 0]
     return m_indptr, pair_row, weights, token_of_row

@@ -62,7 +62,7 @@ def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor | None, offs
     counters = torch.full((3,), -7, dtype=torch.int32)
     scratch = expert, marks
     written = weights, m_indptr, pair_row, token_of_row, counters
-    function(logits, bias, offset, 2.5, *scratch, *written)
+    function(logits, bias, offset, 2.5, *scratch, *written, None)
     assert counters.tolist() == [0, 0, 0]
     chosen = torch.searchsorted(m_indptr, pair_row, right=True, out_int32=True) - 1
     return chosen.where(pair_row >= 0, -1), weights, m_indptr, pair_row, token_of_row

@@ -179,11 +179,13 @@ def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
     check_swiglu((q, scale), (expected_q, expected_scale))
 
 
-def run_permute(function, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `function` into buffers of NaN."""
+def run_permute(
+    function, x, x_scale, pair_row, rows: int, *by_row: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `function` into buffers of NaN; the compiled one takes `by_row` as well."""
     a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
     a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
-    function(x, x_scale, pair_row, a, a_scale)
+    function(x, x_scale, pair_row, a, a_scale, *by_row)
     return a.view(torch.uint8), a_scale
 
 
@@ -199,7 +201,7 @@ def test_permute(tokens, hidden, mode, emulator):
     pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
     pair_row = pair_row.view(tokens, top_k)
     kernel = compile_permute(hidden, top_k, TARGET)
-    a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows)
+    a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows, None)
     expected_a, expected_scale = run_permute(model.permute, x, x_scale, pair_row, rows)
     assert torch.equal(a, expected_a)
     assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
@@ -216,7 +218,7 @@ def test_permute_of_hardly_a_pair(pairs, mode, emulator):
     pair_row[3, :pairs] = 0
     x, x_scale = fp8(5, 512), torch.randn(4, 5)
     kernel = compile_permute(512, 8, TARGET)
-    a, a_scale = run_permute(kernel, x, x_scale, pair_row, 12)
+    a, a_scale = run_permute(kernel, x, x_scale, pair_row, 12, None)
     assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
     assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
     assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
@@ -230,7 +232,7 @@ def test_permute_to_a_row_past_32_bits(emulator):
     pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
     a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
     a_scale = torch.empty(4, row + 1)
-    compile_permute(hidden, 2, TARGET)(x, x_scale, pair_row, a, a_scale)
+    compile_permute(hidden, 2, TARGET)(x, x_scale, pair_row, a, a_scale, None)
     assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
     assert torch.equal(a_scale[:, row], x_scale[:, 0])
     assert emulator.reports[-1].hazards == []

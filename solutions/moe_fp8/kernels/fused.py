@@ -135,11 +135,11 @@ class FusedMoe:
         begin = cute.recast_ptr(begin + Int64(rows) * h, dtype=Float32).align(16)
         a_scale = cute.make_tensor(begin, cute.make_layout((h // BLOCK, rows), stride=(rows, 1)))
 
-        self.route.launch(
+        self.route(
             logits, bias, offset, scaling,
             parts.expert, parts.marks, parts.weights, parts.m_indptr,
-            parts.pair_row, parts.token_of_row, parts.counters, stream,
-            QuantisedTokens(x, parts.x, parts.x_scale) if quantised else None,
+            parts.pair_row, parts.token_of_row, parts.counters,
+            QuantisedTokens(x, parts.x, parts.x_scale) if quantised else None, stream,
         )  # fmt: skip
         if cutlass.const_expr(quantised):
             x, x_scale = parts.x, parts.x_scale
@@ -157,7 +157,7 @@ class FusedMoe:
             if cutlass.const_expr(x.element_type is not BFloat16):
                 end = cute.domain_offset((local,), parts.m_indptr)
                 by_row = TokensOfRows(parts.token_of_row, end)
-            self.permute.launch(x, x_scale, parts.pair_row, a, a_scale, stream, by_row)
+            self.permute(x, x_scale, parts.pair_row, a, a_scale, by_row, stream)
         self.gemms.launch(
             rows_of_a, (w13, w13_scale, w2, w2_scale), parts.q, parts.q_scale, parts.o,
             expert_rows, parts.counters, rows, stream, side_job_tensors, writable_rows,

@@ -56,7 +56,7 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     function = compile_route(shape, with_tokens, target_of(logits.device), form)
     given = (logits, bias, offset, scaling)
     if tokens:
-        function(*given, expert, marks, weights, m_indptr, pair_row, token_of_row, counters)
+        function(*given, expert, marks, weights, m_indptr, pair_row, token_of_row, counters, None)
     else:
         m_indptr.zero_()
     return GroupedRows(token_of_row if with_tokens else None, m_indptr, pair_row, weights)
@@ -85,7 +85,7 @@ def permute(x, x_scale, pair_row, a, a_scale, ue8m0=False) -> None:
         form = Form(x=x.dtype, strided_scales=layout)
         top_k = pair_row.shape[1]
         function = compile_permute(hidden, top_k, target_of(x.device), form, ue8m0)
-        function(x, x_scale, pair_row, a, a_scale)
+        function(x, x_scale, pair_row, a, a_scale, None)
 
 
 def swiglu_quant(g, q, q_scale, m_indptr, swiglu=SILU, ue8m0=False) -> None:
@@ -240,6 +240,7 @@ def compile_route(
         slots,
         Tensor(Int32, (Extent("rows"),), align=4),
         Tensor(Int32, (Extent("counters"),), align=4),
+        None,  # no tokens are quantised
     )
     return compiled(Route, (shape, names_tokens), arguments, target)
 
@@ -317,6 +318,7 @@ def compile_permute(
         Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
         Tensor(Float8E4M3FN, (rows, hidden)),
         Tensor(Float32, (blocks, rows), align=4),
+        None,  # scales are copied by token
     )
     return compiled(Permute, (hidden, top_k, ue8m0), arguments, target)
 

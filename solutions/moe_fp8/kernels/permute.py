@@ -56,20 +56,15 @@ class Permute:
         self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
-    def __call__(self, x, x_scale, pair_row, a, a_scale, stream):
-        """See `launch`."""
-        self.launch(x, x_scale, pair_row, a, a_scale, stream)
-
-    @cute.jit
-    def launch(
+    def __call__(
         self,
         x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
+        by_row: TokensOfRows | None,  # of e4m3 tokens
         stream: cuda.CUstream,
-        by_row: TokensOfRows | None = None,  # of e4m3 tokens
     ):
         of_scales = Int32(0)
         if cutlass.const_expr(by_row is not None):

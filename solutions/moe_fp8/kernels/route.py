@@ -83,17 +83,6 @@ class Route:
 
     @cute.jit
     def __call__(
-        self, logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
-        token_of_row, counters, stream,
-    ):  # fmt: skip
-        """See `launch`."""
-        self.launch(
-            logits, bias, offset, scaling, expert, marks, weights, m_indptr, pair_row,
-            token_of_row, counters, stream,
-        )  # fmt: skip
-
-    @cute.jit
-    def launch(
         self,
         logits: cute.Tensor,  # these four as in `RouterInputs`, or in `GivenExperts`
         bias: cute.Tensor | None,
@@ -106,8 +95,8 @@ class Route:
         pair_row: cute.Tensor,
         token_of_row: cute.Tensor,
         counters: cute.Tensor,
+        tokens: QuantisedTokens | None,  # quantised as well, by further CTAs
         stream: cuda.CUstream,
-        tokens: QuantisedTokens | None = None,  # quantised as well, by further CTAs
     ):
         inputs = RouterInputs(logits, bias, offset, scaling)
         numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)
