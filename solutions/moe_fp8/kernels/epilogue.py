@@ -18,10 +18,7 @@ from .barriers import Barriers
 from .dsl import LayoutEnum
 from .limits import EPILOGUE_COLUMNS, WARPGROUP
 from .tiles import Tile
-from .vectors import vector
-
-VECTOR = 8
-"""bfloat16 elements of a 16-byte access."""
+from .vectors import BF16_VECTOR, vector
 
 
 class Output(NamedTuple):
@@ -184,17 +181,18 @@ class StoreBFloat16(StoreRows):
         tile_n = self.config.tile_n
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
         for part in cutlass.range_constexpr(self.operands.parts):
-            column = self.operands.first_column(warpgroup, part) + local % 8 * VECTOR
+            column = self.operands.first_column(warpgroup, part) + local % 8 * BF16_VECTOR
             inside = Boolean(True)
             if cutlass.const_expr(self.ragged_n):
                 inside = tile.n_tile * tile_n + column < self.n
             for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
                 if inside:
                     source = cute.local_tile(
-                        staging.rows[warpgroup, part, r, None], (VECTOR,), (local % 8,)
+                        staging.rows[warpgroup, part, r, None], (BF16_VECTOR,), (local % 8,)
                     )
                     # Not visible to the compiler, which would store two bytes at a time.
-                    cute.autovec_copy(source, vector(first + Int64(r) * self.n + column, VECTOR))
+                    target = first + Int64(r) * self.n + column
+                    cute.autovec_copy(source, vector(target, BF16_VECTOR))
 
 
 class StoreFromRegisters(StoreRows):

@@ -11,12 +11,8 @@ from ..numerics import BLOCK
 from .dependent import wait_for_previous
 from .quantise import quantise
 from .tiles import WARP
-from .vectors import load, vector
+from .vectors import BF16_VECTOR, E4M3_VECTOR, load, vector
 
-VECTOR = 16
-"""e4m3 elements of a 16-byte access."""
-HALF = VECTOR // 2
-"""The same of bfloat16."""
 THREADS = 64
 """A row of 7168 is then 7 vectors a thread, none left over."""
 
@@ -52,7 +48,7 @@ class Permute:
             raise ValueError(f"hidden={hidden}: expected a multiple of {BLOCK}")
         self.hidden, self.top_k, self.ue8m0 = hidden, top_k, ue8m0
         self.blocks = hidden // BLOCK
-        self.vectors_per_thread = -(-hidden // (VECTOR * THREADS))
+        self.vectors_per_thread = -(-hidden // (E4M3_VECTOR * THREADS))
         self.blocks_per_thread = -(-self.blocks // THREADS)
 
     @cute.jit
@@ -115,7 +111,7 @@ class Permute:
         for s in cutlass.range_constexpr(self.top_k):
             last = cutlass.max(last, rows[s])
         if last >= 0:
-            values = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), Float8E4M3FN)
+            values = cute.make_rmem_tensor((E4M3_VECTOR, self.vectors_per_thread), Float8E4M3FN)
             quantised = x.element_type is BFloat16
             per_thread = self.vectors_per_thread if quantised else self.blocks_per_thread
             scales = cute.make_rmem_tensor(per_thread, Float32)
@@ -131,16 +127,16 @@ class Permute:
         """Scale block of a thread's scale `i`; `blocks`, which is out of range, if it has none."""
         if not quantised:
             return i * THREADS + thread
-        column = (i * THREADS + thread) * VECTOR
+        column = (i * THREADS + thread) * E4M3_VECTOR
         return cutlass.select_(column % BLOCK == 0, column // BLOCK, Int32(self.blocks))
 
     @cute.jit
     def _load(self, x, x_scale, token, thread, values, scales):
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * VECTOR
+            column = (i * THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
-                cute.autovec_copy(vector(at, VECTOR), values[None, i])
+                cute.autovec_copy(vector(at, E4M3_VECTOR), values[None, i])
         if cutlass.const_expr(x_scale is not None):
             for i in cutlass.range_constexpr(self.blocks_per_thread):
                 block = self._block(i, thread, False)
@@ -149,28 +145,28 @@ class Permute:
 
     @cute.jit
     def _quantise(self, x, token, thread, values, scales):
-        """The same of bfloat16: a thread has VECTOR values of as many scale blocks as vectors."""
-        raw = cute.make_rmem_tensor((VECTOR, self.vectors_per_thread), BFloat16)
+        """The same of bfloat16: a thread has 16 values of as many scale blocks as vectors."""
+        raw = cute.make_rmem_tensor((E4M3_VECTOR, self.vectors_per_thread), BFloat16)
         raw.fill(0.0)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * VECTOR
+            column = (i * THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 for half in cutlass.range_constexpr(2):
                     to = cute.make_tensor(
-                        raw[None, i].iterator + half * HALF, cute.make_layout(HALF)
+                        raw[None, i].iterator + half * BF16_VECTOR, cute.make_layout(BF16_VECTOR)
                     )
-                    cute.autovec_copy(vector(at + half * HALF, HALF), to)
+                    cute.autovec_copy(vector(at + half * BF16_VECTOR, BF16_VECTOR), to)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             scales[i] = quantise(raw[None, i], values[None, i], self.ue8m0)
 
     @cute.jit
     def _store(self, values, scales, quantised, row, thread, a, a_scale):
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * VECTOR
+            column = (i * THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = a.iterator + Int64(row) * self.hidden + column
-                cute.autovec_copy(values[None, i], vector(at, VECTOR))
+                cute.autovec_copy(values[None, i], vector(at, E4M3_VECTOR))
         if cutlass.const_expr(a_scale is not None):
             for i in cutlass.range_constexpr(cute.size(scales)):
                 block = self._block(i, thread, quantised)

@@ -18,10 +18,7 @@ from .epilogue import Epilogue
 from .handoff import announce
 from .swiglu_quant import of_gate, of_up
 from .tiles import Tile
-from .vectors import vector
-
-VECTOR = 16
-"""e4m3 elements of a 16-byte access."""
+from .vectors import E4M3_VECTOR, vector
 
 
 class Quantised(NamedTuple):
@@ -70,9 +67,9 @@ class SwigluEpilogue(Epilogue):
         # That have maxima of their own, of a token: a warp's columns, or a warpgroup's.
         self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
         self.rows = config.tile_m  # that a tile makes
-        self.parts = self.columns // VECTOR  # accesses of a row
+        self.parts = self.columns // E4M3_VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
-        self.pitch = self.columns + VECTOR
+        self.pitch = self.columns + E4M3_VECTOR
 
     def weights(self, b: cute.Tensor) -> cute.Tensor:
         """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
@@ -142,10 +139,10 @@ class SwigluEpilogue(Epilogue):
     def _store_part(self, output: Quantised, staging: Any, tile: Tile, row: Int32, part: Int32):
         """16 bytes of each term of a row that the tile's expert has."""
         if row < tile.rows:
-            source = self._staged(staging, row, 0) + part * VECTOR
+            source = self._staged(staging, row, 0) + part * E4M3_VECTOR
             start = Int64(tile.row + row) * (self.terms * self.intermediate)
-            target = output.q.iterator + start + tile.n_tile * self.columns + part * VECTOR
+            target = output.q.iterator + start + tile.n_tile * self.columns + part * E4M3_VECTOR
             for t in cutlass.range_constexpr(self.terms):
                 of_term = source + t * self.rows * self.pitch
-                there = vector(target + t * self.intermediate, VECTOR)
-                cute.autovec_copy(vector(of_term, VECTOR), there)
+                there = vector(target + t * self.intermediate, E4M3_VECTOR)
+                cute.autovec_copy(vector(of_term, E4M3_VECTOR), there)

@@ -10,12 +10,10 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from ..numerics import BLOCK, FP8_MAX, MANTISSA
 from ..problem import SILU, Swiglu
 from .dependent import wait_for_previous
-from .vectors import vector
+from .vectors import BF16_VECTOR, vector
 
 LOG2_E = 1.4426950408889634
-VECTOR = 8
-"""bfloat16 elements of a 16-byte load."""
-LANES = BLOCK // VECTOR
+LANES = BLOCK // BF16_VECTOR
 """Threads that share one scale block of a row."""
 THREADS = 128
 ROWS = 2
@@ -133,36 +131,36 @@ class SwigluQuant:
         ctas, _, _ = cute.arch.grid_dim()
         block = column_group * self.blocks_per_cta + thread // LANES
         lane = thread % LANES
-        column = block * BLOCK + lane * VECTOR
+        column = block * BLOCK + lane * BF16_VECTOR
         wait_for_previous()
         if block < self.blocks:
             rows = m_indptr[cute.size(m_indptr) - 1]
-            up = cute.make_rmem_tensor((VECTOR, ROWS), BFloat16)
-            gate = cute.make_rmem_tensor((VECTOR, ROWS), BFloat16)
+            up = cute.make_rmem_tensor((BF16_VECTOR, ROWS), BFloat16)
+            gate = cute.make_rmem_tensor((BF16_VECTOR, ROWS), BFloat16)
             for first in cutlass.range(cta, rows, ROWS * ctas):
                 for i in cutlass.range_constexpr(ROWS):
                     row = first + i * ctas
                     if row < rows:
                         source = g.iterator + Int64(row) * (2 * self.intermediate)
-                        cute.autovec_copy(vector(source + column, VECTOR), up[None, i])
+                        cute.autovec_copy(vector(source + column, BF16_VECTOR), up[None, i])
                         source += column + self.intermediate
-                        cute.autovec_copy(vector(source, VECTOR), gate[None, i])
+                        cute.autovec_copy(vector(source, BF16_VECTOR), gate[None, i])
                 for i in cutlass.range_constexpr(ROWS):
                     row = first + i * ctas
                     if row < rows:
-                        quantised = cute.make_rmem_tensor(VECTOR, Float8E4M3FN)
+                        quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)
                         scale = self._quantise(up[None, i], gate[None, i], quantised)
                         target = q.iterator + Int64(row) * self.intermediate + column
-                        cute.autovec_copy(quantised, vector(target, VECTOR))
+                        cute.autovec_copy(quantised, vector(target, BF16_VECTOR))
                         if lane == 0:
                             q_scale[block, row] = scale
 
     @cute.jit
     def _quantise(self, up: cute.Tensor, gate: cute.Tensor, quantised: cute.Tensor) -> Float32:
         """Fill one thread's part of a scale block and return the block's scale."""
-        c = cute.make_rmem_tensor(VECTOR, Float32)
+        c = cute.make_rmem_tensor(BF16_VECTOR, Float32)
         amax = Float32(0.0)
-        for i in cutlass.range_constexpr(VECTOR):
+        for i in cutlass.range_constexpr(BF16_VECTOR):
             c[i] = of_gate(Float32(gate[i]), self.swiglu) * of_up(Float32(up[i]), self.swiglu)
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=LANES)

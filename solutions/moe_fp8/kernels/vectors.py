@@ -7,6 +7,8 @@ from cutlass.cute.nvgpu import cpasync
 
 BYTES = 16
 """Of the widest access."""
+BF16_VECTOR, E4M3_VECTOR = BYTES // 2, BYTES
+"""Elements of such an access."""
 
 
 def alignment(count: int, width: int = 32) -> int:

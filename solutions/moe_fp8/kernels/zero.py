@@ -5,18 +5,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 
 from .tiles import WARP
-from .vectors import BYTES, vector
-
-VECTOR = BYTES // 2
-"""bfloat16 elements of a 16-byte store."""
+from .vectors import BF16_VECTOR, vector
 
 
 class ZeroRows:
     """`out[r] = 0` where `is_zero`, by a warp of each CTA that has nothing else to do."""
 
     def __init__(self, width: int):
-        if width % VECTOR:
-            raise ValueError(f"width={width}: expected a multiple of {VECTOR}")
+        if width % BF16_VECTOR:
+            raise ValueError(f"width={width}: expected a multiple of {BF16_VECTOR}")
         self.width = width
 
     @cute.jit
@@ -26,13 +23,15 @@ class ZeroRows:
         `known` is what `is_zero` looks at.
         """
         lane = cute.arch.lane_idx()
-        zeros = cute.make_rmem_tensor(VECTOR, BFloat16)
+        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)
         zeros.fill(0.0)
         for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
             if self.is_zero(known, out, Int32(row)):
                 start = out.iterator + Int64(row) * self.width
-                for column in cutlass.range(lane * VECTOR, self.width, WARP * VECTOR, unroll=4):
-                    cute.autovec_copy(zeros, vector(start + column, VECTOR))
+                for column in cutlass.range(
+                    lane * BF16_VECTOR, self.width, WARP * BF16_VECTOR, unroll=4
+                ):
+                    cute.autovec_copy(zeros, vector(start + column, BF16_VECTOR))
 
     def rows(self, out: cute.Tensor) -> Int32:
         return Int32(cute.size(out, mode=[0]))

@@ -4,12 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
 
-from ..epilogue import VECTOR, StoreRows, TileShare
+from ..epilogue import StoreRows, TileShare
 from ..tiles import WARP
-from ..vectors import vector
+from ..vectors import BF16_VECTOR, vector
 from .config import MMA_ROWS, STAGED_COLUMNS
 
-PIECES = STAGED_COLUMNS // VECTOR
+PIECES = STAGED_COLUMNS // BF16_VECTOR
 """16-byte pieces of a staged row."""
 
 
@@ -43,26 +43,26 @@ class StoreByWarp(StoreRows):
         mine = staging[None, thread // WARP].iterator
         first_row = thread % MMA_ROWS // WARP * WARP
         first_column = tile.n_tile * c.tile_n + warpgroup * c.consumer_columns
-        rounded = cute.make_rmem_tensor((VECTOR, PIECES), BFloat16)
+        rounded = cute.make_rmem_tensor((BF16_VECTOR, PIECES), BFloat16)
         for first in cutlass.range_constexpr(0, c.consumer_columns, STAGED_COLUMNS):
             for i in cutlass.range_constexpr(STAGED_COLUMNS):
                 rounded[i] = BFloat16(acc[first + i])
             cute.arch.sync_warp()  # what was staged before has been read
             for piece in cutlass.range_constexpr(PIECES):
-                there = vector(mine + self._place(lane, piece), VECTOR)
+                there = vector(mine + self._place(lane, piece), BF16_VECTOR)
                 cute.autovec_copy(rounded[None, piece], there)
             cute.arch.sync_warp()
-            column = first_column + first + lane % PIECES * VECTOR
+            column = first_column + first + lane % PIECES * BF16_VECTOR
             inside = Boolean(True)
             if cutlass.const_expr(self.ragged_n):
                 inside = column < self.n
             for i in cutlass.range_constexpr(PIECES):
                 row = lane // PIECES + i * (WARP // PIECES)
                 if inside and first_row + row < tile.rows:
-                    source = vector(mine + self._place(row, lane % PIECES), VECTOR)
+                    source = vector(mine + self._place(row, lane % PIECES), BF16_VECTOR)
                     target = output.iterator + Int64(tile.row + first_row + row) * self.n + column
-                    cute.autovec_copy(source, vector(target, VECTOR))
+                    cute.autovec_copy(source, vector(target, BF16_VECTOR))
 
     def _place(self, row: Int32, piece: Int32 | int) -> Int32:
         """Where a piece of a row is staged: the pieces of a column lie in different banks."""
-        return row * STAGED_COLUMNS + (row // 2 % PIECES ^ piece) * VECTOR
+        return row * STAGED_COLUMNS + (row // 2 % PIECES ^ piece) * BF16_VECTOR
