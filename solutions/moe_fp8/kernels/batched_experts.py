@@ -15,8 +15,9 @@ from ..numerics import BLOCK, TMA_ROWS, round_up
 from ..problem import MoeShape
 from .dependent import wait_for_previous
 from .expert_gemms import COUNTERS, ExpertGemms
-from .quantise import VECTOR, QuantisedTokens, QuantiseTokens
+from .quantise import QuantisedTokens, quantise_token
 from .tiles import WARP
+from .vectors import BF16_VECTOR
 from .workspace import offsets, placed
 
 WARPS = 8
@@ -61,7 +62,7 @@ class PlaceTokens:
 
     `expert_rows[:, e] = e * R + (0, num_tokens[e])`, and `scale[:, e * R + r] = x_scale[e, r, :]`
     for the rows that an expert has: of 32 rows at a time, a row in each lane; a warp has every
-    eighth K block. Tokens in bfloat16 are quantised instead, a row at a time (`QuantiseTokens`).
+    eighth K block. Tokens in bfloat16 are quantised instead, a row at a time (`quantise_token`).
     A count is taken for 0 if negative, for R if larger: no one reads or writes beyond the rows.
 
     `grid = (parts, experts)`, however many parts an expert's rows are divided into.
@@ -70,8 +71,8 @@ class PlaceTokens:
     def __init__(self, hidden: int, ue8m0: bool):
         self.blocks = hidden // BLOCK
         self.blocks_per_warp = -(-self.blocks // WARPS)
-        self.threads_of_row = round_up(hidden // VECTOR, WARP)
-        self.quantise = QuantiseTokens(hidden, self.threads_of_row, ue8m0)
+        self.threads_of_row = round_up(hidden // BF16_VECTOR, WARP)
+        self.ue8m0 = ue8m0
 
     @cute.jit
     def launch(
@@ -113,7 +114,7 @@ class PlaceTokens:
                 counters[thread] = Int32(0)
         if cutlass.const_expr(x is not None):
             for row in cutlass.range(part, count, parts, unroll=1):
-                self.quantise.run(x, first + row)
+                quantise_token(x, first + row, self.ue8m0)
         else:
             for row in cutlass.range(part * WARP, count, parts * WARP, unroll=1):
                 self._copy_scales(x_scale, scale, expert, first, row, count)

@@ -1,7 +1,7 @@
 """Tokens in bfloat16 become FP8 with a scale for 128 values, as by `quantise.quantise_rows`.
 
 To the bit. Where the first GEMM gathers its rows, the routing's last kernel has a CTA more for each
-token, which quantises it (`QuantiseTokens`): a launch of their own would cost more than what they
+token, which quantises it (`quantise_token`): a launch of their own would cost more than what they
 do. Where the rows are permuted for, the permutation quantises the tokens that it copies.
 """
 
@@ -13,10 +13,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK
 from .swiglu_quant import block_scale
-from .vectors import vector
+from .vectors import BF16_VECTOR, vector
 
-VECTOR = 8
-"""bfloat16 elements of a 16-byte load."""
 MAGNITUDE = 0x7FFFFFFF
 """Bits of a float32 but for its sign, ordered as an integer; a NaN is the largest."""
 
@@ -29,36 +27,22 @@ class QuantisedTokens(NamedTuple):
     scale: cute.Tensor  # (hidden / 128, tokens) f32, written
 
 
-class QuantiseTokens:
-    """A CTA quantises a token, a thread `VECTOR` of its values.
-
-    Raises:
-        ValueError: the threads are too few for a token.
-    """
-
-    def __init__(self, hidden: int, threads: int, ue8m0: bool):
-        if hidden % BLOCK or hidden > threads * VECTOR:
-            raise ValueError(
-                f"hidden={hidden}: expected a multiple of {BLOCK} up to {threads * VECTOR}"
-            )
-        self.hidden, self.ue8m0 = hidden, ue8m0
-
-    @cute.jit
-    def run(self, tokens: QuantisedTokens, token: Int32):
-        """By all threads of a CTA."""
-        thread, _, _ = cute.arch.thread_idx()
-        column = thread * VECTOR
-        raw = cute.make_rmem_tensor(VECTOR, BFloat16)
-        raw.fill(0.0)
-        start = Int64(token) * self.hidden + column
-        if column < self.hidden:
-            cute.autovec_copy(vector(tokens.x.iterator + start, VECTOR), raw)
-        quantised = cute.make_rmem_tensor(VECTOR, Float8E4M3FN)
-        scale = quantise(raw, quantised, self.ue8m0)
-        if column < self.hidden:
-            cute.autovec_copy(quantised, vector(tokens.q.iterator + start, VECTOR))
-            if column % BLOCK == 0:
-                tokens.scale[column // BLOCK, token] = scale
+@cute.jit
+def quantise_token(tokens: QuantisedTokens, token: Int32, ue8m0: bool):
+    """By all threads of a CTA, enough for a token at `BF16_VECTOR` of its values each."""
+    thread, _, _ = cute.arch.thread_idx()
+    hidden, column = cute.size(tokens.x, mode=[1]), thread * BF16_VECTOR
+    raw = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)
+    raw.fill(0.0)
+    start = Int64(token) * hidden + column
+    if column < hidden:
+        cute.autovec_copy(vector(tokens.x.iterator + start, BF16_VECTOR), raw)
+    quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)
+    scale = quantise(raw, quantised, ue8m0)
+    if column < hidden:
+        cute.autovec_copy(quantised, vector(tokens.q.iterator + start, BF16_VECTOR))
+        if column % BLOCK == 0:
+            tokens.scale[column // BLOCK, token] = scale
 
 
 @cute.jit

@@ -28,7 +28,7 @@ from ..numerics import EPSILON
 from ..problem import MoeShape
 from .dependent import wait_for_previous
 from .dsl import SmemAllocator
-from .quantise import QuantisedTokens, QuantiseTokens
+from .quantise import QuantisedTokens, quantise_token
 from .tiles import WARP, inclusive_sum
 from .vectors import load
 
@@ -400,7 +400,7 @@ class RouteWord(ChooseExperts):
     def __init__(self, shape: MoeShape, names_tokens: bool):
         super().__init__(shape)
         self.names_tokens = names_tokens
-        self.quantise = QuantiseTokens(shape.hidden_size, THREADS, shape.ue8m0)
+        self.ue8m0 = shape.ue8m0
 
     @cute.kernel
     def kernel(
@@ -418,7 +418,7 @@ class RouteWord(ChooseExperts):
                 self._route(inputs, weights, numbered)
             else:
                 wait_for_previous()
-                self.quantise.run(tokens, block - 1)
+                quantise_token(tokens, block - 1, self.ue8m0)
 
     @cute.jit
     def _route(self, inputs, weights: cute.Tensor, numbered: RowNumbers):
@@ -463,7 +463,7 @@ class NumberRows:
         self.names_tokens = names_tokens
         # Then a token may have an expert twice, in slots that follow each other.
         self.given = shape.routing == "given"
-        self.quantise = QuantiseTokens(shape.hidden_size, THREADS, shape.ue8m0)
+        self.ue8m0 = shape.ue8m0
 
     @cute.kernel
     def kernel(
@@ -482,7 +482,7 @@ class NumberRows:
                 self._number(expert, marks, numbered)
             else:
                 wait_for_previous()
-                self.quantise.run(tokens, block - numbering)
+                quantise_token(tokens, block - numbering, self.ue8m0)
 
     @cute.jit
     def _number(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):
