@@ -993,17 +993,6 @@ def test_illegal_problem(n, k, experts, message):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "width", "multiple"),
-    [(kernels.Combine, 516, 8), (kernels.Permute, 576, 128), (SwigluQuant, 576, 128)],
-)
-def test_an_illegal_width(kernel, width, multiple):
-    arguments = () if kernel is SwigluQuant else (8,)
-    with pytest.raises(ValueError, match=f"={width}: expected a multiple of {multiple}"):
-        kernel(width, *arguments)
-    kernel(width - width % multiple, *arguments)
-
-
-@pytest.mark.parametrize(
     ("package", "found", "wrong"),
     [
         ("nvidia-cutlass-dsl", "4.6.2", ""),

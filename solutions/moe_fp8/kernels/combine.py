@@ -53,8 +53,6 @@ class Combine:
 
     def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
         self.vector = BYTES * 8 // rows.width
-        if hidden % self.vector:
-            raise ValueError(f"hidden={hidden}: expected a multiple of {self.vector}")
         if top_k >= WARP:
             raise ValueError(f"top_k={top_k}: expected less than {WARP}")
         self.hidden, self.top_k = hidden, top_k

@@ -37,7 +37,7 @@ WORD = 32
 BYTE = 8
 """Tokens of a CTA of `ChooseExperts`: they mark a byte of a word."""
 THREADS = 1024
-"""Of a CTA of the other two."""
+"""Of a CTA of the other two; eight values each are a token of the largest hidden size."""
 WORDS = 4
 """Words of a CTA of `NumberRows`: pairs of 128 tokens, with 8 experts each, are one a thread."""
 LOWEST = -(2**31)

@@ -100,8 +100,6 @@ class SwigluQuant:
     """As many as its registers hold at once: more would come in a second wave of a few."""
 
     def __init__(self, intermediate: int, swiglu: Swiglu = SILU, ue8m0: bool = False):
-        if intermediate % BLOCK:
-            raise ValueError(f"intermediate={intermediate}: expected a multiple of {BLOCK}")
         self.intermediate, self.swiglu, self.ue8m0 = intermediate, swiglu, ue8m0
         self.blocks = intermediate // BLOCK
         self.column_groups = -(-self.blocks // self.blocks_per_cta)
