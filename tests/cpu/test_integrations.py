@@ -54,8 +54,8 @@ def test_the_gpus_that_are_served(capability, served_here, monkeypatch):
 
 
 def test_the_geometries_that_are_served():
-    assert served.why_no_geometry(257, 257, 7168, 256, 9) == ""
-    why = served.why_no_geometry(256, 32, 7168, 192, 8)
+    assert served.why_refused((257, 257, 7168, 256, 9)) == ""
+    why = served.why_refused((256, 32, 7168, 192, 8))
     assert why == (
         "intermediate_size=192: expected a positive multiple of 128; "
         "moe_fp8.pad_shard widens a rank's part of the experts"

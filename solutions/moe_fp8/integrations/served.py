@@ -1,7 +1,6 @@
 """What the layer serves of what engines run, and whether it is asked for."""
 
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -58,23 +57,18 @@ def on_hopper() -> bool:
     return ARCHITECTURES.get(torch.cuda.get_device_capability()) is HOPPER
 
 
-def why_no_geometry(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
-    """What of the sizes the kernels do not take, empty if they take all of them."""
-    return _why_refused(
-        lambda: MoeShape(experts, local, hidden, intermediate, 1, 1, top_k, "given")
-    )
-
-
-def why_no_activation(
-    swiglu_limit: float | None = None, swiglu_alpha: float = 1.0, swiglu_beta: float = 0.0
+def why_refused(
+    sizes: tuple[int, int, int, int, int],
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
 ) -> str:
-    """The same of the activation, in the options of `experts`."""
-    return _why_refused(lambda: Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta))
-
-
-def _why_refused(make: Callable[[], object]) -> str:
+    """What the kernels do not take of a layer's `sizes` or, in the options of `experts`, of its
+    activation; empty if they take all."""
+    experts, local, hidden, intermediate, top_k = sizes
     try:
-        make()
+        swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
+        MoeShape(experts, local, hidden, intermediate, 1, 1, top_k, "given", swiglu)
     except ValueError as error:
         return str(error)
     return ""

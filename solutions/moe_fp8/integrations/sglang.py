@@ -22,9 +22,8 @@ from .served import (
     asked_for,
     described,
     older_than,
-    why_no_activation,
-    why_no_geometry,
     why_not_here,
+    why_refused,
 )
 
 VARIABLE = "MOE_FP8_SGLANG"
@@ -238,7 +237,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return why
     if config.no_combine or config.apply_router_weight_on_input:
         return "experts that are not weighted and summed"
-    return why_no_geometry(*sizes(layer, config))
+    return why_refused(sizes(layer, config), **activation_of(config))
 
 
 def why_no_swiglu(config: Any) -> str:
@@ -252,7 +251,7 @@ def why_no_swiglu(config: Any) -> str:
         return "rows of gate and up in turns"
     if alpha is not None and beta not in (None, 1.0):
         return f"gemm1_beta={beta}"
-    return why_no_activation(**activation_of(config))
+    return ""
 
 
 def activation_of(config: Any) -> dict[str, Any]:

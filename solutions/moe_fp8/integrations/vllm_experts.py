@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ..compile_ahead import prepare
 from ..functional import batched_experts, experts
-from .served import accurate, why_no_activation, why_no_geometry, why_not_here
+from .served import accurate, why_not_here, why_refused
 from .vllm import VARIABLE
 
 
@@ -184,7 +184,7 @@ def why_not(config: Any) -> str:
         return "experts with a bias"
     if config.in_dtype != torch.bfloat16:
         return f"tokens of {config.in_dtype}"
-    return why_no_activation(**activation_of(config)) or why_no_geometry(*sizes(config))
+    return why_refused(sizes(config), **activation_of(config))
 
 
 def activation_of(config: Any) -> dict[str, Any]:
