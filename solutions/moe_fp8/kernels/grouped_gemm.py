@@ -19,12 +19,12 @@ from ..numerics import BLOCK
 from .a_load import SharedRows, load_of, rows_layout, scales_layout
 from .barriers import stage_counts
 from .dependent import wait_for_previous
-from .dsl import LayoutEnum
+from .dsl import LayoutEnum, SmemAllocator
 from .epilogue import STORE, StoreRows
 from .handoff import Ready, wait_for_rows
 from .limits import B_SCALES, SMEM_BYTES
 from .tile_config import Schedule
-from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue
+from .tiles import MAX_EXPERTS, WARP, ExpertTiles, Tile, TileQueue, rows_of_lane
 from .tma import cache_hint, expect, multicast_mask, tma_load, tma_partition
 
 ROWS_WARPS = (0, 3)
@@ -226,11 +226,20 @@ class GroupedGemm:
             use_pdl=True,
         )
 
-    def _prefetch(self, args: KernelArguments) -> None:
-        """The descriptors; by one warp."""
-        self.a_load.prefetch(args.a)
-        cpasync.prefetch_descriptor(args.b.tma)
-        self.epilogue.prefetch(args.output)
+    @cute.jit
+    def _begin(self, args: KernelArguments, warp_idx: Int32):
+        """(shared memory, the operands in it, the epilogue's part of it, this lane's experts' rows
+        where they are known, else None): by all threads, before anything else."""
+        rows = None
+        if cutlass.const_expr(self.rows_known):
+            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            rows = rows_of_lane(args.expert_rows)
+        if warp_idx == 0:
+            self.a_load.prefetch(args.a)
+            cpasync.prefetch_descriptor(args.b.tma)
+            self.epilogue.prefetch(args.output)
+        storage = SmemAllocator().allocate(self.shared_storage)
+        return storage, self._shared(storage), self.epilogue.staging(storage.out), rows
 
     def _shared(self, storage) -> Shared:
         """The views of the operands' shared memory."""
@@ -257,8 +266,12 @@ class GroupedGemm:
             c.cluster_size,
         )
 
-    def _tiles(self, rows: tuple[Int32, Int32], expert_rows: cute.Tensor, storage) -> ExpertTiles:
-        """The tiles of all experts, by all threads; `rows` is what `rows_of_lane` gave."""
+    def _tiles(self, rows, expert_rows: cute.Tensor, storage) -> ExpertTiles:
+        """The tiles of all experts, by all threads; `rows` is what `_begin` gave. Where it gave
+        none, after `wait_for_previous`."""
+        if rows is None:
+            wait_for_previous()
+            rows = rows_of_lane(expert_rows)
         if any(self.rows_near):
             near = storage.expert_rows.get_tensor(cute.make_layout(self.rows_near))
             self._copy_rows(expert_rows, near)
@@ -402,6 +415,20 @@ class GroupedGemm:
             linear, queue_state = self._next_tile(queue, queue_state, linear, clusters)
         # The other CTAs' arrivals must not find this one gone.
         load.producer_tail(state)
+
+    def _scale_registers(self) -> cute.Tensor:
+        """For a K block's scales: one for each of a thread's tokens and column halves."""
+        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
+
+    @cute.jit
+    def _load_scales(self, scales, inputs: Any, thread: Int32, kb: Int32, stage: Int32):
+        """scales[i, h] = this thread's token scale i times the column scale h of K block kb, of an
+        architecture's `TileInputs`."""
+        for half in cutlass.range_constexpr(self.epilogue.n_halves):
+            scale_b = inputs.b_scale[kb, half]
+            for i in cutlass.range_constexpr(self.operands.token_scales):
+                token = self.operands.scale_token(i, thread)
+                scales[i, half] = inputs.a_scale[token, 0, stage] * scale_b
 
     def _b_scale_registers(self) -> cute.Tensor:
         """For a tile's B scales: lane l has K blocks l, l + 32, ..., of each column half."""

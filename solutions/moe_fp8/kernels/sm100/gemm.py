@@ -17,12 +17,10 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...numerics import BLOCK
 from ..barriers import threads
-from ..dependent import wait_for_previous
-from ..dsl import SmemAllocator
 from ..epilogue import TileShare
 from ..grouped_gemm import GroupedGemm, KernelArguments
 from ..limits import PRODUCER_REGISTERS, WARPGROUP, WARPS
-from ..tiles import WARP, rows_of_lane
+from ..tiles import WARP
 from .config import CONSUMER_COLUMNS, MMA_ROWS, GemmConfig
 from .operands import TokensAsColumns, TokensAsRows
 from .store import StoreByWarp
@@ -105,18 +103,10 @@ class GroupedGemmSm100(GroupedGemm):
     @cute.kernel
     def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c, expert_rows = self.config, args.expert_rows
+        c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // WARPS)
-        if cutlass.const_expr(self.rows_known):
-            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
-            rows = rows_of_lane(expert_rows)
-        if warp_idx == 0:
-            self._prefetch(args)
-
-        storage = SmemAllocator().allocate(self.shared_storage)
-        shared = self._shared(storage)
-        staging = self.epilogue.staging(storage.out)
+        storage, shared, staging, rows = self._begin(args, warp_idx)
         # Those of warpgroup 0, the MMA, the scales; of a pair of CTAs one has no MMA to issue.
         readers = self.a_load.warps + 1 + 2 + c.consumer_warps
         queue = self._queue(storage, readers, c.mma_ctas - 1)
@@ -133,10 +123,7 @@ class GroupedGemmSm100(GroupedGemm):
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
-        if cutlass.const_expr(not self.rows_known):
-            wait_for_previous()
-            rows = rows_of_lane(expert_rows)
-        tiles = self._tiles(rows, expert_rows, storage)
+        tiles = self._tiles(rows, args.expert_rows, storage)
 
         if group < c.producer_warpgroups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -287,9 +274,7 @@ class GroupedGemmSm100(GroupedGemm):
         """total_acc = the tile's sum over K; returns the states after its last block."""
         sums_state, scales_state = state
         sums, scales_pipe = inputs.sums, inputs.scales
-        scales = cute.make_rmem_tensor(
-            (self.operands.token_scales, self.epilogue.n_halves), Float32
-        )
+        scales = self._scale_registers()
         total_acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Read before the accumulator is waited for, so that their latency hides behind it.
@@ -313,15 +298,6 @@ class GroupedGemmSm100(GroupedGemm):
             self._release(sums, sums_state)
             sums_state.advance()
         return sums_state, scales_state
-
-    @cute.jit
-    def _load_scales(self, scales, inputs: TileInputs, thread: Int32, kb: Int32, stage: Int32):
-        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
-        for half in cutlass.range_constexpr(self.epilogue.n_halves):
-            scale_b = inputs.b_scale[kb, half]
-            for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, thread)
-                scales[i, half] = inputs.a_scale[token, 0, stage] * scale_b
 
     @cute.jit
     def _release(self, sums, sums_state):

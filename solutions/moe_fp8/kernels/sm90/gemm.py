@@ -15,12 +15,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...numerics import BLOCK
 from ..barriers import threads
-from ..dependent import wait_for_previous
-from ..dsl import SmemAllocator
 from ..epilogue import TileShare
 from ..grouped_gemm import GroupedGemm, KernelArguments
 from ..limits import PRODUCER_REGISTERS, WARPGROUP
-from ..tiles import WARP, rows_of_lane
+from ..tiles import WARP
 from .config import WGMMA_M, GemmConfig
 from .operands import TokensAsColumns, TokensAsRows
 
@@ -72,18 +70,10 @@ class GroupedGemmSm90(GroupedGemm):
     @cute.kernel
     def kernel(self, args: KernelArguments):
         self._setup_attributes()
-        c, expert_rows = self.config, args.expert_rows
+        c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
-        if cutlass.const_expr(self.rows_known):
-            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
-            rows = rows_of_lane(expert_rows)
-        if warp_idx == 0:
-            self._prefetch(args)
-
-        storage = SmemAllocator().allocate(self.shared_storage)
-        shared = self._shared(storage)
-        staging = self.epilogue.staging(storage.out)
+        storage, shared, staging, rows = self._begin(args, warp_idx)
         queue = self._queue(storage, self.a_load.warps + 1 + c.consumer_warps)
         load = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
@@ -94,10 +84,7 @@ class GroupedGemmSm90(GroupedGemm):
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
 
-        if cutlass.const_expr(not self.rows_known):
-            wait_for_previous()
-            rows = rows_of_lane(expert_rows)
-        tiles = self._tiles(rows, expert_rows, storage)
+        tiles = self._tiles(rows, args.expert_rows, storage)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -167,7 +154,7 @@ class GroupedGemmSm90(GroupedGemm):
         """total_acc = the tile's sum over K; returns the state after its last block."""
         load = inputs.load
         acc = cute.make_rmem_tensor(total_acc.shape, Float32)
-        scales = self._make_scales()
+        scales = self._scale_registers()
         total_acc.fill(0.0)
         arrived = load.consumer_try_wait(state)
         for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
@@ -212,7 +199,7 @@ class GroupedGemmSm90(GroupedGemm):
         """
         load = inputs.load
         accs = [cute.make_rmem_tensor(total_acc.shape, Float32) for _ in range(2)]
-        scales = [self._make_scales() for _ in range(2)]
+        scales = [self._scale_registers() for _ in range(2)]
         total_acc.fill(0.0)
         for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
             for i in cutlass.range_constexpr(self.unroll + 1):
@@ -228,19 +215,6 @@ class GroupedGemmSm90(GroupedGemm):
                     self._promote(total_acc, accs[1 - i % 2], scales[1 - i % 2])
             state = self._stage(state, self.unroll)
         return state
-
-    def _make_scales(self) -> cute.Tensor:
-        """Registers for a K block's scales, one for each of a thread's tokens and column halves."""
-        return cute.make_rmem_tensor((self.operands.token_scales, self.epilogue.n_halves), Float32)
-
-    @cute.jit
-    def _load_scales(self, scales, inputs: TileInputs, thread: Int32, kb: Int32, stage: Int32):
-        """scales[i, h] = this thread's token scale i times the column scale h of K block kb."""
-        for half in cutlass.range_constexpr(self.epilogue.n_halves):
-            scale_b = inputs.b_scale[kb, half]
-            for i in cutlass.range_constexpr(self.operands.token_scales):
-                token = self.operands.scale_token(i, thread)
-                scales[i, half] = inputs.a_scale[token, 0, stage] * scale_b
 
     @cute.jit
     def _issue_wgmma(self, acc: cute.Tensor, inputs: TileInputs, stage: Int32):
