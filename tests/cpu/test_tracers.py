@@ -188,10 +188,10 @@ def test_autograd_sees_that_the_output_was_written():
         return (lambda inputs, out: None), None, given[-1]
 
     out = torch.zeros(4)
-    functional._running(call, ("x",))(None, out)
+    functional._running(call, ("x", "out"))(None, out)
     assert out._version == 1
     with torch.inference_mode():  # whose tensors have no version
-        functional._running(call, ("x",))(None, torch.zeros(4))
+        functional._running(call, ("x", "out"))(None, torch.zeros(4))
 
 
 @LAYERS
