@@ -275,7 +275,10 @@ def served(recorded: Recorded, only_gains: bool = False) -> Section:
     )
     if only_gains:
         return Section(text=[text], parts=[gains_table(rows)])
-    note = "Gain: ours over the best of the engine's own. Spread: the largest of the backends."
+    note = (
+        "Gain: ours over the best of the engine's own; fastest: the same of each backend's fastest "
+        "repeat, where it was recorded. Spread: the largest of the backends."
+    )
     return Section(text=[text, note], parts=[*timed_tables(rows), checks_table(rows)])
 
 

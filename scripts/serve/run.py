@@ -137,7 +137,8 @@ def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
                 continue
             spread = round((found[-1] - found[0]) / abs(median), 4)
             say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
-            yield row_of(backend, what, size, median, unit, spread=spread, calls=len(found))
+            yield row_of(backend, what, size, median, unit, spread=spread, least=found[0],
+                         most=found[-1], calls=len(found))  # fmt: skip
 
 
 def counted(backend: Backend, at_start: int, late: int) -> Iterator[Row]:
