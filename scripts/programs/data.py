@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
 
     definition = args.definition
     if args.specs:
+        if args.workloads or args.max_tokens:
+            raise UsageError("--specs: of all workloads; leave --workloads and --max-tokens out")
         if not definition.tokens:
             raise UsageError(f"--specs: {definition.name} has captured workloads")
         specs = workload_specs.own_specs(definition)

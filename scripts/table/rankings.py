@@ -207,7 +207,8 @@ def rankings(
     was emulated, where nothing has a time.
 
     `peers` are patterns of the names that count as peers; without them, all that are not ours do.
-    `by` is the clock that orders. UsageError for `against` or a clock that nothing has figures of.
+    `by` is the clock that orders. UsageError for `against`, a pattern or a clock that nothing has
+    figures of.
     """
     chosen = results.solution.map(lambda name: matches(name, solutions)).astype(bool)
     if hardware is not None:
@@ -217,6 +218,9 @@ def rankings(
         raise UsageError(f"--against {against}: no trace of that solution")
     if by == "device" and f.device.isna().all():
         raise UsageError("--by device: no trace has a device time (run.py measure times)")
+    for pattern in peers:
+        if not any(matches(name, [pattern]) for name in f.solution.unique()):
+            raise UsageError(f"--peers {pattern}: no trace of such a solution")
     if peers:
         f = f.assign(peer=f.solution.map(lambda name: matches(name, peers)).astype(bool))
     found = []

@@ -469,6 +469,7 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
     [
         (["--solutions", "absent"], "no results in"),
         (["--against", "c"], "--against c: no trace of that solution"),
+        (["--peers", "*", "typo*"], "--peers typo*: no trace of such a solution"),
         (["--by", "device"], "--by device: no trace has a device time"),
     ],
 )

@@ -243,6 +243,7 @@ def test_the_program(tmp_path: Path) -> None:
         ([*root, "--workloads", "nope"], "no workload matches nope"),
         (["--definition", "nope"], "no definition 'nope'"),
         (["--specs"], "captured workloads"),
+        (["--specs", "--workloads", "80"], "leave --workloads and --max-tokens out"),
         (["--root", tmp_path / "file", "--max-tokens", "1"], "file"),
     ):
         done = call("data", *arguments)
