@@ -12,10 +12,10 @@ the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
 First every served layer's output on real activations is compared with float32 arithmetic on its
 dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
 are timed, of backends that run together in turns: 128 requests of 512 + 64 tokens, or as many as
-the largest batch has. Of vLLM on one GPU the CUDA graph of a decode step is timed, too ("graph"):
-the GPU's part of the step, which does not change with the host. What is compiled after the start
-is counted. With trained weights tokens and log-probabilities are compared with those of the first
-backend; of random ones they say nothing.
+the largest batch has. Of vLLM the CUDA graph of a decode step is timed, too ("graph"): the GPU's
+part of the step, which does not change with the host. What is compiled after the start is counted.
+With trained weights tokens and log-probabilities are compared with those of the first backend; of
+random ones they say nothing.
 """
 
 import importlib.util

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from scripts.serve import graphs
 from scripts.serve.models import Model
 
 ENGINES = ("vllm", "sglang")
@@ -24,6 +25,9 @@ class Generated(NamedTuple):
 
 class Engine(Protocol):
     version: str
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        """ms of the CUDA graph of each decode step, on the GPU; nothing where that is not known."""
 
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
@@ -94,6 +98,7 @@ class Vllm:
             enable_prefix_caching=False,
             disable_log_stats=True,
             tensor_parallel_size=setup.tensor_parallel,
+            worker_extension_cls=f"{graphs.__name__}.{graphs.TimesGraphs.__name__}",
             enable_expert_parallel=setup.expert_parallel,
             compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
             **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
@@ -118,6 +123,13 @@ class Vllm:
             )
             for of in made
         ]
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        self.llm.collective_rpc("time_graphs", args=(tokens // 2,))
+        self.generate(prompts, tokens)
+        of_ranks = self.llm.collective_rpc("graph_times")
+        # A rank that begins early waits for the others in the graph: the last one's time counts.
+        return list(map(min, zip(*of_ranks, strict=True)))
 
 
 def use_tuned_files(vllm: Path) -> None:
@@ -174,3 +186,6 @@ class Sglang:
             )
             for of in made
         ]
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        return []  # its processes take no calls of others

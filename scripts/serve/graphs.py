@@ -1,8 +1,6 @@
 """The GPU's time of a decode step: that of its CUDA graph, which does not wait for the host."""
 
 import contextlib
-import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -14,10 +12,10 @@ CYCLES_AHEAD = 2_000_000
 
 
 @contextlib.contextmanager
-def timed(steps: int) -> Iterator[Callable[[], float]]:
-    """A function that returns the median ms of the one graph that this process replayed at least
-    `steps` times within the context; NaN if there is none, or if there are several: then a step is
-    more than a graph."""
+def timed(steps: int) -> Iterator[Callable[[], list[float]]]:
+    """A function that returns the ms of each replay of the one CUDA graph that this process
+    replayed at least `steps` times within the context; nothing if there is none, or if there are
+    several: then a step is more than a graph."""
     replay = torch.cuda.CUDAGraph.replay
     taken: dict[torch.cuda.CUDAGraph, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
     taken = defaultdict(list)
@@ -30,12 +28,26 @@ def timed(steps: int) -> Iterator[Callable[[], float]]:
         end.record()
         taken[graph].append((start, end))
 
-    def milliseconds() -> float:
+    def milliseconds() -> list[float]:
         often = [replays for replays in taken.values() if len(replays) >= steps]
         if len(often) != 1:
-            return math.nan
+            return []
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in often[0])
+        return [start.elapsed_time(end) for start, end in often[0]]
 
     with mock.patch.object(torch.cuda.CUDAGraph, "replay", timed_replay):
         yield milliseconds
+
+
+class TimesGraphs:
+    """What vLLM's workers, one a GPU, get in addition, to be called by `LLM.collective_rpc`."""
+
+    def time_graphs(self, steps: int) -> None:
+        """Begin to time replays."""
+        self.graphs_are_timed = contextlib.ExitStack()
+        self.graph_milliseconds = self.graphs_are_timed.enter_context(timed(steps))
+
+    def graph_times(self) -> list[float]:
+        """What `timed` has found; end it."""
+        with self.graphs_are_timed:
+            return self.graph_milliseconds()

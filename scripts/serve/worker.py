@@ -1,9 +1,11 @@
 """One backend: an engine in a process of its own, which does what it is told; what is measured of
 it, one repeat a call, so that backends can take turns."""
 
+import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from typing import Any
 
 from scripts.common.command_line import Failure
 from scripts.common.project import ROOT
-from scripts.serve import graphs, inside
+from scripts.serve import inside
 from scripts.serve.engines import Engine, Generated, Setup, start
 from scripts.serve.inside import CHECK_TOKENS
 
@@ -131,11 +133,10 @@ class Measuring:
         return 1e3 * (self.seconds(lengths, 1 + steps, seed) - first) / steps
 
     def graph(self, batch: int, repeat: int) -> float:
-        """ms of a step's CUDA graph on the GPU; NaN where it is not one graph of this process, as
-        with several GPUs."""
-        with graphs.timed(GRAPH_STEPS // 2) as milliseconds:
-            self.seconds(batch * (DECODE_PROMPT,), 1 + GRAPH_STEPS, 1000 * batch + repeat)
-        return milliseconds()
+        """ms of a step's CUDA graph on the GPU; NaN where a step is not one graph."""
+        given = prompts(self.vocabulary, batch * (DECODE_PROMPT,), 1000 * batch + repeat)
+        steps = self.engine.graph_times(given, 1 + GRAPH_STEPS)
+        return statistics.median(steps) if steps else math.nan
 
     def prefill(self, tokens: int, repeat: int) -> float:
         """ms of one prompt."""

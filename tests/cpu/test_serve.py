@@ -23,7 +23,8 @@ from scripts.data.rows import FILE, read
 from scripts.programs import serve
 from scripts.serve import inside, models, random_weights
 from scripts.serve import run as turns
-from scripts.serve.engines import Setup
+from scripts.serve.engines import Setup, Vllm
+from scripts.serve.graphs import TimesGraphs
 from scripts.serve.layer_check import checking
 from scripts.serve.worker import Measuring, prompts
 from scripts.table import served
@@ -386,7 +387,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("graphs_of_a_step", "expected"), [([2.0], 2.0), ([2.0, 3.0], math.nan), ([], math.nan)]
+    ("graphs_of_a_step", "expected"), [([2.0], [2.0] * 32), ([2.0, 3.0], []), ([], [])]
 )
 def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
     graphs_of_a_step, expected, monkeypatch
@@ -400,19 +401,27 @@ def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
         def replay(self) -> None:
             clock.now += self.taken
 
-    def generate(given, tokens):
-        for graph in (Graph(7.0), *steps * (tokens - 1)):
-            graph.replay()
-
     clock, steps = Clock(), [Graph(taken) for taken in graphs_of_a_step]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    replay = Graph.replay
-    measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
-    assert measuring.graph(2, 0) == pytest.approx(expected, nan_ok=True)
+    replay, worker = Graph.replay, TimesGraphs()
+    worker.time_graphs(16)
+    for graph in (Graph(7.0), *steps * 32):
+        graph.replay()
+    assert worker.graph_times() == expected
     assert Graph.replay is replay
+
+
+@pytest.mark.parametrize(("of_ranks", "expected"), [
+    ([[5.0, 2.0, 9.0], [4.0, 3.0, 8.0]], 4.0), ([[], []], math.nan),
+])  # fmt: skip
+def test_a_step_takes_what_the_rank_takes_that_begins_last(of_ranks, expected):
+    vllm = object.__new__(Vllm)
+    vllm.llm = SimpleNamespace(collective_rpc=lambda method, args=(): of_ranks)
+    vllm.generate = lambda prompts, tokens: None
+    assert Measuring(vllm, 1000).graph(2, 0) == pytest.approx(expected, nan_ok=True)
 
 
 def test_what_a_backend_cannot_tell_has_no_row():
