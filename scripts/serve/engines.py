@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scripts.serve import graphs
 from scripts.serve.models import Model
 
 ENGINES = ("vllm", "sglang")
@@ -98,7 +97,7 @@ class Vllm:
             enable_prefix_caching=False,
             disable_log_stats=True,
             tensor_parallel_size=setup.tensor_parallel,
-            worker_extension_cls=f"{graphs.__name__}.{graphs.TimesGraphs.__name__}",
+            worker_extension_cls=f"{__package__}.graphs.TimesGraphs",
             enable_expert_parallel=setup.expert_parallel,
             compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
             **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
