@@ -29,7 +29,7 @@ DEFAULTS = {
     "author": "moe-fp8-cutedsl",
     "language": "python",
     "target_hardware": [*HOPPER, *BLACKWELL],
-    "dependencies": ["torch", "nvidia-cutlass-dsl>=4.6.2,<4.9", "apache-tvm-ffi", "filelock"],
+    "dependencies": ["torch", "nvidia-cutlass-dsl>=4.6.2,<4.9", "apache-tvm-ffi"],
 }
 """What SOLUTION need not say: that of the solutions on this project's own kernels."""
 KEYS = {"name", *DEFAULTS, "routings", "clamps", "rows"}

@@ -1,5 +1,7 @@
 """The cache of compiled kernels: its keys, what it trusts, where it may lie, what it removes."""
 
+import errno
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -513,17 +515,22 @@ def test_unwritable_directory_still_compiles(cache):
 
 
 @pytest.mark.parametrize(
-    "error", [PermissionError("read-only"), NotImplementedError("no flock, says filelock 3")]
+    ("call", "error"),
+    [("open", errno.EROFS), ("flock", errno.ENOSYS), ("flock", errno.ENOLCK)],
 )
-def test_where_nothing_can_be_written_what_is_there_is_read(error, cache, monkeypatch):
+def test_where_nothing_can_be_written_what_is_there_is_read(call, error, cache, monkeypatch):
+    """Nor where the file system has no locks."""
     _, count = cache
     build()
 
     def refuse(*_: object, **__: object) -> None:
-        raise error
+        raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(kernel_cache.FileLock, "acquire", refuse)
-    monkeypatch.setattr(os, "utime", refuse if isinstance(error, OSError) else os.utime)
+    if call == "open":
+        monkeypatch.setattr(kernel_cache.KernelCache, "lock", refuse)
+        monkeypatch.setattr(os, "utime", refuse)
+    else:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     assert build() is not None and count == [1]
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
         build(1024)

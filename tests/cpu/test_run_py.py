@@ -480,7 +480,7 @@ def test_every_package_that_is_imported_is_required() -> None:
     layer.remove(package / "integrations" / "vllm_experts.py")
     for sources, extras in ((layer, ""), ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev")):
         found = imported(sources)
-        assert {"torch", "cutlass", "filelock"} <= found or extras
+        assert {"torch", "cutlass", "tqdm"} <= found or extras
         required = {Requirement(r).name for r in run.requirements(extras)}
         assert {distributions.get(name, name) for name in found} <= required
 

@@ -10,6 +10,7 @@ directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be set to any 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,8 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 CACHE_VARIABLE = "MOE_FP8_CACHE_DIR"
 NAME = "moe_fp8"
@@ -123,15 +122,17 @@ class KernelCache:
     def lock(self, name: str) -> Iterator[None]:
         """A lock that all who use this directory share. Raises OSError: it cannot be had there."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FileLock(self.directory / f"lock-{name}", mode=0o600)
+        # Not filelock's: where the file system has no locks, old versions of it wait for ever, new
+        # ones for a process that was killed on another host.
+        file = os.open(self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            lock.acquire()
-        except NotImplementedError as error:  # filelock 3's, where the file system has no locks
-            raise OSError(str(error)) from error
-        try:
-            yield
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file, too
         finally:
-            lock.release()
+            os.close(file)
 
     def entries(self) -> list[CachedKernel]:
         """What is kept, the last used first."""
