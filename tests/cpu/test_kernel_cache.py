@@ -545,6 +545,17 @@ def test_what_is_made_is_the_users_alone(cache):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+def test_directories_above_are_made_for_the_user_alone(tmp_path):
+    kept = kernels_in(tmp_path / "user" / "kernels")
+    mask = os.umask(0)
+    try:
+        assert kept.get({"kernel": "Gemm"}, lambda: "built") == "built"
+        assert kept.get({"kernel": "Gemm"}, lambda: "again") == "built"
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "user").stat().st_mode & 0o077 == 0
+
+
 @pytest.mark.parametrize(
     ("what", "mode"),
     [

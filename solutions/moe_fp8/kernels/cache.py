@@ -82,7 +82,7 @@ class KernelCache:
         entry, text = self._entry(made_of)
         function, trusted = None, False
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_directory()
             why = why_untrusted(self.directory)
             if not why and entry.exists():
                 why = why_untrusted(entry)
@@ -118,10 +118,15 @@ class KernelCache:
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return self.directory / f"{made_of['kernel']}-{digest}", text
 
+    def _make_directory(self) -> None:
+        """For this user alone, and so are those above it that are not there, whatever the umask."""
+        for directory in (*reversed(self.directory.parents), self.directory):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
         """A lock that all who use this directory share. Raises OSError: it cannot be had there."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_directory()
         # Not filelock's: where the file system has no locks, old versions of it wait for ever, new
         # ones for a process that was killed on another host.
         file = os.open(self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT, 0o600)
