@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from .functional import call_of
-from .kernels.cache import KernelCache, cache_dir, why_untrusted
+from .kernels.cache import KernelCache, cache_dir
 from .layer.backend import on_device, select
 from .layer.pipeline import CHUNK_TOKENS
 from .problem import LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs, some_tokens
@@ -124,11 +124,11 @@ def compile_all(geometries: Sequence[Geometry]) -> int:
     compiled = len(missing(geometries))
     directory = cache_dir()
     if compiled > 1 and cores() > 1 and directory is not None:
-        with contextlib.suppress(OSError):  # of a directory that cannot be written to
+        with contextlib.suppress(OSError):  # of a directory that is not used
             with KernelCache(directory).lock("prepare"):  # the others find what is made here
                 left = missing(geometries)
                 compiled = len(left)
-                if left and not why_untrusted(directory):
+                if left:
                     in_processes(left)
     for geometry in geometries:  # compiles what no process could
         compile_fused(*geometry)

@@ -605,6 +605,14 @@ def test_what_others_can_write_or_own_is_not_loaded(cache, what, mode, monkeypat
     assert count == [2]
 
 
+def test_no_lock_is_waited_for_that_others_can_hold(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match="can be written by other users"):
+        with kernels_in(tmp_path).lock("prepare"):
+            pytest.fail("locked")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_get_would_not_load_is_not_there(tmp_path, monkeypatch):
     kept = kernels_in(tmp_path)
     assert not kept.has({"kernel": "Gemm"})

@@ -125,8 +125,11 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """A lock that all who use this directory share. Raises OSError: it cannot be had there."""
+        """A lock that all who use this directory share. Raises OSError: it cannot be had there, or
+        others could hold it for ever."""
         self._make_directory()
+        if why := why_untrusted(self.directory):
+            raise OSError(why)
         # Not filelock's: where the file system has no locks, old versions of it wait for ever, new
         # ones for a process that was killed on another host.
         file = os.open(self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT, 0o600)
