@@ -15,6 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -169,10 +170,24 @@ def main() -> None:
     geometries = pickle.load(sys.stdin.buffer)
     import_module(f"{__package__}.kernels.operations")
     forks = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(cores(), len(geometries)), forks) as pool:
+    workers = min(cores(), len(geometries))
+    with ProcessPoolExecutor(workers, forks, initializer=end_with_parent) as pool:
         done = pool.map(compile_one, geometries)
         for _ in tqdm(done, "moe_fp8: compiling kernels", len(geometries), unit="kernel"):
             pass
+
+
+def end_with_parent() -> None:
+    """Of a worker: where `prepare` is interrupted, its pool is killed, and it would wait for work
+    for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def compile_one(geometry: Geometry) -> None:

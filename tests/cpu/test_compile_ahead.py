@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -185,3 +186,27 @@ def test_the_program_of_the_processes(geometries, tmp_path):
     )  # fmt: skip
     assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
     assert compile_ahead.missing(geometries) == geometries[1:]
+
+
+SLEEPING = """
+import time
+from moe_fp8 import compile_ahead
+from moe_fp8.kernels import operations
+compile_ahead.cores = lambda: 2
+operations.compile_fused = lambda name: print(name, flush=True) or time.sleep(1000)
+compile_ahead.main()
+"""
+
+
+def test_where_the_pool_is_killed_its_workers_end():
+    """As `subprocess.run` kills it where `prepare` is interrupted."""
+    env = {**os.environ, "PYTHONPATH": str(compile_ahead.PARENT)}
+    pool = subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=PIPE, stdout=PIPE, env=env)
+    assert pool.stdin and pool.stdout
+    pool.stdin.write(pickle.dumps([("first",), ("second",)]))
+    pool.stdin.close()
+    said = {pool.stdout.readline(), pool.stdout.readline()}
+    pool.kill()
+    assert said == {b"first\n", b"second\n"}
+    assert pool.stdout.read() == b"", "it is closed when the last one has ended"
+    pool.wait()
