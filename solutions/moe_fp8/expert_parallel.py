@@ -263,7 +263,9 @@ def _padded(width: int) -> int:
 
 def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
     """Logits, values and scales of every token side by side: `[t, 4 E + H + H/32]` uint8."""
-    parts = zip((logits, x, x_scale.t()), _widths(logits.shape[1], x.shape[1]), strict=True)
+    # A copy of a single token's scales, too, which may lie apart.
+    by_token = x_scale.t().clone(memory_format=torch.contiguous_format)
+    parts = zip((logits, x, by_token), _widths(logits.shape[1], x.shape[1]), strict=True)
     # As bytes by way of one dimension: without a token the strides of two may be anything.
     flat = [part.reshape(-1).view(torch.uint8).view(len(part), width) for part, width in parts]
     return torch.cat(flat, dim=1)

@@ -191,6 +191,17 @@ def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
         assert not torch.equal(wanted, fused_moe(*usual, n_group=1, topk_group=1, top_k=2))
 
 
+@pytest.mark.parametrize("with_buffer", [False, True])
+def test_one_of_several_tokens_by_a_slice(alone, with_buffer):
+    """Its scales lie as far apart as those of all."""
+    logits, bias, x, x_scale, *weights = given_to(0, 1, 9)
+    arguments = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
+    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
+    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    wanted = fused_moe(*arguments, **routing)
+    assert torch.equal(expert_parallel_moe(*arguments, **routing, buffer=buffer), wanted)
+
+
 def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """No tokens, by views of some: the strides are those of the tensors that they are views of."""
     logits, bias, x, x_scale, *weights = given
