@@ -224,8 +224,6 @@ def why_untrusted(path: Path) -> str | None:
     The directories above it count as well: who can write to one of them can put another in its
     place, unless its sticky bit (/tmp) forbids that.
     """
-    if os.name != "posix":
-        return None
     user = os.geteuid()
     status = path.lstat()
     if status.st_uid != user:
