@@ -1,6 +1,7 @@
 """One backend: an engine in a process of its own, which does what it is told; what is measured of
 it, one repeat a call, so that backends can take turns."""
 
+import contextlib
 import math
 import os
 import random
@@ -73,7 +74,8 @@ class Backend:
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """What a method of `Measuring` returns. Raises Failure."""
-        self.connection.send((what, *arguments))
+        with contextlib.suppress(OSError):  # it has ended, which is what its answer says
+            self.connection.send((what, *arguments))
         return self._answer()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from scripts.serve import run as turns
 from scripts.serve.engines import Setup, Vllm
 from scripts.serve.graphs import TimesGraphs
 from scripts.serve.layer_check import checking
-from scripts.serve.worker import Measuring, prompts
+from scripts.serve.worker import Backend, Measuring, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
@@ -120,6 +121,18 @@ def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp
     setup = Setup("vllm", "ours", models.find("deepseek-v3", None, True), random_weights=True)
     with pytest.raises(Failure, match=message):
         list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path, {}))
+
+
+def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
+    """As one that the kernel ends for its memory."""
+    backend = object.__new__(Backend)
+    backend.setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", 2, True))
+    backend.log = tmp_path / "log"
+    backend.log.write_text("the last line\n")
+    backend.connection, its = Pipe()
+    its.close()
+    with pytest.raises(Failure, match="^ours: the process ended; .*log:\nthe last line"):
+        backend.ask("check")
 
 
 def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_in, tmp_path):
