@@ -123,15 +123,17 @@ def main() -> int:
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
     into = Writer(SERVED, hardware, METHOD, args.out)
     say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
-    for row in first_starts(wanted[0], logs):
-        into.add(row, row["subject"])
     answers: Answers = {}
-    for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
-        for row in measure(group, plan, logs, answers):
+    try:
+        for row in first_starts(wanted[0], logs):
             into.add(row, row["subject"])
-    rows = into.rows
-    for table in (*timed_tables(rows), checks_table(rows)):
-        print(f"\n{table.title}\n\n{table.text()}")
+        for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
+            for row in measure(group, plan, logs, answers):
+                into.add(row, row["subject"])
+    finally:  # what there is, too, where a backend fails or Ctrl-C ends it
+        if rows := into.rows:
+            for table in (*timed_tables(rows), checks_table(rows)):
+                print(f"\n{table.title}\n\n{table.text()}")
     return EXIT_OK
 
 

@@ -123,6 +123,24 @@ def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp
         list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path, {}))
 
 
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [(Failure("no memory"), 1, "error: no memory"), (KeyboardInterrupt(), 130, "interrupted")],
+)
+def test_the_tables_have_what_there_is(ended, status, said, stand_in, monkeypatch):
+    def measure(group, *_):
+        if group[0].backend == "ours":
+            raise ended
+        yield turns.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
+
+    start = turns.row_of(named("engine"), "first start", None, 9.5, "s")
+    monkeypatch.setattr(turns, "first_starts", lambda *_: [start])
+    monkeypatch.setattr(turns, "measure", measure)
+    made = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
+    assert made.returncode == status and made.stderr.endswith(f"{said}\n")
+    assert "decode 1" in made.stdout and "2.50" in made.stdout and "9.5 s" in made.stdout
+
+
 def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
     """As one that the kernel ends for its memory."""
     backend = object.__new__(Backend)
