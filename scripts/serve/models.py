@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common.command_line import UsageError
+from scripts.common.text import error_line
 
 DIRECTORY = Path(__file__).with_name("models")
 LAYERS = {
@@ -54,8 +55,11 @@ def find(name: str, layers: int | None, random_weights: bool) -> Model:
         raise UsageError(f"--model {name}: expected a directory, or one of {', '.join(LAYERS)}")
     if known and not random_weights:
         raise UsageError(f"--model {name} has no weights: give --random-weights, or a directory")
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    most = int(config["num_hidden_layers"])
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        most, _ = (int(config[name]) for name in ("num_hidden_layers", "vocab_size"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory / 'config.json'}: {error_line(error)}") from None
     wanted = layers or LAYERS.get(name, most)
     if wanted > most:
         raise UsageError(f"--layers {wanted}: {name} has {most}")

@@ -247,6 +247,22 @@ def test_models_that_cannot_be_served(name, layers, random, message):
         models.find(name, layers, random)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text_config": {}, "vocab_size": 9}', "KeyError: 'num_hidden_layers'"),
+        ('{"num_hidden_layers": 4}', "KeyError: 'vocab_size'"),
+        ("{", "JSONDecodeError: "),
+        ("[]", "TypeError: "),
+    ],
+)
+def test_a_configuration_that_says_too_little(content, message, tmp_path):
+    """As one that has the sizes of text and of pictures apart."""
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=f"config.json: {message}"):
+        models.find(str(tmp_path), None, False)
+
+
 def test_random_weights_follow_from_names_and_have_a_sane_spread():
     def draw(name: str, *size: int, dtype=torch.float32) -> torch.Tensor:
         p = torch.zeros(size, dtype=dtype)
