@@ -86,7 +86,9 @@ def setups(args) -> list[Setup]:
         )
     if args.batch_invariant and args.engine != "vllm":
         raise UsageError("--batch-invariant: with --engine vllm only")
-    backends = list(dict.fromkeys(args.compare.split(",")))
+    backends = list(dict.fromkeys(name.strip() for name in args.compare.split(",")))
+    if "" in backends:
+        raise UsageError(f"--compare {args.compare}: a name between commas is empty")
     if set(OWN) & set(backends) and not inside.is_installed(args.engine):
         raise UsageError(f"{args.engine} does not find the plugin: pip install -e . in this folder")
     model = models.find(args.model, args.layers, args.random_weights)

@@ -201,6 +201,8 @@ def test_an_engine_that_is_absent_is_named(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UsageError, match="^--batch-invariant: with --engine vllm only"):
         serve.setups(options("--engine", "sglang", "--batch-invariant"))
+    with pytest.raises(UsageError, match="^--compare engine,: a name between commas is empty"):
+        serve.setups(options("--compare", "engine,"))
 
 
 def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
@@ -213,7 +215,7 @@ def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
 
 def test_setups_follow_the_options(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    given = ("--random-weights", "--compare", "engine,deep_gemm,ours", "--together", "2",
+    given = ("--random-weights", "--compare", "engine, deep_gemm,ours", "--together", "2",
              "--batches", "1,4", "--prompts", "512", "--tensor-parallel", "2", "--expert-parallel",
              "--batch-invariant")  # fmt: skip
     first, second, third = serve.setups(options(*given))
