@@ -124,7 +124,7 @@ def check(backend: Backend) -> Iterator[Row]:
 
 def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
     """Medians over the repeats of all backends in turn; the first one is a warm-up. What a backend
-    cannot tell is NaN, and has no row."""
+    cannot tell, if only of one repeat, is NaN, and has no row."""
     for what, size, unit in plan.figures:
         values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
         for repeat in range(plan.repeats + 1):
@@ -132,9 +132,9 @@ def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
                 values[backend.setup.backend].append(backend.ask(what, size, repeat))
         for backend in backends:
             found = sorted(values[backend.setup.backend][1:])
-            median = statistics.median(found)
-            if math.isnan(median):
+            if any(map(math.isnan, found)):
                 continue
+            median = statistics.median(found)
             spread = round((found[-1] - found[0]) / abs(median), 4)
             say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
             yield row_of(backend, what, size, median, unit, spread=spread, least=found[0],
