@@ -430,7 +430,7 @@ def main() -> int:
                     print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
     except KeyboardInterrupt:
         interrupted = True
-        say("interrupted; the figures so far are kept")
+        say("interrupted")
     rows = into.rows if into else []
     for row in rows:
         if why := why_failed(row):

@@ -1,6 +1,7 @@
 """Calls over the number of tokens: what is called, the rows, and the program."""
 
 import contextlib
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -346,3 +347,5 @@ def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
     monkeypatch.setattr(calls, "measure", until_the_first)
     done, found, _ = sweep()
     assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
+    said = re.search(r"^interrupted\n(\d+) rows added to .*\n\Z", done.stderr, re.MULTILINE)
+    assert said and int(said[1]) == len(found.rows), "and nothing is said to be kept without --out"
