@@ -259,6 +259,8 @@ def roofline(args: argparse.Namespace) -> Shown:
     from scripts.measure import gpu, roofline
     from scripts.table import pivots
 
+    if args.run and not args.run.is_dir():
+        raise UsageError(f"{args.run} has no traces.jsonl")
     (layer,) = args.definition
     rates = gpu.measure_rates()
     into = writer(args, ROOFLINE, "reading the weights, CUDA graph replays", rates=rates)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_cuda import Kernel
 
+from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.common.roofline import pair_flops, roofline_ms, stepwise_ms, weight_bytes
 from scripts.data import rows
@@ -127,6 +128,11 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
     bound = {line.split()[0]: line.split()[-1] for line in filter(str.strip, printed.splitlines())}
     assert "FP8 matmul 1500 TFLOP/s" in printed and bound["1"] == "compute"
     assert bound["7"] == "memory"
+    absent = tmp_path / "absent"
+    monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(absent)])
+    with pytest.raises(UsageError, match="absent has no traces.jsonl"):
+        measure.main()
+    assert not absent.exists()
 
 
 def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> None:
