@@ -270,6 +270,8 @@ def main(arguments: list[str]) -> int:
         if command == "test":
             return run_tests(rest)
         if command == "setup":
+            if rest:  # such as --venv, which stands before it
+                raise SetupError(f"setup takes no {' '.join(rest)}")
             print(f"ready: {set_up('bench,dev')}")
             return 0
         return run_script(command, rest)

@@ -445,6 +445,8 @@ def test_commands(monkeypatch, capsys) -> None:
         assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
         assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
     assert {"rank", "bench", "pack", "data"} <= set(run.programs())
+    assert run.main(["setup", "--venv"]) == 2
+    assert capsys.readouterr().err == "error: setup takes no --venv\n"
     reading, writing = os.pipe()
     os.close(reading)  # as `head` does
     made = subprocess.run([sys.executable, run.__file__, "--help"], stdout=writing, stderr=-1)
