@@ -164,8 +164,9 @@ def write(form: ExportForm, output: Path, exports: Sequence[Export], of: "Defini
     """Write the tree and build its solutions as flashinfer-bench does, to which FlashInfer's way is
     alike; its files. What does not build leaves nothing. Raises PackError, and UsageError where
     `output` holds something: it could be mixed up."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"{output} is there already: name a new or an empty directory")
+    here = output.resolve() == Path.cwd()  # it is replaced, which leaves shells in what was there
+    if here or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise UsageError(f"{output} is there already: name a new directory")
     output.parent.mkdir(parents=True, exist_ok=True)
     tree = form.files(exports, of)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:

@@ -224,6 +224,13 @@ def test_what_does_not_build_is_not_exported(form: str, tmp_path: Path, flat: Ex
     assert not list(output.parent.iterdir())
 
 
+def test_the_present_directory_is_refused_even_if_it_is_empty(tmp_path, monkeypatch, flat) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="^. is there already: name a new directory"):
+        forms.write(FORMS["trace"], Path(), [flat], OURS)
+    assert not list(tmp_path.iterdir())
+
+
 # --- the contest's settings -----------------------------------------------------------------------
 
 
