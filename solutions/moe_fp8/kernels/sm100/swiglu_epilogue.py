@@ -13,7 +13,7 @@ from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
 from ..swiglu_epilogue import SwigluEpilogue
 from ..swiglu_quant import block_scale, divide
 from ..tiles import WARP, Tile
-from ..vectors import E4M3_VECTOR, load
+from ..vectors import BYTES, load
 from .config import MMA_ROWS
 
 
@@ -91,7 +91,7 @@ class SwigluQuantise(SwigluEpilogue):
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             target = self._staged(staging, row, t) + warpgroup * columns
-            there = cute.make_tensor(target.align(E4M3_VECTOR), cute.make_layout(columns))
+            there = cute.make_tensor(target.align(BYTES), cute.make_layout(columns))
             cute.autovec_copy(quantised, there)
 
     @cute.jit
@@ -155,7 +155,7 @@ class SwigluQuantisePair(SwigluQuantise):
     def staging(self, buffer) -> PairStaging:
         """Initialises its barriers; the caller synchronises the cluster before their first use."""
         rows, amax = super().staging(buffer)
-        theirs = (amax.iterator + cute.size(amax)).align(E4M3_VECTOR)
+        theirs = (amax.iterator + cute.size(amax)).align(BYTES)
         layout = cute.make_layout((self.rows, MMA_ROWS, BUFFERS))
         return PairStaging(
             rows,
@@ -182,7 +182,7 @@ class SwigluQuantisePair(SwigluQuantise):
         bits = cute.recast_tensor(theirs, Int32)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))
-            send_to_other((received + i).align(E4M3_VECTOR), four, arrived)
+            send_to_other((received + i).align(BYTES), four, arrived)
         cute.arch.mbarrier_wait(arrived, phase)
         load(received, bits)
         sums = cute.make_rmem_tensor(2 * self.rows, Float32)
