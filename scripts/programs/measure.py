@@ -95,7 +95,7 @@ from scripts.common.definitions import (
     MoeDefinition,
     find_any,
 )
-from scripts.common.project import FUSED
+from scripts.common.project import FUSED, ROOT
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
 from scripts.measure.gemm_problems import GRIDS, grid_problems, histograms, layer_problems
@@ -163,6 +163,8 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(args, option) and args.what not in whats:
             name = "as" if option == "form" else option.replace("_", "-")
             raise UsageError(f"--{name}: only with {', '.join(whats)}")
+    if args.repeats and args.what == "bits" or args.local != ROOT and args.what == "batched":
+        raise UsageError(f"--{'repeats' if args.what == 'bits' else 'local'}: not with {args.what}")
     if args.tokens and args.what == "gemm" and not args.layers:
         raise UsageError("--tokens: only with --layers")
     if len(args.definition) > 1 and args.what not in ("kernels", "sweep"):

@@ -67,6 +67,8 @@ def test_help(program: str) -> None:
         ("record", ["--only", "absent"], "invalid choice: 'absent'"),
         ("measure", ["tune_layer", "--rows", "3"], "--rows: only with batched"),
         ("measure", ["tune_layer", "--uneven"], "--uneven: only with batched"),
+        ("measure", ["bits", "--repeats", "3"], "--repeats: not with bits"),
+        ("measure", ["batched", "--local", "."], "--local: not with batched"),
         ("measure", ["batched", "--tokens", "3"], "--tokens: only with stages, sweep"),
         ("measure", ["batched", "--definition", "glm5"], "--definition: only with times, bits"),
         ("measure", ["times", "--run", "/absent", "--out", "x"], "--out: not with --run"),

@@ -161,6 +161,8 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
         rows = list(turns.measure([setup], turns.Plan((1,), (8,), 1, True), tmp_path, answers))
         shares = values(rows, "tokens before the first other than engine's", backend)
         assert len(shares) == (backend != "engine")
+        alone = values(rows, "same tokens alone and among others", backend)
+        assert not alone, "with batches of one there are no others"
     assert 0 <= shares[0] <= 1 and [*answers] == ["engine", "accurate"]
     answers = {"engine": [([1, 2, 3, 4], [-0.1, -0.2, -0.3, -9.0])],
                "ours": [([1, 2, 3, 5], [-0.1, -0.25, -0.3, -0.4])]}  # fmt: skip
