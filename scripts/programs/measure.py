@@ -95,7 +95,7 @@ from scripts.common.definitions import (
     MoeDefinition,
     find_any,
 )
-from scripts.common.project import FUSED, ROOT
+from scripts.common.project import FUSED
 from scripts.data.dataset import Inputs, definition_of, named, tokens
 from scripts.data.rows import BITS, FILE, ROOFLINE, TIMES
 from scripts.measure.gemm_problems import GRIDS, grid_problems, histograms, layer_problems
@@ -132,6 +132,8 @@ OPTIONS = {
     "max_loss": ("tune_layer",),
 }
 """What has an option that not all have."""
+LACKS = {"bits": "repeats", "batched": "local"}
+"""The option that it alone has not."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -163,8 +165,9 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(args, option) and args.what not in whats:
             name = "as" if option == "form" else option.replace("_", "-")
             raise UsageError(f"--{name}: only with {', '.join(whats)}")
-    if args.repeats and args.what == "bits" or args.local != ROOT and args.what == "batched":
-        raise UsageError(f"--{'repeats' if args.what == 'bits' else 'local'}: not with {args.what}")
+    lacking = LACKS.get(args.what)
+    if lacking and getattr(args, lacking) != arguments.get_default(lacking):
+        raise UsageError(f"--{lacking}: not with {args.what}")
     if args.tokens and args.what == "gemm" and not args.layers:
         raise UsageError("--tokens: only with --layers")
     if len(args.definition) > 1 and args.what not in ("kernels", "sweep"):
